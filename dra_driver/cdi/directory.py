@@ -1,4 +1,4 @@
-"""The directory with the CDI specs of prepared claims. The container runtime watches it."""
+"""The directory of the CDI specs of prepared claims. The container runtime watches it."""
 
 from __future__ import annotations
 
@@ -23,18 +23,20 @@ from dra_driver.cdi.rules.spec import COMMON, encode, encoded, file_stem
 from dra_driver.model.ids import is_uid
 
 _SUFFIX = ".yaml"
-"""The incumbent's; monitoring agents open the file by its whole name. The content is JSON, which is YAML too."""
+"""The incumbent uses this suffix, and monitoring agents open the file by its full name. The content is JSON,
+which is valid YAML.
+"""
 _FILE_MODE = 0o644
 _DIRECTORY_MODE = 0o755
 
 
 class CdiDirectory:
-    """One spec file for each claim. Each write ends with a rename inside the directory, which runtimes notice."""
+    """One spec file per claim. Each write is a rename inside the directory, which runtimes notice."""
 
     def __init__(self, path: str | Path, driver_name: str) -> None:
         self._path = Path(path)
         self._driver_name = driver_name
-        # The part of the last spec that is equal in all specs, and its bytes: it is most of a spec.
+        # The last common edits and their bytes. They are most of a spec, and usually equal in all specs.
         self._common: tuple[Any, bytes] | None = None
 
     def create(self) -> None:
@@ -42,11 +44,13 @@ class CdiDirectory:
         make_directory(self._path, _DIRECTORY_MODE)
 
     def file(self, claim_uid: str) -> Path:
-        """The claim's spec file. Raises: ClaimRefusedError if the UID cannot be part of a file name."""
+        """Return the path of the claim's spec file. Raises: ClaimRefusedError if the UID cannot be part of a
+        file name.
+        """
         return self._path / f"{file_stem(self._driver_name, claim_uid)}{_SUFFIX}"
 
     def write(self, claim_uid: str, spec: dict[str, Any]) -> bool:
-        """Write the spec into the claim's file unless it is there already; returns whether it was written.
+        """Write the claim's spec file, unless it already has this content; returns whether it was written.
 
         Raises: StateError.
         """
@@ -58,24 +62,24 @@ class CdiDirectory:
         if read_or_none(file) == content:
             return False
         make_directory(self._path, _DIRECTORY_MODE)
-        # Not synced: every Prepare checks the file.
+        # Not synced, because every Prepare checks the file.
         write_atomically(file, content, mode=_FILE_MODE, durable=False)
         return True
 
     def read(self, claim_uid: str) -> dict[str, Any] | None:
-        """The claim's spec; None if there is none or the file is not a spec of this plugin. Raises: StateError."""
+        """Return the claim's spec; None if it is missing or is not a spec of this plugin. Raises: StateError."""
         return _decoded(read_or_none(self.file(claim_uid)))
 
     def remove(self, claim_uid: str) -> bool:
-        """Remove the claim's spec so that it does not come back; returns whether there was one. Raises: StateError."""
+        """Remove the claim's spec durably; returns whether it existed. Raises: StateError."""
         was_there = remove_file(self.file(claim_uid))
         if was_there:
-            # Synced: a spec that came back after a power cut would have no record and stay for ever.
+            # Synced: a spec that reappeared after a power cut would have no record, and would stay forever.
             sync_removals(self._path)
         return was_there
 
     def uids(self) -> frozenset[str]:
-        """The UIDs of the claims that have a spec, whatever is in it. Raises: StateError."""
+        """Return the UIDs of the claims that have a spec file, valid or not. Raises: StateError."""
         try:
             files = os.listdir(self._path)  # noqa: PTH208  a thousand Path objects cost milliseconds
         except FileNotFoundError:
@@ -88,16 +92,16 @@ class CdiDirectory:
         return frozenset(filter(is_uid, uids))
 
     def devices(self, claim_uid: str) -> tuple[str, ...]:
-        """The device names in a claim's spec; none of a file that is not a valid spec. Raises: StateError."""
+        """Return the device names in a claim's spec; empty if the spec is invalid. Raises: StateError."""
         return _device_names(claim_uid, read_or_none(self.file(claim_uid)))
 
     def list(self) -> dict[str, tuple[str, ...]]:
-        """The device names in each spec, by claim UID. Raises: StateError."""
+        """Return the device names in each spec, by claim UID. Raises: StateError."""
         return {uid: self.devices(uid) for uid in sorted(self.uids())}
 
 
 def temporary_files(plugin_dir: Path, cdi_root: Path, driver_name: str) -> Sequence[tuple[Path, str]]:
-    """Where a killed plugin leaves files that it was about to rename: directories, each with a pattern."""
+    """Return the directories, each with a glob pattern, in which a killed plugin may leave temporary files."""
     ours, specs = (
         ("", "*/", "mps/*/", f"{METADATA}/*/*/"),
         (_prefix(driver_name), cdi_file_prefix(driver_name)),
@@ -134,7 +138,9 @@ def _decoded_yaml(content: bytes) -> Any:
 
 
 def _device_names(claim_uid: str, content: bytes | None) -> tuple[str, ...]:
-    """Also those in a spec of the incumbent, which uses YAML's own notation in a file of the same name."""
+    """Return the device names in a spec, also in one of the incumbent, which has the same file name but uses
+    YAML syntax.
+    """
     if content is None:
         return ()
     spec = _decoded(content) or _decoded_yaml(content)

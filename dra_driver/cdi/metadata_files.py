@@ -1,11 +1,11 @@
-"""The files on the host that tell containers which devices they have, the CDI specs that mount these files, and the
-step of a claim that writes them.
+"""Metadata files that describe a container's devices, the CDI specs that mount them, and the step that writes
+them.
 
     <plugin directory>/dra-device-metadata/<namespace>_<claim>/<request>/metadata.json
     <CDI directory>/<driver>_metadata_<claim UID>_<request>.json
 
-A directory has the claim's name, and a claim may be deleted and created again under the same name. So the claim UID in
-each file decides to which claim the file belongs.
+A directory is named after its claim, and a claim may be deleted and created again with the same name. Therefore
+the claim UID in each file decides which claim owns the file.
 """
 
 from __future__ import annotations
@@ -58,8 +58,11 @@ _ABANDONED_AFTER_S = 60.0
 
 
 class MetadataFiles:
-    """Metadata files and their CDI specs. Each write ends with a rename. Writes are not synced, because every Prepare
-    checks the files. Removals are synced, because a file that came back after a power cut would stay for ever."""
+    """Writes and removes metadata files and their CDI specs. Each write is a rename.
+
+    Writes are not synced, because every Prepare checks the files. Removals are synced, because a file that
+    reappeared after a power cut would stay forever.
+    """
 
     def __init__(self, plugin_directory: str | Path, cdi_root: str | Path, driver_name: str) -> None:
         self._directory = Path(plugin_directory) / DIRECTORY
@@ -67,10 +70,12 @@ class MetadataFiles:
         self._driver_name = driver_name
 
     def create(self) -> None:
-        """Remove directories that a power cut left empty. A new directory is made with its first file. Raises:
-        StateError."""
+        """Remove directories that a power cut left empty. New directories are created with their first file.
+
+        Raises: StateError.
+        """
         for claim in _entries(self._directory):
-            # List all of them first: removing one changes the time of the claim's directory.
+            # List them all first: removing one changes the time of the claim's directory.
             abandoned = [path for path in (*_readable_entries(claim), claim) if _is_abandoned(path)]
             for directory in abandoned:
                 clear_abandoned(directory)
@@ -78,15 +83,16 @@ class MetadataFiles:
                     directory.rmdir()
 
     def file(self, claim: AllocatedClaim, request: str) -> Path:
-        """The file of a top-level request. Raises: ClaimRefusedError if a name cannot be part of a path."""
+        """Return the path of a request's file. Raises: ClaimRefusedError if a name cannot be part of a path."""
         check_names(claim)
         return self._directory / directory_name(claim.ref) / request / _FILE
 
     def write(self, claim: AllocatedClaim, request: str, encode: Callable[[int], bytes]) -> None:
-        """Write the request's file, with the content that `encode` gives for its generation, and the CDI spec that
-        mounts it.
+        """Write the request's file, and the CDI spec that mounts it. `encode` returns the content for a
+        generation.
 
-        The generation is 1 at first; each change of the content adds one. Raises: StateError, ClaimRefusedError.
+        The generation starts at 1 and grows with each change of the content. Raises: StateError,
+        ClaimRefusedError.
         """
         file = self.file(claim, request)
         content = read_or_none(file)
@@ -106,10 +112,7 @@ class MetadataFiles:
         )
 
     def remove(self, claim: AllocatedClaim) -> None:
-        """Remove the claim's files and CDI specs; some or all may be missing.
-
-        Raises: StateError, ClaimRefusedError.
-        """
+        """Remove the claim's files and CDI specs, if any. Raises: StateError, ClaimRefusedError."""
         check_names(claim)
         self._remove_specs(claim.ref.uid)
         directory = self._directory / directory_name(claim.ref)
@@ -119,9 +122,8 @@ class MetadataFiles:
         _remove_if_empty(directory)
 
     def forget(self, claim_uid: str) -> None:
-        """Remove the files and CDI specs of a claim of which only the UID is known.
-
-        Raises: StateError, ClaimRefusedError.
+        """Remove the files and CDI specs of a claim that is known only by its UID. Raises: StateError,
+        ClaimRefusedError.
         """
         checked_claim_uid(claim_uid)
         self._remove_specs(claim_uid)
@@ -143,7 +145,7 @@ class MetadataFiles:
         return self._cdi / cdi_file(self._driver_name, checked_claim_uid(claim_uid), request)
 
     def _remove_specs(self, claim_uid: str) -> None:
-        """Find the specs by their file names, which end with the request; a request name has no underscore."""
+        """Remove the specs of the claim. Their file names end with the request, which contains no underscore."""
         prefix = f"{cdi_file_prefix(self._driver_name)}{claim_uid}"
         found = [
             path
@@ -161,7 +163,7 @@ class MetadataFiles:
 
 
 def _entries(directory: Path, prefix: str = "") -> list[Path]:
-    """The entries whose names begin with `prefix`, by name. Raises: StateError."""
+    """Return the entries whose names begin with `prefix`, sorted by name. Raises: StateError."""
     try:
         names = os.listdir(directory)  # noqa: PTH208  a thousand Path objects cost milliseconds
         return [directory / name for name in sorted(names) if name.startswith(prefix)]
@@ -172,7 +174,7 @@ def _entries(directory: Path, prefix: str = "") -> list[Path]:
 
 
 def _readable_entries(directory: Path) -> list[Path]:
-    """As `_entries`; nothing if the disk fails, so that the plugin can still serve other claims."""
+    """Like `_entries`, but empty if the disk fails, so that the plugin can still serve other claims."""
     try:
         return _entries(directory)
     except StateError:
@@ -180,14 +182,14 @@ def _readable_entries(directory: Path) -> list[Path]:
 
 
 def _owner(request: Path) -> str | None:
-    """The claim UID in the file of a request's directory; None if there is none."""
+    """Return the claim UID in the file of a request's directory; None if there is none."""
     content = read_or_none(request / _FILE)
     owned = None if content is None else owner_and_generation(content)
     return None if owned is None else owned[0]
 
 
 def _remove_request(directory: Path) -> None:
-    """Remove a request's directory, with all that is in it. Raises: StateError."""
+    """Remove a request's directory and its content. Raises: StateError."""
     try:
         shutil.rmtree(directory)
     except FileNotFoundError:
@@ -197,7 +199,7 @@ def _remove_request(directory: Path) -> None:
 
 
 def _remove_if_empty(directory: Path) -> None:
-    """Remove the directory if it is empty, so that it does not come back."""
+    """Remove the directory durably if it is empty."""
     try:
         directory.rmdir()
     except (FileNotFoundError, NotADirectoryError):
@@ -211,7 +213,7 @@ def _remove_if_empty(directory: Path) -> None:
 
 
 def _is_abandoned(directory: Path) -> bool:
-    """Whether it is so old that the process that made it for a file must be dead."""
+    """Whether the directory is so old that the process that created it for a file must be dead."""
     try:
         return directory.lstat().st_mtime < time.time() - _ABANDONED_AFTER_S
     except OSError:
@@ -220,15 +222,19 @@ def _is_abandoned(directory: Path) -> bool:
 
 @dataclass(eq=False)
 class MetadataSteps:
-    """Does and undoes `WriteDeviceMetadata`. It runs after the steps that make devices, since it writes their UUIDs."""
+    """Does and undoes `WriteDeviceMetadata`. It runs after the steps that create devices, because it writes
+    their UUIDs.
+    """
 
     files: MetadataFiles
     discovery: Discovery
     ledger: Ledger | None
 
     def do(self, step: WriteDeviceMetadata, plan: Plan) -> None:
-        """Write a file for each request. Raises: StateError, ClaimRefusedError; NvmlUnavailableError if the devices
-        of the node are not known now."""
+        """Write a file for each request.
+
+        Raises: StateError, ClaimRefusedError; NvmlUnavailableError if the node's devices are not known now.
+        """
         by_request = self._described(plan)
         for request in requests_of(plan.claim):
             self._write(plan.claim, request, by_request[request], step.versions)
@@ -254,12 +260,12 @@ class MetadataSteps:
         return by_request
 
     def undo(self, step: WriteDeviceMetadata, record: ClaimRecord) -> None:
-        """Remove the claim's files; running containers keep what they have. Raises: StateError."""
+        """Remove the claim's files; running containers keep theirs. Raises: StateError."""
         if record.claim.results:
             self.files.remove(record.claim)
-        else:  # the claim's record was lost, and only its UID is known
+        else:  # the record was lost, so only the UID is known
             self.files.forget(record.ref.uid)
 
     def in_place(self, step: WriteDeviceMetadata, record: ClaimRecord) -> bool:
-        """Whether every file and CDI spec of the claim is there."""
+        """Whether all files and CDI specs of the claim exist."""
         return self.files.in_place(record.claim)

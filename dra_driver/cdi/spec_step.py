@@ -1,4 +1,4 @@
-"""The step that writes a claim's CDI spec, and its undo; and the extra devices of the host that go into it."""
+"""The step that writes a claim's CDI spec, and the host's extra devices in that spec."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _log = structlog.get_logger(__name__)
 
 
 class ExtraDeviceFinder:
-    """Finds extra devices on the host; no one asks for a plan that has none.
+    """Finds extra devices on the host, for plans that need any.
 
-    IMEX channels are looked for before the first step, and again for the spec. Nothing here changes the host, so there
-    is nothing to undo: after a crash the next Prepare writes the spec again.
+    It looks for IMEX channels before the first step, and again for the spec. It changes nothing on the host, so
+    there is nothing to undo; after a crash, the next Prepare writes the spec again.
     """
 
     def __init__(
@@ -44,52 +44,58 @@ class ExtraDeviceFinder:
         self._channels = ImexChannelNodes(paths.proc)
         self._daemon = ImexDaemon(paths, programs)
         self._lock = threading.Lock()
-        self._told: set[HostDevice] = set()
+        self._reported: set[HostDevice] = set()
 
     def check(self, plan: Plan) -> None:
-        """Raises: RetryableError if the NVIDIA driver has no channels for a claim that needs them."""
+        """Check the plan's IMEX channels. Raises: RetryableError if the claim needs channels and the NVIDIA
+        driver has none.
+        """
         channels = channels_of(plan)
         if channels is not None:
             self._channels.nodes(channels)
 
     def refuse_unready_imex(self, timeout_s: float) -> None:
-        """Raises: RetryableError unless the host's nvidia-imex says in time that it is ready."""
+        """Raise RetryableError unless the host's nvidia-imex reports within `timeout_s` seconds that it is
+        ready.
+        """
         self._daemon.refuse_unready(timeout_s)
 
-    def added(self, device: CdiDevice, planned: PlannedDevice) -> CdiDevice:
-        """The device with the nodes of its extra devices, as far as the host has them."""
+    def with_extra_devices(self, device: CdiDevice, planned: PlannedDevice) -> CdiDevice:
+        """Return the device with the nodes of those extra devices that the host has."""
         for kind in planned.host_devices:
             found = self._finder.find(kind)
-            self._tell(kind, is_there=bool(found.nodes))
+            self._report(kind, is_there=bool(found.nodes))
             device = with_host_devices(device, found.nodes, found.mounts)
         return device
 
     def channel_nodes(self, plan: Plan) -> tuple[HostNode, ...]:
-        """The channels of a claim on GPUs in a fabric. Raises: RetryableError if the NVIDIA driver has none."""
+        """Return the IMEX channels of a claim on GPUs in a fabric. Raises: RetryableError if the NVIDIA driver
+        has none.
+        """
         channels = channels_of(plan)
         if channels is None:
             return ()
         return tuple(HostNode(node, node.path) for node in self._channels.nodes(channels))
 
-    def _tell(self, kind: HostDevice, *, is_there: bool) -> None:
-        """Log what the node lacks, once until it is there again."""
+    def _report(self, kind: HostDevice, *, is_there: bool) -> None:
+        """Log a missing extra device, once until it appears."""
         with self._lock:
             if is_there:
-                self._told.discard(kind)
+                self._reported.discard(kind)
                 return
-            if kind in self._told:
+            if kind in self._reported:
                 return
-            self._told.add(kind)
+            self._reported.add(kind)
         _log.warning("host_devices_missing", notes=[note(kind)])
 
 
 def channels_of(plan: Plan) -> ImexChannels | None:
-    """The channels of a plan: those of its devices, which come from one configuration."""
+    """Return the IMEX channels of a plan. All its devices have the same channels."""
     return next((planned.imex for planned in plan.devices if planned.imex is not None), None)
 
 
 def with_host_devices(device: CdiDevice, nodes: Sequence[HostNode], mounts: Sequence[CdiMount]) -> CdiDevice:
-    """The device with nodes and mounts that the device does not have yet."""
+    """Return the device with the nodes and mounts that it does not have yet."""
     here = {node.node.path for node in (*device.nodes, *device.drm)}
     return replace(
         device,
@@ -99,7 +105,7 @@ def with_host_devices(device: CdiDevice, nodes: Sequence[HostNode], mounts: Sequ
 
 
 def note(kind: HostDevice) -> str:
-    """The sentence for a node that lacks what its configuration gives to claims."""
+    """Return the note for a node without an extra device that the configuration gives to claims."""
     paths = HOST_DEVICE_NODES[kind][-1:] if kind == "nvswitch" else HOST_DEVICE_NODES[kind]
     missing, remedy = " and no ".join(paths), HOST_DEVICE_REMEDIES[kind]
     return f"hostDevices {kind} of the configuration: this node has no {missing}; {remedy}"
@@ -107,9 +113,12 @@ def note(kind: HostDevice) -> str:
 
 @dataclass(eq=False)
 class CdiSteps:
-    """Does and undoes `WriteCdiSpec`. Each spec is made from what is on the disk now: no container may get a path that
-    is gone because the NVIDIA driver or the toolkit was replaced. `ledger` is None where no MIG devices are made,
-    `cards` where virtual machines get no GPUs, `dev_char` where no links in /dev/char are wanted."""
+    """Does and undoes `WriteCdiSpec`.
+
+    Each spec is built from the current files on disk, because a replaced NVIDIA driver or toolkit leaves stale
+    paths. `ledger` is None without MIG on demand, `cards` without passthrough, `dev_char` if links in /dev/char
+    are not wanted.
+    """
 
     driver_name: str
     specs: CdiDirectory
@@ -124,7 +133,7 @@ class CdiSteps:
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
-        self._told: tuple[str, ...] = ()
+        self._reported: tuple[str, ...] = ()
         self._common: tuple[DriverFiles, tuple[HostNode, ...], dict[str, Any]] | None = None
 
     def do(self, step: Step, plan: Plan) -> None:
@@ -135,19 +144,20 @@ class CdiSteps:
             self.dev_char.make(node_paths(spec))
 
     def spec(self, plan: Plan) -> dict[str, Any]:
-        """The spec as it would be written now."""
+        """Return the spec as it would be written now."""
         if any(isinstance(one.offered, VfioDevice) for one in plan.devices):
             return vfio_spec(
                 plan.claim.ref.uid, self.driver_name, [self._bare_device(one) for one in plan.devices]
             )
         files = self.installation.files(self.driver_version())
-        self._tell(files.notes)
+        self._report(files.notes)
         used = {device.cdi_device for device in plan.devices if not device.result.admin_access}
         devices = [
             replace(self._device(one), admin_access=one.cdi_device not in used) for one in plan.devices
         ]
         managing = {one.result.request: one for one in reversed(plan.devices) if one.managed}
-        # Rather through a device that no other request of the claim uses: its containers would get the nodes too.
+        # Prefer a device that no other request of the claim uses; otherwise that request's containers get the
+        # nodes too.
         managing |= {
             one.result.request: one
             for one in reversed(plan.devices)
@@ -163,8 +173,9 @@ class CdiSteps:
     def _with_management(
         self, devices: list[CdiDevice], managing: Mapping[str, PlannedDevice]
     ) -> list[CdiDevice]:
-        """The devices, of which one of each request that manages the node has the nodes for that: a container gets all
-        devices of a request."""
+        """Add the management nodes to one device of each managing request. A container gets all devices of a
+        request, so one is enough.
+        """
         gpus = next(iter(managing.values())).managed
         nodes, missing = self.nodes.management(
             [self._minor(gpu) for gpu in gpus], has_mig=any(gpu.mig_capable for gpu in gpus)
@@ -180,8 +191,10 @@ class CdiSteps:
         ]
 
     def _common_edits(self, files: DriverFiles, channels: tuple[HostNode, ...]) -> dict[str, Any]:
-        """As `common_edits`, with the claim's IMEX channels; the same object until the host's files or the channels
-        change, so a caller must not change it."""
+        """Return `common_edits` with the claim's IMEX channels.
+
+        The result is cached until the host's files or the channels change; callers must not modify it.
+        """
         known = self._common
         if known is not None and known[0] is files and known[1] == channels:
             return known[2]
@@ -191,27 +204,27 @@ class CdiSteps:
         self._common = (files, channels, edits)
         return edits
 
-    def _tell(self, notes: tuple[str, ...]) -> None:
-        """Log what the host lacks: once, and again when that changes."""
+    def _report(self, notes: tuple[str, ...]) -> None:
+        """Log what the host lacks, once for each change."""
         with self._lock:
-            if notes == self._told:
+            if notes == self._reported:
                 return
-            self._told = notes
+            self._reported = notes
         if notes:
             _log.warning("driver_files_incomplete", notes=list(notes))
 
     def undo(self, step: Step, record: ClaimRecord) -> None:
-        """Remove the claim's spec; running containers keep what they have."""
+        """Remove the claim's spec; running containers keep their devices."""
         self.specs.remove(record.ref.uid)
 
     def in_place(self, step: Step, record: ClaimRecord) -> bool:
-        """Whether the claim's spec file is there."""
+        """Whether the claim's spec file exists."""
         return self.specs.read(record.ref.uid) is not None
 
     def _device(self, planned: PlannedDevice) -> CdiDevice:
         device = self._bare_device(planned)
         if planned.host_devices:
-            device = self.extra_devices.added(device, planned)
+            device = self.extra_devices.with_extra_devices(device, planned)
         match planned.usage:
             case MpsShared() as usage:
                 return with_mps(device, usage, self.mps.directories(usage.spec.device))
@@ -232,18 +245,18 @@ class CdiSteps:
                     graphics="+gfx" in mig.profile.name,
                 )
             case DynamicMigDevice() as possible:
-                return self._made_device(planned, possible)
+                return self._created_mig_device(planned, possible)
             case VfioDevice() as device:
                 return self._for_virtual_machine(planned, device)
             case _:
                 assert_never(planned.offered)
 
-    def _made_device(self, planned: PlannedDevice, possible: DynamicMigDevice) -> CdiDevice:
+    def _created_mig_device(self, planned: PlannedDevice, possible: DynamicMigDevice) -> CdiDevice:
         gpu = possible.gpu
         made = None if self.ledger is None else self.ledger.created_instance(possible.name)
         if made is None or made.gpu_instance_id is None or made.compute_instance_id is None:
             if planned.result.admin_access:
-                # A claim with admin access makes no MIG device; it monitors through the GPU's node.
+                # A claim with adminAccess creates no MIG device. It monitors through the GPU's node.
                 return self.nodes.whole_gpu(planned.cdi_device, self._minor(gpu), None)
             raise StateError(
                 f"MIG device {possible.name} does not exist, although an earlier step makes it; this is a fault of the "
@@ -259,15 +272,17 @@ class CdiSteps:
         )
 
     def _for_virtual_machine(self, planned: PlannedDevice, device: VfioDevice) -> CdiDevice:
-        """The card's nodes, looked up now: the kernel gives them their names when vfio gets the card. Raises:
-        RetryableError."""
+        """Return the device with the card's current nodes; their names change each time vfio gets the card.
+
+        Raises: RetryableError.
+        """
         if self.cards is None:
             raise RetryableError(f"device {device.name} cannot be prepared while passthrough is off")
         card, own = device.card, None
         if planned.prefers_iommufd and self.cards.node(IOMMU_NODE) is not None:
             own = self.cards.vfio_device(card.bus_id)
         interface, path = CONTAINER_NODE, f"/dev/vfio/{card.iommu_group}"
-        # A kernel without VFIO_DEVICE_CDEV names the device, and has no node for it.
+        # A kernel without VFIO_DEVICE_CDEV names the device but has no node for it.
         if own is not None and self.cards.node(f"/dev/vfio/devices/{own}") is not None:
             interface, path = IOMMU_NODE, f"/dev/vfio/devices/{own}"
         else:
@@ -284,8 +299,10 @@ class CdiSteps:
         return CdiDevice(planned.cdi_device, tuple(nodes))
 
     def _minor(self, gpu: Gpu) -> int | None:
-        """The number in the name of the GPU's node; it may change with the MIG mode. From a file, because NVML may
-        hang."""
+        """Return the number in the name of the GPU's node, which may change with the MIG mode.
+
+        It is read from a file because NVML may hang.
+        """
         if gpu.partitioning is None or gpu.pci_bus_id is None:
             return gpu.minor
         now = self.nodes.minor(gpu.pci_bus_id)

@@ -1,6 +1,4 @@
-"""A call of the kubelet: until when an answer is of use, the claims that it names, which calls are under way, and who
-hears of the outcome. The API server says what a claim is.
-"""
+"""A call of the kubelet: its deadline, the claims it names, the calls in progress, and the observer of outcomes."""
 
 from __future__ import annotations
 
@@ -27,23 +25,27 @@ _log = structlog.get_logger(__name__)
 Action = Literal["prepare", "unprepare"]
 
 CLAIMS_AT_ONCE = 256
-"""How many claims of one call are worked on at the same time: each has a thread, since any number of them may hang."""
+"""How many claims of one call are worked on at the same time. Each has its own thread, because any of them may
+hang.
+"""
 KUBELET_DEADLINE_S = 45.0
 _ANSWER_BEFORE_S = 2.0
-"""The kubelet drops an answer that comes after its deadline, and with it the reason."""
+"""The kubelet drops an answer that comes after its deadline, including the error message."""
 _KNOWN_CLAIMS_API_S = 3.0
 _FIRST_PAUSE_S = 0.5
 _MAX_PAUSE_S = 4.0
 _LOOK_EVERY_S = 1.0
 _LATE_RIGHTS = frozenset({401, 403})
-"""After an installation or a renewal of tokens, rights may arrive some seconds after the plugin."""
+"""After an installation or a token renewal, permissions may arrive a few seconds after the plugin starts."""
 
 
 @dataclass(frozen=True, slots=True)
 class KubeletCall:
-    """A call of the kubelet. It began at `began_ns` (time.monotonic_ns()); an answer after `deadline`
-    (time.monotonic()) comes too late. `is_cancelled` returns whether the kubelet has cancelled the call; None if nobody
-    can tell."""
+    """A call of the kubelet, which began at `began_ns` (time.monotonic_ns()).
+
+    An answer after `deadline` (time.monotonic()) is too late. `is_cancelled` returns whether the kubelet has
+    cancelled the call; it is None if cancellation cannot be detected.
+    """
 
     began_ns: int
     deadline: float
@@ -51,14 +53,18 @@ class KubeletCall:
 
     @classmethod
     def begin(cls, deadline_s: float | None, is_cancelled: Callable[[], bool] | None = None) -> KubeletCall:
-        """A call that begins now; the caller waits `deadline_s` seconds for the answer; None, and more than the
-        kubelet ever waits, mean the kubelet's time."""
+        """Return a call that begins now. The caller waits `deadline_s` seconds for the answer.
+
+        None, and values above the kubelet's own timeout, mean the kubelet's timeout.
+        """
         seconds = KUBELET_DEADLINE_S if deadline_s is None else min(deadline_s, KUBELET_DEADLINE_S)
         return cls(time.monotonic_ns(), time.monotonic() + seconds - _ANSWER_BEFORE_S, is_cancelled)
 
     def left(self) -> float:
-        """Seconds until an answer comes too late. Raises: RetryableError if it is too late now, or the kubelet
-        cancelled the call."""
+        """Return the seconds until an answer is too late.
+
+        Raises: RetryableError if the deadline has passed or the kubelet cancelled the call.
+        """
         if self.is_cancelled is not None and self.is_cancelled():
             raise RetryableError(
                 "the kubelet cancelled this call; it calls again if a pod still needs the claim"
@@ -69,23 +75,25 @@ class KubeletCall:
         return left
 
     def left_for_known(self) -> float:
-        """Seconds that the API server may take for claims that can be served without it, because a record has them. All
-        such claims of the call share this time."""
+        """Return how many seconds the API server may take for claims that can be served from their records.
+
+        All such claims of the call share this time.
+        """
         spent = (time.monotonic_ns() - self.began_ns) / 1e9
         return max(0.05, min(self.left(), _KNOWN_CLAIMS_API_S - spent))
 
 
 class CallsUnderWay:
-    """Which claims are being prepared and unprepared in this process. For many threads."""
+    """Tracks the claims that this process is preparing or unpreparing. Thread-safe."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._changes = 0
-        self._calls: Counter[tuple[Action, str]] = Counter()  # with the claim's UID
+        self._calls: Counter[tuple[Action, str]] = Counter()  # keyed by action and claim UID
 
     @contextmanager
     def calling(self, action: Action, uid: str) -> Iterator[None]:
-        """Within it the claim is being prepared, from the fetch on, or unprepared."""
+        """Mark a call for the claim as in progress: a Prepare from its fetch on, or an Unprepare."""
         with self._changed:
             self._calls[action, uid] += 1
         try:
@@ -98,59 +106,68 @@ class CallsUnderWay:
             if action == "unprepare":
                 self.wake()
 
-    def is_called(self, action: Action, uid: str) -> bool:
-        """Whether such a call is under way for the claim."""
+    def is_in_progress(self, action: Action, uid: str) -> bool:
+        """Whether such a call is in progress for the claim."""
         with self._changed:
             return self._calls[action, uid] > 0
 
     def wake(self) -> None:
-        """End every `wait`."""
+        """Wake every `wait`."""
         with self._changed:
             self._changes += 1
             self._changed.notify_all()
 
     def wait(self, seen: int, seconds: float) -> int:
-        """Wait until a claim was unprepared or `wake` was called, but at most `seconds`. `seen` is what the last `wait`
-        returned, so that nothing in between is missed; 0 at first."""
+        """Wait up to `seconds` until a claim is unprepared or `wake` is called.
+
+        Pass what the last `wait` returned as `seen` (0 at first), so that a change in between is not missed.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._changes != seen, timeout=seconds)
             return self._changes
 
 
 class Observer(Protocol):
-    """Gets each claim's outcome. Methods must not raise or wait. `reporting/reporter.py` implements it."""
+    """Receives the outcome for each claim. Methods must not raise or block. Implemented in
+    `reporting/reporter.py`.
+    """
 
     def in_flight(self, action: Action, claims: Sequence[ClaimRef]) -> AbstractContextManager[None]:
-        """Within it a call of the kubelet for these claims is under way."""
+        """Track a call of the kubelet for these claims while it is in progress."""
 
     def prepared(self, ref: ClaimRef, duration_s: float, record: ClaimRecord | None) -> None:
-        """A claim is prepared; `record` is None if it has no device of this driver."""
+        """Report a prepared claim. `record` is None if the claim has no device of this driver."""
 
     def unprepared(self, ref: ClaimRef, duration_s: float) -> None:
-        """A claim was unprepared, or never was prepared."""
+        """Report that a claim was unprepared, or had never been prepared."""
 
     def waited(self, ref: ClaimRef, duration_s: float) -> None:
-        """A Prepare has ended, with or without success, which waited for a device."""
+        """Report the end of a Prepare that waited for a device, whether it succeeded or failed."""
 
     def failed(
         self, action: Action, ref: ClaimRef, duration_s: float, error: Exception, message: str
     ) -> None:
-        """A Prepare or Unprepare failed; the kubelet gets `message` as the answer."""
+        """Report a failed Prepare or Unprepare. The kubelet gets `message`."""
 
     def recovered(self, ref: ClaimRef, why: str) -> None:
-        """The driver unprepared a stale claim, for which the kubelet would not have called."""
+        """Report that the plugin unprepared a stale claim, which the kubelet would not have unprepared."""
 
     def seen(self, ref: ClaimRef, reported: frozenset[ReportedDevice]) -> None:
-        """The reconciler has read a claim that is not stale, and its status names these devices."""
+        """Report that the reconciler read a claim that is not stale, whose status names these devices."""
 
     def still_in_use(self, ref: ClaimRef, text: str) -> None:
-        """A stale claim keeps its devices. `text` continues a sentence that begins with the claim: why it is stale,
-        which processes compute on its devices, and what to do."""
+        """Report that a stale claim keeps its devices.
+
+        `text` continues a sentence that begins with the claim: why the claim is stale, which processes compute
+        on its devices, and what to do.
+        """
 
 
 def failed(observer: Observer, action: Action, ref: ClaimRef, duration_s: float, error: Exception) -> Failed:
-    """The claim's entry in the answer: one line. An error that is not a DraDriverError is a bug; the log gets its
-    traceback."""
+    """Return the claim's entry in the answer, one line.
+
+    Any error other than a DraDriverError is a bug, and its traceback is logged.
+    """
     if isinstance(error, DraDriverError):
         text = " ".join(str(error).split())
     else:
@@ -170,9 +187,9 @@ class ClaimFetch:
         self._driver = driver
 
     def allocated(self, ref: ClaimRef, call: KubeletCall) -> AllocatedClaim:
-        """Our part of a claim of the call: from the API server, or from the record if the API server does not tell.
+        """Return this driver's part of a claim, from the API server or, if that fails, from the claim's record.
 
-        Raises: as `ClaimClient.read`; RetryableError.
+        Raises: like `ClaimClient.read`; RetryableError.
         """
         known = self._records.get(ref.uid)
         if known is None or known.phase != "prepared":
@@ -180,13 +197,16 @@ class ClaimFetch:
         try:
             return our_part(self._lookup.read(ref, call.left_for_known()), self._driver)
         except (ApiUnavailableError, ApiRejectedError) as error:
-            # A refusal (no permission, version not served) says as little about the claim as no answer at all.
+            # A refusal (no permission, version not served) says no more about the claim than a missing answer.
             _log.warning("claim_read_from_record", claim_uid=ref.uid, reason=str(error))
             return replace(known.claim, reported=None)
 
     def _read(self, ref: ClaimRef, call: KubeletCall) -> AllocatedClaim:
-        """As `ClaimClient.read`. If the API server is busy, starts, fails, or does not know our rights, the plugin
-        retries for as long as the kubelet waits: the kubelet would call again only after a minute or more."""
+        """Read the claim like `ClaimClient.read`, but retry until the deadline if the failure may be brief.
+
+        That is the case while the API server is busy, starting or failing, or does not know the plugin's
+        permissions yet. The kubelet itself would retry only after a minute or more.
+        """
         backoff = Backoff(_FIRST_PAUSE_S, _MAX_PAUSE_S)
         while True:
             try:
@@ -201,7 +221,7 @@ class ClaimFetch:
             again = time.monotonic() + pause
             while (rest := again - time.monotonic()) > 0:
                 time.sleep(min(rest, _LOOK_EVERY_S))
-                call.left()  # raises if the kubelet has cancelled the call meanwhile
+                call.left()  # raises if the kubelet has cancelled the call
 
 
 def _may_end_soon(error: ApiUnavailableError | ApiRejectedError) -> bool:

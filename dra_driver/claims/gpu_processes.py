@@ -1,28 +1,30 @@
-"""Which processes still compute on what a claim holds.
+"""Finds the processes that still compute on a claim's devices.
 
-A pod can be deleted in the API server while its processes still run: they hang in the NVIDIA driver, or somebody made
-the kubelet forget a pod that it could not end. Which processes count:
+A pod can be deleted in the API server while its processes still run: they hang in the NVIDIA driver, or someone
+made the kubelet forget a pod that it could not stop.
+
+Which processes count:
 
 | Process | Counts | Why |
 |---|---|---|
 | in a container, or of unknown origin | yes | it may be the claim's |
-| in a service or login session of the host, by its cgroup | no | pods use claims; a display server never ends |
-| the server of MPS | no | it ends with its daemon, which stops when the claim is taken back |
+| in a service or login session of the host, by its cgroup | no | pods use claims; a display server never exits |
+| the MPS server | no | it exits with its daemon, which stops when the claim is unprepared |
 | on a device of which another claim holds a share | no | it may be that claim's; no other claim gets the device |
-| on a device that is held with admin access only | no | the device belongs to another claim |
-| on a GPU for a virtual machine | no | NVML does not show it; it is given back when no process has its vfio node |
+| on a device held only with adminAccess | no | the device belongs to another claim |
+| on a GPU for a virtual machine | no | NVML does not list it; vfio releases it when no process has its node open |
 
-A claim with admin access does not hold the device. If its processes compute there, they count all the same: no device
-is given out while a process uses it.
+A claim with adminAccess does not hold the device, but if its processes compute on the device they count,
+because no claim gets a device that a process uses.
 
-| NVML | Then |
+| NVML | Result |
 |---|---|
-| shows no process | no process uses the device. (NVML shows none, too, where it cannot see the host's processes) |
-| does not have the device, or the GPU is lost | the same: nothing computes there, and no claim gets the device |
-| is not available, because the kernel driver is not loaded | the same |
-| is not available for another reason, hangs, fails | the users are not known, so the plugin asks again later |
+| lists no process | the device is not in use (also if NVML cannot see the host's processes) |
+| does not have the device, or the GPU is lost | the device is not in use, and no claim gets it |
+| is unavailable because the kernel driver is not loaded | the device is not in use, and no claim gets it |
+| is unavailable for another reason, hangs or fails | unknown, so the plugin retries later |
 
-The processes of an earlier boot are gone, so a record of an earlier boot has no users.
+A record of an earlier boot has no users, because those processes are gone.
 """
 
 from __future__ import annotations
@@ -45,8 +47,10 @@ _MAX_NAMED = 8
 
 @dataclass(frozen=True, slots=True)
 class InUse:
-    """Processes that compute on a claim's devices: their IDs, and a clause `process 4711 (python3) still computes on
-    gpu-4cf8db2d (GPU GPU-4cf8db2d-…)`."""
+    """Processes that compute on a claim's devices.
+
+    `text` is a clause such as `process 4711 (python3) still computes on gpu-4cf8db2d (GPU GPU-4cf8db2d-…)`.
+    """
 
     pids: frozenset[int]
     text: str
@@ -54,10 +58,10 @@ class InUse:
 
 @dataclass(eq=False)
 class GpuProcesses:
-    """Asks NVML, and waits at most `wait_s` seconds for its answer. For many threads.
+    """Queries NVML, for at most `wait_s` seconds. Thread-safe.
 
-    `is_of_the_host` says whether a process is in a service or login session, `driver_is_gone` whether the kernel driver
-    is not loaded.
+    `is_of_the_host` returns whether a process is in a service or login session of the host; `driver_is_gone`
+    whether the kernel driver is not loaded.
     """
 
     nvml: NvmlReader
@@ -69,12 +73,12 @@ class GpuProcesses:
 
     def __post_init__(self) -> None:
         self._turn = threading.Lock()
-        self._asked: dict[str, BoundedCall[Mapping[int, str]]] = {}
+        self._calls: dict[str, BoundedCall[Mapping[int, str]]] = {}
 
     def of(self, record: ClaimRecord) -> InUse | None:
-        """The processes that compute on the claim's devices; None if there are none.
+        """Return the processes that compute on the claim's devices; None if there are none.
 
-        Raises: DraDriverError if NVML does not tell that now.
+        Raises: DraDriverError if NVML cannot list them now.
         """
         end = time.monotonic() + self.wait_s
         users: dict[int, str] = {}
@@ -98,9 +102,8 @@ class GpuProcesses:
             raise unsure
         return None
 
-    def told(self, record: ClaimRecord) -> str | None:
-        """For people: which processes compute on the claim's devices; None if there are none, or if that is not
-        known."""
+    def describe(self, record: ClaimRecord) -> str | None:
+        """Describe the processes on the claim's devices in a clause; None if there are none or they are unknown."""
         try:
             found = self.of(record)
         except DraDriverError:
@@ -108,7 +111,7 @@ class GpuProcesses:
         return None if found is None else found.text
 
     def _own_devices(self, record: ClaimRecord) -> Iterator[HeldDevice]:
-        """The devices that no other claim holds and that containers compute on."""
+        """Yield the devices that no other claim holds and that containers compute on."""
         if record.boot_id != self.ledger.boot_id:
             return
         shared = {
@@ -120,7 +123,7 @@ class GpuProcesses:
         for held in record.devices:
             key = (held.gpu_uuid, held.device)
             if not held.admin_access and held.kind != "vfio" and key not in shared:
-                shared.add(key)  # once, though the claim may hold several shares of it
+                shared.add(key)  # yield a device once, even if the claim holds several shares of it
                 yield held
 
     def _users_of(self, uuid: str, device: str, end: float) -> dict[int, str]:
@@ -129,16 +132,14 @@ class GpuProcesses:
         if not self._turn.acquire(timeout=max(0.0, end - time.monotonic())):
             raise hangs
         try:
-            asked = self._asked.setdefault(
-                uuid, BoundedCall(f"NVML about {device}", partial(self._ask, uuid))
-            )
-            if asked.is_running:
-                raise hangs  # It hangs since an earlier call, so this one does not wait for it.
-            asked.start()
-            found, problem = asked.result(max(0.0, end - time.monotonic()))
-            if asked.is_running:
+            call = self._calls.setdefault(uuid, BoundedCall(f"NVML about {device}", partial(self._ask, uuid)))
+            if call.is_running:
+                raise hangs  # It hangs since an earlier call, so do not wait for it again.
+            call.start()
+            found, problem = call.result(max(0.0, end - time.monotonic()))
+            if call.is_running:
                 raise hangs
-            del self._asked[uuid]
+            del self._calls[uuid]
         finally:
             self._turn.release()
         if found is None or problem is not None:

@@ -1,4 +1,4 @@
-"""A claim's life: the kubelet's calls, each claim of a call by itself, and the parts that serve them."""
+"""Serves the kubelet's calls, each claim of a call independently, and wires the parts that do so."""
 
 from __future__ import annotations
 
@@ -46,8 +46,9 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class ClaimService:
-    """Serves the kubelet. The claims of one call are worked on side by side: one that fails or waits does not touch the
-    others."""
+    """Serves the kubelet. The claims of a call are worked on in parallel: one that fails or waits does not
+    affect others.
+    """
 
     fetch: ClaimFetch
     preparer: Preparer
@@ -62,7 +63,7 @@ class ClaimService:
         deadline_s: float | None,
         is_cancelled: Callable[[], bool] | None = None,
     ) -> Mapping[str, PrepareOutcome]:
-        """An outcome for each claim, by its UID."""
+        """Return an outcome for each claim, by UID."""
         call = KubeletCall.begin(deadline_s, is_cancelled)
         with self.observer.in_flight("prepare", claims), ExitStack() as under_way:
             for ref in claims:
@@ -75,7 +76,7 @@ class ClaimService:
         deadline_s: float | None,
         is_cancelled: Callable[[], bool] | None = None,
     ) -> Mapping[str, UnprepareOutcome]:
-        """As `Unpreparer.unprepare`, by the claim's UID."""
+        """Return the outcome of `Unpreparer.unprepare` for each claim, by UID."""
         with self.observer.in_flight("unprepare", claims):
             return _each(self.unpreparer.unprepare, claims, KubeletCall.begin(deadline_s, is_cancelled))
 
@@ -91,7 +92,7 @@ class ClaimService:
         except Exception as error:  # noqa: BLE001  a bug in one claim must not fail the others
             return failed(self.observer, "prepare", ref, time.monotonic() - started, error)
         duration = time.monotonic() - started
-        # The record may be older than what was read now.
+        # The record may be older than the claim that was just read.
         self.observer.prepared(ref, duration, record and replace(record, claim=attempt.claim))
         _log.info(
             "claim_prepared",
@@ -106,7 +107,7 @@ class ClaimService:
 def _each(
     work: Callable[[ClaimRef, KubeletCall], T], claims: Sequence[ClaimRef], call: KubeletCall
 ) -> dict[str, T]:
-    """What the work answers for each claim, by its UID; side by side."""
+    """Run `work` for each claim in parallel; returns the results by UID."""
 
     def one(ref: ClaimRef) -> T:
         with bound_contextvars(claim_uid=ref.uid):
@@ -118,12 +119,12 @@ def _each(
 
 
 class ClaimLifecycle:
-    """`service` serves the kubelet; other parts of the daemon that look at claims use the other fields.
+    """`service` serves the kubelet; other parts of the daemon use the other fields.
 
-    `pods_run` returns whether a process of a claim's pods runs here, None if that is not known. `find_node` raises a
-    DraDriverError unless the API server knows this node. `setting_for_lost` returns what to set so that new pods stay
-    away from lost GPUs, None if they do. `layouts` is None on a node without MIG
-    layouts.
+    `pods_run` returns whether a process of a claim's pods runs on this node; None if unknown. `find_node`
+    raises a DraDriverError unless the API server knows this node. `setting_for_lost` returns the setting that
+    would keep new pods away from lost GPUs; None if they already stay away. `layouts` is None on a node without
+    MIG layouts.
     """
 
     def __init__(
@@ -147,7 +148,7 @@ class ClaimLifecycle:
         layouts: NodeLayouts | None,
         timeouts: WaitTimeouts | None = None,
     ) -> None:
-        """Make the parts; none runs yet."""
+        """Create the parts without starting them."""
         driver = identity.driver
         self.calls = CallsUnderWay()
         self.waiter = Waiter(lookup, records, driver, users, self.calls, timeouts or WaitTimeouts())
@@ -164,7 +165,7 @@ class ClaimLifecycle:
             pods_run,
             Rhythm(),
         )
-        self.waiter.tell_leaving(self.reconciler.look_soon)
+        self.waiter.on_leaving(self.reconciler.check_soon)
         planner = ClaimPlanner(identity, discovery, records, without_record, extra_devices, setting_for_lost)
         self.preparer = Preparer(planner, records, locks, planning, executor, cleaner, self.waiter, layouts)
         fetch = ClaimFetch(lookup, records, driver)

@@ -1,16 +1,16 @@
-"""Prepares one claim: plan from the current devices, records and configuration, run the steps, answer; or wait and
-retry while a device is in use.
+"""Prepares one claim: plans from the current devices, records and configuration, runs the steps and answers; or
+waits and retries while a device is in use.
 
-A failed attempt removes the record that it wrote, unless the claim was prepared or unprepared since, or a later attempt
-uses that record:
+A failed attempt removes the record that it wrote, unless the claim has been prepared or unprepared since, or a
+later attempt uses that record:
 
     (nothing) ──attempt writes the record──▶ record of this attempt ──a later attempt uses it──▶ record of that attempt
-        ▲                                        │
-        ├── the claim is prepared or unprepared: nothing to remove
-        └── the attempt fails, reaches its deadline, or waits for another claim: it removes the record
+      ▲                                        │
+      ├── the claim is prepared or unprepared: nothing to remove
+      └── the attempt fails, reaches its deadline, or waits for another claim: it removes the record
 
-During an attempt the record says `preparing` and no lock is held. So a crash leaves the same as a crash during a step:
-the next Prepare uses the record, and an Unprepare removes it.
+During an attempt the record says `preparing` and no lock is held. A crash at any point therefore leaves the
+same state as a crash during a step: the next Prepare uses the record, and an Unprepare removes it.
 """
 
 from __future__ import annotations
@@ -54,13 +54,14 @@ _SCAN_WAIT_S = 10.0
 _LOOK_S = 1.0
 _LOCK_S = 5.0
 _PREPARED_WAIT_S = 5.0
-"""How long a claim that was prepared before waits for the lanes: its pod has what it needs."""
+"""How long a Prepare of an already prepared claim waits for the lanes. The pod has its devices already."""
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Driver and pool name of this node's devices, how claims may share them, the versions of the metadata that
-    containers get, and what they get beside their GPUs."""
+    """What this node's plugin serves: driver and pool name, how claims may share devices, the versions of the
+    metadata that containers get, and the extra devices that they get.
+    """
 
     driver: str
     pool: str
@@ -71,9 +72,10 @@ class Identity:
 
 @dataclass(eq=False)
 class ClaimPlanner:
-    """Plans claims. It takes no lock and changes nothing; it may have discovery look again.
+    """Plans claims. It takes no lock and changes nothing, but may trigger a rescan of the devices.
 
-    `setting_for_lost` returns what to set so that new pods stay away from lost GPUs, None if they do.
+    `setting_for_lost` returns the setting that would keep new pods away from lost GPUs; None if they already
+    stay away.
     """
 
     identity: Identity
@@ -84,21 +86,26 @@ class ClaimPlanner:
     setting_for_lost: Callable[[], str | None]
 
     def gpus_of(self, claim: AllocatedClaim, call: KubeletCall) -> frozenset[str]:
-        """UUIDs of the GPUs whose locks the claim needs, as far as its devices are known; adminAccess needs none.
+        """Return the UUIDs of the GPUs to lock for the claim, as far as its devices are known. adminAccess
+        needs no lock.
 
-        Raises: NvmlUnavailableError."""
+        Raises: NvmlUnavailableError.
+        """
         known = self.discovery.inventory
         is_known = known is not None and all(result.device in known.by_name for result in claim.results)
         if self.discovery.unavailable() is not None or not is_known:
-            # The devices may be newer than the last look: a MIG device made by hand, a driver loaded just now.
-            self.look_again(call)
+            # The devices may be newer than the last scan: a manually created MIG device, or a newly loaded
+            # driver.
+            self.rescan(call)
         inventory = self._inventory()
         found = (inventory.usable(result.device) for result in claim.results if not result.admin_access)
         return frozenset(device.gpu.uuid for device in found if device is not None)
 
     def plan(self, claim: AllocatedClaim, known: ClaimRecord | None) -> Plan:
-        """The plan of a claim, whose record is `known`. Raises: as `plan_claim`; NvmlUnavailableError;
-        RetryableError if the node lacks what comes beside the devices."""
+        """Return the plan of a claim whose record is `known`.
+
+        Raises: like `plan_claim`; NvmlUnavailableError; RetryableError if the node lacks an extra device.
+        """
         inventory = self._inventory()
         plan = plan_claim(
             claim,
@@ -119,8 +126,10 @@ class ClaimPlanner:
     def refuse_unready_imex(
         self, claim: AllocatedClaim, known: ClaimRecord | None, call: KubeletCall
     ) -> None:
-        """Ask for the claims that get a channel, before the locks of GPUs: the daemon may take its time. A fabric that
-        was not ready at the last look may be by now, so it is looked at again. A prepared claim keeps what it has.
+        """Check that IMEX is ready, if the claim gets a channel and is not prepared yet.
+
+        Call it before locking GPUs, because the daemon may be slow. If the fabric was not ready at the last
+        scan, the devices are scanned again.
 
         Raises: RetryableError if the fabric or the daemon is not ready.
         """
@@ -128,12 +137,12 @@ class ClaimPlanner:
         if self.identity.extra_devices.imex is None or is_prepared:
             return
         if any(device.gpu.unready_fabric is not None for _, device in self._used(claim)):
-            self.look_again(call)
+            self.rescan(call)
         if any([gets_channels(*pair) for pair in self._used(claim)]):
             self.extra_devices.refuse_unready_imex(call.left())
 
-    def look_again(self, call: KubeletCall) -> None:
-        """Have discovery look at the node's devices now."""
+    def rescan(self, call: KubeletCall) -> None:
+        """Scan the node's devices now."""
         self.discovery.scan_now(min(call.left(), _SCAN_WAIT_S))
 
     def is_usable(self) -> bool:
@@ -141,12 +150,12 @@ class ClaimPlanner:
         return self.discovery.unavailable() is None
 
     def answer(self, claim: AllocatedClaim, made: Plan | ClaimRecord) -> Prepared:
-        """The answer to the kubelet for a claim with this plan or record."""
+        """Return the answer to the kubelet for a claim with this plan or record."""
         held = made.devices if isinstance(made, ClaimRecord) else made.held_devices()
         return answer(claim, self.identity.driver, made.steps, held)
 
     def _used(self, claim: AllocatedClaim) -> Iterator[tuple[DeviceResult, OfferedDevice]]:
-        """The devices that the claim does more with than look, but for those of lost GPUs."""
+        """Yield the claim's results with their devices, without adminAccess and without devices of lost GPUs."""
         inventory = self._inventory()
         for result in claim.results:
             device = inventory.usable(result.device)
@@ -161,7 +170,7 @@ class ClaimPlanner:
         return inventory
 
     def _others(self, claim: AllocatedClaim, inventory: Inventory) -> Iterator[ClaimRecord]:
-        """The records of the other claims, and one for each claim whose record was lost."""
+        """Yield the records of the other claims, including one for each claim whose record was lost."""
         records = self.records.all()
         for uid, record in records.items():
             if uid != claim.ref.uid:
@@ -176,7 +185,7 @@ class ClaimPlanner:
 
 @dataclass(eq=False)
 class Preparer:
-    """Prepares claims. No lock is held while the API server or a lane is waited for.
+    """Prepares claims. It holds no lock while it waits for the API server or a lane.
 
     `layouts` is None on a node without MIG layouts.
     """
@@ -192,14 +201,16 @@ class Preparer:
 
     def __post_init__(self) -> None:
         self._begun: dict[str, PrepareAttempt] = {}
-        """By claim UID, which attempt must take the claim back: the last one of the claim in this process that wrote
-        the record. Changed under the claim's lock. An attempt in the other instance of a rolling update may find
-        the record gone between two tries; it then starts from the beginning."""
+        """For each claim UID, the attempt that must roll the claim back: the last one in this process that
+        wrote the record. Changed under the claim's lock. An attempt in the other instance of a rolling update
+        may find the record gone between two tries; it then starts from the beginning.
+        """
 
     def prepare(self, attempt: PrepareAttempt) -> tuple[Prepared, ClaimRecord | None]:
-        """The answer to the kubelet, and the claim's record; None if the claim has no device of this driver.
+        """Return the answer to the kubelet and the claim's record, which is None without a device of this
+        driver.
 
-        Raises: why the claim cannot be prepared now; it is taken back.
+        Raises: the error that keeps the claim from being prepared now, after rolling the claim back.
         """
         try:
             return self._prepare_until_free(attempt)
@@ -208,7 +219,7 @@ class Preparer:
             raise
 
     def _prepare_until_free(self, attempt: PrepareAttempt) -> tuple[Prepared, ClaimRecord | None]:
-        """Try. While the holders of the devices are about to let go, wait and try again."""
+        """Try until success; wait and retry while the holders of the devices are about to release them."""
         has_looked = False
         while True:
             try:
@@ -218,17 +229,19 @@ class Preparer:
                     self.give_up(attempt)
                 self.waiter.wait(attempt, error)
             except (NvmlUnavailableError, DeviceLostError):
-                # Discovery may not have seen yet that the NVIDIA driver was loaded again or that the GPU is back.
-                # A look takes a moment; the kubelet would call again only after a minute.
+                # Discovery may not have noticed that the NVIDIA driver was loaded or that the GPU is back. A
+                # rescan takes a moment; the kubelet would retry only after a minute.
                 if has_looked or not self.planner.is_usable():
                     raise
                 has_looked = True
-                self.planner.look_again(attempt.call)
+                self.planner.rescan(attempt.call)
 
     def _prepare_once(self, attempt: PrepareAttempt) -> tuple[Prepared, ClaimRecord | None]:
-        """Plan and write the record, do the steps, answer. A claim that was prepared in this boot and is in place is
-        answered, whatever keeps it from being looked after: its pod may run, and keeps what else the claim has where a
-        GPU is lost."""
+        """Plan, write the record, run the steps and answer.
+
+        If an error prevents this for a claim that was prepared in this boot and is still in place, answer from
+        its record: the pod may be running, and keeps its other devices if one GPU is lost.
+        """
         claim = attempt.claim
         try:
             plan, record = self._planned(attempt)
@@ -251,8 +264,9 @@ class Preparer:
         return known is not None and known.claim == attempt.claim and known.phase == "prepared"
 
     def _planned(self, attempt: PrepareAttempt) -> tuple[Plan, ClaimRecord | None]:
-        """The claim's plan, and the record that says what it is about to do; None for a claim without devices. What
-        ended claims left on its GPUs is undone first."""
+        """Return the claim's plan and record (None for a claim without devices), after undoing what ended
+        claims left on its GPUs.
+        """
         tried: set[str] = set()
         while True:
             ended: list[str] = []
@@ -272,15 +286,18 @@ class Preparer:
     def _planned_once(
         self, attempt: PrepareAttempt, tried: Collection[str], ended: list[str]
     ) -> tuple[Plan | None, ClaimRecord | None, Sequence[PendingCleanup]]:
-        """Plan under the locks of the claim and of planning on its GPUs, and write the record, unless there is
-        something to be undone first, which is returned. No plan where other GPUs than expected are needed, or where
-        another call has changed the record. The caller must call `executor.clean` for each UID in `ended`
-        once the locks are free: there an earlier allocation of the claim has ended.
+        """Plan under the locks of the claim and its GPUs. Then write the record, or return the cleanups to do
+        first.
+
+        The plan is None if the locked GPUs were not the right ones, or if another call changed the record. If
+        an earlier allocation of the claim has ended, its UID is added to `ended`; the caller must call
+        `executor.clean` for it after the locks are released.
         """
         uid, call, claim = attempt.ref.uid, attempt.call, attempt.claim
         known, gpus = self.records.get(uid), frozenset[str]()
         if claim.results or known is not None:
-            # Both may wait, for discovery and for nvidia-imex; an Unprepare does not wait with them.
+            # Both may wait, for discovery and for nvidia-imex. Hold no lock, so that an Unprepare does not wait
+            # for them.
             gpus = self.planner.gpus_of(claim, call) | (known.locked_gpus if known else frozenset())
             self.planner.refuse_unready_imex(claim, known, call)
         with self.claim_locks.hold(uid, call.left(), call.is_cancelled) as guard:
@@ -295,7 +312,8 @@ class Preparer:
                 try:
                     plan = self.planner.plan(claim, known)
                 except DeviceHeldError:
-                    # Two claims that swap devices would wait for each other for ever.
+                    # Release the old devices; otherwise two claims that swap devices would wait for each other
+                    # forever.
                     allocated = frozenset(result.device for result in claim.results)
                     if (
                         known is not None
@@ -323,8 +341,10 @@ class Preparer:
     # --- the steps of an attempt ---------------------------------------------------------------
 
     def begin(self, attempt: PrepareAttempt, plan: Plan, known: ClaimRecord | None) -> ClaimRecord | None:
-        """Write the claim's record before its steps; None for a claim without devices. `known` is the record before.
-        The caller holds the claim's lock. Raises: StateError."""
+        """Write the claim's record before its steps run; returns None for a claim without devices.
+
+        `known` is the previous record. The caller holds the claim's lock. Raises: StateError.
+        """
         if not plan.devices:
             return None
         record = self.executor.intend(plan, known)
@@ -333,9 +353,12 @@ class Preparer:
         return record
 
     def carry_out(self, attempt: PrepareAttempt, plan: Plan, record: ClaimRecord) -> ClaimRecord:
-        """Do the plan's steps; returns the claim's record at the end. The caller holds no lock, and calls `give_up`
-        unless it tries again. Raises: what a step raised; RetryableError if the claim was unprepared or changed
-        meanwhile."""
+        """Run the plan's steps; returns the claim's final record.
+
+        The caller holds no lock, and calls `give_up` after an error unless it retries.
+
+        Raises: the error of a step; RetryableError if the claim was unprepared or changed during the steps.
+        """
         left = attempt.call.left()
         self.executor.change(
             plan, record, min(left, _PREPARED_WAIT_S) if record.phase == "prepared" else left
@@ -349,9 +372,9 @@ class Preparer:
             return done
 
     def give_up(self, attempt: PrepareAttempt) -> None:
-        """Take the claim back, unless it is prepared or a later attempt goes on with it.
+        """Roll the claim back, unless it is prepared or a later attempt continues with it.
 
-        Never raises a DraDriverError: the next Prepare or Unprepare takes back what cannot be taken back now.
+        Never raises a DraDriverError: the next Prepare or Unprepare handles what cannot be rolled back now.
         """
         uid = attempt.ref.uid
         if self._begun.get(uid) is not attempt:
@@ -376,8 +399,10 @@ class Preparer:
 
 
 def refuse_unprepared(guard: ClaimGuard, call: KubeletCall) -> None:
-    """Raises: RetryableError if the claim was unprepared since the call began. If a pod still needs the claim, the
-    kubelet has then begun another call."""
+    """Raise RetryableError if the claim was unprepared since the call began.
+
+    If a pod still needs the claim, the kubelet has started another call.
+    """
     if guard.was_unprepared_since(call.began_ns):
         raise RetryableError(
             "the claim was unprepared while this call was under way; the kubelet calls again if a pod still needs it"

@@ -11,31 +11,36 @@ from dra_driver.model.record import ClaimRecord
 
 
 class SpecsWithoutRecord:
-    """Compares the CDI directory with the records. A record that cannot be read is set aside. The pod of its claim may
-    still run, but only the claim's CDI spec is known."""
+    """Compares the CDI directory with the records.
+
+    An unreadable record is set aside. The pod of its claim may still run, but only the claim's CDI spec is
+    known.
+    """
 
     def __init__(self, records: RecordStore, specs: CdiDirectory) -> None:
         self._records = records
         self._specs = specs
 
     def lost(self, records: Mapping[str, ClaimRecord]) -> Mapping[str, Sequence[SpecDevice]]:
-        """What the spec tells of the devices of each claim whose record was lost, by its UID; empty while no record is
-        set aside."""
+        """Return the devices of each claim whose record was lost, by UID and as its CDI spec describes them.
+
+        Empty while no record is set aside.
+        """
         if not self._records.quarantined():
             return {}
         return {uid: devices_of(uid, self._specs.read(uid)) for uid in self._without_record(records)}
 
     def lost_devices(self) -> set[str]:
-        """Names of the devices that claims hold whose record was lost."""
+        """Return the names of the devices held by claims whose record was lost."""
         lost = self.lost(self._records.all()).values()
         return {device.device for devices in lost for device in devices if not device.admin_access}
 
     def uids(self) -> Collection[str]:
-        """UIDs of the claims that have a spec and no record that can be read."""
+        """Return the UIDs of the claims that have a spec and no readable record."""
         return self._without_record(self._records.all())
 
     def unrecorded(self, records: Mapping[str, ClaimRecord]) -> Collection[str]:
-        """UIDs of claims that have a spec, but no record, not even one that was set aside."""
+        """Return the UIDs of claims that have a spec and no record, not even one that was set aside."""
         set_aside = {path.name.partition(".json")[0] for path in self._records.quarantined()}
         return self._without_record(records) - set_aside
 

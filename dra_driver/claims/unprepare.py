@@ -1,4 +1,4 @@
-"""NodeUnprepareResources, and the same for claims that the kubelet does not unprepare any more."""
+"""NodeUnprepareResources, and the same for claims that the kubelet no longer unprepares."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ _RECLAIM_S = 30.0
 
 @dataclass(eq=False)
 class Unpreparer:
-    """Ends claims: files and record go under the lock of the claim, what a step has changed on a GPU is undone in that
-    GPU's lane."""
+    """Ends claims: removes files and record under the claim's lock, and undoes changes to a GPU in the GPU's
+    lane.
+    """
 
     records: RecordStore
     claim_locks: ClaimLocks
@@ -35,34 +36,36 @@ class Unpreparer:
     observer: Observer
 
     def reclaim(
-        self, ref: ClaimRef, expected: ClaimRecord, looked_ns: int, within_s: float = _RECLAIM_S
+        self, ref: ClaimRef, expected: ClaimRecord, checked_ns: int, within_s: float = _RECLAIM_S
     ) -> bool:
-        """Unprepare a claim as if the kubelet had called; whether that was done.
+        """Unprepare a claim as if the kubelet had called; returns whether it was done.
 
-        It is not done if the claim's record is not `expected` any more, if the claim was prepared after `looked_ns`
-        (time.monotonic_ns()), when the API server was asked about it, or if it is being prepared now. Raises: what kept
-        it from being unprepared; the record stays.
+        It is not done if the claim's record is no longer `expected`, if the claim was prepared after
+        `checked_ns` (time.monotonic_ns()), when the API server was queried, or if the claim is being prepared
+        now.
+
+        Raises: the error that prevented it; the record stays.
         """
         call = KubeletCall(time.monotonic_ns(), time.monotonic() + within_s)
 
         def is_wanted(guard: ClaimGuard) -> bool:
-            is_newer = guard.was_prepared_since(looked_ns) or self.calls.is_called("prepare", ref.uid)
+            is_newer = guard.was_prepared_since(checked_ns) or self.calls.is_in_progress("prepare", ref.uid)
             return is_newer or self.records.get(ref.uid) != expected
 
         with until(call.deadline), bound_contextvars(claim_uid=ref.uid):
-            return self._take_back(ref, call, is_wanted)
+            return self._unprepare(ref, call, is_wanted)
 
     def unprepare(self, ref: ClaimRef, call: KubeletCall) -> UnprepareOutcome:
-        """None if the claim is not prepared now, also if it never was; else an error."""
+        """Return None if the claim is not prepared now, even if it never was; otherwise an error."""
         started = time.monotonic()
         try:
-            self._take_back(ref, call, lambda _guard: False)
+            self._unprepare(ref, call, lambda _guard: False)
         except Exception as error:  # noqa: BLE001  a bug in one claim must not fail the others
             return failed(self.observer, "unprepare", ref, time.monotonic() - started, error)
         return None
 
-    def _take_back(self, ref: ClaimRef, call: KubeletCall, is_wanted: Callable[[ClaimGuard], bool]) -> bool:
-        """End the claim, unless it `is_wanted`; whether that was done."""
+    def _unprepare(self, ref: ClaimRef, call: KubeletCall, is_wanted: Callable[[ClaimGuard], bool]) -> bool:
+        """Unprepare the claim unless `is_wanted` returns True; returns whether it was done."""
         started = time.monotonic()
         with self.calls.calling("unprepare", ref.uid):
             with self.claim_locks.hold(ref.uid, call.left(), call.is_cancelled) as guard:
@@ -74,7 +77,7 @@ class Unpreparer:
                         "again"
                     )
                 record = self.records.get(ref.uid)
-                call.left()  # raises if the kubelet has cancelled this call: a newer one may be on its way
+                call.left()  # raises if the kubelet has cancelled this call: a newer call may follow
                 self.executor.leave(self.executor.lost(ref.uid) if record is None else record)
                 guard.note_unprepared(call.began_ns)
             self.executor.clean(ref.uid)

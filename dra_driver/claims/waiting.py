@@ -1,28 +1,30 @@
-"""Waits in a Prepare: for devices that other claims are about to release, and for what is refused for now.
+"""Lets a Prepare wait: for devices that other claims are about to release, and for actions that are refused for
+now.
 
-    trying ──not to be had now──▶ who is in the way? ──a holder stays──▶ refused, the holder is named
-      ▲                             │
-      │                             ▼
-      └── a holder's record ──── waiting ──too little time is left, or the kubelet cancels──▶ failed for now
-          changed, or a pause
-          is over
+    trying ──not available now──▶ who is in the way? ──a holder stays──▶ refused, naming the holder
+     ▲                             │
+     │                             ▼
+     └── a holder's record ──── waiting ──too little time is left, or the kubelet cancels──▶ failed for now
+         changed, or a pause
+         is over
 
-No lock is held here. A crash leaves what the last try left: nothing, or a record in `preparing`.
+No lock is held while waiting. A crash leaves what the last try left: nothing, or a record in `preparing`.
 
-A device can be had later if
+An attempt waits if
 
-- the claim that holds it is about to release it: its Unprepare is under way in this process, or the API server shows
-  it (`claims.rules.holders`). If the API server does not answer, the holder counts as one that stays, unless an earlier
-  answer said otherwise;
-- as many claims use it as MPS can serve, and enough of them are about to release it, in the same way;
-- a process uses it, such as one of a container that has just stopped, or a monitor;
-- the NVIDIA driver refuses for now. The try keeps what it has made, and the next try goes on from there.
+- the claim that holds the device is about to release it: its Unprepare is in progress in this process, or the API
+  server shows it (`claims.rules.holders`). If the API server does not answer, the holder is assumed to stay, unless an
+  earlier answer said otherwise;
+- MPS has its maximum number of clients, and enough of them are about to leave;
+- a process uses the device, for example in a container that was just stopped, or a monitor;
+- the NVIDIA driver refuses for now. What the try has already created is kept, and the next try continues from there.
 
-In the last two cases nothing shows when that is over, so the attempt tries again after short pauses. Without these
-tries the claim would wait for the kubelet, which calls again only after a minute or more.
+In the last two cases there is no signal when it is over, so the attempt retries after short pauses. Otherwise
+the claim would wait for the kubelet, which retries only after a minute or more.
 
-The end of each Unprepare in this process wakes all attempts that wait. For an Unprepare in the other instance of a
-rolling update, they read the holders' records ten times a second. Attempts that wait for the same device have no order.
+The end of each Unprepare in this process wakes all waiting attempts. To notice an Unprepare in the other
+instance of a rolling update, they read the holders' records ten times a second. Attempts that wait for the same
+device are served in no particular order.
 """
 
 from __future__ import annotations
@@ -53,21 +55,19 @@ _log = structlog.get_logger(__name__)
 
 NotNow = DeviceHeldError | DeviceBusyError | NvmlTransientError
 NOT_NOW = (DeviceHeldError, DeviceBusyError, NvmlTransientError)
-"""The errors of a try after which the attempt should call `Waiter.wait`."""
+"""The errors after which the attempt should call `Waiter.wait`."""
 _ASK_S = 3.0
-"""How long the API server may take to answer one question about a holder."""
+"""How many seconds the API server may take to answer one query about a holder."""
 
 
 @dataclass(slots=True, eq=False)
 class PrepareAttempt:
-    """One attempt to prepare one claim. Every part of Prepare gets this object, from the fetch to the answer.
+    """One attempt to prepare one claim, passed through all parts of Prepare. `claim` is this driver's part of
+    the claim.
 
-    `claim` is our part of the claim.
-
-    The other fields belong to `Waiter`: when the attempt first waited, by the waiter's clock; the type of the error
-    after which it waited last; how many changes it has seen; by the UID of a holder, why the holder releases its
-    devices, by the last answer of the API server; and the holders whose claims are gone, which need not be asked for
-    again.
+    The other fields belong to `Waiter`: when the attempt first waited, by the waiter's clock; the type of the
+    error that it last waited for; the number of changes that it has seen; for each holder's UID, why the holder
+    releases its devices; and the holders whose claims no longer exist, which are not queried again.
     """
 
     ref: ClaimRef
@@ -82,24 +82,25 @@ class PrepareAttempt:
 
 @dataclass(frozen=True, slots=True)
 class WaitTimeouts:
-    """Times of waiting, in seconds.
+    """Wait times in seconds.
 
-    While an attempt waits for a holder, it reads the holder's record every `poll_s`, and after `ask_again_s` it tries
-    again, which asks the API server again. While a process uses the device or the NVIDIA driver refuses, it tries again
-    every `again_s`. It waits until `last_s` are left of the kubelet's time: a try needs some time, and so does NVML to
-    say which process uses the device. `stop_s` is how long it still waits after `stop`.
+    While an attempt waits for a holder, it reads the holder's record every `poll_s`, and retries after
+    `recheck_s`, which queries the API server again. While a process uses the device or the NVIDIA driver
+    refuses, it retries every `retry_s`. It stops waiting when `last_s` of the kubelet's time are left, because
+    a try takes some time, and so does finding the processes on the device. `stop_s` is how long it still waits
+    after `stop`.
     """
 
     poll_s: float = 0.1
-    ask_again_s: float = 3.0
-    again_s: float = 0.5
+    recheck_s: float = 3.0
+    retry_s: float = 0.5
     last_s: float = 3.0
     stop_s: float = 5.0
 
 
 @dataclass(eq=False)
 class Waiter:
-    """Waits for devices. For many threads."""
+    """Waits for devices. Thread-safe."""
 
     lookup: ClaimClient
     records: RecordStore
@@ -113,35 +114,40 @@ class Waiter:
         self._stop_by = math.inf
         self._on_leaving: Callable[[ClaimRef], None] = lambda _ref: None
 
-    def tell_leaving(self, look_soon: Callable[[ClaimRef], None]) -> None:
-        """From now on `look_soon` is called with each holder that an attempt waits for and that is about to release its
-        devices by the API server: the kubelet may have forgotten it."""
-        self._on_leaving = look_soon
+    def on_leaving(self, check_soon: Callable[[ClaimRef], None]) -> None:
+        """Call `check_soon` for each awaited holder that, according to the API server, is about to release its
+        devices.
+
+        The kubelet may have forgotten such a claim.
+        """
+        self._on_leaving = check_soon
 
     def stop(self) -> None:
-        """The driver is being stopped: each attempt that waits has a few seconds more, then fails for now."""
+        """Give each waiting attempt a few more seconds, because the plugin is being stopped; then it fails for
+        now.
+        """
         self._stop_by = self.clock() + self.timeouts.stop_s
         self.calls.wake()
 
     def waited_s(self, attempt: PrepareAttempt) -> float:
-        """Seconds since the attempt first waited."""
+        """Return the seconds since the attempt first waited."""
         return 0.0 if attempt.waits_since is None else self.clock() - attempt.waits_since
 
     def wait(self, attempt: PrepareAttempt, error: NotNow) -> None:
-        """Wait until the attempt should try again.
+        """Wait until the attempt should retry.
 
-        Raises: ClaimRefusedError if too many holders stay; RetryableError if the kubelet cancels the call; the same, or
-        an error of the type of `error`, if too little time is left.
+        Raises: ClaimRefusedError if too many holders stay; RetryableError if the kubelet cancels the call;
+        RetryableError, or an error of the type of `error`, if too little time is left.
         """
         times = self.timeouts
         conflicts = error.conflicts if isinstance(error, DeviceHeldError) else ()
         conflict, why = self._leaving(attempt, error) if isinstance(error, DeviceHeldError) else (None, "")
         self._note(attempt, error, str(error) if conflict is None else f"claim {conflict.holder.ref} {why}")
-        due = self.clock() + (times.ask_again_s if conflicts else times.again_s)
+        due = self.clock() + (times.recheck_s if conflicts else times.retry_s)
         while True:
             now, end = self.clock(), min(attempt.call.deadline - times.last_s, self._stop_by)
             if now >= end:
-                raise self._in_vain(attempt, error, conflict, why)
+                raise self._timed_out(attempt, error, conflict, why)
             attempt.call.left()  # raises if the kubelet has cancelled the call
             if now >= due:
                 return
@@ -157,7 +163,7 @@ class Waiter:
             _log.info("prepare_waits", claim_uid=attempt.ref.uid, reason=reason)
 
     def _sleep(self, attempt: PrepareAttempt, seconds: float) -> None:
-        """Sleep until there is a change that the attempt has not seen, but at most `seconds`."""
+        """Sleep for up to `seconds`, or until a change that the attempt has not seen."""
         attempt.seen = self.calls.wait(attempt.seen, seconds)
 
     def _has_changed(self, holder: ClaimRecord) -> bool:
@@ -165,8 +171,10 @@ class Waiter:
         return not _is_lost(holder) and self.records.get(holder.ref.uid) != holder
 
     def _leaving(self, attempt: PrepareAttempt, error: DeviceHeldError) -> tuple[Conflict, str]:
-        """One of the holders that leave, and why it leaves. Raises: ClaimRefusedError if too many stay, or if that is
-        not known."""
+        """Return a holder that is about to release the device, and the reason.
+
+        Raises: ClaimRefusedError if too many holders stay, or if that is unknown.
+        """
         may_stay = len(error.conflicts) - error.enough
         leaving: list[tuple[Conflict, str]] = []
         for conflict in sorted(error.conflicts, key=lambda one: not self._is_known_to_leave(attempt, one)):
@@ -183,13 +191,15 @@ class Waiter:
 
     def _is_known_to_leave(self, attempt: PrepareAttempt, conflict: Conflict) -> bool:
         uid = conflict.holder.ref.uid
-        return uid in attempt.leaving or self.calls.is_called("unprepare", uid)
+        return uid in attempt.leaving or self.calls.is_in_progress("unprepare", uid)
 
     def _why_leaving(self, attempt: PrepareAttempt, conflict: Conflict) -> str | None:
-        """Why the holder is about to release the device, None if it is not. Raises: ClaimRefusedError if that is not
-        known."""
+        """Return why the holder is about to release the device; None if it is not.
+
+        Raises: ClaimRefusedError if that is unknown.
+        """
         holder = conflict.holder
-        if self.calls.is_called("unprepare", holder.ref.uid) or self._has_changed(holder):
+        if self.calls.is_in_progress("unprepare", holder.ref.uid) or self._has_changed(holder):
             return "is being unprepared"
         if _is_lost(holder):
             return None
@@ -216,10 +226,12 @@ class Waiter:
             attempt.gone.add(holder.ref.uid)
         return found
 
-    def _in_vain(
+    def _timed_out(
         self, attempt: PrepareAttempt, error: NotNow, conflict: Conflict | None, why: str
     ) -> DraDriverError:
-        """The error of an attempt that has waited in vain; `why` is why the holder of the `conflict` leaves."""
+        """Return the error of an attempt that ran out of time. `why` says why the holder of the `conflict` is
+        leaving.
+        """
         waited = f"waited {self.waited_s(attempt):.0f} s; the kubelet tries again"
         if conflict is None or not isinstance(error, DeviceHeldError):
             kind = NvmlTransientError if isinstance(error, NvmlTransientError) else DeviceBusyError
@@ -227,7 +239,7 @@ class Waiter:
         holder = conflict.holder
         if error.enough < len(error.conflicts):
             return RetryableError(f"{conflict.text}: claim {holder.ref} {why}; {waited}")
-        users = self.users.told(holder)
+        users = self.users.describe(holder)
         if users is not None:
             why = f"{why}, but {users}: end that process on the node"
         return RetryableError(
@@ -236,5 +248,5 @@ class Waiter:
 
 
 def _is_lost(holder: ClaimRecord) -> bool:
-    """Whether the record was made for a claim whose record on disk was lost."""
+    """Whether the record stands in for one that was lost."""
     return not holder.claim.results

@@ -43,7 +43,7 @@ from dra_driver.slices.rules.diff import Owner, slice_changes
 WIDTH = 100
 """Of a drawing at most."""
 _WIDEST_CELL = 18
-_MOST_SLICES = 16
+_MAX_SLICES = 16
 
 FLAGS = (
     *of_run("simulate"),
@@ -260,7 +260,7 @@ def draw_gpu(entry: GpuMap, width: int | None = None) -> str:
 
 def _boxes(entry: GpuMap, width: int) -> list[str]:
     """The slices' numbers and a row of boxes; none where that would be too wide."""
-    if not 0 < entry.memory_slices <= _MOST_SLICES:
+    if not 0 < entry.memory_slices <= _MAX_SLICES:
         return []
     pitch = min(_WIDEST_CELL, (width - 1) // entry.memory_slices)
     boxes = [(size * pitch - 1, (title, ids)) for size, title, ids in _row(entry)]

@@ -29,7 +29,7 @@ from random_churn import RandomNode
 
 _SETTLE_S = 150.0
 """Some taints stay for a minute after the last sign of trouble."""
-_MOST_SHOWN = 20
+_MAX_SHOWN = 20
 
 
 def differences(before: dict[str, object], after: dict[str, object]) -> list[str]:
@@ -57,7 +57,7 @@ def soak(node: SoakNode, minutes: float, seed: int) -> bool:
 def judged(fresh: dict[str, object], after: dict[str, object], faults: Sequence[str]) -> bool:
     """Whether there are no faults, and nothing is left; what is wrong is printed."""
     left = differences(fresh, after)
-    for fault in faults[:_MOST_SHOWN]:
+    for fault in faults[:_MAX_SHOWN]:
         print(f"  {fault}")
     for name in left:
         old, new = fresh[name], after[name]

@@ -142,7 +142,7 @@ def test_claim_that_moved_before_the_look_keeps_what_it_holds_now(bench: Bench) 
     seen = bench.node.record_of()
     bench.node.prepare(used_by(claim(GPU_1), A))
     moved = bench.node.records.get("uid-1")
-    bench.reconciler._keep_pods(seen, (A, B))
+    bench.reconciler._update_pods(seen, (A, B))
     assert bench.node.records.get("uid-1") == moved != seen
     assert bench.recorded() == (A, B)
 
@@ -164,7 +164,7 @@ def test_lock_or_disk_that_is_not_to_be_had_costs_nothing_but_time(
     def full(*_args: object, **_more: object) -> None:
         raise StateError("the disk is full")
 
-    keep = bench.reconciler._keep_pods
+    keep = bench.reconciler._update_pods
     with monkeypatch.context() as patch:
         patch.setattr(bench.node.claim_locks, "hold", busy)
         keep(seen, (B,))

@@ -209,7 +209,7 @@ def test_hang_costs_a_moment_once_and_no_other_gpu() -> None:
         with pytest.raises(RetryableError, match=f"NVML does not answer what computes on {GPU_0}"):
             bench.of(hold(GPU_0))
     assert bench.asked == [uuid(0)], "nobody asks again while it hangs"
-    patient = bench.users._asked[uuid(0)]
+    patient = bench.users._calls[uuid(0)]
     assert patient.is_running
     ended.set()
     patient.result(20)
@@ -217,7 +217,7 @@ def test_hang_costs_a_moment_once_and_no_other_gpu() -> None:
     bench.users.wait_s = 20.0
     found = bench.of(hold(GPU_0))
     assert found is not None, "what came late is not believed but asked anew"
-    assert bench.users._asked == {}
+    assert bench.users._calls == {}
 
 
 @pytest.fixture

@@ -55,7 +55,7 @@ class Bench:
         self.reconciler = reconciler_of(node, self.told, clock=lambda: self.now, **parts)  # type: ignore[arg-type]
 
     def look(self, only: list[str] | None = None) -> float | None:
-        return self.reconciler.look(only)
+        return self.reconciler.check(only)
 
     def later(self, seconds: float = GRACE_S) -> float | None:
         self.now += seconds
@@ -299,11 +299,11 @@ def test_api_server_is_asked_no_sooner_than_it_says(bench: Bench, monkeypatch: p
 def test_nothing_is_taken_back_while_the_api_server_does_not_know_the_node(node: Node) -> None:
     problems: list[DraDriverError] = [ApiRejectedError("nodes node-a not found", status=404)]
 
-    def make_sure() -> None:
+    def check_node() -> None:
         if problems:
             raise problems[0]
 
-    bench = Bench(node, make_sure=make_sure)
+    bench = Bench(node, check_node=check_node)
     bench.node.prepare(ONE)
     forget(bench, "uid-1")
     assert bench.look() is None
@@ -554,7 +554,7 @@ def test_thread_looks_by_itself_and_when_somebody_waits(node: Node) -> None:
     node.prepare(TWO)
     node.claims.allocated.clear()
     reconciler.start()
-    reconciler.look_soon(ONE.ref)
+    reconciler.check_soon(ONE.ref)
     assert told.has_recovered.wait(10)
     reconciler.stop()
     assert (told.recovered_claims, sorted(node.records.all())) == ([("uid-1", "was deleted")], ["uid-2"])
@@ -610,7 +610,7 @@ def test_only_what_is_kept_is_looked_at_again_and_at_once_when_somebody_waits(no
     assert seen.acquire(timeout=10)
     uses.append(None)
     while not told.has_recovered.is_set():
-        reconciler.look_soon(forget_one.ref)  # again, for the first may come while it still looks
+        reconciler.check_soon(forget_one.ref)  # again, for the first may come while it still looks
         told.has_recovered.wait(0.01)
     reconciler.stop()
     assert (told.recovered_claims, sorted(node.records.all())) == ([("uid-1", "was deleted")], ["uid-2"])
@@ -626,7 +626,7 @@ def waited_for(node: Node, pods_run: bool | None, **parts: object) -> Bench:
     bench = Bench(node, pods_run=lambda record: pods_run if record.ref == ONE.ref else True, **parts)
     node.prepare(replace(ONE, pods=(POD,)))
     forget(bench, "uid-1")
-    bench.reconciler.look_soon(ONE.ref)
+    bench.reconciler.check_soon(ONE.ref)
     bench.reconciler._turn()
     return bench
 
@@ -659,7 +659,7 @@ def test_claim_that_was_found_stale_before_goes_at_once_when_somebody_begins_to_
     forget(bench, "uid-1")
     bench.look()
     assert bench.held == ["uid-1"]
-    bench.reconciler.look_soon(ONE.ref)
+    bench.reconciler.check_soon(ONE.ref)
     bench.reconciler._turn()
     assert bench.held == []
 
@@ -673,7 +673,7 @@ def test_claim_that_is_waited_for_is_looked_at_again_after_a_look_without_an_ans
     bench.node.prepare(TWO)
     forget(bench, "uid-1")
     for awaited in (ONE, TWO):
-        bench.reconciler.look_soon(awaited.ref)
+        bench.reconciler.check_soon(awaited.ref)
     with monkeypatch.context() as patch:
         unsure_of(bench, patch, ApiUnavailableError("starting"), *unanswered)
         bench.reconciler._turn()

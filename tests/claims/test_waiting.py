@@ -95,13 +95,13 @@ class Calls:
 @pytest.fixture
 def node(tmp_path: Path) -> Node:
     """An attempt that waits tries again only when it notices a change."""
-    return Node(tmp_path, MIXED, patience=WaitTimeouts(ask_again_s=3600))
+    return Node(tmp_path, MIXED, patience=WaitTimeouts(recheck_s=3600))
 
 
 @pytest.fixture
 def restless(tmp_path: Path) -> Node:
     """An attempt that waits tries and asks again at once."""
-    return Node(tmp_path, MIXED, patience=WaitTimeouts(poll_s=0.01, ask_again_s=0.01))
+    return Node(tmp_path, MIXED, patience=WaitTimeouts(poll_s=0.01, recheck_s=0.01))
 
 
 @pytest.fixture
@@ -185,7 +185,7 @@ def sharer(uid: str) -> AllocatedClaim:
 @pytest.fixture
 def full(node: Node, monkeypatch: pytest.MonkeyPatch) -> Node:
     """GPU 0 is shared by MPS, and two claims use it, which is all that it serves."""
-    monkeypatch.setattr("dra_driver.claims.rules.plan.most_clients", lambda gpu, versions: 2)
+    monkeypatch.setattr("dra_driver.claims.rules.plan.max_clients", lambda gpu, versions: 2)
     node.serve(Identity(DRIVER, NODE, share_all(SharingRule("memory", enforce="mps"))))
     for uid in ("one", "two"):
         assert isinstance(node.prepare(sharer(uid)), Prepared)
@@ -205,7 +205,7 @@ def test_full_device_is_had_when_one_of_its_users_leaves(full: Node, calls: Call
 def test_full_device_is_not_waited_for_when_too_many_of_its_users_stay(
     full: Node, monkeypatch: pytest.MonkeyPatch, most: int, leaving: set[str]
 ) -> None:
-    monkeypatch.setattr("dra_driver.claims.rules.plan.most_clients", lambda gpu, versions: most)
+    monkeypatch.setattr("dra_driver.claims.rules.plan.max_clients", lambda gpu, versions: most)
     full.claims.unused |= leaving
     text = error_of(full.prepare(sharer("new")))
     assert "2 claims use the MPS daemon of device gpu-00000000, and MPS serves at most" in text
@@ -250,7 +250,7 @@ def test_unprepare_under_way_is_waited_for_without_the_api_server(node: Node, ca
     with ClaimLocks(node.directory / "locks").hold("holder", 10):
         unprepare = threading.Thread(target=lambda: node.unprepare(HOLDER))
         unprepare.start()
-        eventually(lambda: node.calls.is_called("unprepare", "holder"))
+        eventually(lambda: node.calls.is_in_progress("unprepare", "holder"))
         calls.prepare(node, claim(GPU_0))
         waits(node, "uid-1")
     assert isinstance(calls.answer("uid-1"), Prepared)
@@ -362,7 +362,7 @@ def test_silence_after_the_answer_does_not_end_the_waiting(restless: Node, calls
 
 
 def test_busy_device_is_tried_again_for_a_while(tmp_path: Path) -> None:
-    node = Node(tmp_path, MIXED, patience=WaitTimeouts(again_s=0.01))
+    node = Node(tmp_path, MIXED, patience=WaitTimeouts(retry_s=0.01))
     tries: list[int] = []
     node.steps.on_do = busy_at_first(tries)
     assert isinstance(node.prepare(claim(GPU_0)), Prepared)
@@ -370,7 +370,7 @@ def test_busy_device_is_tried_again_for_a_while(tmp_path: Path) -> None:
 
 
 def test_device_that_stays_busy_is_told_with_what_keeps_it(tmp_path: Path) -> None:
-    node = Node(tmp_path, MIXED, patience=WaitTimeouts(again_s=0.01, last_s=42.9))
+    node = Node(tmp_path, MIXED, patience=WaitTimeouts(retry_s=0.01, last_s=42.9))
     node.steps.on_do = busy
     assert re.search(
         f"{IN_USE}; waited [0-9]+ s; the kubelet tries again$", error_of(node.prepare(claim(GPU_0)))
@@ -444,7 +444,7 @@ def test_claim_whose_record_was_lost_is_not_waited_for(node: Node) -> None:
 def test_attempt_that_waits_does_not_keep_the_driver_from_stopping(
     tmp_path: Path, calls: Calls, error: type[Exception] | None
 ) -> None:
-    node = Node(tmp_path, MIXED, patience=WaitTimeouts(again_s=30, stop_s=0.01))
+    node = Node(tmp_path, MIXED, patience=WaitTimeouts(retry_s=30, stop_s=0.01))
 
     def refuse(_plan: object) -> None:
         assert error is not None
@@ -463,7 +463,7 @@ def test_attempt_that_waits_does_not_keep_the_driver_from_stopping(
 
 def test_claims_that_swapped_devices_do_not_wait_for_each_other(tmp_path: Path) -> None:
     """Their Unprepare was forgotten with the kubelet's own state, and they were allocated anew."""
-    node = Node(tmp_path, MIXED, patience=WaitTimeouts(poll_s=0.01, ask_again_s=0.05))
+    node = Node(tmp_path, MIXED, patience=WaitTimeouts(poll_s=0.01, recheck_s=0.05))
     node.prepare(claim(GPU_0, uid="x"))
     node.prepare(claim(GPU_1, uid="y"))
     swapped = [claim(GPU_1, uid="x"), claim(GPU_0, uid="y")]
@@ -543,7 +543,7 @@ def test_holder_whose_claim_is_gone_is_asked_for_once(
 @pytest.mark.parametrize("seed", range(4))
 def test_claims_at_random_are_never_given_one_device_and_end_clean(tmp_path: Path, seed: int) -> None:
     """Four claims over two GPUs and two instances: prepared, deleted, unprepared, each in its own order."""
-    node = Node(tmp_path, inventory(h100(0), h100(1)), patience=WaitTimeouts(poll_s=0.005, ask_again_s=0.02))
+    node = Node(tmp_path, inventory(h100(0), h100(1)), patience=WaitTimeouts(poll_s=0.005, recheck_s=0.02))
     nodes = [node, node.restarted()]
     owners: dict[str, str] = {}
     guard = threading.Lock()

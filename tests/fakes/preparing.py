@@ -174,11 +174,11 @@ class Users:
 
     texts: dict[str, str] = field(default_factory=dict)
 
-    def told(self, record: ClaimRecord) -> str | None:
+    def describe(self, record: ClaimRecord) -> str | None:
         return self.texts.get(record.ref.uid)
 
     def of(self, record: ClaimRecord) -> InUse | None:
-        text = self.told(record)
+        text = self.describe(record)
         return None if text is None else InUse(frozenset({1}), text)
 
 
@@ -269,7 +269,7 @@ class Node(Journaled):
     def serve(self, identity: Identity) -> None:
         """Put Prepare and Unprepare together over what the node has now."""
         parts = claims_of(self, identity, self.devices, Users(self.users), self.patience)
-        parts.waiter.tell_leaving(lambda ref: self.waited_for.append(ref.uid))
+        parts.waiter.on_leaving(lambda ref: self.waited_for.append(ref.uid))
         self.service, self.preparer, self.unpreparer = parts.service, parts.preparer, parts.unpreparer
         self.waiter, self.calls = parts.waiter, parts.calls
         self.waiting = noted_waits(parts.waiter)
@@ -306,7 +306,7 @@ def reconciler_of(
     told: Any,
     *,
     in_use: Callable[[ClaimRecord], InUse | None] = lambda record: None,
-    make_sure: Callable[[], object] = lambda: None,
+    check_node: Callable[[], object] = lambda: None,
     pods_run: Callable[[ClaimRecord], bool | None] = lambda _record: None,
     rhythm: Rhythm = Rhythm(between_requests_s=0),  # noqa: B008  frozen
     clock: Callable[[], float] = time.monotonic,
@@ -320,7 +320,7 @@ def reconciler_of(
         SimpleNamespace(of=in_use),  # type: ignore[arg-type]
         DRIVER,
         told,
-        make_sure,
+        check_node,
         pods_run,
         rhythm,
         clock,

@@ -159,7 +159,7 @@ def test_claims_share_a_device_that_is_made_on_demand(make_node: Callable[..., N
 def test_creation_that_is_refused_is_tried_again_and_told_if_that_lasts(
     make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lifecycle, "WaitTimeouts", partial(WaitTimeouts, again_s=0.05, last_s=40.0))
+    monkeypatch.setattr(lifecycle, "WaitTimeouts", partial(WaitTimeouts, retry_s=0.05, last_s=40.0))
     node = make_node().running(8 * PER_GPU, dynamic_mig=True)
     refused = "nvmlGpuInstanceCreateComputeInstance"
     node.machine.set_fault(refused, code="insufficient-resources", count=1)

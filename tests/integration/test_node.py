@@ -133,7 +133,7 @@ def test_status_that_was_removed_from_a_claim_is_back_after_its_next_read(node: 
     if event == "prepare":
         node.ready(ref)
     else:
-        assert node.driver.claims.reconciler.look() is None
+        assert node.driver.claims.reconciler.check() is None
     eventually(lambda: reported() == [device.device])
 
 

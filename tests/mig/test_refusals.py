@@ -33,7 +33,7 @@ CREATIONS = {
     CREATE_GPU_INSTANCE: "create a GPU instance",
     CREATE_COMPUTE_INSTANCE: "create a compute instance",
 }
-QUICK = WaitTimeouts(again_s=0.001, stop_s=0)
+QUICK = WaitTimeouts(retry_s=0.001, stop_s=0)
 LONG_S = 36000.0
 
 
@@ -370,7 +370,7 @@ def test_silicon_that_somebody_else_took_is_told_at_once(node: Node, monkeypatch
 
 
 def test_others_on_the_gpu_go_on_and_no_lock_is_held_meanwhile(make: Callable[..., Node]) -> None:
-    node = make(WaitTimeouts(again_s=30, stop_s=0.01))
+    node = make(WaitTimeouts(retry_s=30, stop_s=0.01))
     first, second = small(node), small(node, 5, "uid-2")
     asking = waiting(node, first)
     node.machine.clear_faults()

@@ -17,7 +17,7 @@ from dra_driver.model.inventory import DriverVersions, Inventory, WholeGpu
 from dra_driver.model.mps import LostMps, MpsShared
 from dra_driver.model.record import ClaimRecord, RunMps
 from dra_driver.model.sharing import NO_SHARING, SharingPolicy, SharingRule, share_all
-from dra_driver.sharing.rules.client_limits import most_clients
+from dra_driver.sharing.rules.client_limits import max_clients
 from dra_driver.sharing.rules.shared_device import ShareLimits, limits_of
 from dra_driver.slices.rules.build import build_pool
 from tests.fakes.samples import DRIVER, GPU_0, NODE, claim, h100, inventory, result
@@ -55,7 +55,7 @@ CLIENTS = yaml.safe_load(Path(__file__).with_name("tables.yaml").read_text())["c
 @pytest.mark.parametrize(("compute", "driver", "most"), CLIENTS)
 def test_most_clients_follow_gpu_and_driver(compute: Any, driver: str | None, most: int) -> None:
     assert (
-        most_clients(h100(0, cuda_compute_capability=compute and tuple(compute)), DriverVersions(driver))
+        max_clients(h100(0, cuda_compute_capability=compute and tuple(compute)), DriverVersions(driver))
         == most
     )
 

@@ -1,7 +1,7 @@
-"""The files that tell a claim's containers which devices they have: names, content and the CDI spec of each.
+"""Names and content of the metadata files that describe a container's devices, and their CDI specs.
 
 A file belongs to one top-level request. It is a stream of JSON documents, one for each version of the format,
-newest first; a reader takes the first that it knows.
+newest first; a reader uses the first version that it knows.
 """
 
 from __future__ import annotations
@@ -30,14 +30,16 @@ _LONGEST_FILE_NAME = 255
 
 @dataclass(frozen=True, slots=True)
 class DescribedDevice:
-    """An allocation result, and all that is known of its device: attributes in the form of a slice."""
+    """An allocation result, and the known attributes of its device, in the form of a slice."""
 
     result: DeviceResult
     attributes: JsonObject
 
 
 def check_names(claim: AllocatedClaim) -> None:
-    """Raises: ClaimRefusedError if a name that becomes a part of a path is not a valid Kubernetes name."""
+    """Check the names that become parts of paths. Raises: ClaimRefusedError if one is not a valid Kubernetes
+    name.
+    """
     checked_claim_uid(claim.ref.uid)
     named = [
         ("namespace", claim.ref.namespace, is_dns_label),
@@ -55,18 +57,18 @@ def check_names(claim: AllocatedClaim) -> None:
 
 
 def requests_of(claim: AllocatedClaim) -> tuple[str, ...]:
-    """The top-level requests that have a device, each once, in the order of the results."""
+    """Return the top-level requests that have a device, without duplicates, in the order of the results."""
     return tuple(dict.fromkeys(result.base_request for result in claim.results))
 
 
 def directory_name(ref: ClaimRef) -> str:
-    """The directory of a claim's files on the host; its name has the UID instead of a claim name that is too long."""
+    """Return the name of a claim's directory on the host. It contains the UID if the claim's name is too long."""
     name = f"{ref.namespace}_{ref.name}"
     return name if len(name) <= _LONGEST_FILE_NAME else f"{ref.namespace}_{ref.uid}"
 
 
 def container_path(claim: AllocatedClaim, request: str, driver: str) -> str:
-    """Where a container finds the file of a request."""
+    """Return the path of a request's file inside a container."""
     kind, name = ("resourceclaims", claim.ref.name)
     if claim.pod_claim_name is not None:
         kind, name = ("resourceclaimtemplates", claim.pod_claim_name)
@@ -74,22 +76,22 @@ def container_path(claim: AllocatedClaim, request: str, driver: str) -> str:
 
 
 def cdi_id(driver: str, claim_uid: str, request: str) -> str:
-    """The qualified CDI name that mounts the file of a request."""
+    """Return the qualified CDI name that mounts a request's file."""
     return f"{driver}/{_CLASS}={_cdi_device(claim_uid, request)}"
 
 
 def cdi_file_prefix(driver: str) -> str:
-    """The prefix of the names of all CDI specs of metadata."""
+    """Return the prefix of the file names of all metadata CDI specs."""
     return f"{driver}_{_CLASS}_"
 
 
 def cdi_file(driver: str, claim_uid: str, request: str) -> str:
-    """The name of the CDI spec that mounts the file of a request."""
+    """Return the file name of the CDI spec that mounts a request's file."""
     return f"{cdi_file_prefix(driver)}{_cdi_device(claim_uid, request)}.json"
 
 
 def cdi_spec(driver: str, claim: AllocatedClaim, request: str, host_path: str) -> JsonObject:
-    """The CDI spec that mounts the file of a request, read-only."""
+    """Return the CDI spec that mounts a request's file read-only."""
     mount = {
         "hostPath": host_path,
         "containerPath": container_path(claim, request, driver),
@@ -109,13 +111,13 @@ def described(
     offered: OfferedDevice,
     usage: SharingMode,
     inventory: Inventory,
-    made: OwnedInstance | None,
+    created: OwnedInstance | None,
 ) -> DescribedDevice:
-    """What the node's slice says of the device, and what is only known after its Prepare.
+    """Return what the slice says about a device, and what is only known after its Prepare.
 
-    `made` is the created instance of a MIG device on demand.
+    `created` is the MIG instance that was created for a MIG device on demand.
     """
-    attributes = {**attributes_of(offered, inventory), **_of_today(offered, made)}
+    attributes = {**attributes_of(offered, inventory), **_current_ids(offered, created)}
     if result.share_id is not None:
         attributes["shareID"] = {"string": result.share_id}
         attributes[SHAREABLE] = {"bool": True}
@@ -127,13 +129,13 @@ def described(
     return DescribedDevice(result, {name: attributes[name] for name in sorted(attributes)})
 
 
-def _of_today(offered: OfferedDevice, made: OwnedInstance | None) -> JsonObject:
+def _current_ids(offered: OfferedDevice, created: OwnedInstance | None) -> JsonObject:
     match offered:
         case StaticMigDevice(mig=mig):
             return _ints(gpuInstanceID=mig.gpu_instance_id, computeInstanceID=mig.compute_instance_id)
-        case DynamicMigDevice() if made is not None:
-            uuid = {} if not made.uuid else {"uuid": {"string": made.uuid}}
-            ids = _ints(gpuInstanceID=made.gpu_instance_id, computeInstanceID=made.compute_instance_id)
+        case DynamicMigDevice() if created is not None:
+            uuid = {} if not created.uuid else {"uuid": {"string": created.uuid}}
+            ids = _ints(gpuInstanceID=created.gpu_instance_id, computeInstanceID=created.compute_instance_id)
             return uuid | ids
         case _:
             return {}
@@ -149,7 +151,7 @@ def encode(
     versions: Iterable[str],
     generation: int,
 ) -> bytes:
-    """The file of one top-level request, with its devices; the same input gives the same bytes."""
+    """Return the file of a top-level request. Equal input gives equal bytes."""
     by_request: dict[str, list[JsonObject]] = {}
     for device in devices:
         result = device.result
@@ -178,7 +180,7 @@ def encode(
 
 
 def owner_and_generation(content: bytes) -> tuple[str, int] | None:
-    """The claim UID and the generation in a file; None if it is not a valid metadata file of ours."""
+    """Return the claim UID and the generation in a file; None if it is not a metadata file of the plugin."""
     try:
         document, _ = json.JSONDecoder().raw_decode(content.decode())
         metadata = document["metadata"]

@@ -1,6 +1,8 @@
-"""CDI specs: one for each claim, with the NVIDIA driver's files once and the nodes of each device; what its
-containers need to work through an MPS daemon; and what a spec says of its claim, which is all that is known if the
-record is lost."""
+"""CDI specs: one per claim, with the NVIDIA driver's files once and the device nodes of each device.
+
+Also adds what containers need to use an MPS daemon, and reads from a spec what it says about its claim: if the
+record is lost, nothing else is known.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from dra_driver.model.plan import device_of_cdi_name, share_of_cdi_name
 
 CLASS = "claim"
 COMMON = "containerEdits"
-"""The field of a spec with the NVIDIA driver's part, which is most of a spec and equal in all specs."""
+"""The field with the NVIDIA driver's files. It is most of a spec, and usually equal in all specs."""
 
 _FILE_OPTIONS = ("ro", "nosuid", "nodev", "rbind", "rprivate")
 _SOCKET_OPTIONS = ("nosuid", "nodev", "rbind", "rprivate", "noexec")
@@ -26,25 +28,21 @@ _WORLD_RW = 0o006
 _LIBRARY_SUBDIRS = ("gbm", "vdpau")
 
 ADMIN_ACCESS = "DRA_ADMIN_ACCESS=true"
-"""The environment of a container whose claim looks at a device with adminAccess, as Kubernetes' example driver has
-it."""
+"""Environment of a container whose claim has adminAccess; Kubernetes' example driver sets the same variable."""
 
-# Without these the NVIDIA container runtime, if it is installed, would inject GPUs as well: it takes requests from the
-# environment or, if it is configured so, from mounts.
+# Without these, an installed NVIDIA container runtime would inject GPUs too: it reads requests from the
+# environment or, if so configured, from mounts.
 _NO_SECOND_INJECTION = "NVIDIA_VISIBLE_DEVICES=void"
 _NO_INJECTION_BY_MOUNT = CdiMount(
     "/dev/null", "/var/run/nvidia-container-devices/void", ("ro", "nosuid", "nodev", "bind")
 )
-PIPE_DIRECTORY = "/tmp/nvidia-mps"  # noqa: S108  where CUDA looks by itself, inside the container
+PIPE_DIRECTORY = "/tmp/nvidia-mps"  # noqa: S108  CUDA's default path, inside the container
 _SHM_DIRECTORY = "/dev/shm"  # noqa: S108
 _MOUNT_OPTIONS = ("rw", "nosuid", "nodev", "bind")
 
 
 def checked_claim_uid(claim_uid: str) -> str:
-    """The UID, if it can be part of a file name and of a CDI device name.
-
-    Raises: ClaimRefusedError.
-    """
+    """Return the UID if it can be part of a file name and of a CDI device name. Raises: ClaimRefusedError."""
     if not is_uid(claim_uid):
         raise ClaimRefusedError(
             f"claim UID {claim_uid!r} cannot be part of a file name, so the claim is refused"
@@ -53,28 +51,32 @@ def checked_claim_uid(claim_uid: str) -> str:
 
 
 def spec_kind(driver_name: str) -> str:
-    """The CDI kind of a driver's claims, such as `k8s.gpu.nvidia.com/claim`."""
+    """Return the CDI kind of a driver's claims, such as `k8s.gpu.nvidia.com/claim`."""
     return f"k8s.{driver_name}/{CLASS}"
 
 
 def device_name(claim_uid: str, device: str) -> str:
-    """The device's name in the spec. The UID makes it unique over time, because runtimes cache specs."""
+    """Return the device's name in the spec. It contains the UID because runtimes cache specs, so a name must
+    not recur.
+    """
     return f"{claim_uid}-{device}"
 
 
 def cdi_id(driver_name: str, claim_uid: str, device: str) -> str:
-    """The qualified name that the kubelet hands to the runtime."""
+    """Return the qualified name that the kubelet passes to the runtime."""
     return f"{spec_kind(driver_name)}={device_name(claim_uid, device)}"
 
 
 def file_stem(driver_name: str, claim_uid: str) -> str:
-    """The name of a claim's spec file without its suffix."""
+    """Return the name of a claim's spec file without its suffix."""
     return f"k8s.{driver_name}-{CLASS}_{checked_claim_uid(claim_uid)}"
 
 
 def encode(spec: dict[str, Any], common: bytes | None = None) -> bytes:
-    """The bytes of a spec file; the same spec gives the same bytes. `common` is the NVIDIA driver's part of the
-    spec, if it was encoded before."""
+    """Return the content of a spec file. Equal specs give equal bytes.
+
+    `common` is the encoded `containerEdits` field, if it was encoded before.
+    """
     parts = (
         encoded(key) + b":" + (common if common is not None and key == COMMON else encoded(value))
         for key, value in spec.items()
@@ -83,7 +85,7 @@ def encode(spec: dict[str, Any], common: bytes | None = None) -> bytes:
 
 
 def encoded(part: Any) -> bytes:
-    """The bytes of a part of a spec in its file."""
+    """Encode a part of a spec."""
     return json.dumps(part, separators=(",", ":")).encode("ascii")
 
 
@@ -94,19 +96,22 @@ def claim_spec(
     devices: Sequence[CdiDevice],
     common: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The spec of a claim's devices. A device that occurs twice unchanged is listed once. `common` are the
-    `common_edits` of the NVIDIA driver, if they were made before.
+    """Return the spec of a claim's devices. Equal devices are listed once.
 
-    Raises: RetryableError if a node is missing without which the containers would have no GPU; ClaimRefusedError if the
-    claim has no device, or two different devices with the same name.
+    `common` is the result of `common_edits`, if it was computed before.
+
+    Raises: RetryableError if a required device node is missing; ClaimRefusedError if the claim has no device,
+    or two different devices of the same name.
     """
     edits = common_edits(driver) if common is None else common
     return _spec(claim_uid, driver_name, {COMMON: edits}, devices, driver.hook)
 
 
 def vfio_spec(claim_uid: str, driver_name: str, devices: Sequence[CdiDevice]) -> dict[str, Any]:
-    """The spec of devices for virtual machines, with nothing of the NVIDIA driver. Each suffices by itself: Kata takes
-    them one by one. Raises: as `claim_spec`."""
+    """Return the spec of devices for virtual machines, without any files of the NVIDIA driver.
+
+    Each device is complete by itself, because Kata reads them one by one. Raises: like `claim_spec`.
+    """
     alone = [replace(device, env=(_NO_SECOND_INJECTION, *device.env)) for device in devices]
     return _spec(claim_uid, driver_name, {}, alone, None)
 
@@ -136,7 +141,9 @@ def _spec(
 
 
 def minimum_version(spec: dict[str, Any]) -> str:
-    """The lowest version of CDI that has all fields of a spec of ours; older runtimes refuse higher ones."""
+    """Return the lowest CDI version that has all fields of the spec, because older runtimes refuse newer
+    versions.
+    """
     edits = [spec.get(COMMON, {}), *(device["containerEdits"] for device in spec["devices"])]
     if any("additionalGids" in edit for edit in edits):
         return "0.7.0"
@@ -158,7 +165,10 @@ def _check_common_nodes(driver: DriverFiles) -> None:
 
 
 def _distinct(claim_uid: str, devices: Sequence[CdiDevice]) -> list[CdiDevice]:
-    """The devices sorted by name, each once. Two requests of a claim may have the same device, one with adminAccess."""
+    """Return the devices sorted by name, without duplicates.
+
+    Two requests of a claim may have the same device, one of them with adminAccess.
+    """
     by_name: dict[str, CdiDevice] = {}
     for device in devices:
         if not device.nodes:
@@ -177,8 +187,10 @@ def _distinct(claim_uid: str, devices: Sequence[CdiDevice]) -> list[CdiDevice]:
 
 
 def common_edits(driver: DriverFiles) -> dict[str, Any]:
-    """What every container gets of the NVIDIA driver, for any device. Raises: RetryableError if a node is missing
-    without which the container would have no GPU."""
+    """Return the edits that every container gets for the NVIDIA driver, whatever its devices.
+
+    Raises: RetryableError if a required device node is missing.
+    """
     _check_common_nodes(driver)
     env = [_NO_SECOND_INJECTION]
     if driver.driver_dirs:
@@ -203,25 +215,25 @@ def common_edits(driver: DriverFiles) -> dict[str, Any]:
 
 
 def with_nodes(edits: dict[str, Any], nodes: Sequence[HostNode]) -> dict[str, Any]:
-    """Common edits with more device nodes."""
+    """Return common edits with additional device nodes."""
     return {**edits, "deviceNodes": [*edits["deviceNodes"], *(_node(node) for node in nodes)]}
 
 
 def node_paths(spec: Mapping[str, Any]) -> list[str]:
-    """The paths of all device nodes of a spec, as containers see them."""
+    """Return the paths of all device nodes in a spec, as containers see them."""
     edits = [spec.get(COMMON, {}), *(device["containerEdits"] for device in spec["devices"])]
     return [node["path"] for edit in edits for node in edit.get("deviceNodes", ())]
 
 
 def _names_without_hook(driver: DriverFiles) -> dict[str, str]:
-    """The file to mount at each path, if no hook makes links or runs ldconfig in the container.
+    """Return the file to mount at each path, if no hook creates links or runs ldconfig in the container.
 
-    Every library is mounted under all its names: at its path on the host, and in each directory in which some dynamic
-    linker looks by default. Images of another distribution do not look where this host's linker looks.
+    Every library is mounted under all its names, at its host path and in each default directory of common
+    dynamic linkers, because an image of another distribution may not search the directories of this host.
     """
     names = {link.path: link.host_path for link in driver.links}
     known = [(file.container_path, file.host_path) for file in driver.libraries]
-    # No linker looks for the modules of an X server.
+    # X server modules are not loaded by a dynamic linker.
     modules = {file.host_path for file in driver.configs}
     known.extend((path, host_path) for path, host_path in names.items() if host_path not in modules)
     for path, host_path in known:
@@ -234,7 +246,7 @@ def _names_without_hook(driver: DriverFiles) -> dict[str, str]:
 
 
 def _common_hooks(driver: DriverFiles, hook: str) -> list[dict[str, Any]]:
-    """The hooks in this order, because the compatibility check and ldconfig look at the links."""
+    """Return the hooks. Links come first, because the compatibility check and ldconfig need them."""
     hooks = []
     if driver.links:
         hooks.append(_symlink_hook(hook, ((link.path, link.target) for link in driver.links)))
@@ -263,7 +275,7 @@ def _device_edits(device: CdiDevice, hook: str | None) -> dict[str, Any]:
 
 
 def _node_edits(nodes: Sequence[HostNode]) -> dict[str, Any]:
-    """The nodes, and the groups that a user other than root needs to open them."""
+    """Return the nodes, and the groups that a non-root user needs to open them."""
     edits: dict[str, Any] = {"deviceNodes": [_node(node) for node in nodes]}
     gids = {node.node.gid for node in nodes if node.node.mode & _WORLD_RW != _WORLD_RW} - {0}
     if gids:
@@ -272,7 +284,7 @@ def _node_edits(nodes: Sequence[HostNode]) -> dict[str, Any]:
 
 
 def _node(node: HostNode) -> dict[str, Any]:
-    """A device node with its type and numbers, so that the runtime does not look for the node on the host."""
+    """Return a device node with its type and numbers, so that the runtime does not look it up on the host."""
     device = node.node
     entry: dict[str, Any] = {"path": device.path}
     if node.host_path != device.path:
@@ -317,11 +329,12 @@ def _hook(hook: str, verb: str, args: Sequence[str]) -> dict[str, Any]:
 
 
 def with_mps(device: CdiDevice, usage: MpsShared, directories: MpsDirectories) -> CdiDevice:
-    """The device with the daemon's pipe and shared memory, and the claim's limits.
+    """Return the device with the MPS daemon's pipe and shared memory, and with the claim's limits.
 
-    The limits are in the environment, because they belong to the claim, and several claims may share the daemon. CUDA
-    can only tighten the daemon's own limits. A device goes by its number in the daemon. Each device of a daemon of
-    several GPUs brings the limits of all: the runtime keeps one of the variables.
+    The limits are environment variables because they belong to the claim, and several claims may share the
+    daemon. CUDA can only lower the daemon's own limits. Devices are numbered as in the daemon. If the daemon
+    has several GPUs, each device sets the limits of all GPUs, because the runtime keeps only one value of the
+    variable.
     """
     env = [f"CUDA_MPS_PIPE_DIRECTORY={PIPE_DIRECTORY}"]
     limits = usage.memory_limits_mib or (usage.memory_limit_mib,)
@@ -338,7 +351,7 @@ def with_mps(device: CdiDevice, usage: MpsShared, directories: MpsDirectories) -
 
 
 def uses_mps(spec: Mapping[str, Any] | None) -> bool:
-    """Whether a device of a CDI spec works through MPS."""
+    """Whether a device of a CDI spec uses MPS."""
     devices = (spec or {}).get("devices") or []
     mounts = [mount for device in devices for mount in device.get("containerEdits", {}).get("mounts") or []]
     return any(mount.get("containerPath") == PIPE_DIRECTORY for mount in mounts)
@@ -346,7 +359,7 @@ def uses_mps(spec: Mapping[str, Any] | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SpecDevice:
-    """One device of a spec. `share_id` is None for a device that the claim has to itself."""
+    """One device of a spec. `share_id` is None if the device is not shared."""
 
     device: str
     share_id: str | None = None
@@ -355,7 +368,7 @@ class SpecDevice:
 
 
 def devices_of(claim_uid: str, spec: Mapping[str, Any] | None) -> tuple[SpecDevice, ...]:
-    """The devices of a claim's spec, as far as it can be read."""
+    """Return the devices of a claim's spec. Unreadable parts are skipped."""
     devices = (spec or {}).get("devices")
     return tuple(
         _device(str(entry["name"]).removeprefix(f"{claim_uid}-"), entry)

@@ -1,16 +1,15 @@
-"""Which claims hold a device that another claim needs, and whether they will release it, as the API server shows them.
-No I/O.
+"""Decides which claims hold a device that another claim needs, and whether they are about to release it.
 
 | The claim in the API server | Its holder is | Its record is |
 |---|---|---|
-| is gone, or its name has another UID | leaving | stale |
+| does not exist, or its name has another UID | leaving | stale |
 | has no allocation | leaving | stale |
 | is allocated to other devices than the record's | leaving | stale |
 | is allocated to other devices, but not to the one in question | leaving | kept |
 | is being deleted, or reserved for no pod | leaving | kept: the kubelet is about to unprepare it |
 | is allocated and reserved | staying | kept |
 
-A record that does not say what was allocated to its claim (because the real one was lost) is never stale.
+A record that does not say what was allocated to its claim (because the real record was lost) is never stale.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from dra_driver.model.units import counted
 from dra_driver.sharing.rules.modes import incompatibility
 
 Wanted = tuple[str, HeldDevice]
-"""The name of a claim's request, and the device that the claim would then hold."""
+"""The name of a claim's request, and the device that the claim would hold."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conflict:
-    """A claim that keeps another claim from a device; `text` says so in a sentence."""
+    """A claim that keeps another claim from a device; `text` explains it in a sentence."""
 
     holder: ClaimRecord
     held: HeldDevice
@@ -39,9 +38,10 @@ class Conflict:
 
 
 class DeviceHeldError(ClaimRefusedError):
-    """Other claims hold what this claim wants. `conflicts` has at least one entry; the text is that of the first.
+    """Other claims hold the devices that this claim needs.
 
-    `enough` says how many of the conflicts must end: all of them, or fewer where a device is only full.
+    `conflicts` is not empty; the message is the text of the first. `enough` is the number of conflicts that
+    must end: all of them, or fewer if a device is only full.
     """
 
     def __init__(self, conflicts: Sequence[Conflict], enough: int | None = None) -> None:
@@ -51,7 +51,7 @@ class DeviceHeldError(ClaimRefusedError):
 
 
 def refuse_held(wanted: Sequence[Wanted], others: Iterable[ClaimRecord]) -> None:
-    """Raises: DeviceHeldError if another claim holds one of the devices, or shares it in another mode."""
+    """Raise DeviceHeldError if another claim holds one of the devices, or shares it in another mode."""
     gpus = {device.gpu_uuid for _, device in wanted}
     conflicts = [
         conflict
@@ -65,17 +65,16 @@ def refuse_held(wanted: Sequence[Wanted], others: Iterable[ClaimRecord]) -> None
 
 
 def refuse_crowded(
-    wanted: Sequence[Wanted], others: Iterable[ClaimRecord], most_clients: Mapping[str, int]
+    wanted: Sequence[Wanted], others: Iterable[ClaimRecord], max_clients: Mapping[str, int]
 ) -> None:
-    """Raises: DeviceHeldError if as many claims as the MPS daemon of a device serves clients use it already. It is
-    enough then that one of them ends, or as many as are too many.
+    """Raise DeviceHeldError if the MPS daemon of a device already has its maximum number of clients.
 
-    `most_clients` says how many that are, of each device with MPS. A claim counts as one client, though its pods may
-    have more.
+    `max_clients` is that maximum for each device with MPS. A claim counts as one client, even if its pods have
+    more. Only as many claims as exceed the limit must end.
     """
     records = list(others)
     for request, device in wanted:
-        most = most_clients.get(device.device)
+        most = max_clients.get(device.device)
         if most is None:
             continue
         users = [
@@ -116,7 +115,7 @@ def _conflicts(wanted: Sequence[Wanted], record: ClaimRecord, held: HeldDevice) 
 
 
 def _same_silicon(held: HeldDevice, device: HeldDevice) -> bool:
-    """Whether both use the same silicon and neither has admin access."""
+    """Whether both use the same part of a GPU, and neither has adminAccess."""
     if held.admin_access or device.admin_access or held.gpu_uuid != device.gpu_uuid:
         return False
     if held.kind != "mig" or device.kind != "mig":
@@ -127,16 +126,17 @@ def _same_silicon(held: HeldDevice, device: HeldDevice) -> bool:
 
 
 def _are_shares(held: HeldDevice, device: HeldDevice) -> bool:
-    """Whether both are shares of the same device."""
+    """Whether both are different shares of the same device."""
     is_same = held.device == device.device
     return is_same and held.share_id is not None and device.share_id not in (None, held.share_id)
 
 
 def release_reason(record: ClaimRecord, now: ClaimNow | None, driver: str, device: str) -> str | None:
-    """Why the claim of a record will soon release one of its devices; None if it keeps the device. The text ends a
-    sentence that begins with the claim: `was deleted`.
+    """Return why the claim of a record will soon release a device, such as `was deleted`; None if it keeps the
+    device.
 
-    `now` is the claim as the API server has it now, None if it does not exist.
+    The text ends a sentence that begins with the claim. `now` is the claim in the API server; None if it does
+    not exist.
     """
     over = _over(record, now, driver, device)
     if over is not None or now is None:
@@ -149,12 +149,14 @@ def release_reason(record: ClaimRecord, now: ClaimNow | None, driver: str, devic
 
 
 def staleness(record: ClaimRecord, now: ClaimNow | None, driver: str) -> str | None:
-    """Why nothing that the record holds is allocated to its claim any more; None if something is."""
+    """Return why none of the record's devices is allocated to its claim any more; None if one still is."""
     return _over(record, now, driver, None)
 
 
 def _over(record: ClaimRecord, now: ClaimNow | None, driver: str, device: str | None) -> str | None:
-    """Why the device, or with None each device of the record, is not allocated to the claim any more; None if it is."""
+    """Return why `device` (None: all devices of the record) is no longer allocated to the claim; None if it
+    still is.
+    """
     names = [(driver, result.pool, result.device) for result in record.claim.results]
     if not names:
         return None

@@ -1,4 +1,4 @@
-"""Decides which IMEX channels come with a device of a claim, by the node's configuration."""
+"""Decides which IMEX channels a device of a claim gets, by the node's configuration."""
 
 from __future__ import annotations
 
@@ -19,15 +19,14 @@ _UNREADY: Final = {
 def imex_of(
     result: DeviceResult, device: OfferedDevice, channels: ImexChannels | None, inventory: Inventory
 ) -> ImexChannels | None:
-    """The IMEX channels that come with a device; None for what is in no fabric, or is only looked at.
+    """Return the IMEX channels that a device gets; None for a device outside any fabric, or with adminAccess.
 
-    Where the node gives no channels, a claim for a GPU whose fabric is not ready is prepared. Nothing that it gets
-    depends on the fabric, so nothing would be missing later: a program that starts too early fails (CUDA error 802),
-    and runs when its container starts again. The taint keeps new pods away; who tolerates it, or has switched it off,
-    wants the GPU as it is.
+    On a node that gives no channels, a claim is prepared even if its GPU's fabric is not ready, since nothing
+    that the claim gets depends on the fabric: a program that starts too early fails (CUDA error 802), and works
+    after its container restarts. A taint keeps new pods away, unless they tolerate it or it is switched off.
 
-    Raises: RetryableError if the NVIDIA driver has no channels, or as `gets_channels`; ClaimRefusedError if it has
-    fewer.
+    Raises: RetryableError if the NVIDIA driver has no channels, or like `gets_channels`; ClaimRefusedError if
+    it has too few.
     """
     if channels is None or not gets_channels(result, device):
         return None
@@ -53,11 +52,13 @@ def imex_of(
 
 
 def gets_channels(result: DeviceResult, device: OfferedDevice) -> bool:
-    """Whether a device comes with IMEX channels on a node that gives them: it can reach GPUs of other nodes over
-    NVLink, which a MIG device cannot, and the claim does more than look at it.
+    """Whether a device gets IMEX channels on a node that gives them.
 
-    Raises: RetryableError while that is not known, because the GPU is not registered with its fabric. A claim that
-    were prepared without its channel would lack it for life.
+    It does if it can reach GPUs of other nodes over NVLink, which a MIG device cannot, and is not held with
+    adminAccess.
+
+    Raises: RetryableError while the GPU is not registered with its fabric, because that is not known until
+    then. A claim prepared without its channel would never get it.
     """
     if result.admin_access or not isinstance(device, WholeGpu):
         return False

@@ -1,14 +1,15 @@
-"""Decides how a claim is prepared: which devices, which steps, or why not. No I/O.
+"""Decides how a claim is prepared: which devices and which steps, or why it is refused.
 
 States of a claim on this node, as its record shows them:
 
     (no record) ──plan, record written──▶ preparing ──every step done──▶ prepared
-         ▲                                    │                             │
-         └──── files and record removed (failed Prepare, Unprepare, recovery) ────┘
+      ▲                                    │                             │
+      └──── files and record removed (failed Prepare, Unprepare, recovery) ────┘
 
-A crash in `preparing` leaves a record that names every step that may have had an effect. The next Prepare runs the same
-steps again (each converges). Unprepare removes files and record; the cleaner then undoes what the ledgers have. A
-Prepare in `prepared` runs the steps again too, because a reboot or a cleanup may have removed their results.
+A crash in `preparing` leaves a record that names every step that may have had an effect. The next Prepare runs
+the same steps again, which is safe. Unprepare removes files and record; the cleaner then undoes what the
+ledgers list. A Prepare in `prepared` also runs the steps again, because a reboot or a cleanup may have removed
+their results.
 """
 
 from __future__ import annotations
@@ -52,14 +53,14 @@ from dra_driver.model.record import (
     WriteDeviceMetadata,
 )
 from dra_driver.model.sharing import NO_SHARING, SharingPolicy, kind_of
-from dra_driver.sharing.rules.client_limits import most_clients
+from dra_driver.sharing.rules.client_limits import max_clients
 from dra_driver.sharing.rules.modes import sharing_modes_of
 
 
 def our_part(claim: AllocatedClaim, driver: str) -> AllocatedClaim:
-    """The claim without what other drivers have in it: a claim may have devices of several drivers.
+    """Return the claim without the devices and parameters of other drivers.
 
-    A config that is not opaque is kept: it comes from a newer Kubernetes and may be meant for us.
+    A config that is not opaque is kept: it comes from a newer Kubernetes and may be meant for this driver.
     """
     return replace(
         claim,
@@ -84,17 +85,19 @@ def plan_claim(
     setting_for_lost: str | None = None,
     extra_devices: ExtraDevices = NO_EXTRA_DEVICES,
 ) -> Plan:
-    """The plan for our part of a claim.
+    """Return the plan for this driver's part of a claim.
 
     `others` are the records of all other claims on this node, `sharing` is the node's policy, `known` is the
-    claim's own record, `metadata` are the versions in which the node writes device metadata. `setting_for_lost`
-    is what to set so that new pods stay away from lost GPUs, None if they do.
-    `extra_devices` are what the node's configuration gives to claims beside their GPUs.
+    claim's own record, and `metadata` lists the versions in which the node writes device metadata.
+    `setting_for_lost` is the setting that would keep new pods away from lost GPUs; None if they already stay
+    away. `extra_devices` are the devices that the node's configuration adds to claims.
 
-    A claim that looks at many GPUs with admin access, as a monitor does, goes without those that are lost: it is wanted
-    most on a node with a bad GPU. A claim that uses a lost GPU, or has no other, cannot be prepared.
-    Raises: ClaimRefusedError that names the claim's request, the device and what to do (DeviceHeldError if other
-    claims hold it, or its MPS daemon has all its clients); DeviceLostError; InvalidConfigError for opaque parameters.
+    A claim with adminAccess to many GPUs, such as a monitor's, is prepared without the lost ones, because a
+    monitor is needed most on a node with a bad GPU. A claim that uses a lost GPU, or has no other GPU, cannot
+    be prepared.
+
+    Raises: ClaimRefusedError that names the request, the device and the remedy (DeviceHeldError if other claims
+    hold the device, or its MPS daemon is full); DeviceLostError; InvalidConfigError for opaque parameters.
     """
     found = _found(claim, pool, inventory, known, setting_for_lost)
     _refuse_repeats(found)
@@ -114,7 +117,7 @@ def plan_claim(
         records = list(others)
         refuse_held(wanted, records)
         most = {
-            device.offered.name: most_clients(device.offered.gpu, inventory.versions)
+            device.offered.name: max_clients(device.offered.gpu, inventory.versions)
             for device in devices
             if isinstance(device.usage, MpsShared)
         }
@@ -126,8 +129,8 @@ def plan_claim(
 def is_for_virtual_machine(devices: Sequence[tuple[DeviceResult, DeviceKind]]) -> bool:
     """Whether a claim's devices go to a virtual machine.
 
-    Raises: ClaimRefusedError if only some of them do, since the NVIDIA driver's files would reach the virtual machine's
-    pod; or if the claim would only look at one.
+    Raises: ClaimRefusedError if only some of them do, because the NVIDIA driver's files would reach the virtual
+    machine's pod; or if one is requested with adminAccess.
     """
     passed = [result for result, kind in devices if kind == "vfio"]
     others = [result for result, kind in devices if kind != "vfio"]
@@ -186,9 +189,9 @@ def _found(
 def _kept_usages(
     claim: AllocatedClaim, found: Sequence[tuple[DeviceResult, OfferedDevice]], known: ClaimRecord | None
 ) -> list[SharingMode] | None:
-    """The sharing mode that a prepared claim has already; None if it is not decided yet.
+    """Return the sharing modes of a prepared claim; None if they are not decided yet.
 
-    The pod may be running: a new policy of the node or another release must not change what the pod has.
+    The pod may be running, so a new policy or release must not change its sharing mode.
     """
     if known is None or known.phase != "prepared" or known.claim != claim:
         return None
@@ -205,8 +208,13 @@ def _parameters(
     *,
     is_prepared: bool,
 ) -> list[ResolvedConfig]:
-    """The parameters of each device. Those of a prepared claim may be of a newer release; they were judged when the
-    claim was new, and here they say nothing. Raises: InvalidConfigError."""
+    """Return the parameters of each device.
+
+    Parameters of a prepared claim may come from a newer release. They were validated when the claim was
+    prepared, so unreadable ones are replaced by the defaults.
+
+    Raises: InvalidConfigError.
+    """
     resolved = []
     for result, offered in found:
         kind = kind_of(offered)
@@ -230,7 +238,9 @@ def _with_extra_devices(
     inventory: Inventory,
     held: Sequence[HeldDevice] | None,
 ) -> tuple[PlannedDevice, ...]:
-    """The devices with what comes beside them. A prepared claim keeps what it `held`, whatever the node gives now."""
+    """Return the devices with their extra devices. A prepared claim keeps those of `held`, whatever the node
+    gives now.
+    """
     planned = []
     for number, device in enumerate(devices):
         if isinstance(device.offered, VfioDevice):
@@ -249,8 +259,12 @@ def _metadata(
     known: ClaimRecord | None,
     versions: tuple[str, ...],
 ) -> tuple[WriteDeviceMetadata, ...]:
-    """A prepared claim keeps the metadata versions of its record, also none. Otherwise containers of one pod would see
-    different things, and a step that left the record would never be undone."""
+    """Return the metadata steps. A prepared claim keeps the versions of its record, or no metadata if it had
+    none.
+
+    Otherwise the containers of a pod would differ, and a step that disappeared from the record would never be
+    undone.
+    """
     steps: tuple[WriteDeviceMetadata, ...] = (WriteDeviceMetadata(versions),) if versions and devices else ()
     if known is not None and known.devices == tuple(device.held() for device in devices):
         kept = tuple(step for step in known.steps if isinstance(step, WriteDeviceMetadata))
@@ -263,8 +277,9 @@ def _metadata(
 def _steps(
     devices: Sequence[PlannedDevice], metadata: Iterable[Step], known: ClaimRecord | None
 ) -> tuple[Step, ...]:
-    """The steps, each once, in a fixed order: first silicon, then settings and daemons, then files, the CDI spec
-    last."""
+    """Return the steps without duplicates: first devices, then settings and daemons, then files, the CDI spec
+    last.
+    """
     used = [device for device in devices if not device.result.admin_access]
     whole = {
         LeaveMigMode(offered.gpu.uuid, offered.gpu.pci_bus_id)
@@ -295,8 +310,10 @@ def _steps(
 
 
 def _bindings(offered: OfferedDevice, known: ClaimRecord | None) -> Iterator[BindVfio]:
-    """None for a card that an administrator has bound: it stays so. A binding that the claim's record has is kept: a
-    step that left the record would never be undone."""
+    """Yield the binding step of a card, unless an administrator bound the card.
+
+    A binding step in the claim's record is kept; if it disappeared from the record, it would never be undone.
+    """
     if not isinstance(offered, VfioDevice):
         return
     card = offered.card
@@ -348,8 +365,8 @@ def _find(
     if withheld is not None and known is not None and _holds(known, withheld.uuid):
         return withheld
     device = inventory.usable(result.device)
-    if (device is None or result.admin_access) and _is_given_away(result.device, inventory):
-        # A monitor goes without it, as without a lost GPU.
+    if (device is None or result.admin_access) and _is_passed_through(result.device, inventory):
+        # A monitor is prepared without it, as without a lost GPU.
         raise (DeviceLostError if result.admin_access else RetryableError)(
             f"request {result.request}: device {result.device} is on a GPU that was given to a virtual machine and is "
             "not back yet; it is tried again until it is"
@@ -372,9 +389,11 @@ def _find(
     )
 
 
-def _is_given_away(name: str, inventory: Inventory) -> bool:
-    """Whether this plugin gave the GPU of a device for containers to a virtual machine. One that is on its way back and
-    that NVML does not show yet may have no name."""
+def _is_passed_through(name: str, inventory: Inventory) -> bool:
+    """Whether the plugin passed the device's GPU through to a virtual machine.
+
+    A GPU that is being returned and that NVML does not list yet may have no name.
+    """
     gpu = gpu_of_device(name)
     shown = {one.uuid for one in inventory.every_gpu}
     return any(
@@ -388,8 +407,9 @@ def _holds(known: ClaimRecord, uuid: str) -> bool:
 
 
 def _as_held(device: OfferedDevice, known: ClaimRecord | None) -> OfferedDevice:
-    """A MIG device that the plugin made for the claim stays a device on demand, even if the node now offers it as a
-    static one."""
+    """Keep a MIG device that was created for the claim on demand, even if the node now offers it as a static
+    device.
+    """
     is_ours = known is not None and any(
         held.device == device.name and held.placement is not None for held in known.devices
     )
@@ -399,8 +419,10 @@ def _as_held(device: OfferedDevice, known: ClaimRecord | None) -> OfferedDevice:
 
 
 def _refuse_repeats(found: Sequence[tuple[DeviceResult, OfferedDevice]]) -> None:
-    """A claim may have one device twice only with admin access or as different shares. It must not have the same
-    silicon under two names."""
+    """Raise ClaimRefusedError if a claim has one device twice, or the same part of a GPU under two names.
+
+    A device may occur twice with adminAccess or as different shares.
+    """
     used: list[tuple[DeviceResult, OfferedDevice]] = []
     for result, offered in found:
         if result.admin_access:
@@ -420,7 +442,7 @@ def _refuse_repeats(found: Sequence[tuple[DeviceResult, OfferedDevice]]) -> None
 
 
 def _overlap(one: OfferedDevice, other: OfferedDevice) -> bool:
-    """Whether two devices cannot be used at a time."""
+    """Whether two devices cannot be used at the same time."""
     if one.gpu.uuid != other.gpu.uuid:
         return False
     if isinstance(one, DynamicMigDevice) and isinstance(other, DynamicMigDevice):
@@ -429,8 +451,10 @@ def _overlap(one: OfferedDevice, other: OfferedDevice) -> bool:
 
 
 def lost_claim(uid: str, devices: Iterable[SpecDevice], inventory: Inventory) -> ClaimRecord | None:
-    """A record for a claim whose own record was lost: it holds what the claim's CDI spec names of the devices on offer,
-    and as the spec says. None if it holds nothing."""
+    """Return a record for a claim whose own record was lost, with the devices that its CDI spec names.
+
+    Returns None if none of these devices is on offer.
+    """
     held = tuple(
         replace(
             held_silicon(inventory.by_name[one.device]),
@@ -449,10 +473,11 @@ def lost_claim(uid: str, devices: Iterable[SpecDevice], inventory: Inventory) ->
 def answer(
     claim: AllocatedClaim, driver: str, steps: Iterable[Step], devices: Iterable[HeldDevice]
 ) -> Prepared:
-    """The answer to the kubelet for a prepared claim; the same for the first and for any later Prepare.
+    """Return the answer to the kubelet for a prepared claim. It is the same for the first and every later
+    Prepare.
 
-    `steps` and `devices` are those of the claim's record. The first device of each request also mounts the request's
-    metadata file.
+    `steps` and `devices` are those of the claim's record. The first device of each request also mounts the
+    request's metadata file.
     """
     uid = claim.ref.uid
     prepared = {(held.device, held.share_id) for held in devices}

@@ -33,7 +33,7 @@ def is_before_volta(gpu: Gpu) -> bool:
     return gpu.cuda_compute_capability is not None and gpu.cuda_compute_capability < _VOLTA
 
 
-def most_clients(gpu: Gpu, versions: DriverVersions) -> int:
+def max_clients(gpu: Gpu, versions: DriverVersions) -> int:
     """Returns the maximum number of clients of an MPS daemon on the GPU. An unknown GPU or driver counts as
     new.
     """
@@ -69,7 +69,7 @@ class BoundedRule:
     """
 
     rule: SharingRule
-    most_clients: int
+    max_clients: int
     note: str | None = None
 
 
@@ -80,7 +80,7 @@ def bounded_rule(
     rule = policy.rule_for(device)
     if rule is None:
         return None
-    most = most_clients(device.gpu, versions)
+    most = max_clients(device.gpu, versions)
     if rule.enforce != "mps" or rule.shares is None or rule.shares <= most:
         return BoundedRule(rule, most)
     cause = "before Volta" if is_before_volta(device.gpu) else f"with driver {versions.driver}, before R590"

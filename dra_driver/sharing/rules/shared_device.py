@@ -54,7 +54,7 @@ def shared_capacity(amounts: Mapping[str, int], device: OfferedDevice, bound: Bo
     if rule.shares is not None:
         capacity[SHARES] = _counted(rule.shares, 1, default=1)
     elif rule.enforce == "mps":
-        capacity[MPS_CLIENTS] = _counted(bound.most_clients, 1, default=1)
+        capacity[MPS_CLIENTS] = _counted(bound.max_clients, 1, default=1)
     return capacity
 
 
