@@ -238,8 +238,8 @@ def test_replicas_of_a_deployment_share_a_gpu(sharing: Cluster) -> None:
 def test_first_available_is_a_share_where_no_mig_device_is(
     sharing: Cluster, example: Callable[[str], None]
 ) -> None:
-    example("first-available")
-    sharing.wait_running("first-available")
+    example("mig-else-share")
+    sharing.wait_running("mig-else-share")
     (claim,) = sharing.get("resourceclaims")["items"]
     (result,) = claim["status"]["allocation"]["devices"]["results"]
     assert (result["request"], result["consumedCapacity"]["shares"]) == ("gpu/share", "1")

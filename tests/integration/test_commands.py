@@ -428,7 +428,7 @@ def section(name: str) -> str:
 
 
 WHOLE = (
-    "admin-access", "cuda-job", "extended-resource", "gpu-feature-discovery", "jobset", "kai",
+    "admin-access", "cuda-job", "extended-resource", "gpu-feature-discovery", "h100-else-a100", "jobset", "kai",
     "kueue", "monitoring-daemonset", "mps-shared-claim", "nvlink-domain", "one-gpu", "pytorch-ddp", "selectors",
     "shared-claim", "time-slicing", "two-claims", "volcano",
 )  # fmt: skip
@@ -507,7 +507,7 @@ def test_shared_examples_fit_with_the_configuration_of_their_readme(name: str) -
 def test_first_available_takes_a_mig_device_or_else_a_share(
     machine: str, options: tuple[str, ...], wish: str
 ) -> None:
-    name = "first-available"
+    name = "mig-else-share"
     given = ("-", str(EXAMPLES / name), "--simulate", machine, *options)
     code, reports, _ = validate(*given, stdin=section(name))
     (chosen,) = reports[1]["devices"]
