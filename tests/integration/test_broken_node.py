@@ -372,16 +372,17 @@ def test_broken_nodes_are_shown_as_the_manual_says(
         if reason is not None:
             eventually(partial(site.node.events, reason), MINUTE_S + MARGIN_S)
     with ThreadPoolExecutor(4) as pool:
-        rows = [row for rows in pool.map(lambda name: _rows(broken[name], name), BREAKS) for row in rows]
-    table = "\n".join(f"| {' | '.join(row)} |" for row in (("Fault", "Where", "Text"), ["---"] * 3, *rows))
+        rows = [*pool.map(lambda name: _row(broken[name], name), BREAKS)]
+    header = ("Fault", "`doctor`", "Also shown by")
+    table = "\n".join(f"| {' | '.join(row)} |" for row in (header, ["---"] * 3, *rows))
     before, mark, rest = PAGE.read_text().partition("<!-- breaks -->\n")
     after = "".join(rest.partition("<!-- end of breaks -->")[1:])
     is_golden(PAGE, f"{before}{mark}{table}\n{after}")
 
 
-def _rows(site: Site, name: str) -> list[list[str]]:
-    """What each tool says of the break, in its first sentence, and of `doctor` what to do; tools that say the same have
-    one row."""
+def _row(site: Site, name: str) -> list[str]:
+    """The break, what `doctor` says and what to do, and the other tools that show it, with their first sentence if
+    `doctor` does not say the same."""
     expected = BREAKS[name]
     checks = [one for one in site.answer("doctor")["checks"] if one["check"] != "nvidia-cdi-hook"]
     worst = next(one for status in ("FAIL", "WARN") for one in checks if one["status"] == status)
@@ -401,12 +402,13 @@ def _rows(site: Site, name: str) -> list[list[str]]:
     events = sorted(one["message"] for one in site.node.events(expected.event or ""))
     event = "event" if expected.event is None else f"event `{expected.event}`"
     told = site.for_manual(doctor)
-    same: dict[str, list[str]] = {told: ["`doctor`"]}
+    others: dict[str, list[str]] = {}
     for place, texts in (("`top`", seen), ("`claims`", of_claims), ("`cluster`", problems), (event, events)):
-        text = site.for_manual([*texts, "-"][0].partition("; ")[0])
-        same.setdefault(_without_repetition(text, told), []).append(place)
-    rows = [[", ".join(places), _breakable(text)] for text, places in same.items()]
-    return [["" if number else name, *row] for number, row in enumerate(rows)]
+        if texts:
+            text = site.for_manual(texts[0].partition("; ")[0])
+            others.setdefault("" if _says_the_same(text, told) else f": {text}", []).append(place)
+    also = "; ".join(f"{', '.join(places)}{text}" for text, places in others.items())
+    return [name, *map(_breakable, (told, also))]
 
 
 def _breakable(text: str) -> str:
@@ -415,11 +417,8 @@ def _breakable(text: str) -> str:
     return "`".join(part if number % 2 else _LONG.sub(r"`\g<0>`", part) for number, part in enumerate(parts))
 
 
-def _without_repetition(text: str, doctor: str) -> str:
-    """The sentence, whose end `doctor` may print too."""
+def _says_the_same(text: str, doctor: str) -> bool:
+    """Whether `doctor` prints the sentence too, or its end."""
     parts = text.split(": ")
-    for number in range(len(parts)):
-        end = ": ".join(parts[number:])
-        if len(end) > 20 and end.lower() in doctor.lower():
-            return ": ".join([*parts[:number], "as `doctor`"])
-    return text
+    ends = (": ".join(parts[number:]) for number in range(len(parts)))
+    return any(len(end) > 20 and end.lower() in doctor.lower() for end in ends)
