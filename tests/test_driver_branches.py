@@ -167,7 +167,7 @@ def lacking_commands(nvidia: Programs) -> set[str]:
         for command in commands_to_mps():
             while command not in answers:
                 try:
-                    answers[command] = control.ask_once(command, timeout_s=5)
+                    answers[command] = control.query_once(command, timeout_s=5)
                 except RetryableError:
                     assert time.monotonic() < deadline
                     time.sleep(0.05)
@@ -177,7 +177,7 @@ def lacking_commands(nvidia: Programs) -> set[str]:
             if any("Unknown command" in line for line in lines)
         }
     finally:
-        control.end_users()
+        control.stop_processes()
         shutil.rmtree(top)
 
 
@@ -185,7 +185,7 @@ def commands_to_mps() -> list[str]:
     """All that the MPS host asks a daemon with limits and a server, in this order."""
     daemon = KnowsAll()
     daemon.apply_limits()
-    assert daemon.ask_servers() == (None, 1)
+    assert daemon.query_servers() == (None, 1)
     return list(daemon.asked)
 
 
@@ -197,7 +197,7 @@ class KnowsAll(DaemonControl):
         self.asked: dict[str, None] = {}
         self._limits = {getter: wanted for _, getter, wanted in limit_commands(LIMITED)}
 
-    def ask_once(self, *questions: str, timeout_s: float) -> list[str]:
+    def query_once(self, *questions: str, timeout_s: float) -> list[str]:
         self.asked |= dict.fromkeys(questions)
         answer = self._limits.get(questions[-1], "4711")
         return [answer.removesuffix(" %")]
