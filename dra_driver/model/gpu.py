@@ -70,6 +70,7 @@ class Gpu:
     MIG mode does not use. `partitioning` is set if MIG devices are created on demand; such a GPU does not
     count as being in MIG mode, whatever its current mode. `memory_numa_node` is the NUMA node of the GPU's
     own memory, if the host has one for it. At most one of `fabric` and `unready_fabric` is set.
+    `persistence` is whether persistence mode is on.
     """
 
     uuid: str
@@ -93,6 +94,7 @@ class Gpu:
     multiprocessors: int | None = None
     partitioning: Partitioning | None = None
     memory_numa_node: int | None = None
+    persistence: bool | None = None
 
     @property
     def fabric_registration(self) -> FabricRegistration:

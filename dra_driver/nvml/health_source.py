@@ -41,7 +41,6 @@ class _EventSet:
     are those that a newer set has, and whose events of before are still in this one."""
 
     handle: Any
-    opening: int
     number: int
     members: set[str] = field(default_factory=set)
     left: set[str] = field(default_factory=set)
@@ -54,8 +53,8 @@ class HealthSource:
     polls it: no call here is about two GPUs. NVML cannot take a GPU out of a set, so each change of the watched GPUs is
     a new set. An older one is read on until every GPU of it is registered in a newer one.
 
-    No call is cut off by a shutdown of the session. The event sets of an earlier session are void and were freed with
-    that session; `set_number` is None then, and `open_events` is due.
+    No call is cut off by a shutdown of the session. Before a shutdown the event sets are freed; `set_number` is None
+    then, and `open_events` is due.
     """
 
     def __init__(self, session: NvmlSession) -> None:
@@ -64,10 +63,11 @@ class HealthSource:
         self._sets: list[_EventSet] = []  # oldest first
         self._numbers = itertools.count(1)
         self._left: deque[HealthEvent] = deque()
-        self._handles: dict[str, tuple[int, Any]] = {}  # with the number of the opening that each is of
+        self._handles: dict[str, Any] = {}
         self._uuids: dict[int, str] = {}
         self._driver_gone = False
         self._driver_loads = 0
+        session.before_shutdown.append(self._end_session)
 
     @property
     def driver_loads(self) -> int:
@@ -87,20 +87,17 @@ class HealthSource:
     def set_number(self) -> int | None:
         """The number of the newest event set; None if there is none in the session that is open now."""
         try:
-            with self._session.kept_open() as opening, self._guard:
-                return self._sets[-1].number if self._sets and self._sets[-1].opening == opening else None
+            with self._session.kept_open(), self._guard:
+                return self._sets[-1].number if self._sets else None
         except NvmlUnavailableError:
             return None
 
     def open_events(self) -> None:
         """Open a new event set; every GPU has to be registered in it. Raises: NvmlUnavailableError, RetryableError."""
-        with self._using() as opening:
+        with self._using():
             with nvml_errors("create an event set"):
-                made = _EventSet(pynvml.nvmlEventSetCreate(), opening, next(self._numbers))
+                made = _EventSet(pynvml.nvmlEventSetCreate(), next(self._numbers))
             with self._guard:
-                self._sets = [one for one in self._sets if one.opening == opening]
-                if not self._sets:
-                    self._uuids = {}
                 self._sets.append(made)
 
     def register(self, gpu_uuid: str, pci_bus_id: str | None) -> None:
@@ -109,14 +106,14 @@ class HealthSource:
         Events of before are not delivered, unless it was registered already, so a poll of the GPU is due afterwards.
         Raises: NvmlUnavailableError; DeviceLostError, NotSupportedError, RetryableError if its events cannot be heard.
         """
-        with self._using() as opening:
+        with self._using():
             with self._guard:
-                if not self._sets or self._sets[-1].opening != opening:
+                if not self._sets:
                     raise NvmlUnavailableError(_REOPENED)
                 newest, older = self._sets[-1], self._sets[:-1]
                 newest.members.add(gpu_uuid)
             try:
-                handle = self._handle(gpu_uuid, pci_bus_id, opening)
+                handle = self._handle(gpu_uuid, pci_bus_id)
                 with self._guard:
                     self._uuids[_address(handle)] = gpu_uuid
                 _register(gpu_uuid, handle, newest.handle)
@@ -142,9 +139,9 @@ class HealthSource:
         Raises: DeviceLostError if some GPU was lost, which NVML does not name; NvmlUnavailableError,
         RetryableError.
         """
-        with self._using() as opening:
+        with self._using():
             with self._guard:
-                sets = [one for one in self._sets if one.opening == opening]
+                sets = list(self._sets)
             if not sets:
                 raise NvmlUnavailableError(_REOPENED)
             for old in sets[:-1]:
@@ -178,29 +175,33 @@ class HealthSource:
 
     def read(self, gpu_uuid: str, pci_bus_id: str | None, before: PolledHealth | None = None) -> PolledHealth:
         """As `read_health`. Raises: NvmlUnavailableError too while NVML is not initialised."""
-        with self._using() as opening:
-            return read_health(gpu_uuid, self._handle(gpu_uuid, pci_bus_id, opening), before)
+        with self._using():
+            return read_health(gpu_uuid, self._handle(gpu_uuid, pci_bus_id), before)
 
     def instances(self, gpu_uuid: str, pci_bus_id: str | None) -> Mapping[tuple[int, int], str]:
         """As `read_instances`."""
-        with self._using() as opening:
-            return read_instances(gpu_uuid, self._handle(gpu_uuid, pci_bus_id, opening))
+        with self._using():
+            return read_instances(gpu_uuid, self._handle(gpu_uuid, pci_bus_id))
 
     def close(self) -> None:
         """Free the event sets. Not while a call is under way."""
+        with suppress(NvmlUnavailableError), self._session.kept_open():
+            self._end_session()
+
+    def _end_session(self) -> None:
+        """Free the event sets, and forget all handles."""
         with self._guard:
             sets, self._sets = self._sets, []
-        with suppress(NvmlUnavailableError), self._session.kept_open() as opening:
-            for one in sets:
-                if one.opening == opening:
-                    with suppress(pynvml.NVMLError):
-                        pynvml.nvmlEventSetFree(one.handle)
+            self._uuids, self._handles = {}, {}
+        for one in sets:
+            with suppress(pynvml.NVMLError):
+                pynvml.nvmlEventSetFree(one.handle)
 
     @contextmanager
-    def _using(self) -> Iterator[int]:
-        with self._session.kept_open() as opening:
+    def _using(self) -> Iterator[None]:
+        with self._session.kept_open():
             try:
-                yield opening
+                yield
             except NvmlUnavailableError as error:
                 self._driver_gone |= getattr(error.__cause__, "value", None) in _NO_DRIVER
                 raise
@@ -208,15 +209,13 @@ class HealthSource:
                 self._driver_gone = False
                 self._driver_loads += 1
 
-    def _handle(self, uuid: str, pci_bus_id: str | None, opening: int) -> Any:
+    def _handle(self, uuid: str, pci_bus_id: str | None) -> Any:
         """The GPU's handle in this session. It is searched by PCI bus ID where that is known: a search by UUID waits
         for every GPU that is busy. Raises: as `gpu_handle`."""
         known = self._handles.get(uuid)
-        if known is not None and known[0] == opening:
-            return known[1]
-        handle = gpu_handle(uuid, pci_bus_id)
-        self._handles[uuid] = (opening, handle)
-        return handle
+        if known is None:
+            known = self._handles[uuid] = gpu_handle(uuid, pci_bus_id)
+        return known
 
     def _event(self, data: Any) -> HealthEvent:
         whole = data.gpuInstanceId == _WHOLE_GPU

@@ -121,6 +121,7 @@ def read_gpu(index: int) -> tuple[Handle, Gpu, list[DiscoveryFault]]:
         mig_enabled=mig_mode is not None and mig_mode[0] == pynvml.NVML_DEVICE_MIG_ENABLE,
         multiprocessors=_multiprocessors(log, handle, compute),
         memory_numa_node=_memory_numa_node(log, handle, addressing),
+        persistence=log.read("persistence mode", pynvml.nvmlDeviceGetPersistenceMode, handle, to=bool),
     )
     return handle, gpu, log.faults
 

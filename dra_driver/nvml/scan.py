@@ -353,6 +353,7 @@ _READ_BY: Mapping[str, tuple[str, ...]] = {
     "memory": ("memory_bytes",),
     "minor number": ("minor",),
     "number of cores": ("multiprocessors",),
+    "persistence mode": ("persistence",),
     "product name": ("product_name",),
 }
 """The fields of a GPU that a query decides, by what its fault is called."""

@@ -36,6 +36,7 @@ _LOOK_S = 1.0
 """How often it is looked whether a call hangs by now."""
 _SHUTDOWN_S, _OPENING_S = 10.0, 15.0
 """How long a pause waits for them. Without persistence mode they take a second for each GPU."""
+_DEVICE_FILES = "/dev/nvidia"
 _REMEDY = "look for Xid errors in the kernel log, a GPU may need a reset"
 
 
@@ -91,6 +92,8 @@ class NvmlSession:
         self._driver_absent = False
         # How often NVML could be initialised after it could not, for want of a driver.
         self.driver_loads = 0
+        # Called before each shutdown. NVML does not close the device files of what is not freed by then.
+        self.before_shutdown: list[Callable[[], None]] = []
         self._turn = threading.Condition()
         self._operations: dict[int, float] = {}  # when they began, by thread
         self._looks: dict[object, float] = {}
@@ -195,8 +198,7 @@ class NvmlSession:
         try:
             if was_open:
                 # The mark stays: for others NVML is open throughout.
-                with suppress(pynvml.NVMLError):
-                    pynvml.nvmlShutdown()
+                self._end_session()
             self._open_counted()
         finally:
             self._end()
@@ -393,8 +395,26 @@ class NvmlSession:
                 self.mark.release()
             raise
 
-    def _shut_down(self) -> None:
+    def _end_session(self) -> None:
+        for free in self.before_shutdown:
+            free()
         with suppress(pynvml.NVMLError):
             pynvml.nvmlShutdown()
-        if self.mark is not None:
+
+    def _shut_down(self) -> None:
+        """Where device files stay open, the mark stays too: the NVIDIA driver would refuse a reset of these GPUs."""
+        self._end_session()
+        left = _open_device_files()
+        if left:
+            _log.error("nvml_left_device_files", files=left)
+        elif self.mark is not None:
             self.mark.release()
+
+
+def _open_device_files() -> list[str]:
+    """The NVIDIA driver's device files that this process has open."""
+    found = set()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            found.add(str(descriptor.readlink()))
+    return sorted(path for path in found if path.startswith(_DEVICE_FILES))

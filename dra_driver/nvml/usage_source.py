@@ -21,8 +21,8 @@ from dra_driver.nvml.gpu_users import read_gpu_processes
 from dra_driver.nvml.mig_reading import gpu_handle
 from dra_driver.nvml.session import NvmlSession
 
-_SAMPLED_US = 10_000_000
-"""How old a sample of a process may be. The driver takes them in the order of seconds, and keeps older ones."""
+_SAMPLED_US = 2_000_000
+"""NVML has the mean of a process since a point in time. `nvidia-smi pmon` takes about this one."""
 _FULL = 100
 _SHORTEST_S = 1.0
 """Between two samples of a device. A look that comes sooner, as of a second Prometheus, has the value of before."""
@@ -69,10 +69,9 @@ def read_memory(handle: Handle) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """`opening` is the session's, and `percent` the utilisation since the sample before, None for the first."""
+    """`percent` is the utilisation since the sample before, None for the first."""
 
     buffer: Handle
-    opening: int
     taken_at: float
     percent: int | None
 
@@ -95,6 +94,13 @@ class UsageSource:
         self.sees_all = sees_all
         self._clock = clock
         self._samples: dict[str, dict[str, _Sample]] = {}
+        session.before_shutdown.append(self._end_session)
+
+    def _end_session(self) -> None:
+        """Free the samples of all GPUs: they are of no use in another session."""
+        samples, self._samples = self._samples, {}
+        for one in (one for of_gpu in samples.values() for one in of_gpu.values()):
+            _free(one)
 
     def _processes(self, gpu: GpuAddress, handle: Handle, load: GpuLoad) -> Sequence[GpuProcess] | None:
         """None if this process cannot see those of others."""
@@ -108,13 +114,13 @@ class UsageSource:
 
         Raises: DeviceLostError, NvmlUnavailableError; RetryableError if the processes cannot be read.
         """
-        with self._session.kept_open() as opening:
+        with self._session.kept_open():
             handle = gpu_handle(gpu.uuid, gpu.pci_bus_id)
             load = read_load(gpu.uuid, handle)
             samples = self._samples.setdefault(gpu.uuid, {})
             wanted = {device.uuid for device in devices}
             for uuid in samples.keys() - wanted:
-                _free(samples.pop(uuid), opening)
+                _free(samples.pop(uuid))
             has_samples = bool(devices) and _has_samples(handle)
             found: dict[str, GpuLoad] = {}
             for device in devices:
@@ -124,9 +130,7 @@ class UsageSource:
                     found[device.uuid] = GpuLoad(
                         memory_used_bytes=None if memory is None else int(memory.used),
                         memory_total_bytes=None if memory is None else int(memory.total),
-                        utilisation_percent=self._percent(handle, device, samples, opening)
-                        if has_samples
-                        else None,
+                        utilisation_percent=self._percent(handle, device, samples) if has_samples else None,
                     )
             return GpuUse(load, found, self._processes(gpu, handle, load))
 
@@ -136,13 +140,9 @@ class UsageSource:
             handle = gpu_handle(gpu.uuid, gpu.pci_bus_id)
             return GpuUse(GpuLoad(), {}, read_gpu_processes(gpu.uuid, handle) if self.sees_all else None)
 
-    def _percent(
-        self, handle: Handle, device: MigAddress, samples: dict[str, _Sample], opening: int
-    ) -> int | None:
+    def _percent(self, handle: Handle, device: MigAddress, samples: dict[str, _Sample]) -> int | None:
         """Utilisation of a MIG device since its last sample."""
         now, before = self._clock(), samples.get(device.uuid)
-        if before is not None and before.opening != opening:
-            before = None  # NVML freed nothing, but the buffer is of another library
         if before is not None and now - before.taken_at < _SHORTEST_S:
             return before.percent
         buffer = ask(_sample, handle, device.gpu_instance_id)
@@ -150,8 +150,8 @@ class UsageSource:
             return None
         percent = None if before is None else ask(_busy_between, before.buffer, buffer)
         if before is not None:
-            _free(before, opening)
-        samples[device.uuid] = _Sample(buffer, opening, now, percent)
+            _free(before)
+        samples[device.uuid] = _Sample(buffer, now, percent)
         return percent
 
 
@@ -235,8 +235,6 @@ def _busy_between(first: Handle, second: Handle) -> int | None:
     return round(metric.value) if is_good else None
 
 
-def _free(sample: _Sample, opening: int) -> None:
-    """One of an earlier session is left: what would free it may be gone."""
-    if sample.opening == opening:
-        with suppress(pynvml.NVMLError):
-            pynvml.nvmlGpmSampleFree(sample.buffer)
+def _free(sample: _Sample) -> None:
+    with suppress(pynvml.NVMLError):
+        pynvml.nvmlGpmSampleFree(sample.buffer)

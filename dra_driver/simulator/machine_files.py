@@ -188,7 +188,7 @@ class Sessions:
             mark, pid, _, name = path.name.split(".", 3)
             if _is_open(path) and (with_own or mark != _PROCESS):
                 found.append(f"{name} (process {pid})")
-        return found
+        return list(dict.fromkeys(found))
 
 
 def _is_open(path: Path) -> bool:

@@ -495,8 +495,11 @@ def test_the_hook_that_was_asked_for(tells: Tells, host: Host, tmp_path: Path) -
 
 def test_no_persistence_daemon(tells: Tells, host: Host, tmp_path: Path) -> None:
     checks = host.checks(paths={"driver_root": str(tmp_path)})
-    tells(checks.persistence())
-    confidential = replace(host.inventory, confidential_compute="ppcie")
+    tells(checks.persistence())  # an administrator switched the mode on, with `nvidia-smi -pm 1`
+    without = tuple(replace(gpu, persistence=False) for gpu in host.inventory.gpus)
+    off = replace(host.inventory, gpus=(without[0], *host.inventory.gpus[1:]))
+    tells(host.checks(off, paths={"driver_root": str(tmp_path)}).persistence())
+    confidential = replace(host.inventory, confidential_compute="ppcie", gpus=without)
     checks = host.checks(confidential, paths={"driver_root": str(tmp_path)})
     tells(checks.persistence())
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pynvml
 import pytest
 
+from dra_driver.base.file_lock import UseMark
 from dra_driver.errors import (
     DriverGoneError,
     NvmlInUseError,
@@ -62,6 +63,28 @@ def test_error_of_the_loader_leaves_the_session_closed() -> None:
     with pytest.raises(NvmlUnavailableError, match="was not found"):
         session.reopen()
     assert not session.is_open
+
+
+def test_device_files_that_stay_open_keep_the_mark(
+    machine: Callable[[str], SimulatedNode],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    logs: list[dict[str, object]],
+) -> None:
+    monkeypatch.setattr(module, "_DEVICE_FILES", str(tmp_path / "nvidia"))
+    mark = UseMark(tmp_path / "nvml.lock")
+    session = NvmlSession(machine("t4-4").session._loader, mark=mark)
+    with (tmp_path / "nvidia0").open("w"):
+        session.reopen()
+        session.release("NVML is detached")
+        assert (logs[-1]["event"], logs[-1]["files"]) == (
+            "nvml_left_device_files",
+            [str(tmp_path / "nvidia0")],
+        )
+        assert UseMark(tmp_path / "nvml.lock").is_held()
+    session.reopen()
+    session.release("NVML is detached")
+    assert not UseMark(tmp_path / "nvml.lock").is_held()
 
 
 # --- operations -------------------------------------------------------------------------------------
@@ -282,7 +305,7 @@ def test_who_comes_second_joins_and_the_last_one_opens_nvml(bench: Bench) -> Non
             assert first_ends.wait(10)
 
     with in_thread(first):
-        eventually(lambda: not clients(bench))
+        eventually(lambda: not clients(bench) and session._change is None)
         with session.closed(lambda: 0.0):
             first_ends.set()
             eventually(lambda: session._pausing == 1)

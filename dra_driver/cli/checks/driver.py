@@ -405,6 +405,9 @@ class DriverChecks:
             for place in ("/run/nvidia-persistenced/socket", "/var/run/nvidia-persistenced/socket"):
                 if tree.file_or_socket(place) is not None:
                     return ok(f"nvidia-persistenced runs ({place})")
+        inventory = self.inventory.or_none()
+        if inventory is not None and inventory.gpus and all(gpu.persistence for gpu in inventory.gpus):
+            return ok("nvidia-persistenced does not run, and persistence mode is on")
         return warn(
             f"nvidia-persistenced does not run: while gpu-dra-driver is away, GPUs {self._loss_at_the_end()}",
             "`systemctl enable --now nvidia-persistenced` on the node",

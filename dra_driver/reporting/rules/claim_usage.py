@@ -149,7 +149,7 @@ def _use(
     if seen is not None:
         load = seen.load if held.kind == "gpu" else seen.mig.get(uuid)
     listed = None if load is None else _processes_on(held, mig, seen)
-    processes = None if listed is None else len(listed)
+    processes = None if listed is None else sum(not one.is_mps_server for one in listed)
     fraction = _fraction(held, inventory)
     return DeviceUse(held.device, held.kind, uuid, held.gpu_uuid, is_shared, fraction, load, processes)
 

@@ -83,7 +83,8 @@ class Tree:
             os.chmod(full, entry.mode)  # noqa: PTH101
             return
         self._directory(full.rpartition("/")[0])
-        new = full if self._fresh else f"{full}.new~"
+        # Not beside it, where a program that lists the directory would find it.
+        new = full if self._fresh else f"{self.root}/.new~"
         if not self._fresh:
             _unlink(new)
         if isinstance(entry, Text):

@@ -18,16 +18,22 @@ from dra_driver.simulator.library.core import (
     address,
     as_handle,
     number,
+    program,
     put,
     put_handle,
     put_text,
     target,
     text,
 )
+from dra_driver.simulator.machine_files import Session
 from dra_driver.simulator.machine_state import Event, State, nvml_bus_id, pci_numbers, sysfs_bus_id
 from dra_driver.simulator.mig import Refusal
 
 _SET_BASE = 0x7E10_0000_0000
+_set_numbers = itertools.count(1)
+_device_files: dict[int, Session] = {}
+"""By event set: the real driver keeps a GPU's device file open from its registration until the set is freed. A shutdown
+does not close it."""
 _POLL_S = 0.2
 
 
@@ -178,7 +184,6 @@ class Waiting(Core):
     def __init__(self, machine: Any) -> None:
         super().__init__(machine)
         self._sets: dict[int, _EventSet] = {}
-        self._set_numbers = itertools.count(1)
         self._sets_lock = threading.Lock()
 
     def _set(self, handle: Any) -> _EventSet:
@@ -189,13 +194,16 @@ class Waiting(Core):
 
     def nvmlEventSetCreate(self, out: Any) -> None:  # noqa: N802
         self.state()
-        key = _SET_BASE | next(self._set_numbers) << 4
+        key = _SET_BASE | next(_set_numbers) << 4
         self._sets[key] = _EventSet()
         put_handle(out, key)
 
     def nvmlEventSetFree(self, handle: Any) -> None:  # noqa: N802
         self._set(handle)
         self._sets.pop(address(handle), None)
+        with self._sets_lock:
+            if files := _device_files.pop(address(handle), None):
+                self.machine.close_session(files)
 
     def nvmlDeviceGetSupportedEventTypes(self, handle: Any, out: Any) -> None:  # noqa: N802
         state, gpu, parsed = self.device(handle)
@@ -208,6 +216,8 @@ class Waiting(Core):
             raise Refusal(pynvml.NVML_ERROR_NOT_SUPPORTED)
         events = self._set(event_set)
         with self._sets_lock:
+            if address(event_set) not in _device_files:
+                _device_files[address(event_set)] = self.machine.open_session(program())
             before, since, resets = events.masks.get(gpu.uuid, (0, state.event_seq, gpu.resets))
             if resets != gpu.resets:
                 before, since = 0, state.event_seq
