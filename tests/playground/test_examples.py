@@ -65,7 +65,7 @@ STARTED: dict[tuple[str, str], dict[str, list[list[str]]]] = {
     ("dgx-h100", "layout"): {"mixed-inference": [["1g.10gb 0"], ["gpu 1"]]},
     ("dgx-h100", "passthrough"): {"vm-gpu": [["vfio 0"]]},
     ("dgx-h100", "parts"): {
-        "gpu-memory": [["gpu 0 memory=8Gi multiprocessors=32", *limits("8192M", 24)]] * 2,
+        "gpu-memory": [["gpu 0 memory=39Gi multiprocessors=66", *limits("39936M", 50)]] * 2,
         "gpu-shares": [QUARTER, QUARTER],
         "mig-else-share": [["1g.10gb 0 mig"]],
         "mig-extended-resource": [["1g.10gb 0"]],
