@@ -59,8 +59,8 @@ def test_manual_lists_every_event_with_its_meaning(update_golden: bool) -> None:
     text = MANUAL.read_text()
     before, rest = text.split(BEGIN)
     table, after = rest.split(END)
-    rows = [[cell.strip() for cell in line.strip("|\n").split(" | ")] for line in table.splitlines()[2:]]
-    meanings = {row[0].strip("` "): row[-1] for row in rows}
+    rows = [[cell.strip() for cell in line.strip("|\n").split(" | ")] for line in table.splitlines()]
+    meanings = {row[0].split("`")[1]: row[-1] for row in rows if "`" in row[0]}
     made = "".join(event_table(meanings))
     if update_golden:
         MANUAL.write_text(before + BEGIN + made + END + after)
@@ -77,16 +77,21 @@ def event_table(meanings: dict[str, str]) -> Iterator[str]:
         for event in call.events or ():
             if "/playground/" not in call.file:
                 calls.setdefault(event, []).append(call)
-    yield "| Event | Level | Fields | Meaning |\n|---|---|---|---|\n"
+    rows: dict[str, list[str]] = {level: [] for level in reversed(LEVELS)}
     for event, found in sorted(calls.items()):
         used = {level for call in found for level in call.levels}
         fields = {field for call in found for field in call.fields} - {"exc_info"}
         if "exception" in used or any("exc_info" in call.fields for call in found):
             fields.add("exception")
-        levels = [level for level in LEVELS if level in used or (level == "error" and "exception" in used)]
-        shown = ", ".join(level for level in levels if level != "exception") or "any"
-        named = ", ".join(f"`{field}`" for field in sorted(fields)) or "none"
-        yield f"| `{event}` | {shown} | {named} | {meanings.get(event, '?')} |\n"
+            used = used - {"exception"} | ({"error"} if "exception" in used else set())
+        *lower, level = [level for level in LEVELS if level in used] or ["info"]
+        also = f" (or {', '.join(lower)})" if lower else ""
+        named = ", ".join(f"`{field}`" for field in sorted(fields))
+        rows[level].append(f"| `{event}`{also} | {named} | {meanings.get(event, '?')} |\n")
+    for level, lines in rows.items():
+        if lines:
+            yield f"### {level.title()}\n\n| Event | Fields | Meaning |\n|---|---|---|\n"
+            yield from [*lines, "\n"]
 
 
 LEAKS = {
