@@ -59,7 +59,11 @@ def type_and_values(shape: Shape) -> tuple[str, str]:
     return TYPES[shape.type], "`true`, `false`"
 
 
-@pytest.mark.parametrize("kind", FIELDS)
+# MigDeviceConfig has no table and no example of its own.
+TABLES = [kind for kind in KINDS if kind != "MigDeviceConfig"]
+
+
+@pytest.mark.parametrize("kind", TABLES)
 def test_manual_has_each_field_with_its_type_and_values(kind: str, update_golden: bool) -> None:
     text = MANUAL.read_text()
     before, table, after = table_of(text, kind)
@@ -86,7 +90,21 @@ def examples(kind: str) -> list[dict[str, Any]]:
     return [one for one in given if one["kind"] == kind]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+def test_mig_devices_have_the_fields_of_whole_gpus_without_time_slices() -> None:
+    gpu, mig = ([path for path, _, _ in fields(FIELDS[kind])] for kind in ("GpuConfig", "MigDeviceConfig"))
+    assert mig == [path for path in gpu if "timeSlicingConfig" not in path]
+
+
+def test_manual_lists_every_class_of_the_chart() -> None:
+    templates = (MANUAL.parents[1] / "daemonset/chart/templates").glob("*.yaml")
+    pattern = r"^kind: DeviceClass\nmetadata:\n  name: (\S+)"
+    names = {name for path in templates for name in re.findall(pattern, path.read_text(), re.MULTILINE)}
+    table = MANUAL.read_text().partition("## DeviceClasses")[2].partition("\n## ")[0]
+    assert {"gpu.nvidia.com", "shares.gpu.nvidia.com", "vfio.gpu.nvidia.com"} <= names
+    assert names <= set(re.findall(r"`([\w.-]+)`", table))
+
+
+@pytest.mark.parametrize("kind", TABLES)
 def test_examples_are_right_and_use_every_field(kind: str) -> None:
     used = set()
     for example in examples(kind):
@@ -105,7 +123,7 @@ def holds(document: Any, path: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", TABLES)
 def test_a_default_means_the_same_as_no_field(kind: str) -> None:
     """Where the page names a value that can be written, and nothing else has to be written with it."""
     _, table, _ = table_of(MANUAL.read_text(), kind)
