@@ -305,8 +305,8 @@ def test_feature_discovery_needs_no_privileges_to_see_all_gpus(
 
 
 FOREIGN = (
-    "batch.volcano.sh/", "config.kueue.x-k8s.io/", "jobset.x-k8s.io/", "kueue.x-k8s.io/", "scheduling.run.ai/",
-    "scheduling.volcano.sh/",
+    "batch.volcano.sh/", "config.kueue.x-k8s.io/", "jobset.x-k8s.io/", "kubevirt.io/", "kueue.x-k8s.io/",
+    "scheduling.run.ai/", "scheduling.volcano.sh/",
 )  # fmt: skip
 """API groups of other projects, which this cluster does not have."""
 

@@ -117,6 +117,17 @@ def test_nvlink_pair_is_found_where_another_pod_has_half_of_a_pair(start: Callab
     assert domains[first["device"]] == domains[second["device"]]
 
 
+def test_virtual_machine_names_the_request_of_its_claim() -> None:
+    template, machine = documents("vm-gpu")
+    [request] = template["spec"]["spec"]["devices"]["requests"]
+    spec = machine["spec"]["template"]["spec"]
+    claim = {"name": "gpu", "resourceClaimTemplateName": template["metadata"]["name"]}
+    assert spec["resourceClaims"] == [claim]
+    assert spec["domain"]["devices"]["gpus"] == [
+        {"name": "gpu1", "claimName": claim["name"], "requestName": request["name"]}
+    ]
+
+
 def nic_of_dranet(gpu: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """An adapter behind the PCIe root of a GPU, and the class that the README shows."""
     readme = (EXAMPLES / "gpu-and-nic/README.md").read_text()
@@ -202,10 +213,23 @@ def pods_of(document: dict[str, Any]) -> Iterator[dict[str, Any]]:
     if document["kind"] == "Pod":
         yield document
         return
+    if document["kind"] == "VirtualMachine":
+        document = launcher_of(document)
     for count, spec in templates(document):
         for number in range(count):
             metadata = document["metadata"] | {"name": f"{document['metadata']['name']}-{number}"}
             yield {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
+
+
+def launcher_of(machine: dict[str, Any]) -> dict[str, Any]:
+    """A virtual machine with the template of the pod that KubeVirt starts for it: the claims of the machine, and a
+    container that has the request of each GPU."""
+    spec = machine["spec"]["template"]["spec"]
+    gpus = spec["domain"]["devices"]["gpus"]
+    used = [{"name": gpu["claimName"], "request": gpu["requestName"]} for gpu in gpus]
+    container = {"name": "compute", "image": "launcher", "resources": {"claims": used}}
+    pod = {"spec": {"containers": [container], "resourceClaims": spec["resourceClaims"]}}
+    return machine | {"spec": {"template": pod}}
 
 
 def templates(content: Any) -> Iterator[tuple[int, dict[str, Any]]]:
