@@ -1,4 +1,4 @@
-"""How NVML is called: the one map from its return codes to our errors, and calls that a silent GPU does not hold up."""
+"""Calling NVML: translation of its return codes to our errors, and calls that a silent GPU cannot block."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Handle = Any
-"""What NVML knows a GPU, an instance or an event set by; it is good for one session."""
+"""NVML's handle of a GPU, an instance or an event set; valid for one session."""
 
 _UNAVAILABLE = {
     pynvml.NVML_ERROR_UNINITIALIZED: "NVML is not initialised",
@@ -40,7 +40,8 @@ _UNAVAILABLE = {
     ),
 }
 _GONE = frozenset({pynvml.NVML_ERROR_DRIVER_NOT_LOADED, pynvml.NVML_ERROR_LIBRARY_NOT_FOUND})
-# Not NVML_ERROR_UNKNOWN: it comes for single attributes too, and a GPU that tells its UUID is not lost.
+# NVML_ERROR_UNKNOWN is not included: it also occurs for single attributes, and a GPU that reports its UUID is
+# not lost.
 _LOST = frozenset({pynvml.NVML_ERROR_GPU_IS_LOST, getattr(pynvml, "NVML_ERROR_GPU_NOT_FOUND", 28)})
 _ABSENT = frozenset(
     {
@@ -49,7 +50,7 @@ _ABSENT = frozenset(
         getattr(pynvml, "NVML_ERROR_ARGUMENT_VERSION_MISMATCH", 25),
     }
 )
-# What passes by itself within seconds. NVML gives the answers of `_UNSURE` also where the call took effect.
+# Conditions that pass within seconds. For those in `_UNSURE` the call may have had its effect.
 _PASSING = frozenset(
     {
         pynvml.NVML_ERROR_MEMORY,
@@ -66,15 +67,15 @@ _REMEDIES = {
     ),
 }
 ANSWERS_WITHIN_S = 15.0
-"""A GPU without persistence mode wakes up first, which takes seconds."""
+"""A GPU without persistence mode is initialised first, which takes seconds."""
 NOT_ANSWERED = f"it has not answered within {ANSWERS_WITHIN_S:.0f} s"
 _OTHERS_ANSWER_WITHIN_S = 1.0
-"""For the GPUs after one that did not answer. A call that hangs may block all others of the process, and then eight
+"""The limit after one GPU has not answered. A call that hangs may block all others of the process, and then eight
 GPUs must not take eight times as long."""
 
 
 def translated(error: pynvml.NVMLError, action: str) -> DraDriverError:
-    """Our error for an NVML error; `action` says what was tried on which object."""
+    """Returns our error for an NVML error; `action` describes the attempt and its object."""
     code = error.value
     if code in _UNAVAILABLE:
         kind = DriverGoneError if code in _GONE else NvmlUnavailableError
@@ -94,7 +95,7 @@ def translated(error: pynvml.NVMLError, action: str) -> DraDriverError:
 
 @contextmanager
 def nvml_errors(action: str) -> Iterator[None]:
-    """Raise our errors for everything that the binding raises inside.
+    """Converts all errors of the binding to ours.
 
     Raises: NvmlUnavailableError (DriverGoneError), DeviceLostError, DeviceBusyError, NotSupportedError,
     NvmlTransientError (NvmlUnknownOutcomeError), RetryableError.
@@ -109,9 +110,9 @@ def nvml_errors(action: str) -> Iterator[None]:
 
 @contextmanager
 def best_effort(failed: Callable[[Exception], object]) -> Iterator[None]:
-    """`failed` hears of what fails inside.
+    """Suppresses errors and passes them to `failed`.
 
-    Raises: DeviceLostError, NvmlUnavailableError, because nothing else can be read then either.
+    Raises: DeviceLostError, NvmlUnavailableError, because nothing else can be read after these.
     """
     try:
         yield
@@ -122,12 +123,12 @@ def best_effort(failed: Callable[[Exception], object]) -> Iterator[None]:
 
 
 def collected(faults: list[DiscoveryFault], subject: str) -> AbstractContextManager[None]:
-    """What fails inside is a fault of the subject, and hides nothing else. Raises: as `best_effort`."""
+    """Suppresses errors and adds them to the subject's faults. Raises: the errors of `best_effort`."""
     return best_effort(lambda error: faults.append(DiscoveryFault(subject, str(error))))
 
 
 def supported(call: Callable[..., T], *args: object) -> T | None:
-    """The call's result, or None where the GPU or driver does not have the feature.
+    """Returns the call's result, or None if the GPU or driver lacks the feature.
 
     Raises: the other errors of `nvml_errors`.
     """
@@ -138,22 +139,24 @@ def supported(call: Callable[..., T], *args: object) -> T | None:
         return None
 
 
-def ask(
+def query(
     call: Callable[..., T], *args: object, failed: Callable[[Exception], object] = lambda _error: None
 ) -> T | None:
-    """What the call returns; None if it is not supported, or fails, of which `failed` hears. Raises: as
-    `best_effort`."""
+    """Returns the call's result; None if it is not supported or fails. Errors are passed to `failed`.
+
+    Raises: the errors of `best_effort`.
+    """
     with best_effort(failed):
         return supported(call, *args)
     return None
 
 
 class GpuWalk:
-    """Calls NVML for GPUs by their NVML index, in a thread of its own. For one caller at a time.
+    """Calls NVML for GPUs by their NVML index in a separate thread. For one caller at a time.
 
-    A GPU whose call does not return in time is left behind with that thread, and is not called again until its call has
-    returned. So there is at most one outstanding call for each GPU. The `session` is not closed under a call; None is
-    one that its caller keeps open.
+    If a call for a GPU does not return in time, the thread is abandoned, and the GPU is not called again
+    until its call has returned. So each GPU has at most one outstanding call. The `session` is not closed
+    during a call; None means that the caller keeps it open.
     """
 
     def __init__(self, session: NvmlSession | None = None) -> None:
@@ -161,7 +164,7 @@ class GpuWalk:
         self._outstanding: dict[int, Future[Any]] = {}
 
     def each(self, indexes: Sequence[int], read: Callable[[int], T]) -> dict[int, Future[T]]:
-        """What `read` returned or raised, by index, as futures that are done. A GPU that does not answer is left out.
+        """Returns the results of `read`, by index, as completed futures. GPUs that do not answer are omitted.
 
         >>> [index for index, answer in GpuWalk().each(range(2), lambda index: index * 10).items()]
         [0, 1]
@@ -188,7 +191,9 @@ class GpuWalk:
         return answers
 
     def _begun(self, indexes: Sequence[int], read: Callable[[int], T]) -> dict[int, Future[T]]:
-        """One thread reads them in this order; it ends at the first call that was cancelled before it began."""
+        """Reads the GPUs in this order in one thread, which exits at the first call that was cancelled before
+        it began.
+        """
         calls: dict[int, Future[T]] = {index: Future() for index in indexes}
 
         def run() -> None:
@@ -198,7 +203,7 @@ class GpuWalk:
                 try:
                     with nullcontext() if self._session is None else self._session.kept_open():
                         call.set_result(read(index))
-                except BaseException as error:  # noqa: BLE001  it is raised where the answer is looked at
+                except BaseException as error:  # noqa: BLE001  raised when the result is read
                     call.set_exception(error)
 
         threading.Thread(target=run, name="gpu-walk", daemon=True).start()

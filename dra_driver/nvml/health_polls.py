@@ -1,4 +1,4 @@
-"""One look at the health of a GPU: every signal that NVML polls, each best effort."""
+"""One health poll of a GPU: every health signal of NVML, each best effort."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dra_driver.errors import DeviceLostError
 from dra_driver.model.gpu import UnreadyFabric
 from dra_driver.model.health import FabricState, NvLinks, PolledHealth
 from dra_driver.nvml.calls import Handle, nvml_errors, supported
-from dra_driver.nvml.calls import ask as ask_nvml
+from dra_driver.nvml.calls import query as query_nvml
 from dra_driver.nvml.mig_reading import gpu_handle
 from dra_driver.nvml.readings import (
     ABSENT,
@@ -31,7 +31,7 @@ _ANY_SLOWDOWN = 0x8
 _IDLE = 0x1
 _TRUE, _FALSE = 1, 2
 _FLAG_MASK = _UNDEFINED = 0b11  # 0 is "not supported"
-# Shift, the value that is a fault, what it means, and how bad that is.
+# Shift, the value that is a fault, its meaning, and its severity.
 _FABRIC_FLAGS: tuple[tuple[int, int, str, FabricState], ...] = (
     (0, _TRUE, "its bandwidth is reduced", "limited"),
     (2, _TRUE, "its routes are being recovered", "limited"),
@@ -58,7 +58,7 @@ _SUMMARIES: Mapping[int, FabricState] = {2: "broken", 3: "limited"}
 
 
 class _Queries:
-    """The queries of one poll, and how they ended."""
+    """Runs the queries of one poll and records how they ended."""
 
     def __init__(self) -> None:
         self.failed: set[str] = set()
@@ -67,59 +67,60 @@ class _Queries:
 
     @property
     def answered(self) -> bool:
-        """As `PolledHealth.answered`."""
+        """See `PolledHealth.answered`."""
         return self.has_succeeded or not self._has_failed
 
-    def ask(self, name: str, call: Callable[..., T], *args: object) -> T | None:
-        """The value; None if it is not supported or the query failed. Raises: as `best_effort`."""
+    def query(self, name: str, call: Callable[..., T], *args: object) -> T | None:
+        """Returns the value; None if it is not supported or the query failed. Raises: the errors of
+        `best_effort`.
+        """
 
         def failed(error: Exception) -> None:
             self.failed.add(name)
             self.wants_reset |= getattr(error.__cause__, "value", None) == pynvml.NVML_ERROR_RESET_REQUIRED
 
-        return ask_nvml(call, *args, failed=failed)
+        return query_nvml(call, *args, failed=failed)
 
-    def ask_gpu(self, name: str, call: Callable[..., T], *args: object) -> T | None:
-        """The same for a query that the kernel driver cannot answer without the GPU, so that a value shows that the GPU
-        is alive."""
-        value = self.ask(name, call, *args)
+    def query_gpu(self, name: str, call: Callable[..., T], *args: object) -> T | None:
+        """Like `query`, for a query that needs the GPU itself, so that a value proves that the GPU is alive."""
+        value = self.query(name, call, *args)
         self.has_succeeded |= value is not None
         self._has_failed |= name in self.failed
         return value
 
 
 def read_health(uuid: str, handle: Handle | None = None, before: PolledHealth | None = None) -> PolledHealth:
-    """All signals of one GPU, by its handle if the caller has one of this session.
+    """Returns all health signals of one GPU; `handle` is optional and must be of this session.
 
-    What changes rarely is not queried if there is a poll `before`: what decides about reasons of events, and the
-    NVLinks, are those of then, and the rest is None.
+    With an earlier poll in `before`, signals that rarely change are not queried: those that decide about
+    reasons of events, and the NVLinks, are copied, and the rest is None.
 
-    Raises: DeviceLostError if the GPU fell off the bus; NvmlUnavailableError; RetryableError if it cannot even
-    be found for another reason.
+    Raises: DeviceLostError if the GPU fell off the bus; NvmlUnavailableError; RetryableError if it cannot be
+    found for another reason.
     """
     handle = gpu_handle(uuid, None) if handle is None else handle
     queries = _Queries()
-    # The kernel driver answers this from its own memory, but not for a GPU that fell off the bus.
-    ask_nvml(pynvml.nvmlDeviceGetMinorNumber, handle)
-    rows = queries.ask_gpu("remap_pending", pynvml.nvmlDeviceGetRemappedRows, handle)
-    pages = queries.ask_gpu("pages_pending", pynvml.nvmlDeviceGetRetiredPagesPendingStatus, handle)
-    errors = queries.ask_gpu(
+    # The kernel driver answers this from its own memory, except for a GPU that fell off the bus.
+    query_nvml(pynvml.nvmlDeviceGetMinorNumber, handle)
+    rows = queries.query_gpu("remap_pending", pynvml.nvmlDeviceGetRemappedRows, handle)
+    pages = queries.query_gpu("pages_pending", pynvml.nvmlDeviceGetRetiredPagesPendingStatus, handle)
+    errors = queries.query_gpu(
         "ecc_uncorrected",
         pynvml.nvmlDeviceGetTotalEccErrors,
         handle,
         pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
         pynvml.NVML_VOLATILE_ECC,
     )
-    clocks = queries.ask_gpu("slowdowns", _clock_reasons, handle)
+    clocks = queries.query_gpu("slowdowns", _clock_reasons, handle)
     if not queries.has_succeeded:
-        # Every GPU has this sensor, also one that supports nothing of the above.
-        queries.ask_gpu("temperature", temperature, handle)
-    linked = queries.ask("fabric", fabric_info, handle)
+        # Every GPU has this sensor, even if it supports none of the queries above.
+        queries.query_gpu("temperature", temperature, handle)
+    linked = queries.query("fabric", fabric_info, handle)
     fabric, fabric_text = (None, "") if linked is None else _fabric(linked)
-    action = queries.ask("recovery_action", _recovery_action, handle)
+    action = queries.query("recovery_action", _recovery_action, handle)
     accepts = _accepts_work(queries)
     if before is None:
-        # Only a GPU that is known to work is judged by its generation.
+        # Only a GPU that is known to be busy is judged by its PCIe generation.
         more = _rare(queries, handle, is_working=clocks is not None and not clocks & _IDLE)
     else:
         more = {name: getattr(before, name) for name in (*_RARE_REPAIRS, "nvlinks")}
@@ -141,31 +142,32 @@ def read_health(uuid: str, handle: Handle | None = None, before: PolledHealth | 
 
 
 def _rare(queries: _Queries, handle: Handle, *, is_working: bool) -> dict[str, Any]:
-    """The values of what changes rarely."""
-    nvlinks = queries.ask("nvlinks", _nvlinks, handle)
+    """Returns the signals that rarely change."""
+    nvlinks = queries.query("nvlinks", _nvlinks, handle)
     errors = (
-        queries.ask("nvlink_errors", _nvlink_errors, handle, nvlinks.up) if nvlinks and nvlinks.up else None
+        queries.query("nvlink_errors", _nvlink_errors, handle, nvlinks.up) if nvlinks and nvlinks.up else None
     )
     return {
-        **{name: queries.ask(name, call, handle) for name, call in _RARE_REPAIRS.items()},
-        "pcie_narrow": queries.ask("pcie_narrow", _pcie_narrow, handle),
-        "pcie_slow": queries.ask("pcie_slow", _pcie_slow, handle) if is_working else None,
+        **{name: queries.query(name, call, handle) for name, call in _RARE_REPAIRS.items()},
+        "pcie_narrow": queries.query("pcie_narrow", _pcie_narrow, handle),
+        "pcie_slow": queries.query("pcie_slow", _pcie_slow, handle) if is_working else None,
         "nvlinks": nvlinks,
         "nvlink_errors": errors,
     }
 
 
 def _accepts_work(queries: _Queries) -> bool | None:
-    """The query is about the whole machine, so its failure is no fault of the GPU."""
+    """Queries the whole machine, so a failure says nothing about this GPU."""
     try:
-        return queries.ask("accepts_work", accepts_work)
+        return queries.query("accepts_work", accepts_work)
     except DeviceLostError:
         queries.failed.add("accepts_work")
         return None
 
 
 def read_instances(uuid: str, handle: Handle | None = None) -> Mapping[tuple[int, int], str]:
-    """UUIDs of the MIG devices of a GPU by GPU instance and compute instance; `handle` as for `read_health`.
+    """Returns the UUIDs of the MIG devices of a GPU by GPU instance and compute instance; `handle` as in
+    `read_health`.
 
     Raises: DeviceLostError, NvmlUnavailableError, RetryableError if they cannot all be read.
     """
@@ -184,12 +186,12 @@ def read_instances(uuid: str, handle: Handle | None = None) -> Mapping[tuple[int
                 pynvml.NVMLError_InvalidArgument,
                 pynvml.NVMLError_NotSupported,
             ):
-                continue  # a hole of the sparse numbering, an instance that just went, or MIG mode is off
+                continue  # a gap in the numbering, an instance that was just destroyed, or MIG mode is off
     return found
 
 
 def _recovery_action(handle: Handle) -> int | None:
-    """None where the library does not know the field. Raises: pynvml.NVMLError."""
+    """Returns None if the library does not know the field. Raises: pynvml.NVMLError."""
     (entry,) = pynvml.nvmlDeviceGetFieldValues(handle, [_RECOVERY_ACTION_FIELD])
     if entry.nvmlReturn == pynvml.NVML_ERROR_INVALID_ARGUMENT:
         return None
@@ -199,13 +201,13 @@ def _recovery_action(handle: Handle) -> int | None:
 
 
 def _nvlinks(handle: Handle) -> NvLinks | None:
-    """None for a GPU without NVLink, or in MIG mode. Raises: DraDriverError."""
+    """Returns None for a GPU without NVLink, or in MIG mode. Raises: DraDriverError."""
     states = link_states(handle)
     if states and not any(states):
         mode = supported(pynvml.nvmlDeviceGetMigMode, handle)
         if mode is not None and mode[0]:
             return None
-        # The mode may have been switched off in between.
+        # MIG mode may have been disabled in between.
         states = link_states(handle)
     if not states:
         return None
@@ -219,8 +221,11 @@ def _nvlinks(handle: Handle) -> NvLinks | None:
 
 
 def _nvlink_errors(handle: Handle, links: Sequence[int]) -> Mapping[str, int] | None:
-    """The counts by kind, without those that the GPU or the NVIDIA driver does not have. GPUs before Blackwell count
-    for all links together. Raises: pynvml.NVMLError."""
+    """Returns the error counts by kind, without unsupported ones. GPUs before Blackwell count for all links
+    together.
+
+    Raises: pynvml.NVMLError.
+    """
     wanted = [(kind, (field, link)) for kind, field in _ERRORS_OF_LINK for link in links]
     wanted += [(kind, (field, 0)) for kind, field in _ERRORS_OF_ALL]
     counts: dict[str, int] = {}
@@ -234,7 +239,7 @@ def _nvlink_errors(handle: Handle, links: Sequence[int]) -> Mapping[str, int] | 
 
 
 def _sram_exceeded(handle: Handle) -> bool:
-    """Raises: pynvml.NVMLError, as the next ones."""
+    """Raises: pynvml.NVMLError, like the functions below."""
     status = pynvml.c_nvmlEccSramErrorStatus_v1_t()
     status.version = pynvml.nvmlEccSramErrorStatus_v1
     pynvml.nvmlDeviceGetSramEccErrorStatus(handle, byref(status))
@@ -266,7 +271,7 @@ _RARE_REPAIRS: Mapping[str, Callable[[Handle], Any]] = {
 
 
 def _pcie_narrow(handle: Handle) -> bool:
-    """The most that NVML gives is what the GPU and the machine can do together."""
+    """Compares with NVML's maximum, which is what the GPU and the machine support together."""
     lanes, most = pynvml.nvmlDeviceGetCurrPcieLinkWidth(handle), pynvml.nvmlDeviceGetMaxPcieLinkWidth(handle)
     return bool(lanes < most)
 
@@ -277,8 +282,9 @@ def _pcie_slow(handle: Handle) -> bool:
 
 
 def _clock_reasons(handle: Handle) -> int:
-    """Why the clocks are as they are, as NVML's bits; by the older call where the newer one is missing. Raises:
-    pynvml.NVMLError."""
+    """Returns the reasons for the current clocks as NVML's bits. Falls back to an older call. Raises:
+    pynvml.NVMLError.
+    """
     try:
         return int(pynvml.nvmlDeviceGetCurrentClocksEventReasons(handle))
     except pynvml.NVMLError_FunctionNotFound:

@@ -1,4 +1,4 @@
-"""All that the health monitor asks of NVML: events of all GPUs through one event set, and polls of each GPU."""
+"""The health monitor's view of NVML: events of all GPUs through one event set, and polls of each GPU."""
 
 from __future__ import annotations
 
@@ -37,8 +37,11 @@ _NO_DRIVER = frozenset({pynvml.NVML_ERROR_DRIVER_NOT_LOADED, pynvml.NVML_ERROR_L
 
 @dataclass(eq=False)
 class _EventSet:
-    """One of NVML's event sets. `members` are the UUIDs of the GPUs that are registered in it, or about to be; `left`
-    are those that a newer set has, and whose events of before are still in this one."""
+    """One of NVML's event sets.
+
+    `members` are the UUIDs of GPUs that are registered in it or about to be; `left` are GPUs that have moved
+    to a newer set, but may still have earlier events in this one.
+    """
 
     handle: Any
     number: int
@@ -47,19 +50,19 @@ class _EventSet:
 
 
 class HealthSource:
-    """NVML as the health monitor uses it.
+    """The health monitor's use of NVML.
 
-    One thread opens event sets and waits for events. Each GPU has a thread of its own, which registers the GPU, and
-    polls it: no call here is about two GPUs. NVML cannot take a GPU out of a set, so each change of the watched GPUs is
-    a new set. An older one is read on until every GPU of it is registered in a newer one.
+    One thread opens event sets and waits for events. Each GPU has its own thread, which registers and polls
+    it: no call involves two GPUs. NVML cannot remove a GPU from a set, so each change of the monitored GPUs
+    needs a new set. An older set is read until all its GPUs are registered in a newer one.
 
-    No call is cut off by a shutdown of the session. Before a shutdown the event sets are freed; `set_number` is None
-    then, and `open_events` is due.
+    A shutdown of the session never interrupts a call. Event sets are freed before it; `set_number` is then
+    None, and `open_events` must be called.
     """
 
     def __init__(self, session: NvmlSession) -> None:
         self._session = session
-        self._guard = threading.Lock()  # for the sets and handles; never held for a call of NVML
+        self._guard = threading.Lock()  # protects the sets and handles; never held during an NVML call
         self._sets: list[_EventSet] = []  # oldest first
         self._numbers = itertools.count(1)
         self._left: deque[HealthEvent] = deque()
@@ -71,21 +74,22 @@ class HealthSource:
 
     @property
     def driver_loads(self) -> int:
-        """How often the NVIDIA driver answered again after NVML had said that it is not loaded. Each time counts at
-        least once."""
+        """How often the NVIDIA driver answered again after NVML reported that it is not loaded. May count one
+        reload more than once.
+        """
         return self._driver_loads + self._session.driver_loads
 
     def change_lasts_s(self) -> float:
-        """As of the session."""
+        """See `NvmlSession.change_lasts_s`."""
         return self._session.change_lasts_s()
 
     def driver_version(self) -> str | None:
-        """The driver's version. Raises: NvmlUnavailableError."""
+        """Returns the driver's version. Raises: NvmlUnavailableError."""
         with self._using():
             return supported(pynvml.nvmlSystemGetDriverVersion)
 
     def set_number(self) -> int | None:
-        """The number of the newest event set; None if there is none in the session that is open now."""
+        """Returns the number of the newest event set; None if the current session has none."""
         try:
             with self._session.kept_open(), self._guard:
                 return self._sets[-1].number if self._sets else None
@@ -93,7 +97,9 @@ class HealthSource:
             return None
 
     def open_events(self) -> None:
-        """Open a new event set; every GPU has to be registered in it. Raises: NvmlUnavailableError, RetryableError."""
+        """Opens a new event set, in which every GPU must be registered. Raises: NvmlUnavailableError,
+        RetryableError.
+        """
         with self._using():
             with nvml_errors("create an event set"):
                 made = _EventSet(pynvml.nvmlEventSetCreate(), next(self._numbers))
@@ -101,10 +107,11 @@ class HealthSource:
                 self._sets.append(made)
 
     def register(self, gpu_uuid: str, pci_bus_id: str | None) -> None:
-        """Receive the events of the GPU in the newest event set.
+        """Registers the GPU in the newest event set.
 
-        Events of before are not delivered, unless it was registered already, so a poll of the GPU is due afterwards.
-        Raises: NvmlUnavailableError; DeviceLostError, NotSupportedError, RetryableError if its events cannot be heard.
+        Earlier events are not delivered unless the GPU was already registered, so the caller must poll the
+        GPU afterwards. Raises: NvmlUnavailableError; DeviceLostError, NotSupportedError, RetryableError if
+        its events are not available.
         """
         with self._using():
             with self._guard:
@@ -127,16 +134,16 @@ class HealthSource:
                         one.left.add(gpu_uuid)
 
     def forget(self, gpu_uuid: str) -> None:
-        """The GPU is not watched any more."""
+        """Stops monitoring the GPU."""
         with self._guard:
             self._handles.pop(gpu_uuid, None)
             for one in self._sets:
                 one.members.discard(gpu_uuid)
 
     def wait(self, timeout_s: float) -> HealthEvent | None:
-        """The next event, None if there was none in time.
+        """Returns the next event, None if there was none in time.
 
-        Raises: DeviceLostError if some GPU was lost, which NVML does not name; NvmlUnavailableError,
+        Raises: DeviceLostError if a GPU was lost, which NVML does not identify; NvmlUnavailableError,
         RetryableError.
         """
         with self._using():
@@ -157,8 +164,9 @@ class HealthSource:
                 raise
 
     def _drain(self, old: _EventSet) -> None:
-        """Take over what is in an older set, and free it if no GPU needs it. What comes now may be in the newer set
-        too: twice is better than never."""
+        """Takes the remaining events from an older set, and frees it if no GPU needs it. New events may also
+        be in the newer set, so some are delivered twice, but none is lost.
+        """
         with self._guard:
             is_needed = bool(old.members)
             unheard, old.left = old.members | old.left, set()
@@ -174,22 +182,22 @@ class HealthSource:
                 pynvml.nvmlEventSetFree(old.handle)
 
     def read(self, gpu_uuid: str, pci_bus_id: str | None, before: PolledHealth | None = None) -> PolledHealth:
-        """As `read_health`. Raises: NvmlUnavailableError too while NVML is not initialised."""
+        """See `read_health`. Also raises NvmlUnavailableError while NVML is not initialised."""
         with self._using():
             return read_health(gpu_uuid, self._handle(gpu_uuid, pci_bus_id), before)
 
     def instances(self, gpu_uuid: str, pci_bus_id: str | None) -> Mapping[tuple[int, int], str]:
-        """As `read_instances`."""
+        """See `read_instances`."""
         with self._using():
             return read_instances(gpu_uuid, self._handle(gpu_uuid, pci_bus_id))
 
     def close(self) -> None:
-        """Free the event sets. Not while a call is under way."""
+        """Frees the event sets. Must not be called while another call is running."""
         with suppress(NvmlUnavailableError), self._session.kept_open():
             self._end_session()
 
     def _end_session(self) -> None:
-        """Free the event sets, and forget all handles."""
+        """Frees the event sets, and forgets all handles."""
         with self._guard:
             sets, self._sets = self._sets, []
             self._uuids, self._handles = {}, {}
@@ -210,8 +218,11 @@ class HealthSource:
                 self._driver_loads += 1
 
     def _handle(self, uuid: str, pci_bus_id: str | None) -> Any:
-        """The GPU's handle in this session. It is searched by PCI bus ID where that is known: a search by UUID waits
-        for every GPU that is busy. Raises: as `gpu_handle`."""
+        """Returns the GPU's handle in this session, found by PCI bus ID if known, because a search by UUID
+        waits for every busy GPU.
+
+        Raises: the errors of `gpu_handle`.
+        """
         known = self._handles.get(uuid)
         if known is None:
             known = self._handles[uuid] = gpu_handle(uuid, pci_bus_id)
@@ -234,7 +245,7 @@ class HealthSource:
         )
 
     def _uuid_of(self, handle: Any) -> str | None:
-        """A GPU that fell off the bus does not tell its UUID, so the handle's own value is looked up first."""
+        """Looks up the handle's address first, because a GPU that fell off the bus does not report its UUID."""
         known = self._uuids.get(_address(handle))
         if known is not None:
             return known

@@ -1,4 +1,4 @@
-"""Creating and destroying GPU instances and compute instances, and switching MIG mode."""
+"""Creates and destroys GPU instances and compute instances, and switches MIG mode."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _LOOK_AT_CAPS = "`fuser -v /dev/nvidia-caps/*` on the node"
 def _whole(
     method: Callable[Concatenate[MigHardware, P], T],
 ) -> Callable[Concatenate[MigHardware, P], T]:
-    """The method as one operation: NVML is not shut down before it ends."""
+    """Runs the method as one NVML operation, so that NVML is not shut down before it ends."""
 
     @wraps(method)
     def as_operation(self: MigHardware, /, *arguments: P.args, **options: P.kwargs) -> T:
@@ -65,14 +65,15 @@ _NO_SPACE = "the NVIDIA driver has no free space at that placement"
 
 
 class MigHardware:
-    """The MIG state of the GPUs. A call asks one question or makes one change, and ends before NVML is shut down.
+    """The MIG state of the GPUs. Each call makes one query or one change, and ends before NVML can be shut
+    down.
 
-    Every method searches its GPU, because a handle does not outlive a driver reload. Any thread may call; the
-    caller sees to it that no two threads change one GPU at a time.
+    Every method looks up its GPU, because a handle does not survive a driver reload. Thread-safe, but the
+    caller must ensure that only one thread changes a GPU at a time.
 
-    Raises, all methods: DeviceLostError where the GPU is gone or another one stands at its address,
-    NvmlUnavailableError, NotSupportedError, NvmlTransientError where it may work a moment later
-    (NvmlUnknownOutcomeError where it may have worked), RetryableError.
+    All methods raise DeviceLostError if the GPU is gone or replaced, NvmlUnavailableError, NotSupportedError,
+    NvmlTransientError if it may work a moment later (NvmlUnknownOutcomeError if it may have worked),
+    RetryableError.
     """
 
     def __init__(
@@ -80,9 +81,11 @@ class MigHardware:
         operation: Callable[[], AbstractContextManager[object]],
         closed_elsewhere: Callable[[str, str], AbstractContextManager[object]] = lambda *_: nullcontext(),
     ) -> None:
-        """`operation` keeps NVML initialised, and waits for it; calls within it may enter it again. Within
-        `closed_elsewhere` no other process of ours has NVML open; it is asked with the UUID of the GPU that is to be
-        changed, and with what is done to it, for people."""
+        """`operation` waits for NVML and keeps it initialised; it is reentrant.
+
+        While `closed_elsewhere` is entered, no other process of the plugin has NVML open; its arguments are
+        the UUID of the GPU to change, and a description of the change for messages.
+        """
         self._operation = operation
         self._closed_elsewhere = closed_elsewhere
         self._profiles = Tables(read_profiles)
@@ -92,15 +95,15 @@ class MigHardware:
 
     @_whole
     def mode(self, gpu_uuid: str, pci_bus_id: str | None) -> tuple[bool, bool] | None:
-        """MIG mode as (on now, on after the next reset); None on a GPU without MIG."""
+        """Returns MIG mode as (current, after the next reset); None for a GPU without MIG."""
         return mig_mode(gpu_handle(gpu_uuid, pci_bus_id), gpu_uuid)
 
     @_whole
     def set_mode(self, gpu_uuid: str, pci_bus_id: str | None, on: bool) -> None:
-        """Switch MIG mode and see that it is in effect; the GPU's minor number may be another one then.
+        """Switches MIG mode and verifies it. The GPU's minor number may change.
 
-        Raises: DeviceBusyError while a process uses the GPU; RetryableError if the mode waits for a reset, or another
-        process of ours does not close NVML.
+        Raises: DeviceBusyError while a process uses the GPU; RetryableError if the mode needs a reset, or
+        another process of the plugin does not close NVML.
         """
         handle = gpu_handle(gpu_uuid, pci_bus_id)
         action = f"switch MIG mode of GPU {gpu_uuid} {'on' if on else 'off'}"
@@ -114,13 +117,13 @@ class MigHardware:
             "and run `nvidia-smi --gpu-reset`, or reboot the node or virtual machine"
         )
         try:
-            # Every process that has NVML open is a client of every GPU.
+            # Every process with NVML open is a client of every GPU.
             with (
                 self._closed_elsewhere(gpu_uuid, f"switches MIG mode of GPU {gpu_uuid}"),
                 nvml_errors(action),
             ):
                 try:
-                    # The call succeeds also where nothing changed; its answer says whether the mode did.
+                    # The call also succeeds without a change; its status says whether the mode changed.
                     status = pynvml.nvmlDeviceSetMigMode(handle, int(on))
                     if status != pynvml.NVML_SUCCESS:
                         raise pynvml.NVMLError(status)
@@ -134,15 +137,18 @@ class MigHardware:
 
     @_whole
     def minor(self, gpu_uuid: str, pci_bus_id: str | None) -> int | None:
-        """The minor number of the GPU's device node as it is now; None if NVML does not report."""
+        """Returns the current minor number of the GPU's device node; None if NVML does not report it."""
         handle = gpu_handle(gpu_uuid, pci_bus_id)
         with nvml_errors(f"read the minor number of GPU {gpu_uuid}"):
             return supported(pynvml.nvmlDeviceGetMinorNumber, handle)
 
     @_whole
     def cuts(self, gpu: Gpu) -> tuple[str, tuple[PlacedProfile, ...]]:
-        """The GPU's PCI ID of device and vendor, as in `0x233010de`, and every profile with its placements, whether MIG
-        mode is on or off. Raises: RetryableError if the table is incomplete."""
+        """Returns the GPU's PCI ID of device and vendor, such as `0x233010de`, and every profile with its
+        placements, in either MIG mode.
+
+        Raises: RetryableError if the table is incomplete.
+        """
         handle = gpu_handle(gpu.uuid, gpu.pci_bus_id)
         with nvml_errors(f"read the PCI ID of GPU {gpu.uuid}"):
             pci_id = int(pynvml.nvmlDeviceGetPciInfo(handle).pciDeviceId)
@@ -154,25 +160,26 @@ class MigHardware:
 
     @_whole
     def instances(self, gpu_uuid: str, pci_bus_id: str | None) -> tuple[GpuInstance, ...]:
-        """Every GPU instance of the GPU by placement, with or without compute instances; none while MIG
-        mode is off.
+        """Returns every GPU instance of the GPU sorted by placement, with or without compute instances; none
+        while MIG mode is off.
 
-        Raises: RetryableError rather than leave one out.
+        Raises: RetryableError rather than omit one.
         """
         return self._instances(gpu_handle(gpu_uuid, pci_bus_id), gpu_uuid)
 
     @_whole
     def create(self, gpu_uuid: str, pci_bus_id: str | None, profile_id: int, placement: Placement) -> int:
-        """Create a GPU instance at exactly this placement; its ID.
+        """Creates a GPU instance at exactly this placement and returns its ID.
 
-        Raises: RetryableError where an instance is in the way, or the NVIDIA driver took another placement;
-        NvmlTransientError also where MIG mode is off, and while nothing is in the way but the NVIDIA driver has no
-        room."""
+        Raises: RetryableError if an instance is in the way, or the NVIDIA driver used another placement;
+        NvmlTransientError also if MIG mode is off, or if nothing is in the way but the NVIDIA driver has no
+        space.
+        """
         handle = gpu_handle(gpu_uuid, pci_bus_id)
         action = f"create a GPU instance of profile {profile_id} at {_slices(placement)} of GPU {gpu_uuid}"
         wanted = pynvml.c_nvmlGpuInstancePlacement_t(placement.start, placement.size)
         try:
-            with _making(action):
+            with _creation_errors(action):
                 try:
                     made = pynvml.nvmlDeviceCreateGpuInstanceWithPlacement(
                         handle, profile_id, ctypes.byref(wanted)
@@ -196,15 +203,15 @@ class MigHardware:
             if (found, where) != (profile_id, placement):
                 raise RetryableError(f"{action}: the driver made profile {found} at {_slices(where)} instead")
         except DraDriverError as error:
-            _take_back(error, pynvml.nvmlGpuInstanceDestroy, made)
+            _destroy_again(error, pynvml.nvmlGpuInstanceDestroy, made)
             raise
         return int(info.id)
 
     @_whole
     def destroy(self, gpu_uuid: str, pci_bus_id: str | None, gpu_instance_id: int) -> None:
-        """Destroy a GPU instance; one that is gone is fine.
+        """Destroys a GPU instance, if it exists.
 
-        Raises: DeviceBusyError while a process or a compute instance is in it.
+        Raises: DeviceBusyError while it contains a process or a compute instance.
         """
         handle = gpu_handle(gpu_uuid, pci_bus_id)
         instance = gpu_instance_handle(handle, gpu_uuid, gpu_instance_id)
@@ -233,8 +240,9 @@ class MigHardware:
     def compute_instances(
         self, gpu_uuid: str, pci_bus_id: str | None, gpu_instance_id: int
     ) -> tuple[tuple[int, str], ...]:
-        """The compute instances in a GPU instance as (ID, UUID of the MIG device); none in a GPU instance
-        that is gone."""
+        """Returns the compute instances in a GPU instance as (ID, UUID of the MIG device); empty if the GPU
+        instance is gone.
+        """
         handle = gpu_handle(gpu_uuid, pci_bus_id)
         instance = gpu_instance_handle(handle, gpu_uuid, gpu_instance_id)
         if instance is None:
@@ -250,10 +258,10 @@ class MigHardware:
 
     @_whole
     def create_compute(self, gpu_uuid: str, pci_bus_id: str | None, gpu_instance_id: int) -> tuple[int, str]:
-        """Create the compute instance that takes all of a GPU instance, as (ID, UUID of the MIG device).
-        Nothing is left behind where it fails.
+        """Creates the compute instance that covers a whole GPU instance; returns (ID, UUID of the MIG
+        device). A failure leaves nothing behind.
 
-        Raises: NvmlTransientError if the GPU instance is gone, or has compute instances already.
+        Raises: NvmlTransientError if the GPU instance is gone or already has compute instances.
         """
         handle = gpu_handle(gpu_uuid, pci_bus_id)
         action = f"create a compute instance in GPU instance {gpu_instance_id} of GPU {gpu_uuid}"
@@ -261,7 +269,7 @@ class MigHardware:
         if instance is None:
             raise NvmlTransientError(f"{action}: the GPU instance is gone; somebody destroyed it")
         profiles = self._table(handle, gpu_uuid)
-        with _making(action):
+        with _creation_errors(action):
             profile = profiles.get(int(pynvml.nvmlGpuInstanceGetInfo(instance).profileId))
             offered = compute_profiles(instance)
             chosen = None if profile is None else whole_compute_profile(offered, profile)
@@ -272,14 +280,14 @@ class MigHardware:
             with nvml_errors(f"{action}: read it back"):
                 return compute_identity(made)
         except DraDriverError as error:
-            _take_back(error, pynvml.nvmlComputeInstanceDestroy, made)
+            _destroy_again(error, pynvml.nvmlComputeInstanceDestroy, made)
             raise
 
     @_whole
     def destroy_compute(
         self, gpu_uuid: str, pci_bus_id: str | None, gpu_instance_id: int, compute_instance_id: int
     ) -> None:
-        """Destroy a compute instance; one that is gone is fine.
+        """Destroys a compute instance, if it exists.
 
         Raises: DeviceBusyError while a process uses it.
         """
@@ -308,11 +316,13 @@ class MigHardware:
         return read_gpu_instances(handle, gpu_uuid, self._table(handle, gpu_uuid).values())
 
     def _table(self, handle: Handle, gpu_uuid: str) -> dict[int, MigProfile]:
-        """The GPU's profiles by ID. Raises: RetryableError if incomplete."""
+        """Returns the GPU's profiles by ID. Raises: RetryableError if the table is incomplete."""
         return self._complete_table(self._profiles, handle, Gpu(uuid=gpu_uuid))
 
     def _complete_table(self, tables: Tables[T], handle: Handle, gpu: Gpu) -> T:
-        """What the tables say of a GPU, read once for each driver version. Raises: RetryableError if incomplete."""
+        """Returns a GPU's table, read once for each driver version. Raises: RetryableError if the table is
+        incomplete.
+        """
         with nvml_errors("read the driver version"):
             version = str(pynvml.nvmlSystemGetDriverVersion())
         faults: list[DiscoveryFault] = []
@@ -324,7 +334,9 @@ class MigHardware:
     def _no_room(
         self, action: str, handle: Handle, gpu_uuid: str, profile_id: int, placement: Placement
     ) -> RetryableError:
-        """Why the NVIDIA driver has no room. Only an instance that is in the way is no transient reason."""
+        """Returns why the NVIDIA driver has no space. All reasons are transient, unless an instance is in the
+        way.
+        """
         try:
             found = self._instances(handle, gpu_uuid)
             profile = self._table(handle, gpu_uuid).get(profile_id)
@@ -345,9 +357,10 @@ class MigHardware:
 
 
 @contextmanager
-def _making(action: str) -> Iterator[None]:
-    """`nvml_errors` for something that no process can hold, because it does not exist yet: if NVML says that it is in
-    use, the NVIDIA driver itself is busy."""
+def _creation_errors(action: str) -> Iterator[None]:
+    """Like `nvml_errors`, for a creation: nothing can use the new object yet, so "in use" means that the
+    NVIDIA driver is busy.
+    """
     try:
         with nvml_errors(action):
             yield
@@ -356,7 +369,7 @@ def _making(action: str) -> Iterator[None]:
 
 
 def _listed(instances: Iterable[GpuInstance]) -> str:
-    """For people: `3 (profile 9) at memory slices 0-3`."""
+    """Formats instances for messages: `GPU instance 3 (profile 9) at memory slices 0-3`."""
     return ", ".join(
         f"GPU instance {item.gpu_instance_id} (profile {item.profile_id}) at {_slices(item.placement)}"
         for item in instances
@@ -367,10 +380,11 @@ def _slices(placement: Placement) -> str:
     return f"memory slices {placement.start}-{placement.start + placement.size - 1}"
 
 
-def _take_back(error: DraDriverError, destroy: Callable[[Handle], object], made: Handle) -> None:
-    """Destroy what was made before `error`.
+def _destroy_again(error: DraDriverError, destroy: Callable[[Handle], object], made: Handle) -> None:
+    """Destroys what was created before `error`.
 
-    Raises: NvmlUnknownOutcomeError where that fails, or `error` with a text that says so where GPU or driver are gone.
+    Raises: NvmlUnknownOutcomeError if that fails; if the GPU or driver is gone, `error` with a text that says
+    so.
     """
     try:
         with nvml_errors("destroy it again"):
@@ -382,7 +396,7 @@ def _take_back(error: DraDriverError, destroy: Callable[[Handle], object], made:
 
 
 def _compute_instances_in(instance: Handle) -> list[tuple[int, str, Handle]]:
-    """(ID, UUID, handle of the MIG device) of what can be read; this only explains an error."""
+    """Returns (ID, UUID, handle of the MIG device) as far as they can be read; used only to explain an error."""
     found = []
     try:
         for compute in compute_instance_handles(instance):

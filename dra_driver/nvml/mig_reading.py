@@ -1,5 +1,6 @@
-"""Reading MIG: the mode of a GPU, its GPU instances and compute instances, its MIG devices, the table of profiles that
-NVML has for it, and into which MIG devices it can be cut on demand."""
+"""Reads MIG: the mode of a GPU, its GPU instances, compute instances and MIG devices, NVML's table of
+profiles, and which MIG devices can be created on demand.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from dra_driver.nvml.calls import Handle, collected, nvml_errors, supported
 from dra_driver.nvml.readings import FaultLog, read_gpu
 
 _COMPUTE_PROFILE_COUNT = getattr(pynvml, "NVML_COMPUTE_INSTANCE_PROFILE_COUNT", 0x9)
-# Variants of a size, taken only where they alone give all multiprocessors of the GPU instance.
+# Variants of a size, used only if they alone have all multiprocessors of the GPU instance.
 _COMPUTE_VARIANTS = frozenset({0x7, 0x8})
 _SHARED_ENGINES = pynvml.NVML_COMPUTE_INSTANCE_ENGINE_PROFILE_SHARED
 T = TypeVar("T")
@@ -41,9 +42,10 @@ _GIB = 1 << 30
 
 
 def gpu_handle(gpu_uuid: str, pci_bus_id: str | None) -> Handle:
-    """The handle of a GPU, by its address where that is known, since NVML's search by UUID is slow under load.
+    """Returns the handle of a GPU, found by its address if known, because NVML's search by UUID is slow under
+    load.
 
-    Raises: DeviceLostError where no GPU, or another one, is found; the errors of `nvml_errors`.
+    Raises: DeviceLostError if there is no GPU or another one; the errors of `nvml_errors`.
     """
     action = f"find GPU {gpu_uuid}"
     where = "" if pci_bus_id is None else f" at {pci_bus_id}"
@@ -63,7 +65,7 @@ def gpu_handle(gpu_uuid: str, pci_bus_id: str | None) -> Handle:
 
 
 def mig_mode(handle: Handle, gpu_uuid: str) -> tuple[bool, bool] | None:
-    """MIG mode as (on now, on after the next reset); None on a GPU without MIG.
+    """Returns MIG mode as (current, after the next reset); None for a GPU without MIG.
 
     Raises: the errors of `nvml_errors`.
     """
@@ -73,13 +75,13 @@ def mig_mode(handle: Handle, gpu_uuid: str) -> tuple[bool, bool] | None:
 
 
 def is_mig_on(handle: Handle, gpu_uuid: str) -> bool:
-    """Whether the GPU is in MIG mode now. Raises: as `mig_mode`."""
+    """Whether the GPU is currently in MIG mode. Raises: the errors of `mig_mode`."""
     mode = mig_mode(handle, gpu_uuid)
     return mode is not None and mode[0]
 
 
 def gpu_instance_handle(handle: Handle, gpu_uuid: str, gpu_instance_id: int) -> Handle | None:
-    """The handle of a GPU instance; None if there is none of this ID, as where MIG mode is off.
+    """Returns the handle of a GPU instance; None if it does not exist, for example because MIG mode is off.
 
     Raises: the errors of `nvml_errors`.
     """
@@ -98,10 +100,10 @@ def gpu_instance_handle(handle: Handle, gpu_uuid: str, gpu_instance_id: int) -> 
 def read_gpu_instances(
     handle: Handle, gpu_uuid: str, profiles: Iterable[MigProfile]
 ) -> tuple[GpuInstance, ...]:
-    """Every GPU instance of these profiles by placement; none while MIG mode is off. Unlike the walk of MIG
-    devices this shows also those that have no compute instance. One that goes meanwhile is left out.
+    """Returns every GPU instance of these profiles sorted by placement; none while MIG mode is off.
 
-    Raises: the errors of `nvml_errors`.
+    Unlike a list of MIG devices this includes instances without a compute instance. An instance destroyed
+    during the call is omitted. Raises: the errors of `nvml_errors`.
     """
     found: list[GpuInstance] = []
     try:
@@ -128,12 +130,12 @@ def _instances_of(handle: Handle, profile: MigProfile) -> Iterator[GpuInstance]:
 
 
 def placement_of(info: Any) -> Placement:
-    """The placement in NVML's description of a GPU instance."""
+    """Returns the placement in NVML's description of a GPU instance."""
     return Placement(int(info.placement.start), int(info.placement.size))
 
 
 def compute_profiles(instance: Handle) -> list[tuple[int, Any]]:
-    """What NVML says of each compute instance profile that a GPU instance offers, with its number.
+    """Returns (number, NVML's description) of each compute instance profile that a GPU instance supports.
 
     Raises: pynvml.NVMLError.
     """
@@ -147,7 +149,7 @@ def compute_profiles(instance: Handle) -> list[tuple[int, Any]]:
 
 
 def _compute_profile(instance: Handle, number: int) -> Any:
-    """Older drivers have version 1 of the struct only."""
+    """Falls back to version 1 of the struct for older drivers."""
     read = pynvml.nvmlGpuInstanceGetComputeInstanceProfileInfo
     try:
         return read(instance, number, _SHARED_ENGINES, version=2)
@@ -156,10 +158,11 @@ def _compute_profile(instance: Handle, number: int) -> Any:
 
 
 def whole_compute_profile(offered: Iterable[tuple[int, Any]], profile: MigProfile) -> int | None:
-    """The ID of the compute instance profile that takes all of a GPU instance of `profile`; None if none does.
+    """Returns the ID of the compute instance profile that covers a whole GPU instance of `profile`; None if
+    there is none.
 
-    `offered` as from `compute_profiles`. Where several have all the slices, it is one with all the
-    multiprocessors, and rather a plain one than a variant.
+    `offered` comes from `compute_profiles`. Among profiles with all slices, it prefers those with all
+    multiprocessors, then plain profiles over variants.
     """
     whole = [(number, info) for number, info in offered if info.sliceCount == profile.slice_count]
     if not whole:
@@ -176,7 +179,7 @@ def whole_compute_profile(offered: Iterable[tuple[int, Any]], profile: MigProfil
 
 
 def compute_instance_handles(instance: Handle) -> Iterator[Handle]:
-    """The compute instances in a GPU instance. Raises: pynvml.NVMLError."""
+    """Yields the compute instances in a GPU instance. Raises: pynvml.NVMLError."""
     profiles = {int(info.id): int(info.instanceCount) for _, info in compute_profiles(instance)}
     for profile_id, most in profiles.items():
         rows = (pynvml.c_nvmlComputeInstance_t * max(most, 1))()
@@ -186,7 +189,8 @@ def compute_instance_handles(instance: Handle) -> Iterator[Handle]:
 
 
 def compute_identity(compute: Handle) -> tuple[int, str]:
-    """ID of a compute instance and UUID of its MIG device, without a search over all MIG devices.
+    """Returns the ID of a compute instance and the UUID of its MIG device, without a search over all MIG
+    devices.
 
     Raises: pynvml.NVMLError.
     """
@@ -200,11 +204,11 @@ def read_mig_devices(
     profiles: Mapping[int, MigProfile],
     wanted: Container[int] | None = None,
 ) -> tuple[tuple[MigDevice, ...], list[DiscoveryFault]]:
-    """The MIG devices of a GPU in MIG mode, and what could not be read. GPU instances without a compute
-    instance are no devices, and one that is destroyed meanwhile leaves a hole.
+    """Returns the MIG devices of a GPU in MIG mode, and faults for what could not be read.
 
-    `profiles` is the GPU's table by profile ID; `wanted` are the IDs of the GPU instances whose devices matter, None if
-    all do. Raises: DeviceLostError, NvmlUnavailableError; RetryableError if the devices cannot be counted.
+    GPU instances without a compute instance are not devices. Devices destroyed during the call are omitted.
+    `profiles` is the GPU's table by profile ID; `wanted` limits the result to these GPU instance IDs, None
+    means all. Raises: DeviceLostError, NvmlUnavailableError; RetryableError if the devices cannot be counted.
     """
     faults: list[DiscoveryFault] = []
     devices: list[MigDevice] = []
@@ -220,7 +224,7 @@ def read_mig_devices(
 
 
 def _mig_handle(handle: Handle, index: int, gpu: Gpu) -> Handle | None:
-    """The handle of a MIG device, None for the holes of the sparse numbering and once MIG mode is off."""
+    """Returns the handle of a MIG device; None for gaps in the numbering and if MIG mode is off."""
     try:
         return pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
     except (pynvml.NVMLError_NotFound, pynvml.NVMLError_InvalidArgument):
@@ -234,8 +238,9 @@ def _mig_handle(handle: Handle, index: int, gpu: Gpu) -> Handle | None:
 def _mig_device_at(
     index: int, handle: Handle, gpu: Gpu, profiles: Mapping[int, MigProfile], wanted: Container[int] | None
 ) -> MigDevice | None:
-    """None for a hole, for a device that is not wanted, and for one that goes while it is read; another that
-    comes in its place is read instead."""
+    """Returns None for a gap, an unwanted device, and a device destroyed during the call; reads its
+    replacement if there is one.
+    """
     for tries_left in reversed(range(_TRIES)):
         mig = _mig_handle(handle, index, gpu)
         if mig is None:
@@ -282,8 +287,8 @@ def _read_mig_device(
 
 
 def read_profiles(handle: Handle, gpu: Gpu, faults: list[DiscoveryFault]) -> dict[int, MigProfile]:
-    """The GPU instance profiles of a GPU by profile ID, from NVML's own table; `faults` gets those that
-    could not be read.
+    """Returns the GPU instance profiles of a GPU by profile ID, from NVML's table; adds read failures to
+    `faults`.
 
     Raises: DeviceLostError, NvmlUnavailableError.
     """
@@ -298,10 +303,11 @@ def read_profiles(handle: Handle, gpu: Gpu, faults: list[DiscoveryFault]) -> dic
 
 
 def read_placed_profiles(handle: Handle, gpu: Gpu, faults: list[DiscoveryFault]) -> tuple[PlacedProfile, ...]:
-    """The GPU instance profiles of a GPU by profile ID, each with every placement, also while MIG mode is
-    off. A profile without placements is none; `faults` gets those that could not be read.
+    """Returns the GPU instance profiles of a GPU sorted by profile ID, with every placement, in either MIG
+    mode.
 
-    Raises: DeviceLostError, NvmlUnavailableError.
+    Omits profiles without placements; adds read failures to `faults`. Raises: DeviceLostError,
+    NvmlUnavailableError.
     """
     placed: list[PlacedProfile] = []
     for profile_id, profile in sorted(read_profiles(handle, gpu, faults).items()):
@@ -314,14 +320,16 @@ def read_placed_profiles(handle: Handle, gpu: Gpu, faults: list[DiscoveryFault])
 
 
 class Tables(Generic[T]):
-    """What `read` gives of each GPU's profiles, read once for a driver unless a part of it failed."""
+    """Caches the result of `read` for each GPU and driver version, unless a part of it failed."""
 
     def __init__(self, read: Callable[[Handle, Gpu, list[DiscoveryFault]], T]) -> None:
         self._read = read
         self._known: dict[tuple[str, str | None], T] = {}
 
     def of(self, handle: Handle, gpu: Gpu, driver_version: str | None, faults: list[DiscoveryFault]) -> T:
-        """The GPU's table; `faults` gets what could not be read. Raises: DeviceLostError, NvmlUnavailableError."""
+        """Returns the GPU's table; adds read failures to `faults`. Raises: DeviceLostError,
+        NvmlUnavailableError.
+        """
         key = (gpu.uuid, driver_version)
         if key in self._known:
             return self._known[key]
@@ -334,7 +342,7 @@ class Tables(Generic[T]):
 
 
 def _placements(handle: Handle, profile_id: int) -> tuple[Placement, ...]:
-    """NVML tells their number first, and fills a list of that size then."""
+    """Queries the number of placements first, then fills a list of that size."""
     count = ctypes.c_uint(0)
     pynvml.nvmlDeviceGetGpuInstancePossiblePlacements(handle, profile_id, None, ctypes.byref(count))
     if not count.value:
@@ -345,7 +353,9 @@ def _placements(handle: Handle, profile_id: int) -> tuple[Placement, ...]:
 
 
 def _profile_info(handle: Handle, number: int) -> Any:
-    """Version 2 of the struct carries the NVIDIA driver's own name; older drivers have version 1 only."""
+    """Version 2 of the struct has the NVIDIA driver's own name for the profile; older drivers have only
+    version 1.
+    """
     try:
         return pynvml.nvmlDeviceGetGpuInstanceProfileInfo(handle, number, version=2)
     except pynvml.NVMLError_InvalidArgument:
@@ -374,7 +384,7 @@ def _profile(info: Any, number: int, gpu: Gpu) -> MigProfile:
 
 
 def _driver_name(info: Any) -> str | None:
-    """`1g.10gb+me` from the NVIDIA driver's `MIG 1g.10gb+me`."""
+    """Returns `1g.10gb+me` from the NVIDIA driver's `MIG 1g.10gb+me`."""
     name = getattr(info, "name", None)
     if isinstance(name, bytes):
         name = name.decode(errors="replace")
@@ -383,7 +393,7 @@ def _driver_name(info: Any) -> str | None:
 
 
 def _rule_name(info: Any, number: int, total_bytes: int | None) -> str:
-    """The profile name by NVIDIA's rule: memory in eighths of the card, rounded half up."""
+    """Returns the profile name by NVIDIA's rule: memory in eighths of the card, rounded half up."""
     total = total_bytes or int(info.memorySizeMB) * _MIB
     eighths = math.ceil(int(info.memorySizeMB) * _MIB / total * 8) / 8
     gigabytes = math.floor(eighths * math.ceil(total / _GIB) + 0.5)
@@ -391,9 +401,12 @@ def _rule_name(info: Any, number: int, total_bytes: int | None) -> str:
 
 
 class PartitionReader:
-    """Reads `Gpu.partitioning`. The table of profiles is kept for each GPU and driver version, since it never
-    changes; what exists on the GPU is read each time. `unread` has the UUIDs of the GPUs of which something could not
-    be read at the last try."""
+    """Reads `Gpu.partitioning`.
+
+    Profile tables are cached for each GPU and driver version, because they never change; the existing
+    instances are read each time. `unread` has the UUIDs of the GPUs that could not be read completely at the
+    last attempt.
+    """
 
     def __init__(self) -> None:
         self._tables = Tables(read_placed_profiles)
@@ -403,13 +416,13 @@ class PartitionReader:
     def read(
         self, handle: Handle, gpu: Gpu, driver_version: str | None
     ) -> tuple[Partitioning | None, list[DiscoveryFault]]:
-        """How the GPU can be cut, and what could not be read. Every GPU instance that exists is `withheld`, and nothing
-        is `possible` yet.
+        """Returns the GPU's partitioning, and faults for what could not be read. All existing GPU instances
+        are `withheld`, and `possible` is still empty.
 
-        None where MIG devices cannot be made on the GPU: it has no MIG, is a guest of vGPU software, or its mode is off
-        and needs a reset to be on. Where a part of the table or of the GPU instances cannot be read, the GPU is
-        `unread` and the answer is what was read last, None if there is none: no placement is safe next to an instance
-        that is not seen.
+        None if MIG devices cannot be created on the GPU: it has no MIG, is a vGPU guest, or its mode is off
+        and needs a reset to change. If the table or the GPU instances cannot be read completely, the GPU is
+        added to `unread` and the result is the last known one or None: no placement is safe next to an unseen
+        instance.
 
         Raises: DeviceLostError, NvmlUnavailableError.
         """
@@ -454,9 +467,9 @@ class PartitionReader:
 
 
 def read_what_exists(gpu: Gpu) -> tuple[bool, tuple[GpuInstance, ...]]:
-    """Whether a partitioned GPU is in MIG mode now, and every GPU instance on it.
+    """Returns whether a partitioned GPU is currently in MIG mode, and every GPU instance on it.
 
-    Raises: DeviceLostError, NvmlUnavailableError; RetryableError rather than leave one out.
+    Raises: DeviceLostError, NvmlUnavailableError; RetryableError rather than omit one.
     """
     handle = gpu_handle(gpu.uuid, gpu.pci_bus_id)
     if not is_mig_on(handle, gpu.uuid):
@@ -466,7 +479,7 @@ def read_what_exists(gpu: Gpu) -> tuple[bool, tuple[GpuInstance, ...]]:
 
 
 def _mode_is_changeable(log: FaultLog, handle: Handle) -> bool:
-    """Whether MIG mode takes effect without a reset of the GPU; by its generation where NVML does not say."""
+    """Whether MIG mode changes without a GPU reset; judged by the architecture if NVML does not report it."""
     answers = log.read("MIG without reset", pynvml.nvmlDeviceGetFieldValues, handle, [_RESETLESS_MIG])
     if answers is not None and answers[0].nvmlReturn == pynvml.NVML_SUCCESS:
         return bool(answers[0].value.uiVal)
@@ -479,7 +492,8 @@ def _mode_is_changeable(log: FaultLog, handle: Handle) -> bool:
 
 
 def read_machine_profiles() -> tuple[list[MigProfile], list[DiscoveryFault]]:
-    """The profiles of all GPUs that answer, each once, and what could not be read.
+    """Returns the profiles of all GPUs that answer, without duplicates, and faults for what could not be
+    read.
 
     Raises: NvmlUnavailableError if NVML itself does not answer.
     """

@@ -1,5 +1,6 @@
-"""One NVML session and all that the daemon reads through it. The binding is imported with the first use, because most
-commands start without it."""
+"""One NVML session and everything that the daemon reads through it. Imports the binding on first use, because
+most commands do not need it.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +27,11 @@ T = TypeVar("T")
 class NvmlReader:
     """NVML as discovery and the commands use it.
 
-    `on_demand` selects the GPUs on which MIG devices are made on demand, where that is possible; None selects none.
-    Of the instances on such a GPU `foreign_instances` returns those that someone else made, and only those are read
-    in detail; with None all are. Where GPUs are named by minor number, `kept_names` returns the names, by UUID, of
-    those that keep theirs; with None they are named by UUID.
-    `loader` returns the NVML library, and is asked again at each `reopen`. `mark` is held while NVML is open.
+    `on_demand` selects the GPUs on which MIG devices can be created on demand; None selects none.
+    `foreign_instances` returns the instances on such a GPU that this plugin did not create, and only these
+    are read in detail; None means all. If GPUs are named by minor number, `kept_names` returns the names, by
+    UUID, that must not change; None means names by UUID. `loader` returns the NVML library, and is called at
+    each `reopen`. `mark` is held while NVML is open.
     """
 
     loader: Callable[[], object]
@@ -47,20 +48,25 @@ class NvmlReader:
         self._opening = 0
 
     def reopen(self) -> None:
-        """Initialise again. Raises: NvmlUnavailableError; RetryableError where access is refused; NvmlInUseError, with
-        all as it was, while a change of a GPU is under way."""
+        """Initialises NVML again.
+
+        Raises: NvmlUnavailableError; RetryableError if access is refused; NvmlInUseError, without any change,
+        while a change of a GPU is running.
+        """
         self.session.reopen()
 
     def read_inventory(self) -> Inventory:
-        """All GPUs that NVML shows, without NVLink domains. Raises: NvmlUnavailableError; StateError from
-        `foreign_instances`."""
+        """Returns all GPUs that NVML lists, without NVLink domains.
+
+        Raises: NvmlUnavailableError; StateError from `foreign_instances`.
+        """
         from dra_driver.nvml.scan import read_gpus
 
         found = read_gpus(self.on_demand, self._known(), self.foreign_instances)
         return found if self.kept_names is None else replace(found, kept_names=self.kept_names())
 
     def read_what_exists(self, gpu: Gpu) -> tuple[bool, tuple[GpuInstance, ...]]:
-        """Whether a partitioned GPU is in MIG mode, and every GPU instance on it.
+        """Returns whether a partitioned GPU is in MIG mode, and every GPU instance on it.
 
         Raises: DeviceLostError, NvmlUnavailableError, RetryableError.
         """
@@ -69,27 +75,30 @@ class NvmlReader:
         return read_what_exists(gpu)
 
     def processes(self, uuid: str) -> Mapping[int, str]:
-        """As `read_processes`. Raises: NvmlUnavailableError too while NVML is not initialised."""
+        """See `read_processes`. Also raises NvmlUnavailableError while NVML is not initialised."""
         from dra_driver.nvml.gpu_users import read_processes
 
         with self.session.kept_open():
             return read_processes(uuid)
 
     def health_source(self) -> HealthSource:
-        """Events and signals of health, through the same session."""
+        """Returns health events and signals through the same session."""
         from dra_driver.nvml.health_source import HealthSource
 
         return HealthSource(self.session)
 
     def usage_source(self, *, sees_all: bool) -> UsageSource:
-        """How GPUs are used, through the same session; `sees_all` as in `UsageSource`."""
+        """Returns GPU usage through the same session; `sees_all` as in `UsageSource`."""
         from dra_driver.nvml.usage_source import UsageSource
 
         return UsageSource(self.session, sees_all=sees_all)
 
     def of_each(self, gpus: Sequence[Gpu], read: Callable[[Gpu], T]) -> Mapping[str, Future[T]]:
-        """What `read` returned or raised for each GPU that the last `read_inventory` returned, by UUID. A GPU that does
-        not answer is left out."""
+        """Returns the results of `read` for each GPU of the last `read_inventory`, by UUID, as completed
+        futures.
+
+        GPUs that do not answer are omitted.
+        """
         memory = self._known()
         by_uuid = {gpu.uuid: gpu for gpu in gpus}
         indexes = {index: uuid for index, uuid in memory.uuids.items() if uuid in by_uuid}
@@ -100,7 +109,7 @@ class NvmlReader:
         return {indexes[index]: answer for index, answer in memory.walk.each(list(indexes), of).items()}
 
     def nvml_fingerprint(self) -> NvmlFingerprint:
-        """A cheap value that differs when a GPU was lost (None in its place) or changed its MIG mode.
+        """Returns a cheap value that changes when a GPU is lost (None in its place) or its MIG mode changes.
 
         Raises: NvmlUnavailableError.
         """
@@ -109,7 +118,7 @@ class NvmlReader:
         return read_nvml_fingerprint(self._known())
 
     def _known(self) -> ScanMemory:
-        """What earlier scans found."""
+        """Returns what earlier scans found."""
         from dra_driver.nvml.calls import GpuWalk
         from dra_driver.nvml.scan import ScanMemory
 

@@ -1,5 +1,6 @@
-"""Reading the identity and the attributes of one physical GPU, with its NVLinks and its NVLink fabric; and confidential
-computing, which NVML reports for all GPUs of the machine at once."""
+"""Reads the identity and attributes of one physical GPU, with its NVLinks and NVLink fabric; and confidential
+computing, which NVML reports for the whole machine.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ _ARCHITECTURES = {
     9: "Hopper", 10: "Blackwell", 11: "DLA", 12: "DLA", 13: "Rubin", 15: "NPU",
 }  # fmt: skip
 NOT_GPUS = frozenset({"DLA", "NPU"})
-"""Devices that NVML may list but that are not GPUs."""
+"""Architectures of devices that NVML may list but that are not GPUs."""
 _CORES_PER_MULTIPROCESSOR = {
     (3, 0): 192, (3, 2): 192, (3, 5): 192, (3, 7): 192, (5, 0): 128, (5, 2): 128, (5, 3): 128, (6, 0): 64,
     (6, 1): 128, (6, 2): 128, (7, 0): 64, (7, 2): 64, (7, 5): 64, (8, 0): 64, (8, 6): 128, (8, 7): 128,
@@ -36,7 +37,7 @@ _ADDRESSING_MODES = {0: "None", 1: "HMM", 2: "ATS"}
 _MAX_LINKS = pynvml.NVML_NVLINK_MAX_LINKS
 _UP = frozenset({pynvml.NVML_FEATURE_ENABLED, getattr(pynvml, "NVML_NVLINK_STATE_SLEEP", 2)})
 ABSENT, NOT_STARTED, IN_PROGRESS, COMPLETED = range(4)
-"""NVML's states."""
+"""NVML's registration states."""
 _PENDING: Final = {
     NOT_STARTED: "the registration has not started",
     IN_PROGRESS: "the registration is in progress",
@@ -53,7 +54,7 @@ _FORMS: Final = (
     ("nvmlDeviceGetGpuFabricInfoV", pynvml.c_nvmlGpuFabricInfo_v2_t),
     ("nvmlDeviceGetGpuFabricInfo", pynvml.c_nvmlGpuFabricInfo_t),
 )
-"""Newest first. R535 has the last one only, later branches have v2, newer ones of them v3, and R615 has v4."""
+"""Newest first. R535 has only the last one, later branches v2, newer ones v3, and R615 v4."""
 _SETTINGS_ABSENT = (
     pynvml.NVMLError_NotSupported,
     pynvml.NVMLError_FunctionNotFound,
@@ -63,7 +64,7 @@ _SETTINGS_ABSENT = (
 
 @dataclass(slots=True)
 class FaultLog:
-    """Collects what could not be read about one subject, so that one attribute never hides a GPU."""
+    """Collects read failures about one subject, so that one unreadable attribute never hides a GPU."""
 
     subject: str
     faults: list[DiscoveryFault] = field(default_factory=list)
@@ -71,9 +72,10 @@ class FaultLog:
     def read(
         self, what: str, call: Callable[..., Any], *args: object, to: Callable[[Any], object] | None = None
     ) -> Any:
-        """The call's result as `to` converts it; None where not supported, and None with a fault where it failed.
+        """Returns the call's result converted by `to`; None if not supported, and None with a fault if it
+        failed.
 
-        Raises: DeviceLostError, NvmlUnavailableError, because nothing else can be read then either.
+        Raises: DeviceLostError, NvmlUnavailableError, because nothing else can be read after these.
         """
         with best_effort(lambda error: self.faults.append(DiscoveryFault(self.subject, f"{what}: {error}"))):
             value = supported(call, *args)
@@ -82,10 +84,10 @@ class FaultLog:
 
 
 def read_gpu(index: int) -> tuple[Handle, Gpu, list[DiscoveryFault]]:
-    """The NVML handle, the values of GPU number `index`, and what could not be read of it.
+    """Returns the NVML handle and the values of GPU number `index`, and faults for what could not be read.
 
-    MIG devices and topology are read elsewhere. Raises: DeviceLostError, RetryableError if not even
-    the handle or the UUID can be had.
+    MIG devices and topology are read elsewhere. Raises: DeviceLostError, RetryableError if the handle or the
+    UUID cannot be read.
     """
     with nvml_errors(f"find GPU with NVML index {index}"):
         handle = pynvml.nvmlDeviceGetHandleByIndex(index)
@@ -139,7 +141,9 @@ def _minor(log: FaultLog, handle: Handle) -> int | None:
 
 
 def _multiprocessors(log: FaultLog, handle: Handle, compute: tuple[int, int] | None) -> int | None:
-    """NVML counts cores; how many a multiprocessor has is fixed for a compute capability."""
+    """Divides NVML's number of cores by the cores of a multiprocessor, which depend on the compute
+    capability.
+    """
     per_multiprocessor = _CORES_PER_MULTIPROCESSOR.get(compute) if compute is not None else None
     if per_multiprocessor is None:
         return None
@@ -155,7 +159,7 @@ def _addressing_mode(value: Any) -> str | None:
 
 
 def _memory_numa_node(log: FaultLog, handle: Handle, addressing: str | None) -> int | None:
-    """Asked only of GPUs that may share their addresses with the host's CPU."""
+    """Queried only if the GPU may share addresses with the host's CPU."""
     if addressing in ("None", "HMM"):
         return None
     node = log.read("NUMA node of the memory", pynvml.nvmlDeviceGetNumaNodeId, handle)
@@ -163,11 +167,11 @@ def _memory_numa_node(log: FaultLog, handle: Handle, addressing: str | None) -> 
 
 
 def link_states(handle: Handle) -> list[bool]:
-    """For each number of an NVLink: is the link up? A board may lack a link in the middle. An empty list where the GPU
-    has no NVLink.
+    """Returns for each NVLink number whether the link is up; an empty list for a GPU without NVLink. A board
+    may lack a link in between.
 
-    Raises: the errors of `nvml_errors` where a link does not tell, since a part of the links would look like a GPU with
-    fewer.
+    Raises: the errors of `nvml_errors` if a link cannot be read, because a partial result would look like a
+    GPU with fewer links.
     """
     states: list[int | None] = []
     for link in range(_MAX_LINKS):
@@ -185,7 +189,9 @@ def link_states(handle: Handle) -> list[bool]:
 
 
 def _fabric(log: FaultLog, handle: Handle) -> FabricRegistration:
-    """A fabric that cannot be read is not taken for none: a claim would lack its IMEX channel for life."""
+    """Returns an unreadable fabric as "unknown", not as None: otherwise a claim would be prepared without its
+    IMEX channel and never get it.
+    """
     known_faults = len(log.faults)
     info = log.read("NVLink fabric", fabric_info, handle)
     if len(log.faults) > known_faults:
@@ -194,11 +200,11 @@ def _fabric(log: FaultLog, handle: Handle) -> FabricRegistration:
 
 
 def fabric_info(handle: Handle) -> Any:
-    """NVML's structure: `state`, `status`, `clusterUuid`; from v2 on `healthMask`, from v3 on `healthSummary` too; in
-    v4 `cliques` and `numCliques`, before that `cliqueId`. None where the GPU has no fabric, or the library does not
-    know of any.
+    """Returns NVML's structure, or None if the GPU has no fabric or the library does not support fabrics.
 
-    Raises: DeviceLostError, NvmlUnavailableError, RetryableError.
+    It has `state`, `status` and `clusterUuid`; from v2 on `healthMask`, from v3 on also `healthSummary`; in
+    v4 `cliques` and `numCliques`, before that `cliqueId`. Raises: DeviceLostError, NvmlUnavailableError,
+    RetryableError.
     """
     for name, struct in _FORMS:
         info = struct()
@@ -207,19 +213,23 @@ def fabric_info(handle: Handle) -> Any:
                 getattr(pynvml, name)(handle, pynvml.byref(info))
             return info
         except DraDriverError as error:
-            # The handle is good, so it is the version of the structure that the library does not know.
+            # The handle is valid, so the library does not know this version of the structure.
             is_unknown = isinstance(error.__cause__, pynvml.NVMLError_InvalidArgument)
             if not isinstance(error, NotSupportedError) and not is_unknown:
                 raise
-            # An older form says no more than this one. The newest one may not be supported on every GPU with a fabric.
+            # Older versions report no more than this one. The newest may not be supported on every GPU with a
+            # fabric.
             if struct is not _FORMS[0][1] and isinstance(error.__cause__, pynvml.NVMLError_NotSupported):
                 return None
     return None
 
 
 def fabric_registration(info: Any) -> FabricRegistration:
-    """What the structure of `fabric_info` says. A single board completes its registration too, but with a cluster UUID
-    of zeros; before that no one can tell whether the fabric ends at the board."""
+    """Returns the registration in the structure of `fabric_info`.
+
+    A single board also completes its registration, with a cluster UUID of zeros. Until then it is unknown
+    whether the fabric leaves the board.
+    """
     state, status = int(info.state), int(info.status)
     if state == ABSENT:
         return None
@@ -234,7 +244,9 @@ def fabric_registration(info: Any) -> FabricRegistration:
 
 
 def _unicast_cliques(info: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The cliques for pointers and those for logical endpoints. Before v4 NVML names the first one for pointers."""
+    """Returns the cliques for pointers and for logical endpoints. Before v4 NVML reports only the first
+    clique for pointers.
+    """
     if not hasattr(info, "cliques"):
         return (int(info.cliqueId),), ()
     found = [(int(one.type), int(one.id)) for one in info.cliques[: info.numCliques]]
@@ -245,7 +257,7 @@ def _unicast_cliques(info: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def confidential_mode() -> ConfidentialMode:
-    """How the GPUs are set. Raises: NVMLError; ValueError if NVML gives a mode that is not known."""
+    """Returns the GPUs' mode. Raises: NVMLError; ValueError for an unknown mode."""
     feature, has_tools, several_gpus = _settings()
     if several_gpus == pynvml.NVML_CC_SYSTEM_MULTIGPU_PROTECTED_PCIE:
         return "ppcie"  # the feature itself is off then
@@ -257,11 +269,14 @@ def confidential_mode() -> ConfidentialMode:
 
 
 def accepts_work() -> bool | None:
-    """Whether programs can use the GPUs: always without confidential computing, else once someone has set the ready
-    state. None where NVML does not support the queries. Raises: the errors of `nvml_errors`; ValueError if NVML gives a
-    mode that is not known."""
+    """Whether programs can use the GPUs: always without confidential computing, otherwise after the ready
+    state was set.
+
+    None if NVML does not support the queries. Raises: the errors of `nvml_errors`; ValueError for an unknown
+    mode.
+    """
     mode = supported(confidential_mode)
-    # Without confidential computing the ready state means nothing, and libraries answer anything.
+    # Without confidential computing the ready state has no meaning and its value is arbitrary.
     if mode is None or mode == "off":
         return None if mode is None else True
     ready = supported(pynvml.nvmlSystemGetConfComputeGpusReadyState)
@@ -269,8 +284,9 @@ def accepts_work() -> bool | None:
 
 
 def _settings() -> tuple[int, bool, int]:
-    """The feature, whether tools for developers are allowed, and the mode of several GPUs. Drivers before R550 and GPUs
-    before Hopper do not tell the last."""
+    """Returns the feature, whether developer tools are allowed, and the multi-GPU mode, which drivers before
+    R550 and GPUs before Hopper do not report.
+    """
     settings = pynvml.c_nvmlSystemConfComputeSettings_v1_t()
     try:
         pynvml._nvmlCheckReturn(pynvml.nvmlSystemGetConfComputeSettings(pynvml.byref(settings)))

@@ -1,5 +1,6 @@
-"""What NVML knows of this node, as an Inventory without the host's part (PCIe root, NUMA node); and which pairs of GPUs
-reach each other over NVLink."""
+"""Scans the node's GPUs through NVML into an Inventory without the host's part (PCIe root, NUMA node), and
+finds which pairs of GPUs reach each other over NVLink.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +30,11 @@ _SWITCH = "switch"
 
 
 class PeerMemory:
-    """What was last read of each GPU while its MIG mode was off.
+    """The last reading of each GPU while its MIG mode was off.
 
-    MIG mode switches peer access off. Without this memory a GPU that is in MIG mode only until someone wants it whole
-    would leave its NVLink domain and come back all the time. The mode may change at any moment, so that a reading
-    counts only if the mode was off before and after it.
+    MIG mode disables peer access. Without this memory a GPU that is only temporarily in MIG mode would
+    repeatedly leave and rejoin its NVLink domain. The mode may change at any moment, so a reading counts only
+    if the mode was off before and after it.
     """
 
     def __init__(self) -> None:
@@ -42,22 +43,24 @@ class PeerMemory:
         self.pairs: dict[frozenset[str], int] = {}
 
     def reopened(self) -> None:
-        """NVML was initialised again: what a driver never changes while it is loaded may be different now."""
+        """NVML was initialised again, so values that are constant while a driver is loaded may have changed."""
         self._remotes.clear()
 
     def recalled(self, handle: Handle, gpu: Gpu) -> Gpu:
-        """The GPU with links and fabric as they were out of MIG mode, where that is known."""
+        """Returns the GPU with its links and fabric as they were outside of MIG mode, if known."""
         if _is_out_of_mig_mode(handle, gpu):
             self._gpus[gpu.uuid] = (gpu.nvlink_links, gpu.fabric)
             return gpu
         links, fabric = self._gpus.get(gpu.uuid, (gpu.nvlink_links, None))
         gpu = replace(gpu, nvlink_links=links)
-        # A registration that was under way before the mode may be complete since.
+        # A registration that was pending before MIG mode may have completed since.
         return gpu if gpu.fabric or fabric is None else replace(gpu, fabric=fabric, unready_fabric=None)
 
     def remote(self, handle: Handle, gpu: Gpu, link: int) -> str | None:
-        """Where a link leads: a PCI bus ID or a switch. It depends on wires alone and is read once. None where the
-        driver does not say."""
+        """Returns the other end of a link: a PCI bus ID or a switch; None if the driver does not report it.
+
+        Read only once, because it depends only on the wiring.
+        """
         key = (gpu.uuid, link)
         known = self._remotes.get(key)
         if known is None:
@@ -72,8 +75,9 @@ Pairs = dict[frozenset[str], int]
 
 @dataclass(frozen=True, slots=True)
 class _PeerAnswers:
-    """The NVLinks of one GPU: the results of `_remotes` and, by the UUID of the other GPU, of `_peer_access`; and
-    whether its MIG mode was off before and after."""
+    """The NVLinks of one GPU: the result of `_remotes`, the results of `_peer_access` by the UUID of the
+    other GPU, and whether its MIG mode was off before and after.
+    """
 
     remotes: Mapping[str, int] | None
     granted: Mapping[str, bool | None]
@@ -87,13 +91,15 @@ def read_reachable_pairs(
     silent: Sequence[Gpu],
     walk: GpuWalk,
 ) -> tuple[Pairs, list[DiscoveryFault]]:
-    """Pairs of GPU UUIDs with NVLink peer access, and the number of links that join them directly; and what could not
-    be read. `gpus` is by NVML index; `walk` is that of `read_gpus`.
+    """Returns pairs of GPU UUIDs with NVLink peer access and the number of links between them, and faults for
+    what could not be read.
 
-    The NVIDIA driver's answer on peer access decides, because it knows of switch partitions; where it has none, the
-    links decide. Behind a switch the count is 1, because every pair is equal there. For GPUs that are in MIG mode now
-    and can be whole again, for `silent` GPUs, which are not called, and for a pair whose query fails or does not
-    return, the answer in `memory` counts. A pair of which nothing was ever read has no peer access, and is a fault."""
+    `gpus` is by NVML index; `walk` is the one of `read_gpus`. The NVIDIA driver's report on peer access takes
+    precedence, because it accounts for switch partitions; without a report, the links decide. Behind a switch
+    the count is 1, because all pairs are equal there. The result in `memory` is used for GPUs that are in MIG
+    mode but can be whole again, for `silent` GPUs, which are not called, and for pairs whose query fails or
+    does not return. A pair that was never read has no peer access, and is a fault.
+    """
     linked = {
         index: (handle, gpu) for index, (handle, gpu) in gpus.items() if gpu.nvlink_links and gpu.can_be_whole
     }
@@ -112,7 +118,7 @@ def read_reachable_pairs(
         faults: list[DiscoveryFault] = []
         granted: dict[str, bool | None] = {}
         remotes = _remotes(handle, gpu, memory)
-        # Each pair is asked once, of the GPU that comes first; the mode of the other is looked at later.
+        # Each pair is queried once, on the GPU that comes first; the other GPU's mode is checked later.
         others = list(linked)[list(linked).index(index) + 1 :]
         for other_handle, other in (linked[later] for later in others):
             if not {gpu.uuid, other.uuid} <= out_of_mig_mode:
@@ -145,7 +151,9 @@ def read_reachable_pairs(
 def _links_of_pair(
     a: Gpu, b: Gpu, found: Mapping[str, _PeerAnswers], out_of_mig_mode: Set[str], memory: PeerMemory
 ) -> int:
-    """As `_links`, from the answers of both GPUs, which are kept in `memory`; where they do not count, from there."""
+    """Like `_links`, from the answers of both GPUs, which are stored in `memory`; if they are not usable,
+    from `memory`.
+    """
     pair = frozenset((a.uuid, b.uuid))
     of_a, of_b = found.get(a.uuid, _UNREAD), found.get(b.uuid, _UNREAD)
     remotes = of_a.remotes or {}, of_b.remotes or {}
@@ -161,23 +169,25 @@ _UNREAD = _PeerAnswers(None, {}, False, ())
 
 
 def _pairs_of_silent(others: Sequence[Gpu], silent: Sequence[Gpu], memory: PeerMemory) -> Pairs:
-    """The pairs of GPUs that do not answer, as they were read last."""
+    """Returns the last known pairs of GPUs that do not answer."""
     shown = {gpu.uuid for gpu in (*others, *silent)}
     uuids = {gpu.uuid for gpu in silent}
     return {pair: links for pair, links in memory.pairs.items() if links and pair & uuids and pair <= shown}
 
 
 def _links(of_a: Mapping[str, int], of_b: Mapping[str, int], b: Gpu, granted: bool | None) -> int:
-    """The links that join two GPUs, 1 if it is through switches; 0 where the NVIDIA driver does not grant peer
-    access."""
+    """Returns the number of links between two GPUs, 1 through switches; 0 if the NVIDIA driver does not grant
+    peer access.
+    """
     direct = of_a.get(b.pci_bus_id or "", 0)
     reached = granted if granted is not None else bool(direct or (_SWITCH in of_a and _SWITCH in of_b))
     return max(direct, 1) if reached else 0
 
 
 def _is_out_of_mig_mode(handle: Handle, gpu: Gpu) -> bool:
-    """Whether MIG mode was off when the GPU was read and still is. Only on a GPU that is cut on demand may it change
-    between the two."""
+    """Whether MIG mode was off when the GPU was read and still is. It can change in between only on GPUs with
+    MIG on demand.
+    """
     if gpu.mig_enabled:
         return False
     if gpu.partitioning is None:
@@ -189,18 +199,22 @@ def _is_out_of_mig_mode(handle: Handle, gpu: Gpu) -> bool:
 
 
 def _peer_access(a: Handle, b: Handle) -> bool | None:
-    """Whether the NVIDIA driver grants peer access over NVLink; None if it does not support the query. Raises:
-    DraDriverError if the query fails."""
+    """Whether the NVIDIA driver grants peer access over NVLink; None if it does not support the query.
+
+    Raises: DraDriverError if the query fails.
+    """
     status = supported(pynvml.nvmlDeviceGetP2PStatus, a, b, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
     return None if status is None else bool(status == pynvml.NVML_P2P_STATUS_OK)
 
 
 def _remotes(handle: Handle, gpu: Gpu, memory: PeerMemory) -> Mapping[str, int] | None:
-    """Active links of a GPU by what is at their other end: a PCI bus ID, or a switch. None if they cannot be read."""
+    """Returns the number of active links by their other end, a PCI bus ID or a switch; None if they cannot be
+    read.
+    """
     try:
         states = link_states(handle)
     except DeviceLostError:
-        return {}  # lost since it was read; it must not take the others along, and the next scan leaves it out
+        return {}  # lost since it was read: continue with the others; the next scan omits it
     except NvmlUnavailableError:
         raise
     except DraDriverError:
@@ -214,7 +228,7 @@ def _remotes(handle: Handle, gpu: Gpu, memory: PeerMemory) -> Mapping[str, int] 
 
 
 def _remote(handle: Handle, link: int) -> str | None:
-    """Where a link leads; None where the NVIDIA driver does not say."""
+    """Returns the other end of a link; None if the NVIDIA driver does not report it."""
     try:
         kind = supported(pynvml.nvmlDeviceGetNvLinkRemoteDeviceType, handle, link)
         if kind == pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH:
@@ -226,15 +240,15 @@ def _remote(handle: Handle, link: int) -> str | None:
 
 
 ForeignInstances = Callable[[str, Sequence[GpuInstance]], Sequence[GpuInstance]]
-"""Of the instances on a GPU (its UUID) those that someone else made. Raises: StateError."""
+"""Returns the instances on a GPU (given by UUID) that this plugin did not create. Raises: StateError."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScanMemory:
     """What one scan keeps for the next. For one thread at a time.
 
-    `known` is each GPU as it was read last, by UUID; `uuids` and `fingerprints` are by NVML index, as of this opening
-    of NVML. They are what is known of a GPU that does not answer now.
+    `known` is the last reading of each GPU, by UUID; `uuids` and `fingerprints` are by NVML index in the
+    current opening. They stand in for a GPU that does not answer.
     """
 
     partitions: PartitionReader = field(default_factory=PartitionReader)
@@ -246,7 +260,7 @@ class ScanMemory:
     fingerprints: dict[int, GpuFingerprint | None] = field(default_factory=dict)
 
     def reopened(self) -> None:
-        """NVML was initialised again: its numbers may mean other GPUs."""
+        """NVML was initialised again, so its indexes may refer to other GPUs."""
         self.peers.reopened()
         self.uuids.clear()
         self.fingerprints.clear()
@@ -257,12 +271,12 @@ def read_gpus(
     memory: ScanMemory,
     foreign_instances: ForeignInstances | None,
 ) -> Inventory:
-    """All GPUs, in PCI order, without NVLink domains. A GPU that does not answer is a fault and holds up no other; it
-    is as it was read last, if it was, and so is every value that cannot be read now.
+    """Returns all GPUs in PCI order, without NVLink domains.
 
-    GPUs that `on_demand` selects (with None: none), and that can be cut, have their partitioning, with all GPU
-    instances that exist as `withheld`; their MIG devices are those in the instances that `foreign_instances` returns
-    (with None: all). `memory` is the same object in each scan.
+    A GPU that does not answer is a fault and does not delay others; it is returned as last read, if ever, and
+    so is every value that cannot be read now. GPUs that `on_demand` selects (None: none) and that support it
+    have their partitioning, with all existing GPU instances as `withheld`; their MIG devices are those in the
+    instances that `foreign_instances` returns (None: all). `memory` must be the same object in each scan.
 
     Raises: NvmlUnavailableError if NVML itself does not answer; what `foreign_instances` raises.
     """
@@ -328,7 +342,7 @@ def read_gpus(
 
 
 def _refuse_unidentified(gpu: Gpu, faults: Iterable[DiscoveryFault], unread: set[str]) -> None:
-    """Raises: RetryableError if the architecture of a device that was never read could not be read."""
+    """Raises: RetryableError if the architecture of a new device could not be read."""
     for fault in faults:
         if fault.text.startswith("architecture: "):
             unread.add(gpu.uuid)
@@ -356,11 +370,13 @@ _READ_BY: Mapping[str, tuple[str, ...]] = {
     "persistence mode": ("persistence",),
     "product name": ("product_name",),
 }
-"""The fields of a GPU that a query decides, by what its fault is called."""
+"""The fields of a GPU that each query determines, by the name of the query in faults."""
 
 
 def _with_known(gpu: Gpu, faults: Iterable[DiscoveryFault], known: Gpu | None) -> Gpu:
-    """The GPU, with the earlier value wherever a query failed: a failed query does not mean that the value changed."""
+    """Returns the GPU with the earlier value for each failed query, because a failure does not mean that the
+    value changed.
+    """
     if known is None:
         return gpu
     names = {name for fault in faults for name in _READ_BY.get(fault.text.partition(": ")[0], ())}
@@ -404,12 +420,12 @@ _HANGS = GpuFingerprint("")
 
 
 def read_nvml_fingerprint(memory: ScanMemory) -> NvmlFingerprint:
-    """A cheap value that differs when a GPU came, was lost or changed its MIG mode; microseconds a GPU.
+    """Returns a cheap value that changes when a GPU appears, is lost or changes its MIG mode; takes
+    microseconds for each GPU.
 
-    One entry a GPU, None for one that NVML calls lost. A GPU that does not answer has the entry of before; one that
-    hangs is not lost, so that NVML is not opened again because of it.
-
-    Raises: NvmlUnavailableError if NVML itself does not answer.
+    It has one entry for each GPU, None for a GPU that NVML reports as lost. A GPU that does not answer keeps
+    its last entry, so that NVML is not reopened because of a hang. Raises: NvmlUnavailableError if NVML
+    itself does not answer.
     """
     with nvml_errors("count the GPUs"):
         count = pynvml.nvmlDeviceGetCount()
@@ -426,8 +442,11 @@ def read_nvml_fingerprint(memory: ScanMemory) -> NvmlFingerprint:
 
 
 def _fingerprint_of(index: int) -> GpuFingerprint | None:
-    """UUID, minor number and MIG mode: after a drain another card may stand at this index. Raises: DraDriverError if
-    the GPU does not say."""
+    """Returns UUID, minor number and MIG mode; the UUID is included because another card may have this index
+    after a drain.
+
+    Raises: DraDriverError if the GPU does not report them.
+    """
     try:
         with nvml_errors(f"find GPU with NVML index {index}"):
             handle = pynvml.nvmlDeviceGetHandleByIndex(index)
@@ -440,7 +459,7 @@ def _fingerprint_of(index: int) -> GpuFingerprint | None:
 
 
 def _confidential_mode(log: FaultLog) -> ConfidentialMode | None:
-    """None too where NVML says that a GPU is lost: it does not say which one, and the others can be read."""
+    """Returns None also if NVML reports a lost GPU: it does not say which one, and the others can be read."""
     try:
         mode: ConfidentialMode | None = log.read("confidential computing", confidential_mode)
         return mode

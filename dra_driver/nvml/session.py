@@ -1,4 +1,4 @@
-"""One NVML session for the whole process: loading the library, initialising, shutting down."""
+"""The process's single NVML session: loads the library, initialises it, shuts it down."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ LibraryLoader = Callable[[], object]
 
 _PATIENCE_S = 3.0
 _HANGS_AFTER_S = 60.0
-"""For how long an operation, or NVML's own initialisation or shutdown, may be under way before it counts as hanging."""
-_LOOK_HANGS_AFTER_S = 10.0
-_LOOK_S = 1.0
-"""How often it is looked whether a call hangs by now."""
+"""After this time a change of a GPU, or NVML's own initialisation or shutdown, counts as hanging."""
+_CALL_HANGS_AFTER_S = 10.0
+_CHECK_EVERY_S = 1.0
+"""How often to check whether a call hangs."""
 _SHUTDOWN_S, _OPENING_S = 10.0, 15.0
 """How long a pause waits for them. Without persistence mode they take a second for each GPU."""
 _DEVICE_FILES = "/dev/nvidia"
@@ -41,8 +41,11 @@ _REMEDY = "look for Xid errors in the kernel log, a GPU may need a reset"
 
 
 def load_library(path: str) -> object:
-    """The NVML library at `path`. Raises: NvmlLibraryError with the dynamic linker's reason; NvmlUnavailableError if
-    there is no such file any more."""
+    """Loads the NVML library at `path`.
+
+    Raises: NvmlLibraryError with the dynamic linker's reason; NvmlUnavailableError if the file no longer
+    exists.
+    """
     try:
         return ctypes.CDLL(path)
     except OSError as error:
@@ -57,19 +60,21 @@ def load_library(path: str) -> object:
 class NvmlSession:
     """Owns the binding's global state.
 
-    The library is loaded by path and handed to the binding, because it lies below a driver root and not
-    on the linker's path. After a driver reload `reopen` maps the new library. Calls need no lock: NVML is
-    thread-safe. A call is made inside `kept_open` (a look), or inside `operation` if a GPU would be left half changed.
+    The library is loaded by path and assigned to the binding, because it is below a driver root and not on
+    the linker's path. After a driver reload `reopen` loads the new library. Calls need no lock, because NVML
+    is thread-safe. Every call is made inside `kept_open`, or inside `operation` if interrupting it would
+    leave a GPU half changed.
 
-    NVML is never shut down under a call, because that may hang, or end the process. Closing waits for the calls; until
-    then operations begin as usual, and looks give way:
+    NVML is never shut down during a call, because that may hang or crash the process. Closing waits for
+    running calls; until then operations can begin as usual, and calls in `kept_open` are refused:
 
-        closed ──reopen──▶ opening ──▶ open ──a pause waits; no call is under way──▶ closing ──▶ paused
-                              ▲          └── a call hangs, or the wait is too long: refused, all is as it was │
-                              └────────────────────── the last pause ends ◀───────────────────────────────────┘
+        closed ──reopen──▶ opening ──▶ open ──a pause waits; no call is running──▶ closing ──▶ paused
+                              ▲          └── a call hangs, or the wait is too long: refused, no change   │
+                              └────────────────────── the last pause ends ◀──────────────────────────────┘
 
-    `opening` and `closing` may hang in the NVIDIA driver. A pause leaves such a call behind in its thread after some
-    seconds and is refused; operations wait no longer than their patience; when the call ends, NVML is opened again.
+    `opening` and `closing` may hang in the NVIDIA driver. A pause is refused after some seconds and leaves
+    the call in its thread; operations wait no longer than their patience; when the call returns, NVML is
+    opened again.
     """
 
     def __init__(
@@ -78,60 +83,61 @@ class NvmlSession:
         clock: Callable[[], float] = time.monotonic,
         mark: UseMark | None = None,
     ) -> None:
-        """`mark` is held while NVML is initialised, and the one after it while an operation is under way, so that other
-        processes see that."""
+        """`mark` is held while NVML is initialised, and the mark after it while an operation runs, so that
+        other processes can see this.
+        """
         self._loader = loader
         self.mark = mark
         self._busy_mark = None if mark is None else mark.following()
         self._clock = clock
         # Whether NVML is initialised.
         self.is_open = False
-        # How often it was initialised, and how often it was closed for a moment.
+        # How often NVML was initialised, and how often it was paused.
         self.openings = 0
         self.pauses = 0
         self._driver_absent = False
-        # How often NVML could be initialised after it could not, for want of a driver.
+        # How often NVML could be initialised after the driver had been missing.
         self.driver_loads = 0
-        # Called before each shutdown. NVML does not close the device files of what is not freed by then.
+        # Called before each shutdown, which does not close the device files of objects that still exist.
         self.before_shutdown: list[Callable[[], None]] = []
         self._turn = threading.Condition()
-        self._operations: dict[int, float] = {}  # when they began, by thread
-        self._looks: dict[object, float] = {}
-        self._change: tuple[str, float] | None = None  # what is done to NVML now, and since when
-        self._waiting = 0  # for NVML to be free
+        self._operations: dict[int, float] = {}  # start times, by thread
+        self._calls: dict[object, float] = {}
+        self._change: tuple[str, float] | None = None  # the current change of NVML, and its start time
+        self._waiting = 0  # number of threads that wait for running calls to end
         self._pausing = 0
-        # Who comes before the first opening waits for it.
+        # Until the first opening, operations wait for it.
         self._is_first = True
         self._reopens = self._is_over = False
         self._failure: DraDriverError | None = None
 
     @contextmanager
     def kept_open(self) -> Iterator[int]:
-        """NVML is shut down only after the calls made inside have ended.
+        """Keeps NVML initialised during the calls made inside.
 
-        Yields the number of the opening: handles and event sets of an earlier one must not be used any more.
-        Raises: NvmlUnavailableError if NVML is not initialised, or someone waits for the last looks to end.
+        Yields the number of the opening: handles and event sets of an earlier opening are invalid. Raises:
+        NvmlUnavailableError if NVML is not initialised, or if a thread waits for these calls to end.
         """
-        look = object()
+        call = object()
         with self._turn:
             if not self.is_open or (self._waiting and not self._operations):
                 raise self._why_closed()
-            self._looks[look] = self._clock()
+            self._calls[call] = self._clock()
         try:
             yield self.openings
         finally:
             with self._turn:
-                del self._looks[look]
+                del self._calls[call]
                 self._turn.notify_all()
 
     @contextmanager
     def operation(self, patience: Callable[[], float]) -> Iterator[None]:
-        """NVML stays initialised until everything inside is done, however long a change of a GPU takes; within
-        an operation of the same thread this does nothing more.
+        """Keeps NVML initialised until the operation ends, however long a change of a GPU takes. Reentrant in
+        the same thread.
 
-        While NVML is being initialised, or is about to be, this waits for it, unless that hangs; only then `patience`
-        is asked for how many seconds at most. Raises: NvmlUnavailableError, as from `reopen` where that failed; what
-        `patience` raises.
+        Waits while NVML is being initialised or is about to be, unless that hangs; `patience` returns the
+        limit in seconds, and is called only in this case. Raises: NvmlUnavailableError, or the error of the
+        last `reopen`; what `patience` raises.
         """
         thread = threading.get_ident()
         if thread in self._operations:
@@ -153,7 +159,7 @@ class NvmlSession:
                 self._turn.notify_all()
 
     def close(self) -> None:
-        """Shut NVML down for good; errors do not matter any more."""
+        """Shuts NVML down for good and ignores errors."""
         with self._turn:
             was_open, self.is_open = self.is_open, False
             self._is_over = True
@@ -161,8 +167,8 @@ class NvmlSession:
             try:
                 self._wait_until_free("shut NVML down", _PATIENCE_S)
             except NvmlInUseError as error:
-                # The process ends, which shuts NVML down without cutting off a GPU's change. While a call hangs, the
-                # shutdown may hang too.
+                # The process exits, which shuts NVML down without interrupting a change of a GPU. While a
+                # call hangs, the shutdown may hang too.
                 _log.warning("nvml_left_open", reason=str(error).partition(";")[0])
                 return
             self._begin("shut down")
@@ -170,8 +176,10 @@ class NvmlSession:
             _log.warning("nvml_left_open", reason="shut NVML down: it hangs in the NVIDIA driver")
 
     def release(self, why: str) -> None:
-        """Shut NVML down until the next `reopen`; `why` is what everybody hears meanwhile. Raises: NvmlInUseError, with
-        NVML as it was, while a call of NVML is under way."""
+        """Shuts NVML down until the next `reopen`; `why` is the error text for all calls until then.
+
+        Raises: NvmlInUseError, without any change, while a call is running.
+        """
         with self._turn:
             self._wait_until_free("shut NVML down", _PATIENCE_S)
             was_open = self._begin("shut down")
@@ -184,10 +192,10 @@ class NvmlSession:
             self._end()
 
     def reopen(self) -> None:
-        """Initialise NVML, after a shutdown if it is initialised: so NVML learns of GPUs that came or went.
+        """Initialises NVML, after a shutdown if it is open, so that NVML detects GPUs that came or went.
 
-        Raises: NvmlUnavailableError; RetryableError where access is refused; NvmlInUseError, with NVML as it was, if a
-        call of NVML does not end within a few seconds, at once while one hangs, or while NVML is closed for a moment.
+        Raises: NvmlUnavailableError; RetryableError if access is refused; NvmlInUseError, without any change,
+        if a call does not end within a few seconds or hangs, or while NVML is paused.
         """
         with self._turn:
             self._wait_until_free("initialise NVML anew", _PATIENCE_S)
@@ -197,7 +205,7 @@ class NvmlSession:
             self._is_first = False
         try:
             if was_open:
-                # The mark stays: for others NVML is open throughout.
+                # The mark is kept, so other processes see NVML as open throughout.
                 self._end_session()
             self._open_counted()
         finally:
@@ -205,12 +213,12 @@ class NvmlSession:
 
     @contextmanager
     def closed(self, patience: Callable[[], float]) -> Iterator[None]:
-        """NVML of this process is closed inside, so that another kernel driver can have a GPU. Whoever comes first
-        closes it, others join, and the last one initialises it again; operations wait for that.
+        """Closes NVML in this process, so that another kernel driver can bind a GPU.
 
-        `patience` is asked for how many seconds at most calls of NVML are waited for, and then its shutdown. Not to be
-        used within an operation. Raises: NvmlInUseError, with NVML as it was, if a call takes longer, at once while one
-        hangs; the same if the shutdown hangs; what `patience` raises.
+        The first caller closes it, others join, and the last one initialises it again; operations wait for
+        that. `patience` returns how many seconds to wait for running calls, and then for the shutdown. Must
+        not be used within an operation. Raises: NvmlInUseError, without any change, if a call takes longer or
+        hangs; also if the shutdown hangs; what `patience` raises.
         """
         if threading.get_ident() in self._operations:
             raise RuntimeError("NVML cannot be closed within an operation of the same thread")
@@ -235,21 +243,23 @@ class NvmlSession:
             self._open_again()
 
     def change_lasts_s(self) -> float:
-        """For how many seconds NVML is being initialised or shut down; 0 if it is not. It takes a few seconds unless it
-        hangs in the NVIDIA driver."""
+        """Returns for how many seconds NVML has been initialising or shutting down; 0 if it is not.
+
+        More than a few seconds means that it hangs in the NVIDIA driver.
+        """
         change = self._change
         return 0.0 if change is None else self._clock() - change[1]
 
     # --- taking turns: the caller of these holds `_turn` ---------------------------------------
 
     def _is_expected(self) -> bool:
-        """Whether NVML is closed, and is about to be open."""
+        """Whether NVML is closed and about to be opened."""
         if self.is_open or self._is_over or self.change_lasts_s() >= _HANGS_AFTER_S:
             return False
         return self._is_first or self._reopens or bool(self._pausing) or self._change is not None
 
     def _wait_until_free(self, what: str, wait_s: float) -> None:
-        """Wait until no call of NVML is under way. Raises: NvmlInUseError if that takes longer, or one hangs."""
+        """Waits until no call is running. Raises: NvmlInUseError if that takes longer, or a call hangs."""
         until = time.monotonic() + wait_s
         self._waiting += 1
         try:
@@ -263,24 +273,24 @@ class NvmlSession:
                 left = until - time.monotonic()
                 if left <= 0:
                     raise NvmlInUseError(f"{what}: {text} is under way; it is tried again soon")
-                self._turn.wait(min(left, _LOOK_S))
+                self._turn.wait(min(left, _CHECK_EVERY_S))
         finally:
             self._waiting -= 1
 
     def _in_the_way(self) -> tuple[str, float, float] | None:
-        """A call under way, for how many seconds, and after how many it counts as hanging."""
+        """Returns a running call, its duration in seconds, and the duration at which it counts as hanging."""
         if self._change is not None:
             return f"NVML is being {self._change[0]}, which", self.change_lasts_s(), _HANGS_AFTER_S
         for text, begun, hangs_after_s in (
             ("a change of a GPU", self._operations, _HANGS_AFTER_S),
-            ("a call of NVML", self._looks, _LOOK_HANGS_AFTER_S),
+            ("a call of NVML", self._calls, _CALL_HANGS_AFTER_S),
         ):
             if begun:
                 return text, self._clock() - min(begun.values()), hangs_after_s
         return None
 
     def _begin(self, what: str) -> bool:
-        """No one else opens or closes NVML until `_end`. Whether it was open."""
+        """Reserves opening and closing for the caller until `_end`. Returns whether NVML was open."""
         was_open, self.is_open = self.is_open, False
         self._change = (what, self._clock())
         return was_open
@@ -291,8 +301,7 @@ class NvmlSession:
                 (self._busy_mark.hold if self._operations else self._busy_mark.release)()
 
     def _why_closed(self) -> NvmlUnavailableError:
-        """That NVML is closed for a moment, or the error of the last opening as a new object, since a traceback belongs
-        to one thread."""
+        """Returns the reason as a new error object, because a traceback belongs to one thread."""
         if self._change is not None and self.change_lasts_s() >= _HANGS_AFTER_S:
             return NvmlPausedError(self._hang_text(self._change[0]))
         if self._pausing or self._waiting:
@@ -311,8 +320,10 @@ class NvmlSession:
     def _changed(
         self, work: Callable[[], None], wait_s: float, then: Callable[[], None] = lambda: None
     ) -> bool:
-        """Do what may hang in a thread of its own, and end the change; `then` is done after that. Whether it has ended
-        after so many seconds."""
+        """Does `work`, which may hang, in a new thread, ends the change, then calls `then`.
+
+        Returns whether the work ended within `wait_s` seconds.
+        """
         ended = threading.Event()
 
         def do() -> None:
@@ -325,7 +336,7 @@ class NvmlSession:
 
         try:
             threading.Thread(target=do, name="nvml", daemon=True).start()
-        except (RuntimeError, MemoryError):  # there is no thread to be had
+        except (RuntimeError, MemoryError):  # no thread is available
             do()
         if ended.wait(wait_s) or (change := self._change) is None:
             return True
@@ -341,18 +352,18 @@ class NvmlSession:
             self._turn.notify_all()
 
     def _open_again(self) -> None:
-        """Initialise NVML after the last pause, unless its shutdown still hangs."""
+        """Initialises NVML after the last pause, unless its shutdown still hangs."""
         with self._turn:
             if self._pausing or self._change is not None or not self._reopens or self._is_over:
                 return
             self._begin("initialised")
-        self._changed(self._open_or_tell, _OPENING_S)
+        self._changed(self._open_or_log, _OPENING_S)
 
-    def _open_or_tell(self) -> None:
+    def _open_or_log(self) -> None:
         try:
             self._open_counted()
         except NvmlPausedError:
-            return  # of another process; the next `reopen` or end of a pause makes up for it, and operations wait
+            return  # another process pauses NVML; the next `reopen` or pause end opens it
         except DraDriverError as error:
             _log.warning("nvml_not_opened_again", reason=str(error))
 
@@ -373,18 +384,19 @@ class NvmlSession:
         self.is_open = True
 
     def _open(self) -> None:
-        # The loader is asked while the mark is held: whoever asks everybody to close NVML, and then sees no mark, is
-        # sure that no one is about to open NVML.
+        # The loader is called while the mark is held: a process that requests all others to close NVML, and
+        # then sees no mark, can be sure that none is about to open it.
         with nvml_errors("initialise NVML"), self._marked():
             pynvml.nvmlLib = self._loader()
             pynvml._nvmlGetFunctionPointer_cache.clear()
-            # Without this flag a node whose GPUs are not bound yet fails here, and later ones never show.
+            # Without this flag a node without bound GPUs fails here, and later GPUs would never appear.
             pynvml.nvmlInitWithFlags(pynvml.NVML_INIT_FLAG_NO_GPUS)
 
     @contextmanager
     def _marked(self) -> Iterator[None]:
-        """Hold the mark from before the initialisation on, unless that fails. A disk that does not take the lock keeps
-        no one from NVML."""
+        """Holds the mark from before the initialisation on, unless that fails. A failure to lock does not
+        prevent the use of NVML.
+        """
         if self.mark is not None:
             with suppress(StateError):
                 self.mark.hold()
@@ -402,7 +414,9 @@ class NvmlSession:
             pynvml.nvmlShutdown()
 
     def _shut_down(self) -> None:
-        """Where device files stay open, the mark stays too: the NVIDIA driver would refuse a reset of these GPUs."""
+        """Keeps the mark if device files stay open, because the NVIDIA driver then refuses to reset these
+        GPUs.
+        """
         self._end_session()
         left = _open_device_files()
         if left:
@@ -412,7 +426,7 @@ class NvmlSession:
 
 
 def _open_device_files() -> list[str]:
-    """The NVIDIA driver's device files that this process has open."""
+    """Returns the NVIDIA device files that this process has open."""
     found = set()
     for descriptor in Path("/proc/self/fd").iterdir():
         with suppress(OSError):

@@ -1,7 +1,8 @@
-"""How GPUs and MIG devices are used: one look at a GPU, for people and for the metrics, each value best effort.
+"""Usage of GPUs and MIG devices for people and metrics, each value best effort.
 
-NVML has no utilisation for a MIG device, only samples of its GPU instance (GPM), from Hopper on: the utilisation lies
-between two of them. So the first look at a device has none, and each later look takes one sample.
+NVML has no utilisation for MIG devices, only samples of their GPU instances (GPM), from Hopper on: the
+utilisation is the difference of two samples. So the first reading of a device has none, and each later
+reading takes one sample.
 """
 
 from __future__ import annotations
@@ -16,42 +17,42 @@ import pynvml
 
 from dra_driver.model.gpu import GpuLoad, GpuProcess, GpuUse
 from dra_driver.model.mig import GpuAddress, MigAddress
-from dra_driver.nvml.calls import Handle, ask
+from dra_driver.nvml.calls import Handle, query
 from dra_driver.nvml.gpu_users import read_gpu_processes
 from dra_driver.nvml.mig_reading import gpu_handle
 from dra_driver.nvml.session import NvmlSession
 
 _SAMPLED_US = 2_000_000
-"""NVML has the mean of a process since a point in time. `nvidia-smi pmon` takes about this one."""
+"""NVML averages the use of a process over the time since a given moment. `nvidia-smi pmon` uses about this period."""
 _FULL = 100
 _SHORTEST_S = 1.0
-"""Between two samples of a device. A look that comes sooner, as of a second Prometheus, has the value of before."""
+"""The minimum time between two samples of a device. Earlier readings, such as for a second Prometheus, get the previous
+value."""
 
 
 def read_load(uuid: str, handle: Handle | None = None) -> GpuLoad:
-    """What the GPU tells; what it does not tell, or fails to tell, is None. The caller may have a handle of this
-    session.
+    """Returns the GPU's load; values that NVML does not report are None. `handle` must be of this session.
 
-    Raises: DeviceLostError if the GPU does not answer; NvmlUnavailableError; RetryableError if it cannot be found
-    for another reason.
+    Raises: DeviceLostError if the GPU does not answer; NvmlUnavailableError; RetryableError if it cannot be
+    found for another reason.
     """
     handle = gpu_handle(uuid, None) if handle is None else handle
-    memory = ask(read_memory, handle)
-    rates = ask(pynvml.nvmlDeviceGetUtilizationRates, handle)
-    power = ask(pynvml.nvmlDeviceGetPowerUsage, handle)
-    limit = ask(pynvml.nvmlDeviceGetEnforcedPowerLimit, handle)
+    memory = query(read_memory, handle)
+    rates = query(pynvml.nvmlDeviceGetUtilizationRates, handle)
+    power = query(pynvml.nvmlDeviceGetPowerUsage, handle)
+    limit = query(pynvml.nvmlDeviceGetEnforcedPowerLimit, handle)
     return GpuLoad(
         memory_used_bytes=None if memory is None else int(memory.used),
         memory_total_bytes=None if memory is None else int(memory.total),
         utilisation_percent=None if rates is None else int(rates.gpu),
-        temperature_c=ask(temperature, handle),
+        temperature_c=query(temperature, handle),
         power_w=None if power is None else power / 1000,
         power_limit_w=None if limit is None else limit / 1000,
     )
 
 
 def temperature(handle: Handle) -> int:
-    """In degrees Celsius; by the older call where the newer one is missing. Raises: pynvml.NVMLError."""
+    """Returns degrees Celsius. Falls back to an older call. Raises: pynvml.NVMLError."""
     try:
         return int(pynvml.nvmlDeviceGetTemperatureV(handle, pynvml.NVML_TEMPERATURE_GPU))
     except pynvml.NVMLError_FunctionNotFound:
@@ -59,8 +60,11 @@ def temperature(handle: Handle) -> int:
 
 
 def read_memory(handle: Handle) -> Any:
-    """NVML's struct, by the newer call, which does not count as used what the NVIDIA driver keeps for itself; by the
-    older one where that is missing. Raises: pynvml.NVMLError."""
+    """Returns NVML's struct. The newer call excludes memory reserved by the NVIDIA driver; falls back to the
+    older call.
+
+    Raises: pynvml.NVMLError.
+    """
     try:
         return pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
     except (pynvml.NVMLError_FunctionNotFound, pynvml.NVMLError_NotSupported):
@@ -69,7 +73,7 @@ def read_memory(handle: Handle) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """`percent` is the utilisation since the sample before, None for the first."""
+    """A GPM sample. `percent` is the utilisation since the previous sample, None for the first."""
 
     buffer: Handle
     taken_at: float
@@ -77,10 +81,10 @@ class _Sample:
 
 
 class UsageSource:
-    """NVML as the metrics ask it. Several GPUs may be read at the same time, one GPU once at a time.
+    """NVML as the metrics use it. Different GPUs may be read at the same time, but each GPU only once.
 
-    `sees_all` says whether this process is in the PID namespace of the host. From any other namespace NVML does not
-    show the processes of other containers.
+    `sees_all` is whether this process is in the host's PID namespace. In other namespaces NVML does not show
+    the processes of other containers.
     """
 
     def __init__(
@@ -97,22 +101,22 @@ class UsageSource:
         session.before_shutdown.append(self._end_session)
 
     def _end_session(self) -> None:
-        """Free the samples of all GPUs: they are of no use in another session."""
+        """Frees the samples of all GPUs, which are useless in another session."""
         samples, self._samples = self._samples, {}
         for one in (one for of_gpu in samples.values() for one in of_gpu.values()):
             _free(one)
 
     def _processes(self, gpu: GpuAddress, handle: Handle, load: GpuLoad) -> Sequence[GpuProcess] | None:
-        """None if this process cannot see those of others."""
+        """Returns None if this process cannot see those of others."""
         if not self.sees_all:
             return None
         return with_utilisation(handle, read_gpu_processes(gpu.uuid, handle), load.utilisation_percent)
 
     def read(self, gpu: GpuAddress, devices: Collection[MigAddress]) -> GpuUse:
-        """The GPU, and these MIG devices of it; one that is gone is missing. No MIG device is searched for, since NVML
-        can take seconds for that.
+        """Returns the usage of the GPU and of these MIG devices; devices that are gone are omitted.
 
-        Raises: DeviceLostError, NvmlUnavailableError; RetryableError if the processes cannot be read.
+        Does not search for MIG devices, because that can take NVML seconds. Raises: DeviceLostError,
+        NvmlUnavailableError; RetryableError if the processes cannot be read.
         """
         with self._session.kept_open():
             handle = gpu_handle(gpu.uuid, gpu.pci_bus_id)
@@ -126,7 +130,7 @@ class UsageSource:
             for device in devices:
                 mig = _mig_handle(handle, device)
                 if mig is not None:
-                    memory = ask(read_memory, mig)
+                    memory = query(read_memory, mig)
                     found[device.uuid] = GpuLoad(
                         memory_used_bytes=None if memory is None else int(memory.used),
                         memory_total_bytes=None if memory is None else int(memory.total),
@@ -135,20 +139,20 @@ class UsageSource:
             return GpuUse(load, found, self._processes(gpu, handle, load))
 
     def read_processes(self, gpu: GpuAddress) -> GpuUse:
-        """The processes on the GPU, and nothing else. Raises: as `read`."""
+        """Returns only the processes on the GPU. Raises: the errors of `read`."""
         with self._session.kept_open():
             handle = gpu_handle(gpu.uuid, gpu.pci_bus_id)
             return GpuUse(GpuLoad(), {}, read_gpu_processes(gpu.uuid, handle) if self.sees_all else None)
 
     def _percent(self, handle: Handle, device: MigAddress, samples: dict[str, _Sample]) -> int | None:
-        """Utilisation of a MIG device since its last sample."""
+        """Returns the utilisation of a MIG device since its last sample."""
         now, before = self._clock(), samples.get(device.uuid)
         if before is not None and now - before.taken_at < _SHORTEST_S:
             return before.percent
-        buffer = ask(_sample, handle, device.gpu_instance_id)
+        buffer = query(_sample, handle, device.gpu_instance_id)
         if buffer is None:
             return None
-        percent = None if before is None else ask(_busy_between, before.buffer, buffer)
+        percent = None if before is None else query(_busy_between, before.buffer, buffer)
         if before is not None:
             _free(before)
         samples[device.uuid] = _Sample(buffer, now, percent)
@@ -158,18 +162,20 @@ class UsageSource:
 def with_utilisation(
     handle: Handle, processes: Sequence[GpuProcess], gpu_percent: int | None
 ) -> Sequence[GpuProcess]:
-    """The processes on a GPU, each with its utilisation where NVML reports one. `gpu_percent` is the GPU's own.
+    """Returns the processes on a GPU with their utilisation, if NVML reports it. `gpu_percent` is the GPU's
+    own.
 
-    NVML has samples only of processes that ran a kernel in the last seconds. A process without a sample was idle if
-    another one has a sample, or if the GPU was idle. Otherwise NVML may not have samples of it at all, as of clients of
-    MPS: then its utilisation is unknown.
+    NVML has samples only of processes that ran a kernel in the last seconds. A process without a sample was
+    idle if another process has a sample, or if the GPU was idle. Otherwise NVML may have no samples of the
+    process at all, for example for MPS clients, so its utilisation is unknown.
 
-    Raises: as `read_load`.
+    Raises: the errors of `read_load`.
     """
-    samples = ask(_process_samples, handle) if processes else None
+    samples = query(_process_samples, handle) if processes else None
     if samples is None:
         return processes
-    # The driver may leave rubbish in the buffer: processes that are not there, and percentages above a million.
+    # The driver may leave garbage in the buffer: processes that do not exist, and percentages above a
+    # million.
     newest = {
         sample.pid: int(sample.smUtil) if sample.smUtil <= _FULL else None
         for sample in sorted(samples, key=lambda one: one.timeStamp)
@@ -189,7 +195,7 @@ def _process_samples(handle: Handle) -> Sequence[Any]:
     try:
         samples: Sequence[Any] = pynvml.nvmlDeviceGetProcessUtilization(handle, since)
     except pynvml.NVMLError as error:
-        # The binding raises for success too if there are no samples.
+        # The binding also raises for success if there are no samples.
         if error.value not in (pynvml.NVML_ERROR_NOT_FOUND, pynvml.NVML_SUCCESS):
             raise
         return ()
@@ -197,19 +203,19 @@ def _process_samples(handle: Handle) -> Sequence[Any]:
 
 
 def _mig_handle(handle: Handle, device: MigAddress) -> Handle | None:
-    """None if the device is gone, or another one is in its place. Raises: DeviceLostError, NvmlUnavailableError."""
-    instance = ask(pynvml.nvmlDeviceGetGpuInstanceById, handle, device.gpu_instance_id)
-    compute = instance and ask(
+    """Returns None if the device is gone or replaced. Raises: DeviceLostError, NvmlUnavailableError."""
+    instance = query(pynvml.nvmlDeviceGetGpuInstanceById, handle, device.gpu_instance_id)
+    compute = instance and query(
         pynvml.nvmlGpuInstanceGetComputeInstanceById, instance, device.compute_instance_id
     )
-    info = compute and ask(pynvml.nvmlComputeInstanceGetInfo, compute)
-    if info is None or ask(pynvml.nvmlDeviceGetUUID, info.device) != device.uuid:
+    info = compute and query(pynvml.nvmlComputeInstanceGetInfo, compute)
+    if info is None or query(pynvml.nvmlDeviceGetUUID, info.device) != device.uuid:
         return None
     return info.device
 
 
 def _has_samples(handle: Handle) -> bool:
-    support = ask(pynvml.nvmlGpmQueryDeviceSupport, handle)
+    support = query(pynvml.nvmlGpmQueryDeviceSupport, handle)
     return support is not None and bool(support.isSupportedDevice)
 
 
@@ -224,13 +230,13 @@ def _sample(handle: Handle, gpu_instance_id: int) -> Handle:
 
 
 def _busy_between(first: Handle, second: Handle) -> int | None:
-    """Percent of the time; None for what no device can have. Raises: pynvml.NVMLError."""
+    """Returns the busy time in percent; None for an impossible value. Raises: pynvml.NVMLError."""
     wanted = pynvml.c_nvmlGpmMetricsGet_t()
     wanted.version, wanted.numMetrics = pynvml.NVML_GPM_METRICS_GET_VERSION, 1
     wanted.sample1, wanted.sample2 = first, second
     wanted.metrics[0].metricId = pynvml.NVML_GPM_METRIC_GRAPHICS_UTIL
     metric = pynvml.nvmlGpmMetricsGet(wanted).metrics[0]
-    # Not a number does not lie between them either.
+    # Also rejects NaN.
     is_good = metric.nvmlReturn == pynvml.NVML_SUCCESS and 0 <= metric.value <= 100
     return round(metric.value) if is_good else None
 

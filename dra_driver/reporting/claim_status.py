@@ -1,8 +1,8 @@
-"""Keeps `status.devices` of claims up to date: which devices a claim holds, and whether they can do their work.
+"""Keeps `status.devices` of claims up to date: which devices a claim holds, and whether they work.
 
-Events go out at once; the status is written from a thread of its own. The status of every claim is compared with what
-was written after the start, because a plugin that ends may not have written it any more; when this instance becomes the
-one that speaks for the node; and when reports were lost.
+Events are sent at once; a separate thread writes statuses. The status of every claim is checked after the
+start, because the previous instance may not have written it; when this instance becomes the one that speaks
+for the node; and when reports were lost.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MAX_REMEMBERED = 1024
 
 @dataclass(slots=True)
 class _GivenStatus:
-    """A claim's status as it was given to the recorder, and whether the API server has stored it."""
+    """A claim's status as passed to the recorder, and whether the API server has stored it."""
 
     devices: tuple[DeviceStatus, ...]
     is_written: bool = False
@@ -43,10 +43,11 @@ class _GivenStatus:
 
 @dataclass(eq=False)
 class ClaimStatusReporter:
-    """Gives the status of claims to the recorder; safe for several threads.
+    """Passes the status of claims to the recorder. Thread-safe.
 
-    It gives only what differs from what this process wrote last, or what was removed from the claim since: after each
-    restart of its own, the kubelet prepares every claim again. `record` returns a claim's record by its UID.
+    Passes only what differs from the last status that this process wrote, or what was removed from the claim
+    since, because the kubelet prepares every claim again after a restart. `record` returns a claim's record
+    by its UID.
     """
 
     recorder: EventRecorder
@@ -60,15 +61,20 @@ class ClaimStatusReporter:
         self._given: dict[str, _GivenStatus] = {}  # by claim UID
 
     def prepared(self, record: ClaimRecord) -> None:
-        """A claim was prepared, and has just been read from the API server: give its status if that is not written yet,
-        or not there any more."""
+        """A claim was prepared and has just been read from the API server. Passes its status unless it is
+        already written.
+        """
         with self._lock:
             self._give(record, record.claim.reported)
 
     def renew(self, uid: str, reported: frozenset[ReportedDevice] | None = None) -> None:
-        """Give a claim's status if it differs from what was written. With `reported`, the devices that the status names
-        now, give it only if one is missing there."""
-        # The record is read under the lock: a Prepare that ends meanwhile gives a newer status, which must stay.
+        """Passes a claim's status if it differs from what was written.
+
+        `reported` are the devices in the current status; with it, passes the status only if a device is
+        missing there.
+        """
+        # The record is read under the lock, so that a newer status from a concurrent Prepare is not
+        # overwritten.
         with self._lock:
             try:
                 record = self.record(uid)
@@ -79,7 +85,7 @@ class ClaimStatusReporter:
                 self._give(record, reported, only_removed=reported is not None)
 
     def forget(self, ref: ClaimRef) -> None:
-        """The claim is not prepared (any more). The API server removes its status together with its allocation."""
+        """The claim is no longer prepared. The API server removes its status together with its allocation."""
         with self._lock:
             self._given.pop(ref.uid, None)
             self.recorder.claim_gone(ref)
@@ -91,7 +97,7 @@ class ClaimStatusReporter:
         *,
         only_removed: bool = False,
     ) -> None:
-        """`reported` are the devices that the claim's status names now; None if that is not known."""
+        """`reported` are the devices in the claim's current status; None if unknown."""
         uid = record.ref.uid
         try:
             statuses = device_statuses(record, self.inventory(), self.created_instance, self.health())
@@ -123,7 +129,9 @@ _LOST_AGAIN_S = 60.0
 
 @dataclass(eq=False)
 class ClaimHealthReporter(BackgroundWorker):
-    """Observes the health of GPUs. While `speaks_for_node` says no, another instance of the plugin reports."""
+    """Reports health changes of GPUs to their claims. While `speaks_for_node` returns False, another instance
+    reports.
+    """
 
     recorder: EventRecorder
     statuses: ClaimStatusReporter
@@ -144,7 +152,7 @@ class ClaimHealthReporter(BackgroundWorker):
         super().__init__("claim-news", self._round, self._crashed)
 
     def health_changed(self, change: HealthChange) -> None:
-        """The health of a GPU or of an instance became worse or better."""
+        """The health of a GPU or of an instance changed."""
         with self._lock:
             self._changed_gpus.add(change.target.gpu_uuid)
         self.wake()
@@ -156,7 +164,9 @@ class ClaimHealthReporter(BackgroundWorker):
                 self.recorder.claim_event(ref, event.reason, text, warning=event.warning)
 
     def renew_statuses(self) -> None:
-        """One round: find the claims whose status may be another, and give some of them. Raises: StateError."""
+        """Runs one round: finds the claims whose status may have changed, and renews some of them. Raises:
+        StateError.
+        """
         if not self.speaks_for_node():
             self._all_are_due = True
             return
@@ -176,7 +186,7 @@ class ClaimHealthReporter(BackgroundWorker):
             self.statuses.renew(uid)
 
     def _were_lost(self) -> bool:
-        """Whether the recorder dropped reports since the last time that this was answered with yes."""
+        """Whether the recorder dropped reports since this last returned True."""
         dropped, now = self.recorder.dropped, self.clock()
         if dropped == self._dropped or now < self._lost_again_at:
             return False
@@ -192,7 +202,7 @@ class ClaimHealthReporter(BackgroundWorker):
         return _ROUND_S
 
     def _holders(self, target: HealthTarget) -> Sequence[ClaimRef]:
-        """The claims that hold something of the target."""
+        """Returns the claims that hold the target or a part of it."""
         try:
             inventory, records = self.inventory(), self.records().values()
             return [

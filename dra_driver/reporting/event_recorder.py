@@ -1,7 +1,7 @@
-"""Reports to users through the API server what happened to their claims and to this node, in a thread of its own.
+"""Sends events and claim statuses to the API server from a separate thread.
 
-The queue is bounded, merges equal reports, and is sent no faster than the API server likes. A caller never waits and
-never gets an error: what cannot be written is counted and dropped.
+The queue is bounded, merges equal reports, and limits the rate. A caller never waits and never gets an error:
+reports that cannot be written are counted and dropped.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ _REMEMBERED = 1024
 
 @dataclass(frozen=True, slots=True)
 class ReportLimits:
-    """How much is reported, and how soon. Times in seconds; at most `most` reports wait.
+    """Limits for the number and rate of reports. Times in seconds; at most `most` reports are queued.
 
-    The same event is reported again only after `again_s`, with the number of times it happened until then. A claim's
-    state is reported after `settle_s`, so that the kubelet's other calls of that moment are answered first.
+    The same event is reported again only after `again_s`, with the number of times that it happened until
+    then. A claim's status is reported after `settle_s`, so that the kubelet's concurrent calls are answered
+    first.
     """
 
     most: int = 256
@@ -61,7 +62,7 @@ class ClaimEvent:
 
 @dataclass(frozen=True, slots=True)
 class ObjectEvent:
-    """An event for one object. A `minor` one is reported after all others, and dropped before them."""
+    """An event for one object. A `minor` event is sent after all others, and dropped before them."""
 
     about: EventObject
     reason: EventReason
@@ -72,10 +73,10 @@ class ObjectEvent:
 
 @dataclass(frozen=True, slots=True)
 class ClaimState:
-    """The state of all devices of ours in a claim; only the newest matters.
+    """The status of all our devices in a claim; only the newest one matters.
 
-    `written` is called once the API server has stored it. `is_first` says that Prepare read the claim just before, and
-    its status had no device.
+    `written` is called when the API server has stored it. `is_first` is set if Prepare just read the claim
+    and its status had no device.
     """
 
     ref: ClaimRef
@@ -89,7 +90,7 @@ Report = ClaimEvent | ObjectEvent | ClaimState
 
 @dataclass(slots=True)
 class QueuedReport:
-    """A report, how often it was given since it was last sent, and when it is due."""
+    """A report, the number of times it was reported since it was last sent, and its due time."""
 
     report: Report
     times: int
@@ -97,7 +98,7 @@ class QueuedReport:
 
 
 class EventQueue:
-    """Reports in order of arrival. Moments are seconds of a monotonic clock. Its owner locks."""
+    """Reports in order of arrival. Times are seconds of a monotonic clock. Not thread-safe: its owner locks."""
 
     def __init__(self, limits: ReportLimits) -> None:
         self._limits = limits
@@ -111,7 +112,9 @@ class EventQueue:
         return len(self._queued)
 
     def put(self, report: Report, now: float) -> list[Report]:
-        """Add a report. Answers those that are dropped for it: minor events first, claim states last, oldest first."""
+        """Adds a report. Returns the reports that are dropped for it: minor events first, claim statuses
+        last, oldest first.
+        """
         key = _key(report)
         known = self._queued.get(key)
         if known is not None:
@@ -132,11 +135,11 @@ class EventQueue:
         return now if sent_at is None else max(now, sent_at + self._limits.again_s)
 
     def withdraw_state(self, ref: ClaimRef) -> None:
-        """Forget the state of a claim that was not sent yet."""
+        """Removes a claim's status that was not sent yet."""
         self._queued.pop(ref, None)
 
     def put_first(self, queued: QueuedReport) -> None:
-        """Add what comes of a report that was taken, or that report itself again; the bound does not count."""
+        """Adds a report that was taken, or a part of it, at the front, even if the queue is full."""
         key = _key(queued.report)
         newer = self._queued.get(key)
         if newer is not None:
@@ -147,8 +150,10 @@ class EventQueue:
         self._queued.move_to_end(key, last=False)
 
     def take(self, now: float, *, hurry: bool = False) -> QueuedReport | None:
-        """The first report that may be sent now, a minor one only if there is no other. With `hurry`, none is held back
-        because the same one was sent lately."""
+        """Returns the first report that may be sent now, minor events last; None if there is none.
+
+        With `hurry`, does not delay reports because the same one was sent recently.
+        """
         ready = (entry for entry in self._queued.values() if self._ready_at(entry, now, hurry=hurry) <= now)
         queued = min(ready, key=lambda entry: is_minor(entry.report), default=None)
         if queued is None:
@@ -164,16 +169,18 @@ class EventQueue:
         return queued
 
     def ready_at(self, now: float, *, hurry: bool = False) -> float | None:
-        """When `take` has something; None if the queue is empty."""
+        """Returns when `take` will have a report; None if the queue is empty."""
         moments = (self._ready_at(queued, now, hurry=hurry) for queued in self._queued.values())
         return min(moments, default=None)
 
     def pause(self, until: float) -> None:
-        """Hold everything back until that moment."""
+        """Holds all reports back until `until`."""
         self._paused_until = until
 
     def forget_due_before(self, moment: float) -> int:
-        """Drop the events that were due before `moment`; how many. A claim's state is never too old."""
+        """Drops the events that were due before `moment`, and returns their number. Claim statuses never
+        expire.
+        """
         old = [
             key
             for key, queued in self._queued.items()
@@ -192,12 +199,12 @@ class EventQueue:
 
 
 def is_minor(report: Report) -> bool:
-    """Whether the report may be left out when there are too many."""
+    """Whether the report may be dropped first if there are too many."""
     return isinstance(report, ObjectEvent) and report.minor
 
 
 def _weight(report: Report) -> int:
-    """Which report is dropped first: the lightest."""
+    """Returns the drop order: the lowest is dropped first."""
     if isinstance(report, ClaimState):
         return 2
     return 0 if is_minor(report) else 1
@@ -215,11 +222,11 @@ _LONGEST_ASKED_S = 120.0
 
 @dataclass(eq=False)
 class EventRecorder(BackgroundWorker):
-    """A bounded queue and the thread that empties it. Every method may be called from any thread.
+    """A bounded queue and the thread that sends its reports. Thread-safe.
 
-    `dropped` counts reports that nobody will see: the queue was full, or the API server was away for minutes.
-    A minor event for which there was no room is not counted. `failed` counts the reports that the API server refused,
-    `written` the events and claim states that it took.
+    `dropped` counts lost reports: the queue was full, or the API server was unreachable for minutes. Dropped
+    minor events are not counted. `failed` counts the reports that the API server rejected, `written` the
+    events and claim statuses that it accepted.
     """
 
     node: str
@@ -242,11 +249,11 @@ class EventRecorder(BackgroundWorker):
         super().__init__("event-recorder", self._turn, self._crashed)
 
     def counts(self) -> dict[str, int]:
-        """How many events and claim states were taken, dropped and refused."""
+        """Returns the numbers of accepted, dropped and rejected events and claim statuses."""
         return {"written": self.written, "dropped": self.dropped, "failed": self.failed}
 
     def stop(self) -> bool:
-        """Write what can be written within two seconds, drop the rest."""
+        """Sends what it can within two seconds, and drops the rest."""
         with self._lock:
             if self._stop_by is None:
                 self._stop_by = self.clock() + _FLUSH_S
@@ -259,15 +266,15 @@ class EventRecorder(BackgroundWorker):
         return has_ended
 
     def claim_event(self, ref: ClaimRef, reason: EventReason, message: str, *, warning: bool) -> None:
-        """An event for a claim and for the pods that use it; the same one at most once a minute."""
+        """Reports an event for a claim and the pods that use it, the same one at most once a minute."""
         self._put(ClaimEvent(ref, reason, message, warning))
 
     def minor_claim_event(self, ref: ClaimRef, reason: EventReason, message: str) -> None:
-        """An event for a claim alone. Everything else goes first, and it may be left out."""
+        """Reports an event for a claim alone, after all others; it may be dropped."""
         self._put(ObjectEvent(claim_object(ref), reason, message, warning=False, minor=True))
 
     def node_event(self, reason: EventReason, message: str, *, warning: bool, minor: bool = False) -> None:
-        """An event for this node; the same one at most once a minute. A `minor` one may be left out."""
+        """Reports an event for this node, the same one at most once a minute. A `minor` event may be dropped."""
         self._put(ObjectEvent(node_object(self.node), reason, message, warning, minor))
 
     def claim_status(
@@ -278,15 +285,16 @@ class EventRecorder(BackgroundWorker):
         *,
         is_first: bool = False,
     ) -> None:
-        """The state of all devices of ours in a claim; one that was not written yet is replaced.
+        """Reports the status of all our devices in a claim. Replaces one that was not written yet.
 
-        `written` is called from the recorder's thread once the API server has stored it, and never if it was lost
-        or nothing had to be written. `is_first` saves a look at a claim that was read just before, without a status.
+        `written` is called from the recorder's thread when the API server has stored it, and never if it was
+        lost or nothing had to be written. `is_first` saves a read of a claim that was just read without a
+        status.
         """
         self._put(ClaimState(ref, tuple(devices), written, is_first))
 
     def claim_gone(self, ref: ClaimRef) -> None:
-        """The claim holds no device of ours any more; drop its state if it was not written yet."""
+        """The claim holds none of our devices any more. Drops its status if it was not written yet."""
         with self._lock:
             self._queue.withdraw_state(ref)
 
@@ -304,7 +312,7 @@ class EventRecorder(BackgroundWorker):
             _log.warning("notices_dropped", reason="too much happens at once, or the API server is away")
 
     def _turn(self) -> float:
-        """Write the next report, if it may be written now; the seconds until the next one may."""
+        """Sends the next report, if it may be sent now. Returns the seconds until the next one may."""
         with self._lock:
             now, stop_by = self.clock(), self._stop_by
             at = self._queue.ready_at(now, hurry=stop_by is not None)
@@ -352,7 +360,7 @@ class EventRecorder(BackgroundWorker):
                     report.written()
 
     def _spread(self, report: ClaimEvent, queued: QueuedReport) -> None:
-        """Turn an event for a claim into one for each object: each is written, and tried again, for itself."""
+        """Converts an event for a claim into one for each object, which are then sent and retried separately."""
         try:
             pods = tuple(self.claims.pods_of(report.ref, timeout_s=_REQUEST_S))
         except ApiRejectedError as error:
@@ -367,7 +375,7 @@ class EventRecorder(BackgroundWorker):
 
     def _try_later(self, queued: QueuedReport, error: DraDriverError) -> None:
         if isinstance(queued.report, ClaimState):
-            # It may have been stored although no answer came, and the claim changes meanwhile.
+            # It may have been stored without an answer, and the claim may have changed.
             queued = replace(queued, report=replace(queued.report, is_first=False))
         asked_s = error.retry_after_s if isinstance(error, ApiUnavailableError) else None
         delay = self._backoff.next(min(asked_s or 0.0, _LONGEST_ASKED_S))
@@ -383,7 +391,7 @@ class EventRecorder(BackgroundWorker):
 
     def _refused(self, queued: QueuedReport, error: DraDriverError) -> None:
         self._count(failed=1)
-        kind = type(queued.report).__name__  # these class names are values in the log
+        kind = type(queued.report).__name__  # class names are values in the log
         status = error.status if isinstance(error, ApiRejectedError) else 0
         log = _log.debug if (kind, status) in self._logged else _log.warning
         self._logged.add((kind, status))
@@ -396,7 +404,7 @@ class EventRecorder(BackgroundWorker):
 
 
 def _is_for_now(error: DraDriverError) -> bool:
-    """Whether every request fails alike until the API server is back, or takes our token again."""
+    """Whether all requests fail until the API server is reachable or accepts our token again."""
     return isinstance(error, ApiUnavailableError) or (
         isinstance(error, ApiRejectedError) and error.status == 401
     )

@@ -1,12 +1,12 @@
 """Claims whose Prepare or Unprepare fails: since when, how often, and why.
 
-    (unknown) ── a call fails ──▶ failing ── it fails again ──▶ counted up
+    (unknown) ── a call fails ──▶ failing ── it fails again ──▶ counted
         ▲                            │
         ├── a call succeeds ─────────┤
-        └── the API server says that no pod here can want the claim any more
+        └── according to the API server, no pod on this node can need the claim
 
-The kubelet repeats a failed Prepare every 60 to 90 seconds for as long as the pod exists, and does not say
-when the pod is gone. So the plugin looks up a claim in the API server if the kubelet has not asked for longer.
+The kubelet retries a failed Prepare every 60 to 90 seconds while the pod exists, but does not report when the
+pod is gone. So the plugin checks a claim in the API server if the kubelet has not retried for longer.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _log = structlog.get_logger(__name__)
 _MAX_CLAIMS = 256
 _LONGEST_ERROR = 1000
 _PROBLEM_AFTER_S = 10
-"""A failure that the next call mends is no problem of the node."""
+"""A single failure that the next call resolves is not a problem of the node."""
 _ASKED_AGAIN_WITHIN_S = 180
 _LOOK_EVERY_S = 60.0
 _LOOKS_AT_ONCE = 2
@@ -44,12 +44,12 @@ _SLOW_S = 10.0
 
 @dataclass(eq=False)
 class FailingClaims(BackgroundWorker):
-    """Remembers them. Every method may be called from any thread, and none waits.
+    """Remembers failing claims. Thread-safe; no method blocks.
 
-    `pool` has the names of this node's driver and pool. `look` returns a claim as the API server has it now, None if it
-    does not exist; it raises a DraDriverError if the API server does not say. `slow` is called once for each Prepare
-    that takes long, with the seconds so far. `record` returns the record of a claim by its UID: another instance may
-    have prepared the claim since.
+    `pool` has this node's driver and pool names. `look` returns a claim's current state from the API server,
+    None if it does not exist; it raises a DraDriverError if the state is unknown. `slow` is called once for
+    each Prepare that takes long, with the seconds so far. `record` returns the record of a claim by its UID,
+    because another instance may have prepared the claim since.
     """
 
     pool: tuple[str, str]
@@ -61,21 +61,21 @@ class FailingClaims(BackgroundWorker):
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
-        self._failing: dict[str, FailingClaim] = {}  # by claim UID, the one that failed last at the end
+        self._failing: dict[str, FailingClaim] = {}  # by claim UID, the most recent failure last
         self._numbers = itertools.count()
-        self._under_way: dict[int, tuple[ClaimRef, float]] = {}  # by the number of the call and claim
+        self._under_way: dict[int, tuple[ClaimRef, float]] = {}  # by a number for each call and claim
         self._reported: set[int] = set()
         self._looked_at: dict[str, float] = {}
         super().__init__("failing-claims", self.turn)
 
     def all(self) -> tuple[FailingClaim, ...]:
-        """All of them; the one that failed last is the last."""
+        """Returns all failing claims, the most recent failure last."""
         with self._lock:
             return tuple(self._failing.values())
 
     @contextmanager
     def preparing(self, claims: Iterable[ClaimRef]) -> Iterator[None]:
-        """A Prepare of these claims is under way."""
+        """Tracks a running Prepare of these claims."""
         calls = {next(self._numbers): (ref, time.monotonic()) for ref in claims}
         with self._lock:
             self._under_way |= calls
@@ -108,14 +108,14 @@ class FailingClaims(BackgroundWorker):
             self._failing.pop(ref.uid, None)
 
     def restore(self, kept: Iterable[FailingClaim]) -> None:
-        """Take over what an earlier instance knew of claims that this one has not heard of."""
+        """Adds the failures that an earlier instance knew, for claims that are unknown to this one."""
         with self._lock:
             self._failing = {one.ref.uid: one for one in kept} | self._failing
         self._forget_prepared()
         self.wake()
 
     def problems(self) -> Sequence[NodeProblem]:
-        """One for each claim that has failed twice, or for ten seconds."""
+        """Returns a problem for each claim that has failed twice, or for ten seconds."""
         now = self.clock()
         return [
             NodeProblem("claims-failing", _sentence(one), f"{one.ref.namespace}/{one.ref.name}")
@@ -124,8 +124,9 @@ class FailingClaims(BackgroundWorker):
         ]
 
     def turn(self) -> float:
-        """Report what takes long, and look up claims that the kubelet no longer asks about. Returns the pause until the
-        next turn, in seconds."""
+        """Reports slow calls, and checks claims that the kubelet no longer retries. Returns the seconds until
+        the next turn.
+        """
         pause = self._report_slow()
         if self._failing:
             self._forget_prepared()
@@ -134,7 +135,7 @@ class FailingClaims(BackgroundWorker):
         return pause
 
     def _forget_prepared(self) -> None:
-        """Forget claims that another instance has prepared after they failed last."""
+        """Forgets claims that another instance has prepared since they failed."""
         for one in self.all():
             try:
                 record = self.record(one.ref.uid) if one.operation == "prepare" else None
@@ -166,8 +167,11 @@ class FailingClaims(BackgroundWorker):
         )
 
     def _look_up(self) -> None:
-        """Forget claims that no pod on this node can want any more. A claim stays if the API server does not answer.
-        Only a few at a time, the longest unchecked first, so that slow Prepares are still reported in time."""
+        """Forgets claims that no pod on this node can need. Keeps a claim if the API server does not answer.
+
+        Checks only a few at a time, the longest unchecked first, so that slow Prepares are still reported in
+        time.
+        """
         now = time.monotonic()
         self._looked_at = {uid: at for uid, at in self._looked_at.items() if uid in self._failing}
         due = [
@@ -188,14 +192,16 @@ class FailingClaims(BackgroundWorker):
                 self._forget(one)
 
     def _may_be_wanted(self, ref: ClaimRef, now: ClaimNow | None) -> bool:
-        """Whether a pod on this node may still want the claim. It may have been allocated on another node since."""
+        """Whether a pod on this node may still need the claim, which may have been allocated on another node
+        since.
+        """
         if now is None or now.uid != ref.uid or not now.is_reserved:
             return False
         return any((driver, pool) == self.pool for driver, pool, _ in now.allocated or ())
 
 
 def _seconds(time_of_record: str | None) -> float:
-    """Seconds since 1970; 0 for a record without a time."""
+    """Returns seconds since 1970; 0 for a record without a time."""
     try:
         return datetime.fromisoformat(time_of_record).timestamp() if time_of_record else 0.0
     except ValueError:

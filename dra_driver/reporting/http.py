@@ -1,18 +1,19 @@
-"""The HTTP endpoint: metrics, and the probes: alive, started, ready; if not, with the reason in the body.
+"""The HTTP endpoint: metrics, and the probes for liveness, startup and readiness, with the reason for a
+failure in the body.
 
-prometheus_client's WSGI server serves it, with a thread for each connection. Three limits keep one client or one page
-from blocking the others:
+prometheus_client's WSGI server serves it, with a thread for each connection. Three limits keep one client or
+one page from blocking the others:
 
 - A connection that sends nothing for ten seconds is closed.
-- The number of connections is small: one connection too many closes the oldest. If the newest were refused instead, a
-  client that sends a byte now and then could keep the probes out.
-- A few threads at most make one page. A page that hangs answers 503 from then on, and the other pages answer as before.
+- The number of connections is limited: a new connection above the limit closes the oldest. If new connections were
+  refused instead, clients that send a byte now and then could block the probes.
+- The number of threads for one page is limited. A page that hangs then answers 503, and the other pages still work.
 
-A rolling update waits for readiness before it goes on to the next node. So readiness fails for faults that a bad
-release or a bad configuration causes on every node: the kubelet refuses the plugin, or nothing can be published. It
-does not fail for bad GPUs of this node, nor if the API server stops answering later. The new release does not cause
-that, it would not help to stop the update of all other nodes, and the plugin serves claims meanwhile. Such trouble is a
-note in the answer.
+A rolling update waits for readiness before it continues with the next node. So readiness fails for faults
+that a bad release or configuration causes on every node: the kubelet refuses the plugin, or nothing can be
+published. It does not fail for bad GPUs of this node, nor if the API server stops answering later: the new
+release does not cause these, stopping the update would not help, and the plugin still serves claims. Such
+problems are notes in the response.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ _MAX_AT_ONE_PAGE = 16
 
 
 class Response(NamedTuple):
-    """What a page returns."""
+    """The response of a page."""
 
     status: int
     content_type: str
@@ -58,8 +59,10 @@ class Response(NamedTuple):
 def problems_page(
     problems: Callable[[], Sequence[str]], notes: Callable[[], Sequence[str]] | None = None
 ) -> Page:
-    """200 `ok` while there is no problem, else 503 with one problem on each line. Then the notes, which do not change
-    the status."""
+    """Returns a page with status 200 and `ok` without problems, else 503 and one problem on each line.
+
+    The notes follow; they do not change the status.
+    """
 
     def page() -> Response:
         found = problems()
@@ -71,12 +74,12 @@ def problems_page(
 
 
 def json_page(document: Callable[[], bytes]) -> Page:
-    """200 with a JSON document."""
+    """Returns a page with status 200 and a JSON document."""
     return lambda: Response(200, "application/json", document())
 
 
 def metrics_page(registry: CollectorRegistry) -> Page:
-    """What Prometheus scrapes."""
+    """Returns the page that Prometheus scrapes."""
     encode, content_type = choose_encoder("")
     return lambda: Response(200, content_type, encode(registry))
 
@@ -91,8 +94,9 @@ _BUSY = Response(503, _TEXT, b"too many requests for this page have no answer ye
 class HttpEndpoint:
     """Serves GET on `pages` by path, at `address` in the form `host:port`, `[IPv6]:port` or `:port`.
 
-    Without a host, and with `[::]`, it serves IPv4 and IPv6 clients on one port: the kubelet probes a pod at its first
-    address, which is an IPv6 address in many clusters. Raises: InvalidConfigError; FatalError if it cannot listen.
+    Without a host, and with `[::]`, it serves IPv4 and IPv6 clients on one port: the kubelet probes a pod at
+    its first address, which is an IPv6 address in many clusters. Raises: InvalidConfigError; FatalError if it
+    cannot listen.
     """
 
     def __init__(self, address: str, pages: Mapping[str, Page]) -> None:
@@ -108,15 +112,15 @@ class HttpEndpoint:
 
     @property
     def port(self) -> int:
-        """The port in use; it differs from the wanted port if that was 0."""
+        """The port in use; differs from the requested port if that was 0."""
         return self._server.server_port
 
     def start(self) -> None:
-        """Begin serving."""
+        """Starts serving."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop serving and close the socket; takes half a second at most."""
+        """Stops serving and closes the socket; takes at most half a second."""
         if self._thread.ident is not None:
             self._server.shutdown()
         self._server.server_close()
@@ -124,7 +128,9 @@ class HttpEndpoint:
 
 class _Server(ThreadingWSGIServer):
     def __init__(self, listening: socket.socket, application: WSGIApplication) -> None:
-        """`listening` is bound already: the library would ask DNS for the name of this host, and DNS may not answer."""
+        """`listening` must be bound: the library would query DNS for the name of this host, and DNS may not
+        answer.
+        """
         address = listening.getsockname()[:2]
         super().__init__(address, _Handler, bind_and_activate=False)
         self.socket.close()
@@ -136,7 +142,7 @@ class _Server(ThreadingWSGIServer):
         self._open_lock = threading.Lock()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve a connection in a thread of its own."""
+        """Serves a connection in a new thread."""
         with self._open_lock:
             if len(self._open) >= _MAX_CONNECTIONS:
                 oldest = next(iter(self._open))
@@ -147,13 +153,13 @@ class _Server(ThreadingWSGIServer):
         super().process_request(request, client_address)
 
     def close_request(self, request: Any) -> None:
-        """Close a connection; the client may have closed it already."""
+        """Closes a connection, which the client may already have closed."""
         with self._open_lock:
             self._open.pop(request, None)
         super().close_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log no traceback for a client that hangs up."""
+        """Logs no traceback if a client disconnects."""
         _log.debug("http_client_lost", client=str(client_address), exc_info=True)
 
 
@@ -161,15 +167,17 @@ class _Handler(WSGIRequestHandler):
     timeout = 10
 
     def log_message(self, format: str, *args: object) -> None:
-        """Log no line for each request."""
+        """Does not log each request."""
 
     def get_stderr(self) -> TextIO:
-        """Where wsgiref writes the traceback of a write that fails: nowhere, since such a client has hung up."""
+        """Discards the traceback that wsgiref writes if a write fails, because the client has disconnected."""
         return StringIO()
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """A socket at the first address of `host`; at all addresses of both families where it is empty. Raises: OSError."""
+    """Returns a socket at the first address of `host`, or at all addresses of both families if it is empty.
+    Raises: OSError.
+    """
     if host not in ("", "::"):
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address, family=family)
@@ -177,7 +185,7 @@ def _listen(host: str, port: int) -> socket.socket:
         try:
             return socket.create_server(("::", port), family=socket.AF_INET6, dualstack_ipv6=True)
         except OSError as error:
-            if host or error.errno != errno.EADDRNOTAVAIL:  # the kernel has IPv6, but no interface has it
+            if host or error.errno != errno.EADDRNOTAVAIL:  # no interface has an IPv6 address
                 raise
     return socket.create_server((host, port))
 
@@ -196,7 +204,7 @@ def _application(pages: Mapping[str, Page]) -> WSGIApplication:
         else:
             try:
                 answer = pages[path]()
-            except Exception:  # noqa: BLE001  goes to the log; the other pages stay up
+            except Exception:  # noqa: BLE001  logged; the other pages still work
                 _log.exception("page_failed", path=path)
                 answer = _FAILED
             finally:
@@ -223,9 +231,9 @@ _STOPPING = "gpu-dra-driver is stopping; another instance takes over, or the pod
 
 @dataclass(eq=False)
 class Probes:
-    """Answers for the kubelet's probes, by gRPC and by HTTP: lists of sentences, empty if all is well.
+    """Results of the kubelet's probes over gRPC and HTTP: lists of sentences, empty if all is well.
 
-    `problems` returns a sentence for each problem of the node; they are notes only.
+    `problems` returns a sentence for each problem of the node; these are only notes.
     """
 
     plugin: KubeletPlugin
@@ -238,25 +246,25 @@ class Probes:
         self._logged: list[str] | None = None
 
     def startup(self) -> list[str]:
-        """Why the sockets have never answered yet."""
+        """Returns why the sockets have never responded."""
         return _listed(self.plugin.liveness.start_fault())
 
     def liveness(self) -> list[str]:
-        """Why the kubelet cannot reach the sockets; nothing else can fail this."""
+        """Returns why the kubelet cannot reach the sockets; nothing else fails this probe."""
         return _listed(self.plugin.liveness.fault())
 
     def readiness(self) -> list[str]:
-        """Why a rolling update must not go on to the next node."""
+        """Returns why a rolling update must not continue with the next node."""
         faults = [*self._registration_faults(), *self._device_faults()[0], *self._slice_faults()[0]]
         self._log_changes(faults)
         return faults
 
     def is_ready(self) -> bool:
-        """Readiness as yes or no."""
+        """Whether readiness has no faults."""
         return not self.readiness()
 
     def notes(self) -> list[str]:
-        """Trouble of this node that fails no probe, one sentence each."""
+        """Returns problems of this node that fail no probe, one sentence each."""
         failing = self.readiness()
         found = dict.fromkeys([*self._device_faults()[1], *self._slice_faults()[1], *self.problems()])
         return [note for note in found if note not in failing]
@@ -272,13 +280,15 @@ class Probes:
         return []
 
     def _device_faults(self) -> tuple[list[str], list[str]]:
-        """Faults and notes. If nothing is known of the devices yet, that is a fault; any known trouble is a note."""
+        """Returns faults and notes. Before the first discovery there is a fault; later problems are notes."""
         problem = self.discovery.problem()
         lines = _listed(problem)
         return (lines, []) if problem == NOT_DISCOVERED else ([], lines)
 
     def _slice_faults(self) -> tuple[list[str], list[str]]:
-        """Faults and notes. Without devices there is nothing to publish; the note of the devices says why."""
+        """Returns faults and notes. Without devices there is nothing to publish, and the device note says
+        why.
+        """
         problem = self.publisher.problem
         lines = _listed(problem and f"slices: {problem}")
         if self.discovery.problem() not in (None, NOT_DISCOVERED):

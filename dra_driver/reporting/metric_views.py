@@ -1,7 +1,7 @@
 """What each scrape reads from other parts of the plugin, in limited time.
 
-Each view is registered when the part that it reads exists. A part that fails or does not answer in time is counted and
-left out of this scrape; the scrape shows all others.
+Each view is registered when the part that it reads exists. A part that fails or does not answer in time is
+counted and omitted from this scrape; the others are still shown.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ Read = Callable[[], Iterable[Metric]]
 
 
 class Readings(Collector):
-    """Sources by name, each asked in a thread of its own. `failed` is called for each answer that is left out, with the
-    name of the source and one of `CAUSES`."""
+    """Sources by name, each called in a separate thread. `failed` is called for each missing answer, with the
+    name of the source and one of `CAUSES`.
+    """
 
     def __init__(self, failed: Callable[[str, str], None], *, within_s: float = _WITHIN_S) -> None:
         """`within_s` is how long a scrape waits for all sources together."""
@@ -52,14 +53,14 @@ class Readings(Collector):
         self._calls: dict[str, BoundedCall[tuple[Metric, ...]]] = {}
 
     def add(self, name: str, read: Read) -> None:
-        """Call `read` at each scrape, which may read files or ask another process."""
+        """Registers `read`, which may read files or call another process, for every scrape."""
         self._calls[name] = BoundedCall(name, lambda: tuple(read()))
 
     def collect(self) -> Sequence[Metric]:
-        """The answers of all sources that answer in time. Scrapes take turns."""
+        """Returns the answers of all sources that answer in time. Concurrent scrapes take turns."""
         with self._turn:
             calls = self._calls.copy()
-            # An earlier scrape has waited for these already.
+            # An earlier scrape has already waited for these.
             late = {name for name, call in calls.items() if call.is_running}
             for call in calls.values():
                 call.start()
@@ -77,11 +78,12 @@ class Readings(Collector):
 _PREPARED_TYPES = ("gpu", "mig", "vfio", "unknown")
 _OFFERED_TYPES = ("gpu", "mig", "possible_mig")
 _MAX_PODS = 16
-"""For one claim: a claim that hundreds of pods share must not fill the time series database."""
+"""The maximum number of pods for one claim: a claim shared by hundreds of pods must not flood the time series
+database."""
 _CONDITIONS: tuple[Condition, ...] = get_args(Condition)
 
 Instances = Mapping[str, MadeInstance]
-"""The made MIG devices on demand, by device name."""
+"""The existing MIG devices on demand, by device name."""
 Samples = Mapping[tuple[str, ...], float]
 InventorySource = Callable[[], Inventory | None]
 
@@ -117,7 +119,7 @@ _GAUGES: Mapping[str, tuple[str, ...]] = {
     "unclaimed_memory_bytes": ("Memory of a GPU that processes without a claim or container use.", "uuid"),
     "withdrawn_devices": ("Bad devices that the slices omit, because taints cannot keep pods away.",),
 }  # fmt: skip
-"""Gauges of this node: by name, without `nvidia_dra_`, the help and the labels beside `driver`."""
+"""Gauges of this node, by name without `nvidia_dra_`: help, and labels in addition to `driver`."""
 _OF_PODS: Mapping[str, tuple[str, Callable[[PodUse], float | None]]] = {
     "utilization_ratio": ("Part of the last ten seconds in which a kernel of the pod ran on a whole GPU.",
                           lambda pod: None if pod.utilisation_percent is None else pod.utilisation_percent / 100),
@@ -125,8 +127,8 @@ _OF_PODS: Mapping[str, tuple[str, Callable[[PodUse], float | None]]] = {
                           lambda pod: pod.memory_bytes),
     "processes": ("Processes of the pod on a device.", lambda pod: pod.processes),
 }  # fmt: skip
-"""Gauges of each pod on a device of its claims: by name, without `nvidia_dra_pod_`, the help and the value. `claim` is
-empty where the pod has the device by several claims."""
+"""Gauges of each pod on a device of its claims, by name without `nvidia_dra_pod_`: help and value. `claim` is empty if
+the pod has the device through several claims."""
 _OF_DEVICES: Mapping[str, tuple[str, Callable[[DeviceUse, GpuLoad], float | None]]] = {
     "utilization_ratio": ("Part of the time in which a kernel ran on the device.", lambda _, load: _busy(load)),
     "memory_used_bytes": ("Memory in use on the device.", lambda _, load: load.memory_used_bytes),
@@ -135,12 +137,12 @@ _OF_DEVICES: Mapping[str, tuple[str, Callable[[DeviceUse, GpuLoad], float | None
                   lambda device, _: device.processes),
     "gpu_fraction": ("The device's part of its GPU, by memory.", lambda device, _: device.gpu_fraction),
 }  # fmt: skip
-"""Help and value of each gauge of a device. `shared` is true while several claims have the device, and nobody knows
-whose use it is."""
+"""Help and value of each gauge of a device. `shared` is true if several claims share the device, so that the use of
+each is unknown."""
 
 
 class Views:
-    """Registers what a scrape asks for; each method once."""
+    """Registers what a scrape reads; call each method once."""
 
     def __init__(self, driver: str, node: str, readings: Readings, added: Callable[[str], None]) -> None:
         """`added` is called with the name of each source."""
@@ -150,7 +152,7 @@ class Views:
         self._added = added
 
     def prepared_devices(self, kinds: Callable[[], Iterable[str]]) -> None:
-        """The type of each device that is prepared. It comes from the records, so it is right after a restart too."""
+        """The type of each prepared device, from the records, so that it is correct after a restart."""
 
         def read() -> Iterator[Metric]:
             tally = Tally(kind if kind in _PREPARED_TYPES else "unknown" for kind in kinds())
@@ -169,8 +171,11 @@ class Views:
         made_uuid: Callable[[str], str | None],
         inventory: InventorySource,
     ) -> None:
-        """Which claim has which device, for which pods. `made_uuid` returns the UUID that a MIG device on demand has
-        now, by the device's name. The labels that begin with `dra_` are those of the DCGM exporter."""
+        """Which claim has which device, and for which pods.
+
+        `made_uuid` returns the current UUID of a MIG device on demand, by the device's name. The labels that
+        begin with `dra_` are those of the DCGM exporter.
+        """
 
         def read() -> Iterator[Metric]:
             samples: dict[tuple[str, ...], float] = {}
@@ -208,7 +213,7 @@ class Views:
     def devices(
         self, inventory: InventorySource, health: HealthBook, instances: Callable[[], Instances]
     ) -> None:
-        """The devices on offer. `instances` may read files."""
+        """The published devices. `instances` may read files."""
 
         def read() -> Iterator[Metric]:
             found, made = inventory(), instances()
@@ -222,7 +227,7 @@ class Views:
         self._add("devices", read)
 
     def usage(self, look: Callable[[], NodeUse]) -> None:
-        """How the devices of claims are used, and memory that no claim has. Each scrape asks NVML."""
+        """Usage of the devices of claims, and memory without a claim. Each scrape queries NVML."""
         self._add("usage", lambda: self._usage(look()))
 
     def inventory(self, inventory: InventorySource) -> None:
@@ -230,14 +235,15 @@ class Views:
         self._add("inventory", partial(self._read_inventory, inventory))
 
     def health(self, inventory: InventorySource, health: HealthBook) -> None:
-        """The health of the physical GPUs, also of lost ones, which discovery does not show any more."""
+        """The health of the physical GPUs, including lost ones, which discovery no longer lists."""
         self._add("health", partial(self._read_health, inventory, health))
 
     def publishing(
         self, problem: Callable[[], str | None], slices: Callable[[], int], withdrawn: Callable[[], int]
     ) -> None:
-        """Whether the slices are up to date, how many slices of this node the API server has, and how many devices are
-        left out of them because they are not well."""
+        """Whether the slices are current, how many slices of this node the API server has, and how many
+        unhealthy devices they omit.
+        """
 
         def read() -> Iterator[Metric]:
             yield self._one("publish_problem", problem() is not None)
@@ -247,7 +253,7 @@ class Views:
         self._add("publishing", read)
 
     def mig_layouts(self, layouts: Callable[[], Mapping[str, GpuLayout]]) -> None:
-        """What became of the node's MIG layout."""
+        """The state of the node's MIG layout."""
 
         def read() -> Iterator[Metric]:
             found = layouts().values()
@@ -256,7 +262,7 @@ class Views:
         self._add("mig_layout", read)
 
     def cleanups(self, cleanups: Callable[[], Iterable[PendingCleanup]]) -> None:
-        """What an Unprepare or a failed Prepare could not undo yet."""
+        """What an Unprepare or a failed Prepare has not undone yet."""
 
         def kinds() -> Iterator[str]:
             return (kind_of(step) for one in cleanups() for step in one.steps)
@@ -264,7 +270,7 @@ class Views:
         self._show_tally("cleanups", "pending_cleanups", CLEANUP_KINDS, kinds)
 
     def value(self, source: str, name: str, read: Callable[[], float]) -> None:
-        """The gauge of this name has one value."""
+        """A gauge with a single value."""
         self._add(source, lambda: (self._one(name, read()),))
 
     def mps(self, states: Callable[[], Iterable[str]]) -> None:
@@ -272,12 +278,12 @@ class Views:
         self._show_tally("mps", "mps_daemons", MPS_STATES, states)
 
     def problems(self, codes: Callable[[], Iterable[ProblemCode]]) -> None:
-        """How many problems of each kind the node has."""
+        """The number of the node's problems of each kind."""
         kinds = [code for code in get_args(ProblemCode) if code not in FOUND_BY_TOP]
         self._show_tally("problems", "problems", kinds, codes)
 
     def reports(self, counts: Callable[[], Mapping[str, int]]) -> None:
-        """Events and claim states, how many of them by what became of them."""
+        """The number of events and claim statuses by outcome."""
 
         def read() -> Iterator[Metric]:
             family = CounterMetricFamily(
@@ -356,7 +362,7 @@ class Views:
         found = inventory()
         known = {gpu.uuid for gpu in found.gpus} if found else set()
         known |= {target.gpu_uuid for target, state in states.items() if state.severity == Severity.LOST}
-        # Known without a look at the GPU, which may hang as well.
+        # Known without a query of the GPU, which may hang as well.
         unresponsive = {target.gpu_uuid for target, state in states.items() if state.has(UNRESPONSIVE)}
         known |= unresponsive
         fresh = {uuid: health.is_fresh(uuid) for uuid in sorted(known)}
@@ -372,7 +378,7 @@ class Views:
             if not target.is_instance:
                 severities[uuid,] = state.severity
             else:
-                # An Xid may come before the instance was looked at: its severity counts from then on.
+                # An Xid may precede the first reading of the instance; its severity counts from then on.
                 for mig in (state.identity or "unknown").split(","):
                     instances[uuid, mig, _ids_of(target)] = state.severity
             for reason in state.reasons:
@@ -401,7 +407,7 @@ class Views:
         values: Sequence[str],
         found: Callable[[], Iterable[str]],
     ) -> None:
-        """How often each of the values of a label is found."""
+        """Counts how often each value of a label occurs."""
 
         def read() -> Iterator[Metric]:
             tally = Tally(found())
@@ -413,7 +419,7 @@ class Views:
         return self._gauge(name, {(): value})
 
     def _gauge(self, name: str, samples: Samples) -> Metric:
-        """One of `_GAUGES`, with the name of our DRA driver as its first label."""
+        """Returns one of `_GAUGES`, with our DRA driver's name as its first label."""
         text, *labels = _GAUGES[name]
         named = {(self._driver, *values): value for values, value in samples.items()}
         return _gauge(f"nvidia_dra_{name}", text, ("driver", *labels), named)
@@ -427,7 +433,7 @@ def _gauge(name: str, text: str, labels: tuple[str, ...], samples: Samples) -> M
 
 
 def _names(pods: Pods) -> Sequence[str]:
-    """The names of the first pods of a claim; an empty name if none is known."""
+    """Returns the names of the first pods of a claim; an empty name if none is known."""
     return [pod.name for pod in (pods or ())[:_MAX_PODS]] or [""]
 
 
@@ -440,16 +446,16 @@ def _type_of(device: OfferedDevice) -> str:
 
 
 def _ids_of(instance: HealthTarget) -> str:
-    """`GPU instance ID/compute instance ID`; only the first ID for a whole GPU instance."""
+    """Returns `GPU instance ID/compute instance ID`; only the first ID for a whole GPU instance."""
     ids = (instance.gpu_instance_id, instance.compute_instance_id)
     return "/".join(str(number) for number in ids if number is not None)
 
 
 def _condition_of(device: OfferedDevice, health: HealthBook, instances: Instances) -> Condition:
-    """One word for the health of a device, from its GPU and its instance."""
+    """Returns one word for the health of a device, from its GPU and its instance."""
     reasons = device_reasons(device, health.states(), instances)
     state = HealthState(HealthTarget(device.gpu.uuid), reasons)
     is_bound = (
         isinstance(device, VfioDevice) and device.card.is_bound
-    )  # nobody looks at it, and that is no fault
+    )  # not monitored while bound to vfio, which is expected
     return condition(state, is_fresh=is_bound or health.is_fresh(device.gpu.uuid))

@@ -1,5 +1,7 @@
-"""What the plugin counts and times when it happens. The metrics of the requests have the names and labels of NVIDIA's
-own driver, so one dashboard serves both; `metric_views` has what is read at each scrape.
+"""Counters and histograms that the plugin updates when something happens.
+
+The metrics of requests have the names and labels of NVIDIA's own driver, so that one dashboard serves both;
+`metric_views` has what is read at each scrape.
 """
 
 from __future__ import annotations
@@ -42,16 +44,16 @@ _REASONS: tuple[tuple[type[Exception], str], ...] = (
 _INTERNAL = "internal"
 
 REASONS = (*(reason for _, reason in _REASONS), _INTERNAL)
-"""Every value of the label."""
+"""All values of the label `error_type`."""
 
 
 def reason_of(error: Exception) -> str:
-    """The value of the label `error_type` for an error."""
+    """Returns the value of the label `error_type` for an error."""
     return next((reason for kind, reason in _REASONS if isinstance(error, kind)), _INTERNAL)
 
 
 _DURATION_BUCKETS = (0.002, 0.005, 0.01, 0.025, *(0.05 * 2**n for n in range(10)), 45.0)
-"""As NVIDIA's own driver has them, and to the end of the kubelet's patience."""
+"""The buckets of NVIDIA's own driver, extended to the kubelet's timeout."""
 _STEP_BUCKETS = (0.001, 0.005, 0.02, 0.1, 0.5, 2.0, 10.0, 30.0, 45.0)
 _WAIT_BUCKETS = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0)
 _LAG_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -66,7 +68,7 @@ _Shown = TypeVar("_Shown", Counter, Gauge, Histogram)
 
 
 def step_label(step: type[Step]) -> str:
-    """`write_cdi_spec` for `WriteCdiSpec`."""
+    """Returns `write_cdi_spec` for `WriteCdiSpec`."""
     return re.sub(r"(?<!^)(?=[A-Z])", "_", step.__name__).lower()
 
 
@@ -84,7 +86,7 @@ _COUNTERS: Mapping[str, tuple[str, _Labels]] = {
     "api_requests": ("Requests to the API server; code `none` without an answer.",
                      {"method": [method for method, _ in _USUAL_ANSWERS], "code": [_NO_ANSWER]}),
 }  # fmt: skip
-"""By name, without `nvidia_dra_`: help, and the values of each label beside `driver`."""
+"""By name without `nvidia_dra_`: help, and the values of each label in addition to `driver`."""
 _HISTOGRAMS: Mapping[str, tuple[str, Sequence[float], _Labels]] = {
     "request_duration_seconds": ("Time to prepare or unprepare one claim.", _DURATION_BUCKETS, _OPERATION),
     "release_wait_seconds": ("Time that a Prepare waited for a device.",
@@ -99,14 +101,14 @@ _HISTOGRAMS: Mapping[str, tuple[str, Sequence[float], _Labels]] = {
 
 
 class Metrics:
-    """All metrics of the process, in their own registry; all start at zero.
+    """All metrics of the process in a separate registry; all start at zero.
 
-    `prepared` yields the type (`gpu`, `mig`) of each device that is prepared now; each scrape calls it, like everything
-    that `show` registers.
+    `prepared` yields the type (`gpu`, `mig`) of each currently prepared device; it is called at each scrape,
+    like everything that `show` registers.
     """
 
     def __init__(self, driver: str, node: str, prepared: Callable[[], Iterable[str]]) -> None:
-        # This would add a series to each counter and histogram that Prometheus does not use.
+        # Otherwise every counter and histogram has another series, which Prometheus does not use.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self._driver = driver
@@ -117,7 +119,7 @@ class Metrics:
             registry=None,
         )
         readings = Readings(lambda source, cause: self._unread.labels(driver, source, cause).inc())
-        # First, so that a scrape shows its own errors.
+        # Registered first, so that a scrape shows its own errors.
         self.registry.register(readings)
         self.registry.register(self._unread)
         self.show = Views(driver, node, readings, self._source_added)
@@ -148,11 +150,11 @@ class Metrics:
         self._ended("unprepare", duration_s, error)
 
     def waited(self, duration_s: float) -> None:
-        """A Prepare has ended, with or without success, which waited for a device."""
+        """A Prepare that waited for a device has ended, with or without success."""
         self._durations["release_wait_seconds"].labels(self._driver).observe(duration_s)
 
     def mig_changed(self, action: str, duration_s: float, error: Exception | None) -> None:
-        """A MIG device was made or destroyed, or could not be."""
+        """The creation or destruction of a MIG device succeeded or failed."""
         if error is None:
             self._durations["mig_duration_seconds"].labels(self._driver, action).observe(duration_s)
         else:
@@ -161,7 +163,7 @@ class Metrics:
     def step_ended(
         self, step: type[Step], action: StepAction, duration_s: float, error: Exception | None
     ) -> None:
-        """A step was done or undone, or could not be."""
+        """Doing or undoing a step succeeded or failed."""
         self._durations["step_duration_seconds"].labels(self._driver, step_label(step), action).observe(
             duration_s
         )
@@ -169,11 +171,11 @@ class Metrics:
             self._counts["step_errors"].labels(self._driver, step_label(step), action).inc()
 
     def published(self, lag_s: float) -> None:
-        """Slices were written, `lag_s` after the change that called for it."""
+        """Slices were written, `lag_s` seconds after the change that they show."""
         self._durations["publish_lag_seconds"].labels(self._driver).observe(lag_s)
 
     def publish_failed(self, error: Exception) -> None:
-        """Slices could not be brought up to date; the publisher tries again."""
+        """An update of the slices failed; the publisher retries."""
         self._counts["publish_errors"].labels(self._driver, reason_of(error)).inc()
 
     def api_answered(self, method: str, code: int | None) -> None:
@@ -184,7 +186,7 @@ class Metrics:
 
     @contextmanager
     def in_flight(self, operation: str) -> Iterator[None]:
-        """Count a gRPC call from its arrival to its answer."""
+        """Counts a gRPC call from its arrival to its response."""
         gauge = self._inflight.labels(self._driver, operation)
         gauge.inc()
         try:
@@ -206,7 +208,9 @@ class Metrics:
     def _shown(
         self, kind: Callable[..., _Shown], name: str, text: str, labels: Mapping[str, Sequence[str]]
     ) -> _Shown:
-        """A metric with a series for each of the values of its labels; the name of our DRA driver comes first."""
+        """Returns a metric with a series for each combination of label values; our DRA driver's name comes
+        first.
+        """
         metric = kind(f"nvidia_dra_{name}", text, ("driver", *labels), registry=self.registry)
         for values in product(*labels.values()):
             metric.labels(self._driver, *values)

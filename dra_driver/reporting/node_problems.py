@@ -1,13 +1,14 @@
-"""The problems of this node: collected from the parts that have them, and shown wherever people look.
+"""Collects the problems of this node from the parts that have them, and shows them to users.
 
-Every two seconds a thread calls the sources. What they return is the state: a problem begins when a source returns it
-and ends when no source does. Each change is logged and becomes an event on the node. The readiness notes, the metric
-`nvidia_dra_problems`, the page `/problems` and the file `problems.json`, which `top` reads, show the state itself.
+A thread calls the sources every two seconds. Their results are the state: a problem begins when a source
+returns it and ends when none does. Each change is logged and becomes an event on the node. The readiness
+notes, the metric `nvidia_dra_problems`, the page `/problems` and the file `problems.json`, which `top` reads,
+show the state itself.
 
-`running.lock` is held as long as this process lives, so that a reader knows whether anyone keeps the file up to date.
-The file is there while there are problems or failing claims.
+`running.lock` is held while this process lives, so that a reader knows whether the file is kept up to date.
+The file exists only while there are problems or failing claims.
 
-`DiskWatch` is one of the sources: directories that take no files, which no other part notices before a claim comes.
+`DiskWatch` is one of the sources: it detects directories that cannot be written, before a claim needs them.
 """
 
 from __future__ import annotations
@@ -54,15 +55,15 @@ _HANGS_AFTER_S = 30.0
 _PROBE_EVERY_S = 5.0
 _SIZES_EVERY_S = 10.0
 _PROBE = bytes(4096)
-"""A full disk may still take an empty file."""
+"""Large enough to fail on a full disk, which may still accept an empty file."""
 
 
 class DiskWatch:
-    """Finds directories that take no files: those in which the last write failed, in which one does not return, or
-    whose file system is full or read-only. After a failure it tries a small file there every few seconds, so that the
-    problem ends on evidence. At rest it writes nothing.
+    """Finds directories that cannot be written: the last write failed or hangs, or the file system is full or
+    read-only.
 
-    `write` writes a file durably and raises StateError.
+    After a failure it writes a small file every few seconds, so that the problem ends on evidence. Otherwise
+    it writes nothing. `write` writes a file durably and raises StateError.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class DiskWatch:
         self._sizing = BoundedCall("the size of the disk", self._read_sizes)
 
     def problems(self) -> Sequence[NodeProblem]:
-        """One for each directory that takes no files now. It waits for no disk."""
+        """Returns a problem for each directory that cannot be written. Does not block on disks."""
         self._read_sizes_soon()
         found = ((top, self._fault(top)) for top in self._directories)
         return [NodeProblem("disk-not-writable", text, str(top)) for top, text in found if text is not None]
@@ -111,7 +112,7 @@ class DiskWatch:
             self._probing.start()
 
     def _read_sizes_soon(self) -> None:
-        """In another thread, and one call at a time: on a disk that hangs this call may hang too."""
+        """Starts a thread, one at a time, because this call may hang on a disk that hangs."""
         with self._lock:
             if self._sizing.is_running or time.monotonic() < self._sizes_again_at:
                 return
@@ -123,7 +124,7 @@ class DiskWatch:
         self._refusing = {top: text for top, text in found if text is not None}
 
     def _probe(self) -> None:
-        """Write and remove a file. Its outcome is noted as that of any other write."""
+        """Writes and removes a file. The outcome is recorded like that of any other write."""
         if self._probed is None:
             return
         if not self._probed.is_dir() and self._probed not in self._directories:
@@ -136,8 +137,11 @@ class DiskWatch:
 
 
 def _refusal(directory: Path) -> str | None:
-    """The error that a write would have now; None if it may succeed, if the file system reports no sizes, or if the
-    directory does not exist yet. On a read-only file system a Prepare fails at its lock, before it writes anything."""
+    """Returns the error that a write would have; None if it may succeed, or if nothing is known about the
+    file system.
+
+    On a read-only file system a Prepare already fails at its lock, before it writes anything.
+    """
     try:
         disk = os.statvfs(directory)
     except OSError:
@@ -162,7 +166,7 @@ class Reported(NamedTuple):
 
 
 def encode(reported: Reported, at: int) -> bytes:
-    """The report as of `at`, in seconds since 1970."""
+    """Encodes the report as of `at`, in seconds since 1970."""
     listed = [
         {
             "problem": one.problem.code,
@@ -177,12 +181,12 @@ def encode(reported: Reported, at: int) -> bytes:
 
 
 def decode(content: bytes) -> Reported:
-    """What `encode` wrote. Raises: StateError that says what is wrong with it."""
+    """Decodes the result of `encode`. Raises: StateError that describes the fault."""
     return parse_file(content, "list of problems", _decoded, known=_FORMAT)
 
 
 def read_problems(directory: Path) -> tuple[bool, Reported]:
-    """Whether an instance of the plugin runs, and what the last one wrote down.
+    """Returns whether an instance of the plugin runs, and the last report.
 
     Raises: StateError if either cannot be read.
     """
@@ -206,9 +210,9 @@ ProblemSource = Callable[[], Sequence[NodeProblem]]
 
 _TURN_S = 2.0
 _WRITE_AGAIN_S = 60.0
-"""A sentence that counts seconds changes with every look; the file follows once a minute."""
+"""Some texts count seconds and change every time; the file then follows once a minute."""
 _LONGEST_EVENT = 1000
-"""The API server takes messages of 1,024 bytes."""
+"""The API server accepts messages of up to 1,024 bytes."""
 
 _EVENTS: Mapping[ProblemCode, tuple[EventReason, EventReason, str]] = {
     "disk-not-writable": ("DiskNotWritable", "DiskWritable", "The plugin can write its files again"),
@@ -224,18 +228,18 @@ _EVENTS: Mapping[ProblemCode, tuple[EventReason, EventReason, str]] = {
                                 "GPUs can be given to virtual machines again"),
     "slices-not-published": ("SlicesNotPublished", "SlicesPublished", "The node's slices are published again"),
 }  # fmt: skip
-"""The events at the beginning and at the end of a problem, and the text at the end. Other problems have no event here:
-claims and GPUs have their own (`PrepareFailed`, `GPUUnhealthy`), a node that waits for its first NVIDIA driver is in no
-trouble, and a check that fails is seen in the notes."""
+"""The events at the start and end of a problem, and the text at the end. Other problems have no event here: claims and
+GPUs have their own (`PrepareFailed`, `GPUUnhealthy`), waiting for the first NVIDIA driver is normal, and a failed check
+appears in the notes."""
 
 
 @dataclass(eq=False)
 class NodeProblems(BackgroundWorker):
     """Collects the problems of the node.
 
-    The claims that are `failing` are one of the sources, and are kept in the file over a restart. A source returns what
-    is wrong now. It must not block, and may be called from any thread. While `speaks_for_node`
-    returns False, another instance of the plugin writes events and file.
+    `failing` is one of the sources; its claims survive a restart in the file. A source returns its current
+    problems, must not block, and may be called from any thread. While `speaks_for_node` returns False,
+    another instance of the plugin writes events and the file.
     """
 
     sources: Sequence[ProblemSource]
@@ -249,9 +253,7 @@ class NodeProblems(BackgroundWorker):
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self._since: dict[tuple[ProblemCode, str], int] = {}
-        self._returned: dict[
-            int, Sequence[NodeProblem]
-        ] = {}  # by each source at the last time, by its number
+        self._returned: dict[int, Sequence[NodeProblem]] = {}  # last result of each source, by its number
         self._shown: tuple[ShownProblem, ...] = ()
         self._reported: dict[ProblemCode, frozenset[str]] = {}
         self._written: tuple[Reported, float] | None = None
@@ -263,7 +265,7 @@ class NodeProblems(BackgroundWorker):
         super().__init__("node-problems", self.turn)
 
     def start(self) -> None:
-        """Begin, and show that this process runs."""
+        """Starts, and shows other processes that this one runs."""
         try:
             self._mark.hold()
         except StateError as error:
@@ -271,13 +273,13 @@ class NodeProblems(BackgroundWorker):
         super().start()
 
     def stop(self) -> bool:
-        """End, and stop to show that this process runs."""
+        """Stops, and no longer shows other processes that this one runs."""
         has_ended = super().stop()
         self._mark.release()
         return has_ended
 
     def current(self) -> tuple[ShownProblem, ...]:
-        """All problems as of now, in the order of their sources."""
+        """Returns all current problems, in the order of their sources."""
         found = {(problem.code, problem.subject): problem for problem in self._collected()}
         now = int(self.clock())
         with self._lock:
@@ -285,19 +287,19 @@ class NodeProblems(BackgroundWorker):
             return tuple(ShownProblem(problem, self._since[key]) for key, problem in found.items())
 
     def notes(self) -> list[str]:
-        """A sentence for each problem."""
+        """Returns a sentence for each problem."""
         return [shown.problem.text for shown in self.current()]
 
     def as_json(self) -> bytes:
-        """The problems as a JSON document."""
+        """Returns the problems as a JSON document."""
         return encode(Reported(self.current(), self.failing.all()), int(self.clock()))
 
     def codes(self) -> list[ProblemCode]:
-        """The code of each problem; one that several subjects have comes several times."""
+        """Returns the code of each problem, with duplicates if several subjects have it."""
         return [shown.problem.code for shown in self.current()]
 
     def turn(self) -> float:
-        """Look once: log and report what has changed. Returns the pause until the next look, in seconds."""
+        """Checks once, and logs and reports changes. Returns the seconds until the next check."""
         shown, before = self.current(), self._shown
         self._shown = shown
         self._log_changes(before, shown)
@@ -311,14 +313,17 @@ class NodeProblems(BackgroundWorker):
         return _TURN_S
 
     def _collected(self) -> Iterable[NodeProblem]:
-        """What the sources return. A source that fails has the problems that it returned before, since they end only on
-        evidence, and the failure is another one."""
+        """Yields the results of all sources.
+
+        A failed source keeps its earlier problems, since problems end only on evidence, and the failure is a
+        further problem.
+        """
         for number, source in enumerate((*self.sources, self.failing.problems)):
             try:
                 self._returned[number] = source()
             except DraDriverError as error:
                 yield NodeProblem("check-failed", f"A check of this node failed: {error}", str(error))
-            except Exception as error:  # noqa: BLE001  a mistake of ours must not hide the other problems
+            except Exception as error:  # noqa: BLE001  our own bug must not hide the other problems
                 text = "A check of this node failed because of a fault in gpu-dra-driver; see its log"
                 yield NodeProblem("check-failed", f"{text}: {error!r}", repr(error))
             yield from self._returned.get(number, ())
@@ -338,7 +343,7 @@ class NodeProblems(BackgroundWorker):
                 _log.info("node_problem_ended", problem=code, subject=subject, since=shown.since)
 
     def _report(self, shown: Sequence[ShownProblem]) -> None:
-        """Write an event for each code that began, that got another subject, or that ended."""
+        """Writes an event for each code that began, has a new subject, or ended."""
         by_code: dict[ProblemCode, list[NodeProblem]] = {}
         for entry in shown:
             by_code.setdefault(entry.problem.code, []).append(entry.problem)
@@ -353,7 +358,7 @@ class NodeProblems(BackgroundWorker):
             self._reported[code] = subjects
 
     def _take_over(self) -> None:
-        """Learn from the file which claims failed with the instance that spoke for the node before."""
+        """Reads from the file which claims failed under the previous instance."""
         if self._speaks:
             return
         self._speaks = True
@@ -363,8 +368,9 @@ class NodeProblems(BackgroundWorker):
             _log.debug("problems_not_read", reason=str(error))
 
     def _keep(self, reported: Reported) -> None:
-        """Bring the file up to date, in another thread: a disk that hangs must not keep problems from being reported.
-        That a disk takes no file is a problem of its own source."""
+        """Updates the file in another thread, so that a hanging disk does not block the reports. Disk
+        failures are reported by their own source.
+        """
         if self._writing.is_running or not self._is_due(reported):
             return
         self._to_write = reported

@@ -1,6 +1,6 @@
-"""Reports what happens on the node, and what became of claims and MIG devices: to metrics at once, to users through
-the event recorder. Trouble that lasts is in `reporting/node_problems.py`. `Reports` puts together everything that the
-daemon reports.
+"""Reports what happens on the node, to claims and to MIG devices: to metrics at once, to users through the
+event recorder. Lasting problems are in `reporting/node_problems.py`. `Reports` combines all reports of the
+daemon.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(eq=False)
 class NodeEvents:
-    """Observes the publisher, MIG layouts and cleanups. Each method is called from one thread.
+    """Receives events of the publisher, MIG layouts and cleanups. Each method is called from one thread.
 
-    While `speaks_for_node` says no, another instance of the plugin reports for this node.
+    While `speaks_for_node` returns False, another instance of the plugin reports for this node.
     """
 
     metrics: Metrics
@@ -60,24 +60,24 @@ class NodeEvents:
         self.metrics.published(lag_s)
 
     def publish_failed(self, error: Exception) -> None:
-        """A try to bring the slices up to date failed. That it lasts is a problem of the publisher."""
+        """An update of the slices failed. The publisher itself reports a lasting failure."""
         self.metrics.publish_failed(error)
 
     def contested(self, reason: str) -> None:
-        """Somebody else changes our slices again and again."""
+        """Another program changes our slices repeatedly."""
         self._report("SlicesContested", reason, warning=True)
 
     def device_left_out(self, fault: str) -> None:
-        """A device is left out of the slices, because the API server would refuse it."""
+        """The slices omit a device because the API server would reject it."""
         self._report("DeviceNotPublished", fault, warning=True)
 
     def fields_dropped(self, gates: str) -> None:
-        """The API server dropped fields of a slice; `gates` names the feature gates that are off."""
+        """The API server dropped fields of a slice; `gates` names the disabled feature gates."""
         text = f"the API server drops fields of the node's slices; enable its feature gates: {gates}"
         self._report("SliceFieldsDropped", text, warning=True)
 
     def mig_layouts_changed(self, found: Sequence[GpuLayout]) -> None:
-        """What became of the MIG layout on GPUs."""
+        """The state of the MIG layout changed on these GPUs."""
         for one in found:
             outcomes: Mapping[LayoutState, tuple[EventReason, str]] = {
                 "applied": ("MigLayoutApplied", "is on the GPU"),
@@ -89,23 +89,26 @@ class NodeEvents:
             self._report(reason, text, warning=one.state == "refused")
 
     def memory_unclaimed(self, gpu_uuid: str, process: GpuProcess) -> bool:
-        """A process has had memory on a GPU for ten minutes, and belongs to no claim and no container. Whether this
-        instance speaks for the node."""
+        """A process without a claim or container has had memory on a GPU for ten minutes.
+
+        Returns whether this instance speaks for the node.
+        """
         return self._report("MemoryUnclaimed", unclaimed_text(f"GPU {gpu_uuid}", process), warning=True)
 
     def cleanup_pending(self, cleanup: PendingCleanup) -> None:
-        """Something of a claim could not be undone. The instance that tried reports it, also if another one speaks for
-        the node."""
+        """A part of a claim could not be undone. Reported by the instance that tried, even if another one
+        speaks for the node.
+        """
         self.recorder.node_event("CleanupPending", cleanup.text, warning=True)
 
     def cleanup_done(self, cleanup: PendingCleanup) -> None:
-        """Nothing of it is pending any more."""
+        """Nothing of the cleanup is pending any more."""
         done = ", ".join(map(what, cleanup.steps)) or "nothing was left to do"
         text = f"Cleanup for claim {cleanup.record.ref} is done: {done}"
         self.recorder.node_event("CleanupDone", text, warning=False)
 
     def _report(self, reason: EventReason, text: str, *, warning: bool) -> bool:
-        """Whether this instance speaks for the node."""
+        """Returns whether this instance speaks for the node, and reports only then."""
         is_ours = self.speaks_for_node()
         if is_ours:
             self.recorder.node_event(reason, text, warning=warning)
@@ -117,9 +120,10 @@ _LOOK_S = 15.0
 
 @dataclass(eq=False)
 class MpsEvents(BackgroundWorker):
-    """Asks the MPS host while claims use MPS, and never else. Each thing is reported once for each claim.
+    """Reports conditions of MPS daemons once for each claim, and reads the MPS host's status only while
+    claims use MPS.
 
-    `daemons` asks the MPS host; it may raise a DraDriverError.
+    `daemons` returns that status; it may raise a DraDriverError.
     """
 
     join_s = 1.0
@@ -163,15 +167,15 @@ _CHANGED: Mapping[str, tuple[EventReason, str]] = {
     "create": ("MigDeviceCreated", "Created"),
     "destroy": ("MigDeviceDestroyed", "Destroyed"),
 }
-"""Reason and verb of the event of a MIG device that was made or destroyed."""
+"""Event reason and verb for a created or destroyed MIG device."""
 
 
 @dataclass(eq=False)
 class Reporter:
-    """Observes the preparer and the MIG engine.
+    """Receives events of Prepare, Unprepare and the MIG code.
 
-    `users` returns a claim whose record asks for a MIG device that is made on demand. `freed` is called when a
-    claim was unprepared.
+    `users` returns a claim whose record uses a MIG device on demand. `freed` is called after a claim was
+    unprepared.
     """
 
     metrics: Metrics
@@ -187,12 +191,12 @@ class Reporter:
     def in_flight(
         self, action: Literal["prepare", "unprepare"], claims: Sequence[ClaimRef]
     ) -> Iterator[None]:
-        """A call of the kubelet is counted from its arrival to its answer."""
+        """Counts a kubelet call from its arrival to its response."""
         with self.metrics.in_flight(action), self.failing.preparing(claims if action == "prepare" else ()):
             yield
 
     def prepared(self, ref: ClaimRef, duration_s: float, record: ClaimRecord | None) -> None:
-        """A claim is prepared. If its containers can only use it in one way, the claim says so."""
+        """A claim is prepared. Also advises users if its containers must name requests."""
         self.metrics.prepared(duration_s, None)
         self.failing.succeeded(ref)
         if record is None:
@@ -205,27 +209,29 @@ class Reporter:
             self.recorder.minor_claim_event(ref, "MpsNeedsRequestNames", advice)
 
     def unprepared(self, ref: ClaimRef, duration_s: float) -> None:
-        """A claim is not prepared (any more); the API server removes its status with the allocation."""
+        """A claim is not prepared or no longer prepared. The API server removes its status with the
+        allocation.
+        """
         self.metrics.unprepared(duration_s, None)
         self.failing.succeeded(ref)
         self.statuses.forget(ref)
         self.freed()
 
     def waited(self, ref: ClaimRef, duration_s: float) -> None:
-        """A Prepare waited for a device, in vain or not."""
+        """A Prepare that waited for a device has ended."""
         self.metrics.waited(duration_s)
 
     def recovered(self, ref: ClaimRef, why: str) -> None:
-        """A claim that nobody would have unprepared any more was unprepared."""
+        """The plugin unprepared a claim that the kubelet would never have unprepared."""
         text = f"Took the devices of claim {ref} back: it {why}, and the kubelet did not unprepare it"
         self.recorder.node_event("ClaimRecovered", text, warning=False)
 
     def seen(self, ref: ClaimRef, reported: frozenset[ReportedDevice]) -> None:
-        """A claim was read, and its status names these devices: what someone removed of it is written again."""
+        """A claim was read, and its status has these devices. Missing parts of the status are written again."""
         self.statuses.renew(ref.uid, reported)
 
     def still_in_use(self, ref: ClaimRef, text: str) -> None:
-        """A claim that is gone keeps its devices, because processes compute on them."""
+        """A deleted claim keeps its devices, because processes still use them."""
         self.recorder.node_event("ClaimStillInUse", f"Claim {ref} {text}", warning=True)
 
     def failed(
@@ -236,7 +242,7 @@ class Reporter:
         error: Exception,
         text: str,
     ) -> None:
-        """A claim could not be prepared or unprepared; the cause goes to the claim and to its pods."""
+        """A claim could not be prepared or unprepared; the cause is reported on the claim and its pods."""
         self.failing.failed(action, ref, text.partition(f"(UID {ref.uid}): ")[2] or text)
         if action == "prepare":
             self.metrics.prepared(duration_s, error)
@@ -248,8 +254,11 @@ class Reporter:
     def mig_changed(
         self, action: MigAction, subject: str, duration_s: float, error: Exception | None
     ) -> None:
-        """A MIG device (`subject` is its name) was made or destroyed, or the MIG mode of a GPU (its UUID) switched on
-        or off; or could not be. Of a device, called while the claim's record is there."""
+        """A MIG device (`subject` is its name) was created or destroyed, or the MIG mode of a GPU (its UUID)
+        was switched; or this failed.
+
+        For a device, called while the claim's record exists.
+        """
         self.metrics.mig_changed(action, duration_s, error)
         match action:
             case "create" | "destroy":
@@ -287,12 +296,12 @@ class Reporter:
                 self.recorder.node_event("MigDestroyDelayed", text, warning=True)
 
     def partitions_missing(self, reason: str) -> None:
-        """The API server cannot count partitions, so that GPUs are only offered whole."""
+        """The API server does not support partitionable devices, so GPUs are only published whole."""
         text = f"MIG devices on demand are not offered: {reason}"
         self.recorder.node_event("PartitionsNotSupported", text, warning=True)
 
     def scheduler_outdated(self, reason: str) -> None:
-        """The cluster's scheduler is known to give devices out twice."""
+        """The cluster's scheduler has a version that may allocate a device twice."""
         self.recorder.node_event("SchedulerOutdated", reason, warning=True)
 
     def _claim_of(self, device: str) -> ClaimRef | None:
@@ -312,7 +321,7 @@ class Reporter:
 
 
 def claim_using(device: str, records: Iterable[ClaimRecord]) -> ClaimRef | None:
-    """A claim whose record asks for the MIG device; None if there is none."""
+    """Returns a claim whose record uses the MIG device; None if there is none."""
     for record in records:
         if any(isinstance(step, CreateMig) and step.device == device for step in record.steps):
             return record.ref
@@ -320,8 +329,11 @@ def claim_using(device: str, records: Iterable[ClaimRecord]) -> ClaimRef | None:
 
 
 class Reports:
-    """`recorder` writes events; `node` and `mps` report what concerns the node, `claims` and `failing` what concerns
-    claims. `reporter` observes Prepare and Unprepare."""
+    """Everything that the daemon reports.
+
+    `recorder` writes events; `node` and `mps` report about the node, `claims` and `failing` about claims.
+    `reporter` receives events of Prepare and Unprepare.
+    """
 
     def __init__(
         self,
@@ -339,7 +351,7 @@ class Reports:
         speaks_for_node: Callable[[], bool],
         on_release: Callable[[], None],
     ) -> None:
-        """`on_release` is called when a claim was unprepared."""
+        """`on_release` is called after a claim was unprepared."""
         self._lanes, self._records = lanes, records
         created_instance = ledger.created_instance
         self.recorder = EventRecorder(
@@ -367,7 +379,7 @@ class Reports:
         )
 
     def _prepare_is_slow(self, ref: ClaimRef, seconds: float) -> None:
-        """Report what is being done on the GPUs of a claim whose Prepare takes long."""
+        """Reports what is running on the GPUs of a claim whose Prepare takes long."""
         record, under_way = self._records.get(ref.uid), self._lanes.uses()
         gpus = frozenset() if record is None else record.gpu_uuids
         doing = sorted(f"{under_way[uuid].what} on GPU {uuid}" for uuid in gpus & under_way.keys())

@@ -1,5 +1,5 @@
-"""How the devices of claims are used: read from all GPUs in limited time. Processes that have had memory on a GPU for
-ten minutes, and belong to no claim and no container, are reported.
+"""Reads the usage of the devices of claims from all GPUs in limited time, and reports processes that have had
+memory on a GPU for ten minutes without a claim or container.
 """
 
 from __future__ import annotations
@@ -31,15 +31,17 @@ from dra_driver.reporting.rules.claim_usage import (
 _WITHIN_S = 0.8
 """Less than a scrape waits."""
 _APART_S = 0.02
-"""How long a GPU may keep the next one waiting: threads that read at the same time get in each other's way, which costs
-more processor time than the reading."""
+"""How long a GPU may delay the next one: threads that read at the same time slow each other down and use more CPU than
+the reading itself."""
 
 
 @dataclass(eq=False)
 class Usage:
-    """Reads nothing unless `look` is called; for many threads. A GPU whose read hangs is not read again until it ends,
-    and no later look waits for it. `source` is asked in a thread for each GPU. `within_s` is how long a look waits for
-    all GPUs together."""
+    """Reads GPUs only when `look` is called; thread-safe.
+
+    A GPU whose read hangs is not read again until it ends, and later calls do not wait for it. `source` is
+    called in a thread for each GPU. `within_s` is how long a call waits for all GPUs together.
+    """
 
     source: UsageSource
     inventory: Callable[[], Inventory | None]
@@ -55,7 +57,7 @@ class Usage:
         self._reads: dict[GpuAddress, Callable[[], GpuUse]] = {}
 
     def look(self) -> NodeUse:
-        """What all GPUs do now. Raises: StateError if the records cannot be read."""
+        """Returns the current usage of all GPUs. Raises: StateError if the records cannot be read."""
         inventory, records = self.inventory() or Inventory(), [*self.records().values()]
         held = held_devices(records)
         addresses = mig_addresses(held, inventory, self.made)
@@ -74,8 +76,11 @@ class Usage:
         )
 
     def unclaimed(self) -> Mapping[str, Sequence[GpuProcess]]:
-        """The processes that belong to nobody, by the UUID of each GPU that answers in time. Nothing else is read of a
-        GPU. Raises: as `look`."""
+        """Returns the unclaimed processes, by the UUID of each GPU that answers in time. Reads nothing else
+        from the GPUs.
+
+        Raises: the errors of `look`.
+        """
         inventory, records = self.inventory() or Inventory(), [*self.records().values()]
         held = held_devices(records)
         gpus = self._ask(inventory, lambda gpu: partial(self.source.read_processes, gpu))
@@ -88,7 +93,9 @@ class Usage:
     def _ask(
         self, inventory: Inventory, read_of: Callable[[GpuAddress], Callable[[], GpuUse]]
     ) -> Mapping[str, GpuUse]:
-        """What the GPUs that answer in time do, by UUID. `read_of` returns how a GPU is read."""
+        """Returns the usage of the GPUs that answer in time, by UUID. `read_of` returns a function that reads
+        a GPU.
+        """
         wanted = [GpuAddress(gpu.uuid, gpu.pci_bus_id) for gpu in inventory.gpus]
         with self._turn:
             end = time.monotonic() + self.within_s
@@ -136,10 +143,10 @@ _REPORT_AFTER_S = 600.0
 
 @dataclass(eq=False)
 class UnclaimedMemory(BackgroundWorker):
-    """Reports each process once, and ends none.
+    """Reports each unclaimed process once. Does not stop any.
 
-    `look` returns such processes by the UUID of each GPU that answers; it may raise DraDriverError. `report`
-    gets a GPU's UUID and a process. It returns False if somebody else reports for this node.
+    `look` returns unclaimed processes by the UUID of each GPU that answers; it may raise DraDriverError.
+    `report` gets a GPU's UUID and a process, and returns False if another instance reports for this node.
     """
 
     join_s = 1.0
@@ -153,7 +160,7 @@ class UnclaimedMemory(BackgroundWorker):
         super().__init__("unclaimed-memory", self.turn)
 
     def turn(self) -> float:
-        """Look once; returns the seconds until the next look."""
+        """Checks once; returns the seconds until the next check."""
         try:
             unclaimed = self.look()
         except DraDriverError:
@@ -164,7 +171,7 @@ class UnclaimedMemory(BackgroundWorker):
             for uuid, processes in unclaimed.items()
             for process in processes
         }
-        # Of a GPU that did not answer nothing is known, so nothing is forgotten.
+        # Nothing is forgotten about a GPU that did not answer.
         kept = {key: since for key, since in self._since.items() if key in found or key[0] not in unclaimed}
         self._since = {key: kept.get(key, now) for key in found | kept}
         self._reported &= self._since.keys()

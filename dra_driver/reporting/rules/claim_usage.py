@@ -1,12 +1,12 @@
-"""How the devices of claims are used, and which processes on GPUs belong to nobody.
+"""Usage of the devices of claims, and GPU processes that belong to no claim and no container.
 
-| Process | Belongs to nobody | Why |
+| Process | Unclaimed | Why |
 |---|---|---|
-| in a pod or another container, by its cgroup | no | whoever runs it, somebody can find and end it |
-| of MPS, of the NVIDIA driver, or a monitoring program, by its name | no | it belongs on the node |
-| in a service or login session of the host | yes | pods cannot use its memory, and no claim says so |
-| ended, or of unknown origin, on a device of a claim | no | it may be the claim's |
-| ended, or of unknown origin, elsewhere | yes | its memory is not free, and nobody can use it |
+| in a pod or another container, by its cgroup | no | its owner can be found |
+| of MPS, of the NVIDIA driver, or a monitoring program, by its name | no | it is expected on the node |
+| in a service or login session of the host | yes | pods cannot use its memory, and no claim accounts for it |
+| exited, or of unknown origin, on a device of a claim | no | it may be the claim's |
+| exited, or of unknown origin, elsewhere | yes | its memory is not free, but unused |
 """
 
 from __future__ import annotations
@@ -31,17 +31,18 @@ _BELONGS_THERE = frozenset(
     }
 )  # fmt: skip
 _MAX_WITHOUT = 16
-"""Pods without a process that are counted for one device: a claim that hundreds of pods share must not fill the time
-series database."""
+"""The maximum number of pods without a process that are reported for one device: a claim shared by hundreds of pods
+must not flood the time series database."""
 _MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceUse:
-    """A device that claims hold. With several claims (`is_shared`) NVML does not say whose use it is.
+    """A device that claims hold. If several claims share it (`is_shared`), NVML does not report the use of
+    each.
 
-    `gpu_fraction` is the part of the GPU's memory that the device has; `load` and `processes` are None where NVML
-    reports nothing of it.
+    `gpu_fraction` is the device's fraction of the GPU's memory; `load` and `processes` are None if NVML does
+    not report them.
     """
 
     device: str
@@ -56,10 +57,11 @@ class DeviceUse:
 
 @dataclass(frozen=True, slots=True)
 class PodUse:
-    """What the processes of one pod do on a device that a claim of the pod holds.
+    """Usage by the processes of one pod on a device of its claims.
 
-    `claim` is None where the pod holds the device by several claims. `memory_bytes` and `utilisation_percent` are None
-    where NVML does not report them for each process. The utilisation is known for all pods on a device, or for none.
+    `claim` is None if the pod holds the device through several claims. `memory_bytes` and
+    `utilisation_percent` are None if NVML does not report them for each process. The utilisation is known for
+    all pods on a device, or for none.
     """
 
     namespace: str
@@ -76,8 +78,11 @@ class PodUse:
 
 @dataclass(frozen=True, slots=True)
 class NodeUse:
-    """One look at all GPUs: the devices of claims, the pods on them, and by GPU UUID what was seen and the processes
-    without a claim. A GPU that did not answer in time is in none of them."""
+    """One reading of all GPUs: the devices of claims, the pods on them, and by GPU UUID the reading and the
+    unclaimed processes.
+
+    A GPU that did not answer in time is missing everywhere.
+    """
 
     devices: Sequence[DeviceUse] = ()
     pods: Sequence[PodUse] = ()
@@ -86,23 +91,26 @@ class NodeUse:
 
 
 Made = Callable[[str], OwnedInstance | None]
-"""The instance that stands for a MIG device on demand now, by the device's name."""
+"""Returns the current instance of a MIG device on demand, by the device's name."""
 
 
 def held_devices(records: Iterable[ClaimRecord]) -> dict[str, HeldDevice]:
-    """What claims hold, by device name. A monitor that looks at a GPU (adminAccess) has no memory there that would be a
-    claim's."""
+    """Returns the devices that claims hold, by name, without those with adminAccess, which only observe a
+    GPU.
+    """
     return {one.device: one for record in records for one in record.devices if not one.admin_access}
 
 
 def mig_addresses(held: Mapping[str, HeldDevice], inventory: Inventory, made: Made) -> dict[str, MigAddress]:
-    """How NVML finds the MIG devices among them, by device name."""
+    """Returns NVML's addresses of the MIG devices, by device name."""
     found = {name: mig_address(one, inventory, made) for name, one in held.items()}
     return {name: mig for name, mig in found.items() if mig is not None}
 
 
 def mig_address(held: HeldDevice, inventory: Inventory, made: Made) -> MigAddress | None:
-    """How NVML finds a MIG device that a claim holds; None for a whole GPU, and for one that is not there."""
+    """Returns NVML's address of a MIG device that a claim holds; None for a whole GPU, and if the device does
+    not exist.
+    """
     if held.kind != "mig":
         return None
     device = inventory.by_name.get(held.device) or inventory.withheld_by_name.get(held.device)
@@ -115,7 +123,7 @@ def mig_address(held: HeldDevice, inventory: Inventory, made: Made) -> MigAddres
 
 
 def mig_profile(held: HeldDevice, inventory: Inventory) -> str | None:
-    """The name of a MIG device's profile, where discovery shows the device."""
+    """Returns the name of a MIG device's profile, if discovery found the device."""
     device = inventory.usable(held.device) or inventory.withheld_by_name.get(held.device)
     return device.profile.name if isinstance(device, (StaticMigDevice, DynamicMigDevice)) else None
 
@@ -126,8 +134,9 @@ def device_uses(
     addresses: Mapping[str, MigAddress],
     gpus: Mapping[str, GpuUse],
 ) -> list[DeviceUse]:
-    """Each device of prepared claims once; one that claims only look at (adminAccess) is not theirs. `addresses` are of
-    MIG devices, by device name."""
+    """Returns each device of prepared claims once, without adminAccess. `addresses` has the MIG devices, by
+    device name.
+    """
     claims: dict[str, set[str]] = {}
     devices: dict[str, HeldDevice] = {}
     for record in records:
@@ -160,8 +169,11 @@ def pod_uses(
     gpus: Mapping[str, GpuUse],
     origins: Origins,
 ) -> list[PodUse]:
-    """What each pod does on each device of its prepared claims. `addresses` are of MIG devices, by device name, and
-    `gpus` by UUID. A device whose processes are not known has no entry."""
+    """Returns the usage of each pod on each device of its prepared claims.
+
+    `addresses` has the MIG devices by device name, and `gpus` is by UUID. Devices with unknown processes are
+    omitted.
+    """
     devices: dict[str, HeldDevice] = {}
     holders: dict[str, dict[PodRef, set[ClaimRef]]] = {}
     for record in records:
@@ -189,13 +201,13 @@ def _pods_on(
     by_pod: dict[str | None, list[GpuProcess]] = {}
     for process in listed:
         by_pod.setdefault(origins[process.pid].pod_uid, []).append(process)
-    # A process of no known pod may be of one of these claims, such as of a pod that replaced another one.
+    # A process of an unknown pod may belong to one of these claims, for example if its pod was replaced.
     uids = {pod.uid for pod in holders}
     foreign = [
         process for process in listed if not (_belongs(process) or origins[process.pid].where == "host")
     ]
     foreign = [process for process in foreign if origins[process.pid].pod_uid not in uids]
-    # If NVML has no samples of one process, or does not list it, what the others used is not all.
+    # If NVML has no samples of one process, or does not list it, the sum of the others is incomplete.
     is_measured = held.kind == "gpu" and all(process.utilisation_percent is not None for process in listed)
     is_measured &= not any(process.utilisation_percent for process in foreign)
     is_measured &= bool(listed) or seen.load.utilisation_percent == 0
@@ -223,7 +235,7 @@ def _pods_on(
 def _processes_on(
     held: HeldDevice, mig: MigAddress | None, seen: GpuUse | None
 ) -> Sequence[GpuProcess] | None:
-    """None if they are not known. MIG devices of one GPU instance have the same ones."""
+    """Returns None if unknown. MIG devices of one GPU instance have the same processes."""
     if seen is None or seen.processes is None or (held.kind == "mig" and mig is None):
         return None
     place = None if mig is None else mig.gpu_instance_id
@@ -244,7 +256,7 @@ def _belongs(process: GpuProcess) -> bool:
 
 
 Place = tuple[str, int | None]
-"""Where processes of a claim may be: the GPU's UUID, and the ID of the GPU instance if the claim has a MIG device."""
+"""Where a claim's processes may be: the GPU's UUID, and the GPU instance ID for a MIG device."""
 
 
 def unclaimed(
@@ -253,13 +265,13 @@ def unclaimed(
     claimed: Container[Place],
     origins: Origins,
 ) -> list[GpuProcess]:
-    """The processes on a GPU that belong to nobody."""
+    """Returns the processes on a GPU that belong to no claim and no container."""
 
     def belongs(process: GpuProcess) -> bool:
         if _belongs(process):
             return True
         where, instance = origins[process.pid].where, process.gpu_instance_id
-        # Out of MIG mode NVML may give instance 0 for the whole GPU.
+        # Outside of MIG mode NVML may report instance 0 for the whole GPU.
         is_claimed = (gpu_uuid, instance) in claimed or (instance == 0 and (gpu_uuid, None) in claimed)
         return where == "container" or (where == "unknown" and is_claimed)
 
@@ -267,7 +279,7 @@ def unclaimed(
 
 
 def unclaimed_text(gpu: str, process: GpuProcess) -> str:
-    """What is wrong, and what to do; `gpu` is how the reader knows the GPU."""
+    """Returns the problem and the remedy; `gpu` is the GPU's name for the reader."""
     name = f" ({process.name})" if process.name else ""
     memory = "memory" if process.memory_bytes is None else f"{process.memory_bytes // _MIB} MiB"
     return (

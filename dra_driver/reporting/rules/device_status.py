@@ -1,6 +1,6 @@
-"""What is reported of a claim's devices: their status, and which change of health concerns whom.
+"""The reported status of a claim's devices, and which health changes affect which claims.
 
-It follows from the claim's record and from what is known of the node.
+Derived from the claim's record and the state of the node.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ def device_statuses(
     created_instance: CreatedInstanceOf,
     states: HealthStates,
 ) -> tuple[DeviceStatus, ...]:
-    """One entry for each device of a prepared claim. `created_instance` returns what was made for a device on demand.
+    """Returns one entry for each device of a prepared claim. `created_instance` returns the instance of a
+    device on demand.
 
-    A device that cannot do its work, by the health `states`, is not ready.
+    A device that cannot work, according to the health `states`, is not ready.
     """
     held_by_result: Mapping[tuple[str, str | None], HeldDevice] = {
         (held.device, held.share_id): held for held in record.devices
@@ -53,9 +54,9 @@ def is_hit(
     inventory: Inventory | None,
     created_instance: CreatedInstanceOf,
 ) -> bool:
-    """Whether what happens to a GPU, or to an instance of one, happens to something that the claim holds.
+    """Whether a health change of a GPU or an instance affects a device of the claim.
 
-    A claim with admin access holds its devices, too. An instance hits only the MIG devices in it.
+    Devices with adminAccess count too. An instance affects only the MIG devices in it.
     """
     if not target.is_instance:
         return target.gpu_uuid in record.gpu_uuids
@@ -74,7 +75,7 @@ class HealthEventKind(NamedTuple):
 
 
 def event_of(change: HealthChange) -> HealthEventKind | None:
-    """The event of a change of health; None for one that keeps no work away, before and after."""
+    """Returns the event of a health change; None if the device is usable before and after."""
     if change.is_gone:
         return HealthEventKind("GPUGone", warning=False)
     if change.is_hang or (change.after > change.before and change.after >= Severity.DEGRADED):
@@ -114,7 +115,7 @@ def _reasons(
     offered = _offered(held, inventory)
     if offered is not None:
         return device_reasons(offered, states, _instances(held, created_instance))
-    # The device is not in the inventory (any more, or yet): only the health of its GPU is known.
+    # The device is not in the inventory, so only the health of its GPU is known.
     state = states.get(HealthTarget(held.gpu_uuid))
     found = () if state is None else state.reasons
     return [reason for reason in found if held.kind != "mig" or reason.key != FABRIC]
@@ -141,7 +142,7 @@ def _facts(held: HeldDevice, inventory: Inventory | None, created_instance: Crea
     profile = offered.profile.name if isinstance(offered, StaticMigDevice | DynamicMigDevice) else None
     product = gpu.product_name if gpu is not None else None
     bus_id = gpu.pci_bus_id if gpu is not None else None
-    if isinstance(offered, VfioDevice):  # NVML does not show it any more
+    if isinstance(offered, VfioDevice):  # NVML does not list it while it is bound to vfio
         product, bus_id = offered.card.product_name or product, offered.card.bus_id
     return DeviceFacts(
         type=held.kind,
