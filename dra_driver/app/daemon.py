@@ -498,7 +498,7 @@ class Driver:
     def _hardware_changed(self) -> None:
         """The NVIDIA driver was found for the first time or was loaded again, or NVML lists other GPUs, or answers
         again."""
-        _call_all(self._time_slices.driver_reloaded, self.cleaner.look_soon, self.layouts.wake)
+        _call_all(self._time_slices.driver_reloaded, self.cleaner.retry_now, self.layouts.wake)
 
     def _health_moved(self, change: HealthChange) -> None:
         """The health of one GPU or MIG device went from one state to another."""
@@ -525,7 +525,7 @@ class Driver:
 
     def _cleanups_changed(self) -> None:
         """A claim has ended and its cleanup is pending, or a pending cleanup has ended."""
-        _call_all(self.discovery.request_rescan, self._publish, self.cleaner.look_soon, self.layouts.wake)
+        _call_all(self.discovery.request_rescan, self._publish, self.cleaner.retry_now, self.layouts.wake)
 
     def _publish(self) -> None:
         """What the slices show has changed."""

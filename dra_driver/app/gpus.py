@@ -92,7 +92,7 @@ class NodeGpus:
         )
         mig = mig_context(
             session,
-            closed_elsewhere(session, detachments, lanes.refuse_beside_hang),
+            closed_elsewhere(session, detachments, lanes.refuse_other_hangs),
             ledger,
             MigHolders(records, lost_devices),
             on_mig,

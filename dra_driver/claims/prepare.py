@@ -336,7 +336,7 @@ class Preparer:
 
     def _end(self, known: ClaimRecord, ended: list[str]) -> None:
         ended.append(known.ref.uid)
-        self.executor.leave(known)
+        self.executor.end(known)
 
     # --- the steps of an attempt ---------------------------------------------------------------
 
@@ -387,7 +387,7 @@ class Preparer:
                 record = self.records.get(uid)
                 if record is None or record.phase == "prepared":
                     return
-                self.executor.leave(record)
+                self.executor.end(record)
             self.executor.clean(uid)
         except DraDriverError as error:
             _log.error(

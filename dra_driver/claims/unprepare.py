@@ -78,7 +78,7 @@ class Unpreparer:
                     )
                 record = self.records.get(ref.uid)
                 call.left()  # raises if the kubelet has cancelled this call: a newer call may follow
-                self.executor.leave(self.executor.lost(ref.uid) if record is None else record)
+                self.executor.end(self.executor.lost(ref.uid) if record is None else record)
                 guard.note_unprepared(call.began_ns)
             self.executor.clean(ref.uid)
         duration = time.monotonic() - started

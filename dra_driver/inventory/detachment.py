@@ -1,31 +1,35 @@
-"""Closing NVML for a while, so that others can reset GPUs, switch MIG modes or unload the NVIDIA driver.
+"""Closes NVML for a while, so that others can reset GPUs, switch MIG modes or unload the NVIDIA driver.
 
-The NVIDIA driver counts every process with an open NVML session as a client of every GPU. `gpu-dra-driver detach`
-writes a file that names an end. Every instance of this plugin on the node closes NVML when it sees the file, and opens
-NVML again when the end has come or the file is gone. A lock that each instance holds while it has NVML open shows when
-all have closed NVML. The MPS host reads the same file, and holds the lock while it runs nvidia-smi.
+The NVIDIA driver counts every process with an open NVML session as a client of every GPU. `gpu-dra-driver
+detach` writes a file with an end time. Every instance of the plugin on the node closes NVML when it sees the
+file, and opens it again when that time has come or the file is removed. Each instance holds a lock while it has
+NVML open, which shows when all have closed it. The MPS host reads the same file, and holds the lock while it
+runs nvidia-smi.
 
-    attached ──file──▶ letting go ──no change of a GPU under way──▶ detached ──its end, or `--end`──▶ attached
-                          └── a change is under way: a second later again
+    attached ──file──▶ closing ──no change of a GPU in progress──▶ detached ──its end, or `--end`──▶ attached
+                        └── a change is in progress: retried a second later
 
-| A crash … | leaves | and then |
+| A crash … | leaves | next |
 |---|---|---|
 | of the command, before the file | nothing | |
-| of the command, after it | the file | the plugin opens NVML by itself when the time is over |
+| of the command, after it | the file | the plugin opens NVML when the time is over |
 | of the plugin | the file, no lock | the next instance opens NVML only when the time is over |
-| of the node | the file of an older boot | it counts no more |
+| of the node | the file of an older boot | it is ignored |
 
-A file and not a socket of one daemon: both instances of a rolling update close NVML, and a restart changes nothing.
+A file is used instead of a daemon's socket because both instances of a rolling update close NVML, and a restart
+changes nothing.
 
-A pause is shorter: NVML is closed for the moment in which a GPU goes to another kernel driver, or, in the other
-processes only, in which its MIG mode is switched. The process that needs it writes a file with its ID; all others close
-NVML while the file is there and its process lives. No device is withdrawn, and calls wait where they can.
+A pause is shorter: NVML is closed for the moment in which a GPU moves to another kernel driver or, in other
+processes only, its MIG mode is switched. The process that needs the pause writes a file with its PID; all
+others keep NVML closed while the file exists and that process lives. No device is withdrawn, and calls wait
+where they can.
 
     wanted ──no operation, no nvidia-smi──▶ own NVML closed ──file──▶ others closing ──▶ paused ──file removed──▶ over
-       └── too long, or a GPU hangs: refused         └────── too long: refused, the file is removed ──────▲
+     └── too long, or a GPU hangs: refused         └────── too long: refused, the file is removed ──────▲
 
-While a pause is wanted, all work goes on. Only from the closing on do others wait, for seconds at most. A process that
-is killed while it hangs in the kernel keeps its files open and its locks, but it is a zombie: its pause is over.
+While a pause is wanted, all work continues. Others wait only from the closing on, for seconds at most. A
+process that is killed while it hangs in the kernel keeps its files and locks, but it is a zombie, so its pause
+is over.
 """
 
 from __future__ import annotations
@@ -72,15 +76,17 @@ _TIMEOUT_S = 60.0
 _POLL_S = 0.1
 _PAUSE_S = 10.0
 _CLOSING_S = 5.0
-"""How long the other processes may take to close NVML; their claims wait until then."""
+"""How long other processes may take to close NVML. Their claims wait until then."""
 _UNSEEN_S = 60.0
-"""How long the pause of a process that cannot be seen lasts at most: it is in another PID namespace."""
+"""The maximum duration of a pause by a process in another PID namespace, because that process cannot be
+observed.
+"""
 _PROC = "/proc"
 _MAX_NAMED = 8
 
 
 def _seconds_of_boot() -> float:
-    """Unlike the time of day, no one sets this clock; it goes on while the machine sleeps."""
+    """Return the seconds since boot. Unlike the time of day, this clock is never set; it includes suspend."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
@@ -89,8 +95,7 @@ _SHAPE = Codec(Detachment)
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """A process of ours keeps NVML closed in the others. `started` is when that process did, in clock ticks of the
-    boot; `began_s` is a time of the boot clock, and `since` says the same for people."""
+    """NVML must stay closed until `until_s` of the boot clock. `until` is the same as text, with the time zone."""
 
     boot_id: str
     pid_namespace: str
@@ -110,8 +115,11 @@ _PAUSE_SHAPE = Codec(Pause)
 
 
 class Detachments:
-    """The files in the plugin directory. `boot_id` is that of this boot; while it is not known, a file of any boot
-    counts, and no detachment can be written. For many threads."""
+    """One of the plugin's processes keeps NVML closed in the others.
+
+    `started` is the start of that process, in clock ticks since boot; `began_s` is the start of the pause on
+    the boot clock, and `since` the same as text.
+    """
 
     def __init__(
         self, plugin_directory: Path, boot_id: str | None, clock: Callable[[], float] = _seconds_of_boot
@@ -127,13 +135,16 @@ class Detachments:
         self._own: Pause | None = None
 
     def now(self) -> Detachment | None:
-        """The detachment that lasts; None if there is none. A file that cannot be read counts as none: a node without
-        GPUs for ever would be worse."""
+        """Why GPUs cannot be used now."""
         found = self.written()
         return found if found is not None and found.lasts(self._boot_id, self._clock()) else None
 
     def written(self) -> Detachment | None:
-        """What the file says, also if its time is over; None if there is none that can be read."""
+        """The detach and pause files in the plugin directory. Thread-safe.
+
+        `boot_id` is that of this boot. If it is unknown, a file of any boot counts, and no detachment can be
+        written.
+        """
         content = self.content()
         with suppress(StateError):
             if content is not None:
@@ -141,30 +152,34 @@ class Detachments:
         return None
 
     def maintenances(self, records: Iterable[ClaimRecord]) -> list[Maintenance]:
-        """The state of each maintenance claim among these records, as of now."""
+        """Return the current detachment, or None.
+
+        An unreadable file counts as None, because a node without GPUs forever would be worse.
+        """
         return maintenances(records, self.written(), self._boot_id, self._clock())
 
     def problem(self) -> str | None:
-        """Why this process is to keep NVML closed now; None if it may be opened."""
+        """Return why this process must keep NVML closed now; None if it may be opened."""
         error = self._refusal()
         return None if error is None else str(error)
 
     def detached(self) -> str | None:
-        """As `problem`, but a pause does not count."""
+        """Like `problem`, but ignores pauses."""
         found = self.now()
         return None if found is None else found.problem
 
     def _refusal(self, *, of_all: bool = False) -> NvmlDetachedError | None:
-        """With `of_all` a pause of this process counts, too."""
+        """With `of_all`, a pause of this process counts too."""
         reason = self.detached()
         if reason is not None:
             return NvmlDetachedError(reason)
-        pauses = self._lasting(besides_own=not of_all)
+        pauses = self._lasting(except_own=not of_all)
         return NvmlPausedError(pauses[0].problem) if pauses else None
 
     def guarded(self, load: Callable[[], object]) -> Callable[[], object]:
-        """`load`, which raises NvmlDetachedError instead while NVML is to stay closed, NvmlPausedError if that is only
-        for a moment."""
+        """Wrap `load` so that it raises NvmlDetachedError while NVML must stay closed (NvmlPausedError during a
+        pause).
+        """
 
         def unless_detached() -> object:
             error = self._refusal()
@@ -176,8 +191,10 @@ class Detachments:
 
     @contextmanager
     def using_nvml(self, wait_s: float = _PAUSE_S) -> Iterator[None]:
-        """For whoever runs a program that opens NVML: `detach` and `pause` wait for the end of it. A pause is waited
-        for, `wait_s` seconds at most. Raises: NvmlDetachedError."""
+        """Run a program that opens NVML inside this block: `detach` and `pause` wait until the block ends.
+
+        Waits up to `wait_s` seconds for a pause to end. Raises: NvmlDetachedError.
+        """
         mark, until = self._open_mark(), time.monotonic() + wait_s
         marks = (mark, mark.following())
         try:
@@ -185,7 +202,7 @@ class Detachments:
                 for one in marks:
                     with suppress(
                         StateError
-                    ):  # a disk that does not take the lock keeps no process from NVML
+                    ):  # a disk that refuses the lock must not keep a process from using NVML
                         one.hold()
                 error = self._refusal(of_all=True)
                 if error is None:
@@ -201,13 +218,16 @@ class Detachments:
                 one.release()
 
     def paused(self) -> str | None:
-        """Why this process is to keep NVML closed for a moment; None if no other one of ours asks for that."""
-        pauses = self._lasting(besides_own=True)
+        """Return why this process must keep NVML closed for a moment; None if no other process requires it."""
+        pauses = self._lasting(except_own=True)
         return pauses[0].problem if pauses else None
 
     def wait_until_idle(self, wait_s: float) -> None:
-        """Wait until no process of ours changes a GPU by NVML or runs nvidia-smi; both may begin while this waits.
-        Raises: NvmlInUseError if that takes longer; StateError."""
+        """Wait until none of the plugin's processes changes a GPU through NVML or runs nvidia-smi. New work may
+        still start.
+
+        Raises: NvmlInUseError if that takes longer than `wait_s`; StateError.
+        """
         until, busy = time.monotonic() + wait_s, self._open_mark().following()
         while busy.is_held():
             if time.monotonic() >= until:
@@ -218,18 +238,20 @@ class Detachments:
 
     @contextmanager
     def pause(self, what: str, wait_s: float = _CLOSING_S, own: UseMark | None = None) -> Iterator[None]:
-        """No process of ours on this node has NVML open inside, this one included, unless `own` is the mark of its open
-        session. `what` says for people what the process does during the pause.
+        """Keep NVML closed in all of the plugin's processes on this node.
 
-        Raises: NvmlDetachedError; NvmlInUseError if another one has not closed it after so long; with `own`
-        NvmlTransientError if another process was first to ask; StateError.
+        This process is included, unless `own` is the mark of its open session. `what` describes the work for
+        people.
+
+        Raises: NvmlDetachedError; NvmlInUseError if another process has not closed NVML after `wait_s` seconds;
+        with `own`, NvmlTransientError if another process was first to request a pause; StateError.
         """
         until = time.monotonic() + wait_s
         with self._shown(what) as ours:
             detached = self.detached()
             if detached is not None:
                 raise NvmlDetachedError(detached)
-            if own is not None and any(it.began_s <= ours.began_s for it in self._lasting(besides_own=True)):
+            if own is not None and any(it.began_s <= ours.began_s for it in self._lasting(except_own=True)):
                 raise NvmlTransientError(
                     "close NVML elsewhere: another process of ours asks the same of this one; it is tried again soon"
                 )
@@ -244,9 +266,9 @@ class Detachments:
 
     @contextmanager
     def _shown(self, what: str) -> Iterator[Pause]:
-        """The file of this process is there inside. Raises: StateError."""
+        """Keep this process's pause file in place. Raises: StateError."""
         with self._guard:
-            own = self._own or self._asked(what)
+            own = self._own or self._write_pause(what)
             self._pausing += 1
         try:
             yield own
@@ -258,7 +280,7 @@ class Detachments:
                     self._own = None
                     _log.info("nvml_pause_over", seconds=round(self._clock() - own.began_s, 1))
 
-    def _asked(self, what: str) -> Pause:
+    def _write_pause(self, what: str) -> Pause:
         pid, now = os.getpid(), datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S")
         started, boot_id = start_of_living(_PROC, pid) or 0, self._boot_id or ""
         self._own = own = Pause(boot_id, self._namespace, pid, started, what, self._clock(), now)
@@ -276,13 +298,13 @@ class Detachments:
         _log.info("nvml_paused", what=what)
         return own
 
-    def _lasting(self, *, besides_own: bool) -> list[Pause]:
-        """The pauses of living processes."""
+    def _lasting(self, *, except_own: bool) -> list[Pause]:
+        """Return the pauses of live processes."""
         found = (pause for name in names_in(self._pauses) if (pause := self._read(name)) is not None)
-        return [one for one in found if self._lasts(one) and not (besides_own and one == self._own)]
+        return [one for one in found if self._lasts(one) and not (except_own and one == self._own)]
 
     def _read(self, name: str) -> Pause | None:
-        """A pause by the name of its file; None where that has none, or cannot be read."""
+        """Read a pause file by name; None if it is not a pause file or is unreadable."""
         with suppress(StateError):
             if name.endswith(".json") and (content := read_or_none(self._pauses / name)) is not None:
                 return parse_file(content, "pause", _PAUSE_SHAPE.decode, known=FORMAT_VERSION)
@@ -296,7 +318,7 @@ class Detachments:
         return start_of_living(_PROC, pause.pid) == pause.started
 
     def begin(self, seconds: float) -> Detachment:
-        """Have NVML closed for so long from now on, whatever was asked before. Raises: StateError."""
+        """Keep NVML closed for `seconds` from now on, replacing any earlier detachment. Raises: StateError."""
         if self._boot_id is None:
             raise StateError("the ID of this boot cannot be read, so a detachment would outlive a reboot")
         until = datetime.now().astimezone() + timedelta(seconds=seconds)
@@ -306,23 +328,26 @@ class Detachments:
         write_atomically(self._path, encode_file(_SHAPE.encode(made), FORMAT_VERSION), durable=False)
         return made
 
-    def is_nvml_open(self, besides: UseMark | None = None) -> bool:
-        """Whether a process of ours has NVML open, other than by the session that holds the mark `besides`. Raises:
-        StateError."""
-        return self._open_mark().is_held() if besides is None else besides.is_held_by_others()
+    def is_nvml_open(self, excluded: UseMark | None = None) -> bool:
+        """Whether any of the plugin's processes has NVML open, except for the session that holds the mark
+        `excluded`.
+
+        Raises: StateError.
+        """
+        return self._open_mark().is_held() if excluded is None else excluded.is_held_by_others()
 
     def _open_mark(self) -> UseMark:
         return UseMark(self._path.with_name(LOCK_FILE))
 
     def content(self) -> bytes | None:
-        """What is in the file, None if there is none."""
+        """Return the content of the detach file; None if there is none."""
         try:
             return self._path.read_bytes()
         except OSError:
             return None
 
-    def put_back(self, made: Detachment, before: bytes | None) -> None:
-        """Have the file as it was before `made`, unless someone has asked again since. Raises: StateError."""
+    def restore(self, made: Detachment, before: bytes | None) -> None:
+        """Restore the file as it was before `made`, unless someone has changed it since. Raises: StateError."""
         if self.now() != made:
             return
         if before is None:
@@ -331,7 +356,7 @@ class Detachments:
             write_atomically(self._path, before, durable=False)
 
     def end(self) -> None:
-        """Have NVML opened again. Raises: StateError."""
+        """Let NVML be opened again. Raises: StateError."""
         try:
             self._path.unlink(missing_ok=True)
         except OSError as error:
@@ -341,10 +366,12 @@ class Detachments:
 def nvml_pause(
     session: NvmlSession, detachments: Detachments
 ) -> Callable[[str, Callable[[], float]], AbstractContextManager[None]]:
-    """What keeps NVML closed within, in this process and in all others of ours on the node. It is asked with a text for
-    people, as `Detachments.pause`, and with a function that returns how many seconds calls under way are waited for.
+    """Return a function whose context keeps NVML closed, in this process and in the plugin's other processes on
+    the node.
 
-    The context raises: NvmlDetachedError, NvmlInUseError, StateError; what that function raises.
+    The function takes a text for `Detachments.pause`, and a function that returns how many seconds to wait for
+    calls in progress. The context raises: NvmlDetachedError, NvmlInUseError, StateError; errors of that
+    function.
     """
 
     @contextmanager
@@ -360,11 +387,12 @@ def nvml_pause(
 def closed_elsewhere(
     session: NvmlSession, detachments: Detachments, refuse_hanging: Callable[[str], None]
 ) -> Callable[[str, str], AbstractContextManager[None]]:
-    """What keeps NVML closed within in all other processes of ours on the node, while this one goes on. It is asked
-    with the UUID of the GPU that is to be changed, and with a text as `nvml_pause`. `refuse_hanging` raises if another
-    GPU than that hangs, whose process might not close NVML.
+    """Return a function whose context keeps NVML closed in the plugin's other processes on the node, but not in
+    this one.
 
-    The context raises: as `Detachments.pause`; what `refuse_hanging` raises.
+    The function takes the UUID of the GPU to change, and a text as in `nvml_pause`. `refuse_hanging` raises if
+    another GPU hangs, because its process might not close NVML. The context raises: like `Detachments.pause`;
+    errors of `refuse_hanging`.
     """
 
     @contextmanager
@@ -386,11 +414,11 @@ def detach(
     claims: Callable[[], Sequence[str]] | None,
     timeout_s: float = _TIMEOUT_S,
 ) -> Detachment:
-    """Have NVML closed for `seconds`, and wait until every instance has closed it. `claims` returns the claims that use
-    the GPUs; None if they do not matter.
+    """Close NVML for `seconds`, and wait until every instance has closed it.
 
-    If it fails, everything is as it was before. Raises: ClaimsInTheWayError; NvmlInUseError if an instance
-    does not close it in time; StateError.
+    `claims` returns the claims that use the GPUs; None skips that check. On an error, everything is restored.
+
+    Raises: ClaimsInTheWayError; NvmlInUseError if an instance does not close NVML in time; StateError.
     """
     _refuse(claims)
     before = detachments.content()
@@ -404,9 +432,9 @@ def detach(
                     "NVML hangs: see the plugin's log, and try again"
                 )
             time.sleep(_POLL_S)
-        _refuse(claims)  # of what was prepared meanwhile
+        _refuse(claims)  # for claims prepared during the wait
     except BaseException:
-        detachments.put_back(made, before)
+        detachments.restore(made, before)
         raise
     return made
 

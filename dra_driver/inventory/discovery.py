@@ -1,9 +1,10 @@
-"""Keeping a snapshot of the node's devices, with or without a working driver.
+"""Keeps a snapshot of the node's devices, with or without a working driver.
 
-The snapshot is level-triggered. Every two seconds one thread looks at a cheap fingerprint of the host and of NVML.
-When it differs, or when someone asks, the thread reads everything again, once for all who asked. Where only MIG devices
-came or went, a look at those GPUs shows whether we made them ourselves, which changes nothing. gRPC does not wait for
-this: until NVML answers there is no inventory, and Unprepare works from records alone.
+The snapshot is level-triggered. Every two seconds, one thread checks a cheap fingerprint of the host and of
+NVML. If it differs, or on request, the thread reads everything again, once for all requests. If only MIG
+devices appeared or disappeared, a check of those GPUs shows whether the plugin itself did it, which changes
+nothing. gRPC does not wait for this: until NVML answers there is no inventory, and Unprepare works from records
+alone.
 """
 
 from __future__ import annotations
@@ -68,14 +69,14 @@ NOT_DISCOVERED = "devices have not been discovered yet"
 class Discovery:
     """Owns the inventory.
 
-    The callbacks come from the discovery thread: `on_change` after each change; `on_reload` when the NVIDIA driver was
-    found for the first time or loaded again; `on_hardware` when NVML shows other GPUs under the same driver, or
-    answers again.
+    The callbacks run in the discovery thread: `on_change` after each change; `on_reload` when the NVIDIA driver
+    is found for the first time or was reloaded; `on_hardware` when NVML lists other GPUs under the same driver,
+    or answers again.
 
-    Without an `ownership` every MIG device is someone else's. While GPUs are detached, NVML is kept closed; during a
-    pause too, but then devices stay on offer. `cards` returns the GPUs for virtual machines, those beside the ones that
-    NVML shows too. Without `files` the NVIDIA driver's files are not checked, without `imex` its channels are not
-    counted.
+    Without an `ownership`, every MIG device is foreign. NVML is kept closed while GPUs are detached, and during
+    a pause; in a pause the devices stay on offer. `cards` returns the GPUs for virtual machines, given the GPUs
+    that NVML lists. Without `files` the NVIDIA driver's files are not checked; without `imex` its channels are
+    not counted.
     """
 
     nvml: NvmlReader
@@ -90,8 +91,8 @@ class Discovery:
     imex: ImexChannelNodes | None = None
 
     def __post_init__(self) -> None:
-        self._pauses = 0  # of NVML, at the last look
-        self._unsettled: frozenset[str] = frozenset()  # GPUs whose MIG devices changed at the last look
+        self._pauses = 0  # of NVML, at the last check
+        self._unsettled: frozenset[str] = frozenset()  # GPUs whose MIG devices changed at the last check
         self._offer = MigOffer(self.ownership)
         # The last snapshot; None until NVML answered for the first time.
         self.inventory: Inventory | None = None
@@ -115,19 +116,21 @@ class Discovery:
         self._worker = BackgroundWorker("discovery", self._look, self._crashed)
 
     def latest(self) -> Inventory | None:
-        """As `inventory`, for those who ask again and again."""
+        """Return the current inventory; None before the first answer of NVML."""
         return self.inventory
 
     def driver_version(self) -> str | None:
-        """The version of the NVIDIA driver; None until NVML answered for the first time."""
+        """Return the version of the NVIDIA driver; None until NVML answered for the first time."""
         return self.inventory.versions.driver if self.inventory else None
 
     def unavailable(self) -> str | None:
-        """Why devices cannot be used now; None when they can."""
+        """Return why devices cannot be used now; None if they can."""
         return self._problem
 
     def problem(self) -> str | None:
-        """As `unavailable`; also that NVML hangs, which does not keep known devices from being prepared."""
+        """Like `unavailable`, but also reports that NVML hangs, which does not keep known devices from being
+        prepared.
+        """
         began = self._scan_began_at
         waited = max(0.0 if began is None else time.monotonic() - began, self.nvml.session.change_lasts_s())
         if waited <= _HANG_AFTER_S:
@@ -138,10 +141,11 @@ class Discovery:
         )
 
     def problems(self) -> Sequence[NodeProblem]:
-        """That devices cannot be used or NVML hangs; and that no claim can be prepared though devices are known, since
-        files of the NVIDIA driver are missing. Before the first discovery there are none.
+        """Return problems: devices cannot be used, NVML hangs, or driver files are missing, so that no claim
+        can be prepared.
 
-        Until devices could be used for the first time, the node waits for the NVIDIA driver: that is another problem.
+        Empty before the first discovery. Until devices were usable for the first time, the problem is that the
+        node waits for the NVIDIA driver.
         """
         found = [NodeProblem("driver-files-missing", fault.text) for fault in self._driver_file_faults()]
         unavailable, problem = self._problem, self.problem()
@@ -151,34 +155,34 @@ class Discovery:
         return found
 
     def start(self) -> None:
-        """Begin discovering in the background."""
+        """Start discovery in the background."""
         self._is_started = True
         self._want_scan()
         self._worker.start()
 
     def stop(self) -> None:
-        """Stop and shut NVML down."""
+        """Stop discovery and close NVML."""
         self._worker.stop()
         self.nvml.session.close()
 
     def request_rescan(self) -> None:
-        """Have everything read again soon."""
+        """Request a scan soon."""
         with self._turn:
             self._want_scan()
 
     def health_polled(self, gpu_uuid: str, polled: PolledHealth) -> None:
-        """A poll of health has read a GPU's NVLinks and fabric: if the inventory has them otherwise, have everything
-        read again soon.
+        """Request a scan if a health poll found other NVLinks or another fabric than the inventory has.
 
-        It is compared with each poll, so that a change is found in whatever order looks and polls come.
+        Every poll is compared, so that a change is found in whatever order scans and polls run.
         """
         if is_other_nvlink(self.inventory, gpu_uuid, polled):
             self.request_rescan()
 
     def scan_now(self, timeout_s: float) -> None:
-        """Have everything read again and wait for it, but no longer than `timeout_s` seconds.
+        """Scan now, and wait up to `timeout_s` seconds for the result.
 
-        Callers that come while a scan runs share the next one. NVML's absence becomes the state, no error.
+        Callers that arrive during a scan share the next one. If NVML is unavailable, that becomes the state; it
+        is not an error.
         """
         if not self._is_started:
             self._scan()
@@ -188,8 +192,7 @@ class Discovery:
             self._turn.wait_for(lambda: self._scans_ended >= wanted or self._worker.is_stopping, timeout_s)
 
     def _want_scan(self) -> int:
-        """Have the next scan made, whose number is returned. The caller holds `_turn` once
-        the thread runs."""
+        """Request the next scan; returns its number. The caller holds `_turn` once the thread runs."""
         self._scans_wanted = self._scans_begun + 1
         self._worker.wake()
         return self._scans_wanted
@@ -201,7 +204,7 @@ class Discovery:
         return None if self.detachments is None else self.detachments.paused()
 
     def _look(self) -> float:
-        """Scan if that is due or the hardware changed; seconds until the next look."""
+        """Scan if it is due or the hardware changed; returns the seconds until the next check."""
         if self._is_scan_due() or self._has_changed():
             self._scan()
         return self._pause_s()
@@ -232,7 +235,7 @@ class Discovery:
         return _RESCAN_INCOMPLETE_S if is_incomplete else _RESCAN_EVERY_S
 
     def _has_changed(self) -> bool:
-        """Whether anything changed but MIG devices that we made or destroyed."""
+        """Whether anything changed other than MIG devices that the plugin created or destroyed."""
         before, now = self._fingerprint, HardwareFingerprint(self.host.fingerprint())
         if before is None or self._reopening_is_due or self._detached() is not None:
             return True
@@ -245,7 +248,7 @@ class Discovery:
             changed = frozenset() if now == before else repartitioned_gpus(now, before)
             if changed is None:
                 return True
-            # The host may show an instance a moment before NVML does: what changed is looked at once more.
+            # The host may list an instance a moment before NVML does, so check changed GPUs once more.
             changed, self._unsettled = changed | self._unsettled, changed
             if changed and not self._is_all_ours(changed):
                 return True
@@ -255,7 +258,7 @@ class Discovery:
         return False
 
     def _is_all_ours(self, gpu_uuids: frozenset[str]) -> bool:
-        """Whether the offer of these GPUs is what it was. Raises: DraDriverError."""
+        """Whether these GPUs still offer the same devices. Raises: DraDriverError."""
         known = {gpu.uuid: gpu for gpu in (self.inventory or Inventory()).gpus}
         if self.inventory is None or self.inventory.unread & gpu_uuids:
             return False
@@ -273,7 +276,7 @@ class Discovery:
             number = self._scans_begun
         self._scan_began_at = time.monotonic()
         try:
-            while self._sits_out_pause() and not self._read_everything():
+            while self._wait_for_pause() and not self._read_everything():
                 if self._worker.pause(_PAUSE_LOOK_S):
                     break
         finally:
@@ -282,9 +285,12 @@ class Discovery:
                 self._scans_ended = number
                 self._turn.notify_all()
 
-    def _sits_out_pause(self) -> bool:
-        """Keep NVML closed in this process too, until no one on this node needs that; False if a change of a GPU is
-        under way, which goes first, or this process ends."""
+    def _wait_for_pause(self) -> bool:
+        """Keep NVML closed in this process until no process on the node requires it.
+
+        Returns False if a change of a GPU is in progress, which takes precedence, or if this process is
+        stopping.
+        """
         if self._paused() is None:
             return True
         began = time.monotonic()
@@ -298,17 +304,17 @@ class Discovery:
                         if self._problem == NOT_DISCOVERED:
                             self._problem = reason
         except NvmlInUseError as error:
-            self._tell_in_use(error)
+            self._log_in_use(error)
             return False
         finally:
             self._kept_closed = None
         return not self._worker.is_stopping
 
     def _read_everything(self) -> bool:
-        """False if NVML was closed for a moment meanwhile: then it is to be read again, and nothing is known of it."""
+        """Read everything; returns False if NVML was closed in between, so that the result is unknown."""
         detached = self._detached()
         if detached is not None:
-            self._let_go(detached)
+            self._detach(detached)
             return True
         pauses = self.nvml.session.pauses
         host, before = self.host.fingerprint(), self._fingerprint
@@ -316,7 +322,7 @@ class Discovery:
             if self._wants_new_session(host) and not self._reopen():
                 if before is None or not self._has_nvml:
                     return self.nvml.session.pauses == pauses
-                # The session of before shows the hardware of before.
+                # An old session reports the old hardware.
                 host = replace(host, hardware=before.host.hardware, driver=before.host.driver)
             elif not self._has_nvml:
                 # Initialising NVML may have loaded the NVIDIA driver.
@@ -347,21 +353,27 @@ class Discovery:
             self.on_hardware()
         return True
 
-    def _let_go(self, detached: Detachment) -> None:
-        """Close NVML and withdraw the devices. A reset of a GPU or a change of its MIG mode may make other devices of
-        it, so they are no longer offered rather than tainted. All that closing NVML may undo, such as time slices, is
-        set again afterwards, as when NVML answers again."""
+    def _detach(self, detached: Detachment) -> None:
+        """Close NVML and withdraw the devices.
+
+        They are withdrawn rather than tainted, because a reset or a change of the MIG mode may turn them into
+        other devices. Settings that closing NVML may undo, such as time slices, are restored when NVML answers
+        again.
+        """
         try:
             self.nvml.session.release(detached.problem)
         except NvmlInUseError as error:
-            self._tell_in_use(error)
+            self._log_in_use(error)
             return
         self._has_nvml = False
         self._became_unavailable(NvmlDetachedError(detached.problem))
 
     def _wants_new_session(self, now: HostFingerprint) -> bool:
-        """NVML stays open otherwise: when its last client closes it, the NVIDIA driver releases the GPUs, which takes
-        seconds to undo and loses compute mode and time slices."""
+        """Whether NVML must be closed and opened again.
+
+        It stays open otherwise: when its last client closes it, the NVIDIA driver releases the GPUs, which
+        takes seconds to undo and loses compute mode and time slices.
+        """
         before = self._fingerprint
         return (
             not self._has_nvml
@@ -370,17 +382,17 @@ class Discovery:
             or before is None
             or is_other_hardware(now, before.host)
             or before.lost_some
-            # A GPU that is back shows only in a new session.
+            # A GPU that came back appears only in a new session.
             or bool(self.inventory is not None and self.inventory.lost)
         )
 
     def _reopen(self) -> bool:
-        """Whether it could be done; where a change of a GPU is under way it is tried again at the next look."""
+        """Reopen NVML; returns False if a change of a GPU is in progress, and the next check retries."""
         self._reopening_is_due = True
         try:
             self.nvml.reopen()
         except NvmlInUseError as error:
-            self._tell_in_use(error)
+            self._log_in_use(error)
             return False
         except DraDriverError:
             self._has_nvml = self._reopening_is_due = False
@@ -388,18 +400,18 @@ class Discovery:
         self._reopening_is_due, self._in_use = False, None
         return True
 
-    def _tell_in_use(self, error: NvmlInUseError) -> None:
-        """Once for each reason: while a call hangs, every look finds it so."""
+    def _log_in_use(self, error: NvmlInUseError) -> None:
+        """Log each reason once. While a call hangs, every check finds the same reason."""
         if str(error) != self._in_use:
             _log.info("nvml_in_use", reason=str(error))
         self._in_use = str(error)
 
     def _complete(self, read: Inventory) -> Inventory:
-        """Add what only the host knows. Raises: StateError; NvmlUnavailableError as `assembled`."""
+        """Add what only the host knows. Raises: StateError; NvmlUnavailableError like `assembled`."""
         before, now = self.inventory, int(time.time())
         located = (self._located(with_unready_since(gpu, before, now)) for gpu in read.gpus)
         gpus = tuple(self._offer.of(gpu, read, before) for gpu in located)
-        # A GPU that was drained, pulled or bound to another driver is not lost but gone.
+        # A GPU that was drained, pulled or bound to another driver is removed, not lost.
         lost = tuple(
             gpu
             for gpu in unanswering(gpus, before)
@@ -407,7 +419,7 @@ class Discovery:
         )
         cards = self.cards(gpus)
         found = assembled(read, gpus, lost, _without_bound(self.host.gpu_functions(), cards), before)
-        # No container can get a GPU without a minor number. NVML's part of the scan reports the fault.
+        # No container can get a GPU without a minor number. The NVML scan reports the fault.
         usable = tuple(gpu for gpu in found.gpus if gpu.minor is not None)
         found = replace(found, cards=cards, gpus=usable)
         problem = self.files.problem(read.versions.driver) if self.files is not None and found.gpus else None
@@ -429,7 +441,7 @@ class Discovery:
     def _became_known(self, inventory: Inventory) -> None:
         self._log_faults(inventory)
         changed = differs(inventory, self.inventory)
-        # The inventory comes first: whoever reads that there is no problem must not find the old devices.
+        # Set the inventory first: a thread that sees no problem must not find the old devices.
         self.inventory = inventory
         self._problem = None
         self._was_available = True
@@ -445,19 +457,23 @@ class Discovery:
         self.on_change()
 
     def _without_ledger(self, error: StateError) -> None:
-        """No one can say now who made which MIG device, or bound which card; the devices that are known stay as they
-        are."""
+        """Keep the known devices as they are: without the ledger, the owners of MIG devices and cards are
+        unknown.
+        """
         _log.error("ledger_unusable", reason=str(error))
         if self._problem is not None:
             self._problem = str(error)
 
     def _without_nvml(self, error: DraDriverError, host: HostFingerprint) -> None:
-        """A node that has no GPU, or none that is not bound to vfio, needs no driver either: its devices are known. A
-        driver that is there and cannot be used is trouble on any node: its GPUs may not be on the bus yet, or hidden
-        from this container."""
+        """Handle unavailable NVML.
+
+        A node without GPUs, or with all GPUs bound to vfio, needs no driver, so its devices are known. A driver
+        that is installed but unusable is a problem on any node: its GPUs may not be on the bus yet, or hidden
+        from this container.
+        """
         self._has_nvml = False
         if not host.driver:
-            self._driver = None  # whatever comes is loaded again
+            self._driver = None  # any driver that appears was loaded after this
         functions, cards = self.host.gpu_functions(), tuple[Card, ...]()
         if functions and not isinstance(error, NvmlLibraryError):
             try:
@@ -471,7 +487,7 @@ class Discovery:
         self._became_known(Inventory(cards=cards))
 
     def _became_unavailable(self, error: DraDriverError) -> None:
-        """Devices that were known are withdrawn: they cannot be used without the NVIDIA driver."""
+        """Withdraw known devices, because they cannot be used without the NVIDIA driver."""
         problem = str(error)
         if self._problem != problem:
             _log.warning("nvml_unavailable", reason=problem)
@@ -481,7 +497,7 @@ class Discovery:
             self.on_change()
 
     def _log_faults(self, inventory: Inventory) -> None:
-        """Each fault is logged once while it lasts."""
+        """Log each fault once while it lasts."""
         faults = frozenset(inventory.faults)
         for fault in inventory.faults:
             if fault not in self._logged_faults:
@@ -498,9 +514,8 @@ def discover_once(
     files: DriverRoot | None = None,
     imex: ImexChannelNodes | None = None,
 ) -> Inventory:
-    """What the daemon would know of a node, for callers that look once. NVML stays open.
-
-    Raises: NvmlUnavailableError.
+    """Return the inventory as the daemon would see it, for one-time callers. NVML stays open. Raises:
+    NvmlUnavailableError.
     """
     discovery = Discovery(
         nvml, host, _ignored, _ignored, ownership, _ignored, cards=cards, files=files, imex=imex
@@ -512,9 +527,9 @@ def discover_once(
 
 
 def _without_bound(functions: Collection[str], cards: Sequence[Card]) -> frozenset[str]:
-    """The bus IDs of these GPUs that no vfio driver has."""
+    """Return the bus IDs of those GPUs that are not bound to a vfio driver."""
     return frozenset(functions).difference(card.bus_id for card in cards if card.is_bound)
 
 
 def _ignored() -> None:
-    """No one hears of a change between two looks where there is only one."""
+    """Ignore the callback: there are no changes to report after a single scan."""

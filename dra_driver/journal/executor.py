@@ -1,16 +1,16 @@
-"""Carries out the steps of a plan under a record, and takes them back. One way serves a failed Prepare and Unprepare.
+"""Runs the steps of a plan and undoes them, in the same way for a failed Prepare and for Unprepare.
 
-Steps that change a GPU run in its lane (`lanes`), those of different GPUs side by side; each is in the GPU's ledger
-before it is done. Then come the steps that only write files. They are taken back the other way round: files at once,
-the rest by the cleaner, since the ledger has more than the records name.
+Steps that change a GPU run in its lane (`lanes`), in parallel for different GPUs; each is entered in the GPU's
+ledger first. Steps that only write files come last. To undo a plan, its files are removed at once, and the
+cleaner does the rest, because the ledger may list more than the records.
 
-| Who | Holds | And does |
+| Caller | Holds | Action |
 |---|---|---|
 | Prepare | the locks of the claim and, for files only, of planning on its GPUs | `intend` writes the record |
-| Prepare | nothing | `change` has the lanes do the steps, and waits for them |
-| Prepare | the claim's lock | `finish` writes files, and `prepared` into the record, if that is still its own |
-| Unprepare, or a Prepare that fails | the claim's lock | `leave` removes the files and the record |
-| the same | nothing | `clean` has the lanes undo the rest, and waits for a moment |
+| Prepare | nothing | `change` submits the steps to the lanes, and waits for them |
+| Prepare | the claim's lock | `finish` writes files, and `prepared` if the record is still the same |
+| Unprepare, or a Prepare that fails | the claim's lock | `end` removes the files and the record |
+| the same | nothing | `clean` lets the lanes undo the rest, and waits briefly |
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ _log = structlog.get_logger(__name__)
 
 _TURN_S = 0.05
 STEPS_S = 43.0
-"""How long the steps on GPUs may take where the call has no deadline."""
+"""How long the steps on GPUs may take if the call has no deadline."""
 _USUAL_S = 25.0
-"""Longer than every tool may take for a step. Behind an operation that is older, no claim waits for a lane."""
+"""Longer than any tool may take for a step. No claim waits for a lane behind an older operation."""
 _LOOK_S = 1.0
 _FINISH_S = 0.5
-"""What is left of the call's time for the files, and for taking back."""
-_TAKE_BACK_S = 5.0
-"""How long whoever ends a claim waits for undos, whose failure does not keep it from ending."""
+"""Time of the call that is reserved for writing files, and for rolling back."""
+_UNDO_WAIT_S = 5.0
+"""How long the end of a claim waits for undos. A failed undo does not keep the claim from ending."""
 
 
 def _now() -> str:
@@ -65,21 +65,21 @@ def _now() -> str:
 def changes_more_than_the_spec(plan: Plan) -> bool:
     """Whether a plan has a step whose effect survives a power cut.
 
-    A CDI spec or metadata file does not count: a power cut removes it, or the next Prepare checks it.
+    CDI specs and metadata files do not count: a power cut removes them, or the next Prepare checks them.
     """
     return not all(map(writes_files, plan.steps))
 
 
 @dataclass(eq=False)
 class Executor:
-    """Carries plans out and takes them back.
+    """Runs and undoes plans.
 
-    A crash before the record is written leaves nothing. A crash between that and the end of the steps, also between two
-    tries, leaves a record in `preparing` that names every step. A crash after the last step, but before the record says
-    `prepared`, leaves the same, and the next Prepare finds every step done.
+    A crash before the record is written leaves nothing. A crash between that and the end of the steps, also
+    between two tries, leaves a record in `preparing` that names every step. So does a crash before the record
+    says `prepared`; the next Prepare then finds every step done.
 
-    The record of a plan that changes more than the spec has to survive a power cut. The files of other plans are
-    written one claim at a time, but none waits longer than `_TURN_S` seconds.
+    The record of a plan that changes more than the spec must survive a power cut. The files of other plans are
+    written for one claim at a time, but none waits longer than `_TURN_S` seconds.
     """
 
     records: RecordStore
@@ -93,8 +93,10 @@ class Executor:
         self._turn = threading.Lock()
 
     def intend(self, plan: Plan, known: ClaimRecord | None) -> ClaimRecord:
-        """Write the record that says what the plan is about to do; `known` is the one before. One that says `prepared`
-        in this boot stays as it is. Raises: StateError."""
+        """Write the record of what the plan is about to do; `known` is the previous record.
+
+        A record that says `prepared` in this boot is not changed. Raises: StateError.
+        """
         record = self._intended(plan, known)
         if record != known:
             lasts = changes_more_than_the_spec(plan)
@@ -102,10 +104,12 @@ class Executor:
         return record
 
     @contextmanager
-    def _in_turn(self) -> Iterator[None]:
-        """Within it no other plan that only writes files is carried out, unless that takes longer than `_TURN_S`
-        seconds. Such a plan takes a millisecond of this interpreter: side by side all plans end as late as the last
-        one; one after the other, most end earlier."""
+    def _one_at_a_time(self) -> Iterator[None]:
+        """Run plans that only write files one after the other, but let none wait longer than `_TURN_S` seconds.
+
+        Such a plan takes a millisecond of this interpreter. In parallel, all plans would finish as late as the
+        last one.
+        """
         is_ours = self._turn.acquire(timeout=_TURN_S)
         try:
             yield
@@ -114,10 +118,13 @@ class Executor:
                 self._turn.release()
 
     def change(self, plan: Plan, record: ClaimRecord, wait_s: float = STEPS_S) -> None:
-        """Have the lanes do the steps on GPUs, under the record that `intend` wrote. The caller holds no lock. What was
-        done is done when it is tried again. Raises: what a step raised, and of several errors one that does not pass
-        by itself; RetryableError where one has not ended in the call's time, and goes on in its lane;
-        GpuUnresponsiveError."""
+        """Run the steps on GPUs in the lanes, under the record that `intend` wrote. The caller holds no lock.
+
+        Steps that are done stay done when the caller retries.
+
+        Raises: the error of a step (of several errors, preferably a permanent one); RetryableError if a step
+        did not end in the call's time and continues in its lane; GpuUnresponsiveError.
+        """
         if all(map(writes_files, plan.steps)):
             return
         groups = by_gpus(plan.steps)
@@ -128,48 +135,50 @@ class Executor:
             for step in steps:
                 if given_up.is_set():
                     return
-                operation.turn_to(STEP_TEXTS[type(step)])
+                operation.set_step(STEP_TEXTS[type(step)])
                 self._do(step, plan, record)
 
         end = time.monotonic() + wait_s - _FINISH_S
-        asked = [
-            self.lanes.ask(gpus, STEP_TEXTS[type(steps[0])], partial(do, steps)) for gpus, steps in groups
+        submitted = [
+            self.lanes.submit(gpus, STEP_TEXTS[type(steps[0])], partial(do, steps)) for gpus, steps in groups
         ]
         try:
-            late = self._waited(groups, asked, end)
+            late = self._waited(groups, submitted, end)
         finally:
             given_up.set()
-        errors = [error for one in asked if one not in late and (error := one.exception()) is not None]
+        errors = [error for one in submitted if one not in late and (error := one.exception()) is not None]
         for error in errors:
             if not isinstance(error, Exception):
                 raise error
         if late:
-            self._tell_late([gpus for (gpus, _), one in zip(groups, asked, strict=True) if one in late])
+            self._raise_late([gpus for (gpus, _), one in zip(groups, submitted, strict=True) if one in late])
         if errors:
             raise min(errors, key=lambda error: isinstance(error, NvmlTransientError))
 
     def _waited(
         self,
         groups: Sequence[tuple[frozenset[str], Sequence[Step]]],
-        asked: Sequence[Future[None]],
+        submitted: Sequence[Future[None]],
         end: float,
     ) -> set[Future[None]]:
-        """Wait until what was asked has ended, or until `end` (time.monotonic()); what has not ended. Raises:
-        GpuUnresponsiveError where one waits for its lane behind an operation that takes longer than usual."""
+        """Wait for the submitted groups until `end` (time.monotonic()); returns those that have not ended.
+
+        Raises: GpuUnresponsiveError if one waits for its lane behind an operation that takes longer than usual.
+        """
         while True:
             waiting = [
                 gpus
-                for (gpus, _), one in zip(groups, asked, strict=True)
+                for (gpus, _), one in zip(groups, submitted, strict=True)
                 if not (one.running() or one.done())
             ]
             self.lanes.refuse_unresponsive(frozenset[str]().union(*waiting), _USUAL_S)
             left = max(0.0, end - time.monotonic())
-            late = wait(asked, min(_LOOK_S, left) if waiting else left).not_done
+            late = wait(submitted, min(_LOOK_S, left) if waiting else left).not_done
             if not late or time.monotonic() >= end:
                 return late
 
     def _do(self, step: Step, plan: Plan, record: ClaimRecord) -> None:
-        """Do a step on a GPU, after it is in the ledger. Whoever ends the claim from then on undoes it."""
+        """Enter a step on a GPU in the ledger, then do it. From then on, ending the claim undoes the step."""
         entry = LedgerEntry(record.ref, record.boot_id, step)
         ledger = self.cleaner.ledger
         is_kept = is_undone_in_lane(step)
@@ -179,11 +188,11 @@ class Executor:
             self.runner.do(step, plan)
         except DraDriverError as error:
             if is_kept and error.has_no_effect and before != entry:
-                # The entry before may be that of an older boot.
+                # The previous entry may be from an older boot.
                 ledger.change([before] if before is not None else [], [entry] if before is None else [])
             raise
 
-    def _tell_late(self, groups: Sequence[Collection[str]]) -> None:
+    def _raise_late(self, groups: Sequence[Collection[str]]) -> None:
         uses = self.lanes.uses()
         late = sorted(uses.keys() & frozenset[str]().union(*groups))
         if not late:
@@ -191,34 +200,43 @@ class Executor:
         raise RetryableError(f"{uses[late[0]].text} in the time of this call; the kubelet tries again")
 
     def _refuse_changed(self, record: ClaimRecord) -> None:
-        """Raises: RetryableError if the claim's record does not ask for the same any more: an Unprepare has come
-        meanwhile, or another Prepare that failed. Whoever wrote a new one asks the lanes again."""
+        """Raise RetryableError if the claim's record no longer names these steps: an Unprepare or a failed
+        Prepare intervened.
+
+        The call that wrote the new record submits its own steps.
+        """
         if not record.names_the_same(self.records.get(record.ref.uid)):
             changed = RetryableError("another call has changed the claim meanwhile; the kubelet calls again")
             changed.has_no_effect = True
             raise changed
 
     def finish(self, plan: Plan, record: ClaimRecord) -> ClaimRecord:
-        """Do the steps that write files, then write that the claim is prepared; returns its record. The caller holds
-        the claim's lock. Raises: what a step raised; StateError; RetryableError if another call has changed the record
-        since `intend`."""
+        """Do the steps that write files, then mark the claim as prepared; returns its record.
+
+        The caller holds the claim's lock.
+
+        Raises: the error of a step; StateError; RetryableError if another call has changed the record since
+        `intend`.
+        """
         self._refuse_changed(record)
         lasts = changes_more_than_the_spec(plan)
-        with nullcontext() if lasts else self._in_turn():
+        with nullcontext() if lasts else self._one_at_a_time():
             for step in plan.steps:
                 if writes_files(step):
                     self.runner.do(step, plan)
             if record.phase == "prepared":
                 return record
             done = replace(record, phase="prepared", prepared_at=record.prepared_at or self.now())
-            # A power cut may lose it, but it also ends the boot and removes everything that the steps made.
+            # A power cut may lose this write, but it also ends the boot and with it every step's result.
             self.records.save(done, durable=False, whole=lasts)
             return done
 
-    def leave(self, record: ClaimRecord) -> None:
-        """End the claim of a record, as far as that needs files: undo its steps that write files, and remove the
-        record. The caller holds the claim's lock, and calls `clean` without it. Raises: StateError; then the record
-        stays."""
+    def end(self, record: ClaimRecord) -> None:
+        """Undo the steps of the record that write files, and remove the record.
+
+        The caller holds the claim's lock, and calls `clean` after releasing it. Raises: StateError; then the
+        record stays.
+        """
         for step in reversed(record.steps):
             if writes_files(step):
                 self.runner.undo(step, record)
@@ -226,12 +244,13 @@ class Executor:
             self.records.delete(record.ref.uid)
 
     def clean(self, uid: str) -> None:
-        """Have the lanes undo what the claim has set on GPUs, and wait for that a moment. The caller holds no lock.
-        Raises: StateError."""
-        self.cleaner.finish(uid, time_left(_TAKE_BACK_S))
+        """Undo in the lanes what the claim has set on GPUs, and wait briefly. The caller holds no lock. Raises:
+        StateError.
+        """
+        self.cleaner.finish(uid, time_left(_UNDO_WAIT_S))
 
     def lost(self, claim_uid: str) -> ClaimRecord:
-        """A record, for `leave`, of a claim that has none or none that this release can read. Raises: StateError."""
+        """Return a record, for `end`, of a claim that has no readable record. Raises: StateError."""
         if self.records.delete(claim_uid):
             _log.warning(
                 "newer_record_removed",
@@ -242,7 +261,7 @@ class Executor:
         return ClaimRecord(claim, "preparing", self.boot_id, (), (WriteDeviceMetadata(()), WriteCdiSpec()))
 
     def in_place(self, record: ClaimRecord) -> bool:
-        """Whether every step of the record was done in this boot and its result is still there."""
+        """Whether every step of the record was done in this boot and its result still exists."""
         is_prepared = record.as_of(self.boot_id).phase == "prepared"
         return is_prepared and all(self.runner.in_place(step, record) for step in record.steps)
 
@@ -264,29 +283,29 @@ class Executor:
 
 
 class StepObserver(Protocol):
-    """Hears of each step that was done or undone, or that failed. Must not block or raise."""
+    """Receives the outcome of each step. Methods must not block or raise."""
 
     def step_ended(
         self, step: type[Step], action: Literal["do", "undo"], duration_s: float, error: Exception | None
     ) -> None:
-        """`error` is what the step raised, None if it succeeded."""
+        """Report a step that was done or undone. `error` is None if it succeeded."""
 
 
 @dataclass(eq=False)
 class StepDispatcher:
-    """Hands each step to the runner of its type, and times it for the `observer` if there is one."""
+    """Passes each step to the runner of its type, and reports its duration to the `observer`."""
 
     runners: Mapping[type, StepRunner[Any]]
     observer: StepObserver | None = None
     clock: Callable[[], float] = time.monotonic
 
     def do(self, step: Step, plan: Plan) -> None:
-        """As the step's runner."""
+        """Like the step's runner."""
         with self._timed(step, "do"):
             self.runners[type(step)].do(step, plan)
 
     def undo(self, step: Step, record: ClaimRecord) -> None:
-        """As the step's runner. Raises: RetryableError if there is none, such as in a command."""
+        """Like the step's runner. Raises: RetryableError if there is no such runner, as in a command."""
         with self._timed(step, "undo"):
             runner = self.runners.get(type(step))
             if runner is None:
@@ -294,7 +313,7 @@ class StepDispatcher:
             runner.undo(step, record)
 
     def in_place(self, step: Step, record: ClaimRecord) -> bool:
-        """As the step's runner."""
+        """Like the step's runner."""
         return self.runners[type(step)].in_place(step, record)
 
     @contextmanager
@@ -303,10 +322,12 @@ class StepDispatcher:
         try:
             yield
         except Exception as error:
-            self._tell(step, action, began, error)
+            self._report(step, action, began, error)
             raise
-        self._tell(step, action, began, None)
+        self._report(step, action, began, None)
 
-    def _tell(self, step: Step, action: Literal["do", "undo"], began: float, error: Exception | None) -> None:
+    def _report(
+        self, step: Step, action: Literal["do", "undo"], began: float, error: Exception | None
+    ) -> None:
         if self.observer is not None:
             self.observer.step_ended(type(step), action, self.clock() - began, error)

@@ -1,18 +1,19 @@
-"""The lane of each GPU: what changes a GPU runs there, one operation at a time, and nowhere else.
+"""The lanes: all changes of a GPU run in its lane, one operation at a time.
 
-    asked ──every GPU of it is idle──▶ under way ──▶ ended; the future has the outcome
-      │                                    └─ for a minute: the GPU is unresponsive until it ends
-      └─ who asked has given up: it never begins
+    submitted ──every GPU of it is idle──▶ running ──▶ ended; the future has the outcome
+     │                                      └─ for a minute: the GPU is unresponsive until the operation ends
+     └─ the caller has given up: it never starts
 
-Whoever asks holds no lock and waits as long as it likes. An operation for several GPUs begins when all of them are
-idle; it keeps none of them from other work while it waits for one. The other instance of a rolling update has lanes of
-its own: an operation holds the file locks of its GPUs, so the two never work on one GPU at the same time. The lock
-files tell each instance which operation of the other one is under way, and since when.
+The caller holds no lock and waits as long as it wants. An operation for several GPUs starts when all of them
+are idle; until then it blocks none of them. The other instance of a rolling update has its own lanes, but an
+operation holds the file locks of its GPUs, so the two instances never work on one GPU at the same time. The
+lock files show each instance which operation the other one is running, and since when.
 
-A program that cannot be killed keeps its lane until it ends: the lock of the GPU waits for it (`GpuLocks.hold`).
+A program that cannot be killed keeps its lane until it exits: the lock of the GPU waits for it
+(`GpuLocks.hold`).
 
-A crash ends an operation in the middle. The records and the ledgers on disk say what it was about; what runs in a lane
-can be done any number of times.
+A crash ends an operation in the middle. The records and ledgers on disk say what it was doing, and everything
+that runs in a lane can be repeated.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ _log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
 UNRESPONSIVE_AFTER_S = 60.0
-"""How long an operation may be under way on a GPU until nobody waits for that GPU any more."""
+"""How long an operation may run on a GPU before no one waits for that GPU any more."""
 _OTHER_INSTANCE_S = 30.0
-"""How long an operation waits until the other instance of a rolling update has done with the GPU."""
+"""How long an operation waits for the other instance of a rolling update to finish with the GPU."""
 
 
 class GpuUnresponsiveError(RetryableError):
@@ -51,11 +52,11 @@ class GpuUnresponsiveError(RetryableError):
 
 @dataclass(slots=True, eq=False)
 class Operation:
-    """What a lane has to do or does; `what` is for people, and may change while it is under way.
+    """An operation of a lane, waiting or running. `what` describes it for people, and may change while it runs.
 
-    `began` is when it began (time.monotonic()), None while it waits; `since` says the same for people. `once` is its
-    name, None if any number of the same may wait. `show` writes what is under way into the lock files. `only_writes` is
-    as in `LockUse`.
+    `began` is its start (time.monotonic()), None while it waits; `since` is the same as text. `once` identifies
+    equal operations of which only one may wait; None if any number may. `show` writes the running step into the
+    lock files. `only_writes` is as in `LockUse`.
     """
 
     gpu_uuids: frozenset[str]
@@ -70,14 +71,14 @@ class Operation:
     only_writes: bool = False
     show: Callable[[Iterable[LockUse]], None] = lambda _uses: None
 
-    def turn_to(self, what: str) -> None:
-        """Show `what` as the step under way, in this process and in the lock files. Called by `work`."""
+    def set_step(self, what: str) -> None:
+        """Show `what` as the running step, in this process and in the lock files. Called by `work`."""
         if what != self.what:
             self.what = what
             self.show(self.uses())
 
     def uses(self) -> list[LockUse]:
-        """What it is about, for each of its GPUs; nothing before it begins."""
+        """Return the lock use for each of its GPUs; empty before it starts."""
         if self.began is None:
             return []
         return [
@@ -91,8 +92,10 @@ _operation: ContextVar[Operation | None] = ContextVar("operation", default=None)
 
 @contextmanager
 def only_writes() -> Iterator[None]:
-    """Inside, the operation that runs in this context waits for writes to the kernel and needs no NVML. If one of them
-    hangs, NVML can still be closed and opened for other GPUs."""
+    """Mark the current operation as waiting for writes to the kernel, without needing NVML.
+
+    If such a write hangs, NVML can still be closed and opened for other GPUs.
+    """
     operation = _operation.get()
     if operation is None:
         yield
@@ -112,7 +115,7 @@ def only_writes() -> Iterator[None]:
 
 
 class Lanes:
-    """The lanes of this process. For many threads. A lane without work has no thread."""
+    """The lanes of this process. Thread-safe. A lane without work has no thread."""
 
     def __init__(self, locks: GpuLocks) -> None:
         self._locks = locks
@@ -120,7 +123,7 @@ class Lanes:
         self._waiting: list[Operation] = []
         self._under_way: dict[str, Operation] = {}  # by the UUID of the GPU
 
-    def ask(
+    def submit(
         self,
         gpu_uuids: Collection[str],
         what: str,
@@ -129,14 +132,15 @@ class Lanes:
         *,
         once: Hashable = None,
     ) -> Future[T]:
-        """Have `work` run when the GPUs are idle, in a copy of the caller's context. A future that is cancelled before
-        that keeps it from running. The future raises LockBusyError if the other instance of a rolling update keeps a
-        GPU for `patience_s` seconds.
+        """Run `work` when the GPUs are idle, in a copy of the caller's context.
 
-        What is to be done in the background bears a name, `once`: while an operation of the same name and GPUs waits,
-        its future is returned. It runs in a context of its own, without the caller's deadline.
+        Cancelling the future before that keeps it from running. The future raises LockBusyError if the other
+        instance of a rolling update keeps a GPU for `patience_s` seconds.
 
-        Where no thread can start, the caller's runs it.
+        `once` identifies background work: while an equal operation on the same GPUs waits, its future is
+        returned. Background work runs in a new context, without the caller's deadline.
+
+        If no thread can start, the work runs in the caller's thread.
         """
         gpus = frozenset(gpu_uuids)
         context = copy_context() if once is None else Context()
@@ -151,40 +155,46 @@ class Lanes:
         return operation.future
 
     def under_way(self) -> Mapping[str, Operation]:
-        """What is under way on each GPU, by its UUID."""
+        """Return the operation that runs on each GPU, by UUID."""
         with self._guard:
             return dict(self._under_way)
 
     def uses(self) -> Mapping[str, LockUse]:
-        """For each GPU on which an operation is under way, in either instance of a rolling update, which one."""
+        """Return the lock use of each GPU on which either instance of a rolling update is running an operation."""
         found = {use.gpu_uuid: use for one in self.under_way().values() for use in one.uses()}
         for use in self._locks.uses():
             ours = found.get(use.gpu_uuid)
-            # Another operation than ours has the lock, and ours only waits for it.
+            # The other instance has the lock, and this process's operation is waiting for it.
             if ours is None or ours.began != use.began:
                 found[use.gpu_uuid] = use
         return found
 
     def hanging(self) -> Mapping[str, tuple[str, float]]:
-        """The same as what it is, and when it began (time.monotonic())."""
+        """Return the operation on each GPU as its description and start (time.monotonic())."""
         return {uuid: (use.what, use.began) for uuid, use in self.uses().items()}
 
     def refuse_unresponsive(self, gpu_uuids: Collection[str], after_s: float | None = None) -> None:
-        """Raises: GpuUnresponsiveError that names the operation if one has been under way on a GPU for that long."""
+        """Raise GpuUnresponsiveError, naming the operation, if one has run on one of the GPUs for `after_s`
+        seconds.
+        """
         limit = time.monotonic() - (UNRESPONSIVE_AFTER_S if after_s is None else after_s)
         uses = self.uses()
         for uuid in sorted(gpu_uuids & uses.keys()):
             if uses[uuid].began <= limit:
                 raise GpuUnresponsiveError(_text(uses[uuid]))
 
-    def refuse_beside_hang(self, gpu_uuid: str) -> None:
-        """As `refuse_unresponsive` of every GPU but this one: what needs NVML closed does not begin while one hangs in
-        NVML."""
+    def refuse_other_hangs(self, gpu_uuid: str) -> None:
+        """Raise GpuUnresponsiveError if an operation on any other GPU hangs in NVML.
+
+        What needs NVML closed must not start then.
+        """
         needs_nvml = {uuid for uuid, use in self.uses().items() if not use.only_writes}
         self.refuse_unresponsive(needs_nvml - {gpu_uuid})
 
     def _ready(self) -> list[Operation]:
-        """Take out what can begin now, in the order in which it was asked. The caller holds the guard."""
+        """Remove and return the operations that can start now, in order of submission. The caller holds the
+        guard.
+        """
         ready = []
         for operation in self._waiting.copy():
             if operation.gpu_uuids.isdisjoint(self._under_way):
@@ -203,30 +213,30 @@ class Lanes:
 
     def _work(self, operation: Operation | None) -> None:
         while operation is not None:
-            told = self._run(operation)
+            complete = self._run(operation)
             with self._guard:
                 for uuid in operation.gpu_uuids:
                     del self._under_way[uuid]
                 ready = self._ready()
-            told()
+            complete()
             operation = ready.pop(0) if ready else None
             self._start(ready)
 
     def _run(self, operation: Operation) -> Callable[[], None]:
-        """Run it; what tells its outcome to whoever waits."""
+        """Run the operation; returns a function that completes its future."""
         future = operation.future
         if not future.set_running_or_notify_cancel():
             return lambda: None
         operation.since = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S")
         operation.began = time.monotonic()
         try:
-            result = operation.context.run(self._alone, operation)
-        except BaseException as error:  # noqa: BLE001  whoever asks the future gets it
+            result = operation.context.run(self._run_locked, operation)
+        except BaseException as error:  # noqa: BLE001  stored in the future
             failure = error
             return lambda: future.set_exception(failure)
         return lambda: future.set_result(result)
 
-    def _alone(self, operation: Operation) -> Any:
+    def _run_locked(self, operation: Operation) -> Any:
         _operation.set(operation)
         patience_s = time_left(operation.patience_s)
         with self._locks.hold(operation.gpu_uuids, patience_s, uses=operation.uses()) as operation.show:
@@ -234,7 +244,7 @@ class Lanes:
 
 
 def _text(use: LockUse) -> str:
-    """What hangs on which GPU, and what to do."""
+    """Describe what hangs on which GPU, and what to do."""
     return (
         f"GPU {use.gpu_uuid} does not react: {use.what} began at {use.since} UTC and has not ended; if that lasts, "
         "drain the node and reboot it"

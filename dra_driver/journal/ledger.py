@@ -1,25 +1,27 @@
-"""The ledger of each GPU: what the plugin has set or made there. One JSON file a GPU, shared with a second instance of
-the plugin during a rolling update.
+"""The ledger of each GPU: what the plugin has set or created there.
+
+There is one JSON file per GPU, shared with the second instance of a rolling update.
 
     (nothing) ──written, then the step is done──▶ entry ──its claim ends──▶ pending cleanup ──undone──▶ (nothing)
 
-An *entry* is a step whose undo needs a tool, a daemon or the silicon, with the claim that it was done for. It is
-*pending cleanup* as long as no record names its step: so a claim ends by the removal of its record, which needs no
-space on a full disk. A *detail* is what the step found or was given: a MIG device that we made, with its IDs; the MIG
-mode that we switched on; what a card had before it went to vfio. The runner of the step writes and removes details.
+An *entry* is a step whose undo needs a tool, a daemon or the GPU, with the claim that it was done for. It
+becomes *pending cleanup* when no record names its step any more. So a claim ends by the removal of its record,
+which needs no space on a full disk. A *detail* is what a step found or created: a MIG device with its IDs; the
+MIG mode that the plugin switched on; the previous state of a card that went to vfio. The runner of the step
+writes and removes details.
 
-| A crash … | leaves | and then |
+| A crash … | leaves | next |
 |---|---|---|
-| before the entry is written | the record | Prepare goes on, or Unprepare removes the record |
+| before the entry is written | the record | Prepare continues, or Unprepare removes the record |
 | between the entry and the end of the step | record, entry, some details | the same; an undo finds little to do |
-| after the record is removed, or in an undo | the entry, some details | it is pending cleanup, which `cleaner` undoes |
-| before the entry is removed | the entry | an undo runs again |
+| after the record is removed, or in an undo | the entry, some details | pending cleanup, which `cleaner` undoes |
+| before the entry is removed | the entry | the undo runs again |
 
-Only the lane of a GPU writes its file; a step that changes several GPUs is in the file of the first one. The records
-are read after the ledgers: a claim whose record is written in between would else seem to have ended.
+Only the lane of a GPU writes its file; a step that changes several GPUs is in the file of the first one.
+Records are read after ledgers; otherwise a claim whose record is written in between would seem to have ended.
 
-A reboot undoes everything but the directories of MPS daemons, so all else of an older boot is void. A claim that has an
-unreadable record, or none, holds what its entries say until its CDI spec is removed.
+A reboot undoes everything except the directories of MPS daemons, so all other items of an older boot are void.
+A claim with an unreadable or missing record holds what its entries say until its CDI spec is removed.
 """
 
 from __future__ import annotations
@@ -66,7 +68,7 @@ DIRECTORY = "ledger"
 _FORMAT_VERSION = 1
 _SAFE_GPU_UUID = re.compile(r"^[A-Za-z0-9][A-Za-z0-9-]{0,99}\Z")
 _REMEMBERED_S = 30.0
-"""How long a detail that is gone is remembered: a look at the hardware may have begun before."""
+"""How long a removed detail is remembered, because a hardware scan may have begun before its removal."""
 
 Detail = OwnedInstance | OwnedMode | OwnedCard
 Item = LedgerEntry | Detail
@@ -83,10 +85,11 @@ _ITEMS = list_of(_ITEM.kind)
 
 @dataclass(eq=False)
 class Ledger:
-    """The ledgers of all GPUs of a node in `directory`. For many threads.
+    """The ledgers of all GPUs of a node, in `directory`. Thread-safe.
 
-    `without_record` returns the UIDs of claims that have a CDI spec and no readable record. A `reader` only looks, as
-    in `RecordStore`; with `boot_id` None it takes each entry for one of this boot. `clock` counts in seconds.
+    `without_record` returns the UIDs of claims that have a CDI spec and no readable record. With a `reader`,
+    the ledger is read-only, as in `RecordStore`; with `boot_id` None, every entry counts as one of this boot.
+    `clock` returns seconds.
     """
 
     directory: Path
@@ -114,17 +117,17 @@ class Ledger:
             only_reads=self.reader is not None,
         )
         self._gone: set[Hashable] = set()
-        """What is gone, and what a full disk may still have in its file: keys of entries, and whole details."""
+        """Removed items that a full disk may still have in the file: keys of entries, and whole details."""
         self._details: frozenset[Detail] = frozenset()
-        """As of the last look."""
-        self._lately: dict[Detail, float] = {}
-        """Details that are gone, with when that was seen."""
+        """The details found by the last read."""
+        self._removed: dict[Detail, float] = {}
+        """Removed details, with the time of their removal."""
         self._seen: dict[tuple[str, Step], int] = {}
-        """By the key of an entry, when this process first saw that its claim has ended."""
+        """For each entry's key, when this process first saw that its claim had ended."""
         self._guard = threading.Lock()
 
     def open(self) -> None:
-        """Create the directory: on a full disk it could not be made. Raises: StateError."""
+        """Create the directory in advance, because it could not be created on a full disk. Raises: StateError."""
         open_directory(
             self.directory,
             self.boot_id or "",
@@ -132,46 +135,53 @@ class Ledger:
             durable=True,
         )
 
-    # With `gpus` only what is of one of these GPUs.
+    # `gpus` restricts these methods to items of these GPUs.
 
     def entries(self, gpus: Collection[str] | None = None) -> list[LedgerEntry]:
-        """What counts of all ledgers, first what is of this boot. Raises: StateError if the directory cannot be
-        listed."""
+        """Return the valid entries of all ledgers, those of this boot first. Raises: StateError if the
+        directory cannot be listed.
+        """
         entries = [item for item in self._counted(gpus)[0] if isinstance(item, LedgerEntry)]
         return sorted(entries, key=lambda entry: entry.boot_id != self.boot_id)
 
     def left(self) -> list[LedgerEntry]:
-        """The entries of claims that have ended. Raises: StateError."""
-        return self.look()[0]
+        """Return the entries of ended claims. Raises: StateError."""
+        return self.split()[0]
 
-    def look(self, gpus: Collection[str] | None = None) -> tuple[list[LedgerEntry], list[LedgerEntry]]:
-        """The entries of claims that have ended, and all others that count. Raises: StateError."""
+    def split(self, gpus: Collection[str] | None = None) -> tuple[list[LedgerEntry], list[LedgerEntry]]:
+        """Return the entries of ended claims, and all other valid entries. Raises: StateError."""
         entries = self.entries(gpus)
         records = self.records.all() if entries else {}
         is_lost = any(entry.claim.uid not in records for entry in entries)
         without_record = self.without_record() if is_lost else ()
-        split: tuple[list[LedgerEntry], list[LedgerEntry]] = [], []
+        parts: tuple[list[LedgerEntry], list[LedgerEntry]] = [], []
         for entry in entries:
-            split[not has_ended(entry, records, without_record)].append(entry)
-        return split
+            parts[not has_ended(entry, records, without_record)].append(entry)
+        return parts
 
     def void(self) -> set[str]:
-        """The GPUs whose file has what counts no more, because a reboot has undone it, or the disk was full when it
-        went. Raises: StateError."""
+        """Return the GPUs whose file has void items, because a reboot undid them or the disk was full when they
+        were removed.
+
+        Raises: StateError.
+        """
         return self._counted(None)[1]
 
     def pending(self, gpus: Collection[str] | None = None) -> list[PendingCleanup]:
-        """What is to be undone for claims that have ended, one for each claim. Raises: StateError."""
-        ended, needed = self.look(gpus)
+        """Return one pending cleanup for each ended claim with something to undo. Raises: StateError."""
+        ended, needed = self.split(gpus)
         if not ended:
             return []
         return pending_cleanups(ended, [entry.step for entry in needed], self._since)
 
     def pending_before(
-        self, gpu_uuids: Collection[str], besides: Collection[str] = ()
+        self, gpu_uuids: Collection[str], excluded: Collection[str] = ()
     ) -> list[PendingCleanup]:
-        """What is to be undone on these GPUs before a claim gets a device there: all but time slices, for which no
-        claim waits, and the cleanups named `besides`. Raises: StateError."""
+        """Return the cleanups to do on these GPUs before a claim gets a device there.
+
+        Time slices are left out, because no claim waits for them, and so are the cleanups named in `excluded`.
+        Raises: StateError.
+        """
         found = [
             replace(
                 one,
@@ -182,12 +192,12 @@ class Ledger:
                 ),
             )
             for one in self.pending(gpu_uuids)
-            if one.name not in besides
+            if one.name not in excluded
         ]
         return [one for one in found if one.steps]
 
     def _counted(self, gpus: Collection[str] | None) -> tuple[list[Item], set[str]]:
-        """What is in the files and counts, and the GPUs in whose files there is more. Raises: StateError."""
+        """Return the valid items, and the GPUs whose files also have void items. Raises: StateError."""
         with self._guard:
             gone = self._gone.copy()
         counted, void, details = list[Item](), set[str](), set[Detail]()
@@ -203,12 +213,14 @@ class Ledger:
                 if gpus is None or not _gpus(item).isdisjoint(gpus):
                     counted.append(item)
         with self._guard:
-            self._lately |= dict.fromkeys(self._details - details, self.clock())
+            self._removed |= dict.fromkeys(self._details - details, self.clock())
             self._details = frozenset(details)
         return counted, void
 
     def _is_there(self) -> bool:
-        """Whether there is a directory, or something else that is no evidence that no plugin has run here yet."""
+        """Whether the directory exists, or cannot be checked. Only a missing directory proves that no plugin
+        has run here.
+        """
         try:
             self.directory.stat()
         except FileNotFoundError:
@@ -218,33 +230,39 @@ class Ledger:
         return True
 
     def details(self, kind: type[D], gpu_uuid: str | None = None) -> list[D]:
-        """The details of this boot of one type, of all GPUs or of one. Raises: StateError."""
+        """Return the details of one type in this boot, of all GPUs or of one. Raises: StateError."""
         items, _ = self._counted(None if gpu_uuid is None else {gpu_uuid})
         return [item for item in items if isinstance(item, kind)]
 
-    def lately(self, kind: type[D], gpu_uuid: str) -> list[D]:
-        """The details of a GPU that this or the other instance has removed in the last 30 s."""
+    def recently_removed(self, kind: type[D], gpu_uuid: str) -> list[D]:
+        """Return the details of a GPU that either instance has removed in the last 30 s."""
         limit = self.clock() - _REMEMBERED_S
         with self._guard:
-            self._lately = {item: moment for item, moment in self._lately.items() if moment >= limit}
-            return [item for item in self._lately if isinstance(item, kind) and item.gpu_uuid == gpu_uuid]
+            self._removed = {item: moment for item, moment in self._removed.items() if moment >= limit}
+            return [item for item in self._removed if isinstance(item, kind) and item.gpu_uuid == gpu_uuid]
 
     def created_instance(self, device: str) -> OwnedInstance | None:
-        """The MIG device as it was made in this boot, with IDs and UUID; None if it was not. Raises: StateError."""
+        """Return the MIG device that was created under this name in this boot, with IDs and UUID; None if there
+        is none.
+
+        Raises: StateError.
+        """
         made = (item for item in self.details(OwnedInstance) if item.device == device)
         return next((item for item in made if item.phase == "created"), None)
 
     def created_uuid(self, device: str) -> str | None:
-        """The UUID that a MIG device made on demand has now. Raises: StateError."""
+        """Return the current UUID of a MIG device that was created on demand. Raises: StateError."""
         made = self.created_instance(device)
         return None if made is None else made.uuid
 
     def unreadable(self) -> Collection[str]:
-        """The GPUs whose ledger, or an earlier one that was set aside, could not be read when it was read last."""
+        """Return the GPUs whose ledger could not be read at the last read, or has been set aside."""
         return {path.name.partition(".json")[0] for path in self._store.quarantined()}
 
     def missing(self, gpus: Collection[str] | None = None) -> list[LedgerEntry]:
-        """The steps of prepared claims that are in no ledger: its file was damaged. Raises: StateError."""
+        """Return the steps of prepared claims that no ledger lists, because a file was damaged. Raises:
+        StateError.
+        """
         records = self.records.all().values()
         known = {entry.key for entry in self.entries(gpus)}
         return [
@@ -258,38 +276,46 @@ class Ledger:
         ]
 
     def ended(self) -> list[ClaimRecord]:
-        """The records of claims that have ended, as far as something of them is to be undone. Raises: StateError."""
+        """Return the records of ended claims with something to undo. Raises: StateError."""
         return [one.record for one in self.pending()]
 
     def known_records(self) -> list[ClaimRecord]:
-        """Of claims, and of ended claims whose cleanup is pending. Raises: StateError."""
+        """Return the records of claims, and those of ended claims whose cleanup is pending. Raises: StateError."""
         return [*self.records.all().values(), *self.ended()]
 
     def _since(self, entry: LedgerEntry) -> int:
-        """When its claim ended, in seconds since 1970; until the first try to undo it has ended, since when this
-        process knows that."""
+        """Return when the entry's claim ended, in seconds since 1970.
+
+        Before the first try to undo the entry, this is when the process first saw that the claim had ended.
+        """
         return self._seen.setdefault(entry.key, int(time.time())) if entry.ended is None else entry.ended
 
     # --- in the lane of the GPU ----------------------------------------------------------------
 
     def add(self, entry: LedgerEntry) -> LedgerEntry | None:
-        """Write an entry before its step is done; the one that it replaces, None if it is new. Raises: StateError."""
+        """Write an entry before its step is done; returns the entry that it replaces, or None. Raises:
+        StateError.
+        """
         before = self._change(entry.home, [entry], ()).get(entry.key)
         return before if isinstance(before, LedgerEntry) else None
 
     def save(self, detail: Detail) -> None:
-        """Write a detail. It is not synced, so an error with which the disk takes it only later is not seen. Raises:
-        StateError."""
+        """Write a detail. It is not synced, so a later write error of the disk is not noticed. Raises:
+        StateError.
+        """
         self._change(detail.gpu_uuid, [detail], ())
 
     def remove(self, detail: Detail) -> None:
-        """Remove a detail; nothing happens if it is gone. What a full disk keeps is remembered as gone."""
+        """Remove a detail, if it exists. If the disk is full, it is remembered as removed."""
         with suppress(StateError):
             self.change((), [detail])
 
     def change(self, changed: Iterable[Item], gone: Iterable[Item], void: Iterable[str] = ()) -> None:
-        """Write changed items, and remove others, and in the files of the GPUs `void` what counts no more. What a full
-        disk does not let go is remembered as gone. Raises: StateError, after all."""
+        """Write changed items, remove others, and remove void items from the files of the GPUs `void`.
+
+        Items that a full disk cannot remove are remembered as removed. Raises: StateError, after trying
+        everything.
+        """
         problem: StateError | None = None
         by_home: dict[str, tuple[list[Item], list[Item]]] = {gpu: ([], []) for gpu in void}
         for number, items in enumerate((changed, gone)):
@@ -304,7 +330,7 @@ class Ledger:
             raise problem
 
     def _change(self, home: str, changed: Sequence[Item], gone: Sequence[Item]) -> Mapping[Hashable, Item]:
-        """What counted before, by its key. Raises: StateError."""
+        """Return the previously valid items by key. Raises: StateError."""
         before = self._store.get(home) or ()
         away, news = set(map(_key, gone)), {_key(item): item for item in changed}
         with self._guard:
@@ -315,9 +341,10 @@ class Ledger:
             self._gone |= {_mark(item) for item in before if _key(item) in away}
             left = [item for item in before if _mark(item) not in self._gone and counts(item, self.boot_id)]
             lost = [item for item in before if _key(item) in away and not isinstance(item, LedgerEntry)]
-            self._lately |= dict.fromkeys(lost, self.clock())
+            self._removed |= dict.fromkeys(lost, self.clock())
             self._details -= set(lost)
-        # Undos run in the order of the file backwards. What an older boot did last may be done first in this boot.
+        # Undos run in the reverse order of the file. What an older boot did last may be done first in this
+        # boot.
         same = [item for item in left if news.get(_key(item), item).boot_id == item.boot_id]
         after = (*(news.pop(_key(item), item) for item in same), *news.values())
         if after != before:
@@ -331,13 +358,13 @@ class Ledger:
             self._store.remove(home, durable=False)
             return
         content = encode_file({"entries": _ITEMS.write(items)}, _FORMAT_VERSION)
-        # What a reboot undoes needs no sync.
+        # What a reboot undoes need not be synced.
         lasts = any(isinstance(item, LedgerEntry) and isinstance(item.step, RunMps) for item in items)
         self._store.write(home, content, durable=lasts, whole=lasts)
 
 
 def _key(item: Item) -> Hashable:
-    """A ledger has one item of a key."""
+    """Return the item's key, which is unique in a ledger."""
     match item:
         case LedgerEntry():
             return item.key
@@ -348,7 +375,7 @@ def _key(item: Item) -> Hashable:
 
 
 def _mark(item: Item) -> Hashable:
-    """How an item that is gone is known again: an entry whatever became of it, a detail as it was."""
+    """Return what identifies a removed item: the key of an entry, or the whole detail."""
     return item.key if isinstance(item, LedgerEntry) else item
 
 

@@ -1,19 +1,22 @@
-"""Locks on physical GPUs and on claims, among the threads of this process and against a second instance of the plugin.
+"""Locks on GPUs and on claims, for the threads of this process and against the second instance of a rolling
+update.
 
-While the lock of a GPU is held, its file names the operation and its start, for the other instance of a rolling
-update. The programs that an operation starts, such as nvidia-smi or a write to the kernel, hold the lock too: if the
-plugin is killed, the file shows its successor what still runs on the GPU. If no process holds the lock, the content of
-the file counts for nothing.
+While the lock of a GPU is held, its file names the operation and its start, for the other instance. The
+programs that an operation starts, such as nvidia-smi or a write to the kernel, hold the lock too: if the plugin
+is killed, its successor can see what still runs on the GPU. If no process holds the lock, the content of the
+file is ignored.
 
-The lock of a claim lets one call at a time work on the claim. It remembers in this process which calls prepared and
-unprepared the claim last. When a pod is deleted, the kubelet cancels its Prepare and then calls Unprepare, while the
-handler of the Prepare still runs: such a late Prepare must not write a record that no Unprepare would ever remove. An
-Unprepare that a newer Prepare has overtaken must leave what that call prepared. And the reconciler must not release a
-claim because of an answer of the API server that is older than the claim's Prepare.
+The lock of a claim lets one call at a time work on the claim. It remembers, in this process, the last calls
+that prepared and unprepared the claim. When a pod is deleted, the kubelet cancels its Prepare and calls
+Unprepare while the handler of the Prepare still runs: such a late Prepare must not write a record that no
+Unprepare would ever remove. An Unprepare that a newer Prepare has overtaken must keep what that Prepare did.
+The reconciler must not unprepare a claim because of an API server's answer that is older than the claim's
+Prepare.
 
-The two instances of a rolling update share the locks, not this memory. Between them the plugin relies on the kubelet,
-which cancels a call before it makes a newer one, and on the records: `Executor.finish` fails if another call has
-changed the record, and the reconciler takes back a record that comes even later (`claims.reconciler`).
+The two instances of a rolling update share the locks, but not this memory. Between them the plugin relies on
+the kubelet, which cancels a call before it makes a newer one, and on the records: `Executor.finish` fails if
+another call has changed the record, and the reconciler removes a record that is written even later
+(`claims.reconciler`).
 """
 
 from __future__ import annotations
@@ -37,13 +40,16 @@ from dra_driver.errors import StateError
 
 _MAX_USE_BYTES = 4096
 _REMEMBERED = 1024
-"""Claims: far more than a node works on while one call lasts."""
+"""Number of claims: far more than a node works on during one call."""
 
 
 @dataclass(frozen=True, slots=True)
 class LockUse:
-    """What the lock of a GPU is held for. `began` is a time of time.monotonic(), which all processes of a boot share;
-    `since` says the same for people. `only_writes`: it waits for a write to the kernel, and needs no NVML."""
+    """What the lock of a GPU is held for.
+
+    `began` is a time of time.monotonic(), which all processes of a boot share; `since` is the same as text.
+    `only_writes` means that the operation waits for a write to the kernel and does not need NVML.
+    """
 
     gpu_uuid: str
     what: str
@@ -53,12 +59,12 @@ class LockUse:
 
     @property
     def text(self) -> str:
-        """For people: what is under way on the GPU, and since when."""
+        """Describe the operation on the GPU and its start."""
         return f"{self.what} on GPU {self.gpu_uuid} began at {self.since} UTC and has not ended"
 
 
 class GpuLocks:
-    """One lock and one file in `directory` for each GPU UUID, for one purpose: another `suffix` is another lock."""
+    """One lock and one file in `directory` for each GPU UUID. Each `suffix` is a separate set of locks."""
 
     def __init__(self, directory: Path, suffix: str = ".lock") -> None:
         self._directory = directory
@@ -77,15 +83,18 @@ class GpuLocks:
         is_cancelled: Callable[[], bool] | None = None,
         uses: Iterable[LockUse] = (),
     ) -> Iterator[Callable[[Iterable[LockUse]], None]]:
-        """Hold the locks of all the GPUs. While the caller waits for one of them, it holds none of the others, so a GPU
-        that is busy delays no caller that wants other GPUs. The lock files show `uses` until the block ends, unless the
-        disk is full. It yields a function that shows other uses, for the thread that holds the locks.
+        """Hold the locks of all the GPUs. Yields a function that shows other uses, for the thread that holds
+        the locks.
 
-        Programs that the block starts hold the locks too: if this process is killed, the GPUs are locked until the last
-        of these programs has ended. At its end the block waits for programs that could not be killed.
+        While the caller waits for one lock it holds none of the others, so a busy GPU does not delay callers
+        that need other GPUs. The lock files show `uses` until the block ends, unless the disk is full.
 
-        Raises: LockBusyError if another call keeps one of them for `timeout_s` seconds, or or the kubelet cancels
-        this call (`is_cancelled`); StateError.
+        Programs that the block starts hold the locks too: if this process is killed, the GPUs stay locked until
+        the last of these programs has exited. At its end, the block waits for programs that could not be
+        killed.
+
+        Raises: LockBusyError if another call keeps a lock for `timeout_s` seconds, or the kubelet cancels this
+        call (`is_cancelled`); StateError.
         """
         wanted = sorted(set(gpu_uuids))
         deadline = time.monotonic() + timeout_s
@@ -113,7 +122,7 @@ class GpuLocks:
                     return
 
     def uses(self) -> list[LockUse]:
-        """What the locks that somebody holds now are held for, as far as their files tell."""
+        """Return the uses of the locks that are held now, as far as their files can be read."""
         found = []
         with suppress(OSError), os.scandir(self._directory) as files:
             found = [
@@ -144,7 +153,7 @@ class GpuLocks:
     def _held(
         self, uuid: str, deadline: float, is_cancelled: Callable[[], bool] | None
     ) -> AbstractContextManager[int]:
-        lock = self._locks.setdefault(uuid, threading.Lock())  # in one go, also among threads
+        lock = self._locks.setdefault(uuid, threading.Lock())  # atomic between threads
         return hold_file(self._file(uuid), lock, deadline, f"GPU {uuid}", is_cancelled=is_cancelled)
 
     def _file(self, uuid: str) -> Path:
@@ -185,9 +194,12 @@ def _write(descriptor: int, content: bytes) -> None:
 
 @dataclass(slots=True, eq=False)
 class ClaimGuard:
-    """The right to work on one claim, inside `ClaimLocks.hold`, with the last calls for the claim that succeeded in
-    this process: when the Prepare ended, and when each of them began (time.monotonic_ns(); -1 for no call). `wanted`
-    counts the calls that have the right or wait for it."""
+    """The right to work on one claim, inside `ClaimLocks.hold`.
+
+    It remembers the last successful calls for the claim in this process: when the Prepare ended, and when each
+    call began (time.monotonic_ns(); -1 for no call). `wanted` counts the calls that hold the right or wait for
+    it.
+    """
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     wanted: int = 0
@@ -196,15 +208,15 @@ class ClaimGuard:
     unprepare_began_ns: int = -1
 
     def was_unprepared_since(self, moment_ns: int) -> bool:
-        """Whether an Unprepare of the claim has ended here whose call began at `moment_ns` or later."""
+        """Whether an Unprepare of the claim that began at `moment_ns` or later has ended in this process."""
         return moment_ns <= self.unprepare_began_ns
 
     def was_prepared_since(self, moment_ns: int) -> bool:
-        """Whether a Prepare of the claim succeeded here at `moment_ns` or later."""
+        """Whether a Prepare of the claim succeeded in this process at `moment_ns` or later."""
         return moment_ns <= self.prepared_ns
 
     def was_prepared_by_call_after(self, moment_ns: int) -> bool:
-        """Whether a call that began after `moment_ns` prepared the claim here."""
+        """Whether a call that began after `moment_ns` prepared the claim in this process."""
         return moment_ns < self.prepare_began_ns
 
     def note_unprepared(self, began_ns: int) -> None:
@@ -218,17 +230,22 @@ class ClaimGuard:
 
 
 class ClaimLocks:
-    """Locks on claims by UID. A claim's lock is always taken before the locks of GPUs. Each is one byte of a file that
-    stays: files of single claims would have to be removed at some time."""
+    """Locks on claims by UID. A claim's lock is always taken before the locks of GPUs.
+
+    Each lock is one byte of a permanent file, because a file per claim would have to be removed at some time.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / "claims.lock"
-        self._guards: dict[str, ClaimGuard] = {}  # by claim UID; the one that was wanted last comes last
+        self._guards: dict[str, ClaimGuard] = {}  # by claim UID, least recently used first
         self._lock = threading.Lock()
 
     def open(self) -> None:
-        """Create the directory and the file: a full disk must not keep a claim from being unprepared for want of it.
-        Raises: StateError if the directory cannot be made."""
+        """Create the directory and the file in advance, so that a full disk does not keep a claim from being
+        unprepared.
+
+        Raises: StateError if the directory cannot be created.
+        """
         make_directory(self._path.parent, 0o700)
         with suppress(OSError):  # the caller that needs the file reports what is wrong with it
             os.close(open_plain(self._path, os.O_RDWR | os.O_CREAT))
@@ -237,8 +254,11 @@ class ClaimLocks:
     def hold(
         self, uid: str, timeout_s: float, is_cancelled: Callable[[], bool] | None = None
     ) -> Iterator[ClaimGuard]:
-        """Hold the claim's lock. Raises: RetryableError if another call keeps it for `timeout_s` seconds, or until
-        `is_cancelled` says that the kubelet cancelled this call; StateError."""
+        """Hold the claim's lock.
+
+        Raises: RetryableError if another call keeps it for `timeout_s` seconds, or the kubelet cancels this
+        call (`is_cancelled`); StateError.
+        """
         deadline = time.monotonic() + timeout_s
         with self._lock:
             guard = self._guards[uid] = self._guards.pop(uid) if uid in self._guards else ClaimGuard()

@@ -1,4 +1,4 @@
-"""The claim records on disk: one JSON file for each claim. Both instances of a rolling update share them."""
+"""The claim records on disk: one JSON file for each claim, shared by both instances of a rolling update."""
 
 from __future__ import annotations
 
@@ -47,20 +47,17 @@ FORMAT_VERSION = 1
 
 
 def encode(record: ClaimRecord) -> bytes:
-    """The record as one JSON document."""
+    """Return the record as a JSON document."""
     return encode_file(_RECORD.encode(record), FORMAT_VERSION)
 
 
 def decode(content: bytes) -> ClaimRecord:
-    """The record in a JSON document.
-
-    Raises: NewerFormatError, and StateError that says what is wrong with it.
-    """
+    """Parse the record in a JSON document. Raises: NewerFormatError; StateError that says what is wrong."""
     return parse_file(content, "claim record", _RECORD.decode, known=FORMAT_VERSION)
 
 
 def step_kind(step: Step) -> str:
-    """The kind of a step as records have it."""
+    """Return the kind of a step, as it is written in records."""
     return str(STEP.encode(step)["kind"])
 
 
@@ -90,7 +87,7 @@ _RECORD = Codec(
 
 
 class RecordStore(JsonStore[ClaimRecord]):
-    """Records in `directory`, named by claim UID, each as it counts in this boot (`ClaimRecord.as_of`)."""
+    """Records in `directory`, named by claim UID, each as of this boot (`ClaimRecord.as_of`)."""
 
     def __init__(
         self,
@@ -98,8 +95,11 @@ class RecordStore(JsonStore[ClaimRecord]):
         boot_id: str | None = None,
         reader: Callable[[UnreadableFile], None] | None = None,
     ) -> None:
-        """A `reader` only looks: it learns which files cannot be read, and every file stays where it is. While the boot
-        is not known, records are as they were written."""
+        """With a `reader`, the store is read-only: `reader` receives the files that cannot be read, and every
+        file stays.
+
+        Until the boot is known, records are returned as they were written.
+        """
         self._boot_id = boot_id
         super().__init__(
             directory,
@@ -118,28 +118,34 @@ class RecordStore(JsonStore[ClaimRecord]):
         )
 
     def open(self, boot_id: str) -> None:
-        """Create the directory. Remove what killed writers left, and what a power cut left of records that were not
-        synced. Raises: StateError."""
+        """Create the directory. Remove temporary files of killed writers, and unsynced records that a power cut
+        damaged.
+
+        Raises: StateError.
+        """
         self._boot_id = boot_id
         open_directory(
             self.directory, boot_id, lambda uid: _log.info("record_torn", claim_uid=uid), durable=True
         )
 
     def prepared_kinds(self) -> Iterator[str]:
-        """The kind of each device of a prepared claim."""
+        """Yield the kind of each device of a prepared claim."""
         for record in self.all().values():
             if record.phase == "prepared":
                 yield from (held.kind for held in record.devices)
 
     def save(self, record: ClaimRecord, *, durable: bool = True, whole: bool = True) -> None:
-        """Write the record. With `durable` it survives a power cut. With `whole` a power cut leaves this version or the
-        one before. With neither it may leave a torn file, which the first `open` of the next boot removes. Raises:
-        StateError."""
+        """Write the record.
+
+        With `durable` it survives a power cut. With `whole`, a power cut leaves this version or the previous
+        one. With neither, it may leave a damaged file, which the first `open` of the next boot removes. Raises:
+        StateError.
+        """
         self.write(record.ref.uid, encode(record), durable=durable, whole=whole)
 
     def delete(self, uid: str) -> bool:
-        """Remove a claim's record so that it does not come back; whether there was one. Raises: StateError."""
-        # Synced: a record that came back after a power cut would hold its devices for ever.
+        """Remove a claim's record durably; returns whether it existed. Raises: StateError."""
+        # Synced: a record that reappeared after a power cut would hold its devices forever.
         return self.remove(uid, durable=True)
 
     def _decode(self, uid: str, content: bytes) -> ClaimRecord:

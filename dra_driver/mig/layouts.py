@@ -199,7 +199,7 @@ class NodeLayouts(BackgroundWorker):
 
         try:
             self.lanes.refuse_unresponsive({gpu.uuid}, _HANGS_S)
-            done = self.lanes.ask({gpu.uuid}, f"the MIG layout {name}", alone)
+            done = self.lanes.submit({gpu.uuid}, f"the MIG layout {name}", alone)
             try:
                 state = done.result(_HANGS_S)
             finally:

@@ -126,7 +126,7 @@ def mig_context(
 class MigMode:
     """Enters and leaves MIG mode. Runs in the GPU's lane.
 
-    Also a `Keeper` of the cleaner: leaves a mode that this plugin enabled and that no MIG device needs.
+    Also a `Restorer` of the cleaner: leaves a mode that this plugin enabled and that no MIG device needs.
     """
 
     what = "the switch of the MIG mode"

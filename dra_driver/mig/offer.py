@@ -54,7 +54,7 @@ class LedgerOwnership:
             return ()
         # In this order, so that an entry that is removed between the two reads does not look foreign.
         now = self.ledger.details(OwnedInstance, gpu_uuid)
-        ours = {one.slot for one in (*now, *self.ledger.lately(OwnedInstance, gpu_uuid))}
+        ours = {one.slot for one in (*now, *self.ledger.recently_removed(OwnedInstance, gpu_uuid))}
         failed = (one for one in self.ledger.pending({gpu_uuid}) if one.cause is not None)
         steps = [step for one in failed for step in one.steps]
         return instances_to_withhold(
@@ -64,7 +64,7 @@ class LedgerOwnership:
     def mode_is_ours(self, gpu_uuid: str) -> bool:
         """Whether this plugin enabled the GPU's MIG mode. Raises: StateError."""
         now = self.ledger.details(OwnedMode, gpu_uuid)
-        return bool(now or self.ledger.lately(OwnedMode, gpu_uuid))
+        return bool(now or self.ledger.recently_removed(OwnedMode, gpu_uuid))
 
 
 class MigOffer:

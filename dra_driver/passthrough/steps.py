@@ -178,7 +178,7 @@ class VfioSteps:
                 "host; set hostPID: true for its pods"
             )
         self._refuse_detached()
-        self.lanes.refuse_beside_hang(step.gpu_uuid)  # closing NVML might hang with the other GPU
+        self.lanes.refuse_other_hangs(step.gpu_uuid)  # closing NVML might hang with the other GPU
 
     def _refuse_detached(self) -> None:
         reason = self.detached()

@@ -32,7 +32,7 @@ _MPS_STOP_S = 15.0
 class TimeSliceSteps:
     """Does and undoes `SetTimeSlice`. A claim without an interval has no such step.
 
-    Also a `Keeper` of the cleaner: restores time slices that a reload of the NVIDIA driver reset.
+    Also a `Restorer` of the cleaner: restores time slices that a reload of the NVIDIA driver reset.
     """
 
     what = "the setting of the time slice after a reload of the NVIDIA driver"

@@ -60,7 +60,7 @@ class Scene:
     def change(self, *_args: object) -> None:
         raise NvmlTransientError("the NVIDIA driver refuses for now")
 
-    def leave(self, found: ClaimRecord) -> None:
+    def end(self, found: ClaimRecord) -> None:
         with pytest.raises(RetryableError), self.claim_locks.hold(UID, 0.01):
             pass  # the claim is locked meanwhile
         self.taken_back.append(found)
@@ -155,7 +155,7 @@ def test_record_stays_for_the_next_call_when_it_cannot_be_taken_back(
     def refuse(*_args: object) -> None:
         raise StateError("the disk is full")
 
-    monkeypatch.setattr(scene, "leave", refuse)
+    monkeypatch.setattr(scene, "end", refuse)
     scene.give_up()
     assert scene.records.get(UID) == BEGUN
     assert [(line["event"], line["claim_uid"], line["reason"]) for line in logs] == [

@@ -63,7 +63,7 @@ def cells(action: str) -> list[tuple[str, str, int]]:
 
 @pytest.fixture(autouse=True)
 def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    for limit in ("cleaner.UNDO_S", "cleaner.CLEAN_BEFORE_S", "cleaner._ALL_S", "executor._TAKE_BACK_S"):
+    for limit in ("cleaner.UNDO_S", "cleaner.CLEAN_BEFORE_S", "cleaner._ALL_S", "executor._UNDO_WAIT_S"):
         monkeypatch.setattr(f"dra_driver.journal.{limit}", 0.3)
     monkeypatch.setattr("dra_driver.claims.prepare._PREPARED_WAIT_S", 0.1)
 
@@ -132,7 +132,7 @@ def others_feel_nothing(node: KindNode, *others: AllocatedClaim) -> None:
     assert "sliced" in [one.record.ref.uid for one in node.cleaner.outstanding()]
 
     def is_cleaned() -> bool:
-        node.cleaner.look_soon()
+        node.cleaner.retry_now()
         node.cleaner._turn()
         return all(one.record.ref.uid != "sliced" for one in node.cleaner.outstanding())
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from dra_driver.journal.cleaner import Cleaner, Keeper
+from dra_driver.journal.cleaner import Cleaner, Restorer
 from dra_driver.journal.executor import Executor
 from dra_driver.journal.lanes import Lanes
 from dra_driver.journal.ledger import DIRECTORY as LEDGER
@@ -44,10 +44,10 @@ class Journaled:
         self.ledger = Ledger(directory / LEDGER, self.records, boot_id, self.without_record, clock=clock)
         self.ledger.open()
 
-    def work_with(self, runner: Any, keepers: Sequence[Keeper] = (), **options: Any) -> None:
+    def work_with(self, runner: Any, restorers: Sequence[Restorer] = (), **options: Any) -> None:
         """Have steps done and undone by `runner`."""
         self.runner = runner
-        self.cleaner = Cleaner(self._counted(self.ledger), self.lanes, runner, keepers=keepers)
+        self.cleaner = Cleaner(self._counted(self.ledger), self.lanes, runner, restorers=restorers)
         self.executor = Executor(
             self._counted(self.records),
             self.cleaner,

@@ -116,7 +116,7 @@ class MigNode(Journaled):
         self.mode = MigMode(self.context)
         self.devices = MigDevices(self.context, self.mode, self.simulated.paths.proc)
         self.work_with(
-            StepDispatcher({CreateMig: self.devices, LeaveMigMode: self.devices}), keepers=[self.mode]
+            StepDispatcher({CreateMig: self.devices, LeaveMigMode: self.devices}), restorers=[self.mode]
         )
         self.cleaner.temporary = [(self.directory, "*/.*.tmp")]
 
@@ -125,7 +125,7 @@ class MigNode(Journaled):
 
     def loop(self) -> Cleaner:
         """The loop that works off what is left over, by the node's clock."""
-        return Cleaner(self.ledger, self.lanes, self.runner, keepers=[self.mode], clock=self.clock)
+        return Cleaner(self.ledger, self.lanes, self.runner, restorers=[self.mode], clock=self.clock)
 
     def restarted(self, **options: Any) -> MigNode:
         return MigNode(self.simulated, self.directory, **{"boot_id": self.boot_id, **options})
@@ -177,14 +177,14 @@ class MigNode(Journaled):
             return self.executor.finish(plan, record)
         except Exception as error:
             if record.phase != "prepared" and not (tries_again and isinstance(error, NvmlTransientError)):
-                self.executor.leave(record)
+                self.executor.end(record)
                 self.executor.clean(claim.ref.uid)
             raise
 
     def unprepare(self, uid: str = "uid-1") -> None:
         record = self.records.get(uid)
         if record is not None:
-            self.executor.leave(record)
+            self.executor.end(record)
             self.executor.clean(uid)
 
     def made(self, wanted: DynamicMigDevice) -> OwnedInstance:

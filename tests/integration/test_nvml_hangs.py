@@ -81,7 +81,7 @@ def looks(node: Node) -> None:
     node.driver.discovery.request_rescan()
     node.driver.health.monitor.devices_changed()
     node.driver.layouts.wake()
-    node.driver.cleaner.look_soon()
+    node.driver.cleaner.retry_now()
     threading.Thread(target=scraped, args=(node.driver.metrics,), daemon=True).start()
 
 

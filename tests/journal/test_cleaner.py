@@ -123,7 +123,7 @@ class Bench:
 
     def leave(self, ended: ClaimRecord) -> None:
         """The first half of an Unprepare."""
-        self.executor.leave(ended)
+        self.executor.end(ended)
 
     def clean_before(self, device: OfferedDevice) -> None:
         """As a Prepare does."""
@@ -233,7 +233,7 @@ def test_claim_ends_though_the_other_instance_keeps_its_gpu_busy(bench: Bench) -
 def test_claim_ends_though_its_undo_hangs_and_the_gpu_stays_locked(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dra_driver.journal.executor._TAKE_BACK_S", 0.3)
+    monkeypatch.setattr("dra_driver.journal.executor._UNDO_WAIT_S", 0.3)
     monkeypatch.setattr("dra_driver.journal.cleaner._ALL_S", 0.3)
     other = SetTimeSlice(UUID_1, 1)
     bench.tools.hanging = [MPS]
@@ -254,7 +254,7 @@ def test_claim_ends_though_its_undo_hangs_and_the_gpu_stays_locked(
 def test_cleanup_whose_first_try_hangs_is_not_as_old_as_its_claim(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dra_driver.journal.executor._TAKE_BACK_S", 0.1)
+    monkeypatch.setattr("dra_driver.journal.executor._UNDO_WAIT_S", 0.1)
     made = bench.prepared(record(MPS))
     days_later = int(time.time()) + 300_000
     monkeypatch.setattr("time.time", lambda: days_later)
@@ -457,7 +457,7 @@ def test_one_thing_that_two_claims_left_is_one_event(bench: Bench) -> None:
     for one in [bench.prepared(record(MPS, uid=f"uid-{number}")) for number in range(2)]:
         bench.leave(one)
     after = bench.restarted()
-    after.cleaner._tell()
+    after.cleaner._report_changes()
     assert [line.split()[0] for line in after.told.lines] == ["pending"]
     assert len(after.cleaner.outstanding()) == 2
 
@@ -480,14 +480,14 @@ def test_what_is_published_shows_no_cleanup_that_is_just_being_undone(bench: Ben
     assert bench.cleaner.withheld()(DEVICE_0) is None
     other = bench.restarted()
     assert other.cleaner.withheld()(DEVICE_0) is not None, "the other instance cannot know"
-    other.cleaner._tell()
+    other.cleaner._report_changes()
     assert other.changes == 1
     bench.tools.let_on.set()
     ends.join()
-    other.cleaner._tell()
+    other.cleaner._report_changes()
     assert other.changes == 2, "but it hears when the cleanup is gone"
     assert other.cleaner.withheld()(DEVICE_0) is None
-    other.cleaner._tell()
+    other.cleaner._report_changes()
     assert other.changes == 2
 
 
@@ -592,9 +592,9 @@ def test_only_the_instance_that_leads_reports_what_becomes_of_a_cleanup(bench: B
     newer = bench.restarted()
     bench.cleaner.leads = lambda: False
     bench.fail(MPS)
-    newer.cleaner._tell()
+    newer.cleaner._report_changes()
     newer.clean()
-    bench.cleaner._tell()
+    bench.cleaner._report_changes()
     assert bench.told.lines == []
     assert [line.split()[0] for line in newer.told.lines] == ["pending", "done"]
 
@@ -608,9 +608,9 @@ def test_what_is_pending_is_told_although_it_was_not_known_for_a_moment_who_lead
 
     after.cleaner.leads = unknown
     with pytest.raises(StateError, match="publishers"):
-        after.cleaner._tell()
+        after.cleaner._report_changes()
     after.cleaner.leads = lambda: True
-    after.cleaner._tell()
+    after.cleaner._report_changes()
     assert [line.split()[0] for line in after.told.lines] == ["pending"]
 
 
@@ -755,12 +755,12 @@ class Keeps:
 
 
 def test_gpu_that_hangs_holds_up_no_cleanup_of_another_gpu(bench: Bench) -> None:
-    """Neither the undo of a claim's step, nor what keepers put right."""
+    """Neither the undo of a claim's step, nor what restorers put right."""
     other, keeps = SetTimeSlice(UUID_1, 1), Keeps("GPU-2", "GPU-3")
     bench.tools.broken = [MPS, other]
     bench.end(record(MPS, other))
     bench.tools.broken, bench.tools.hanging, keeps.hanging = [], [MPS], ["GPU-2"]
-    cleaner = Cleaner(bench.ledger, bench.lanes, bench.tools, keepers=[keeps])
+    cleaner = Cleaner(bench.ledger, bench.lanes, bench.tools, restorers=[keeps])
     for _ in range(3):
         cleaner._turn()
         eventually(lambda: bench.lanes.under_way().keys() == {UUID_0, "GPU-2"})
@@ -775,7 +775,7 @@ def test_gpu_that_hangs_holds_up_no_cleanup_of_another_gpu(bench: Bench) -> None
 def test_what_a_keeper_cannot_put_right_is_tried_again_after_a_pause(bench: Bench) -> None:
     keeps, now = Keeps("GPU-2"), [0.0]
     keeps.broken = ["GPU-2"]
-    cleaner = Cleaner(bench.ledger, bench.lanes, bench.tools, keepers=[keeps], clock=lambda: now[0])
+    cleaner = Cleaner(bench.ledger, bench.lanes, bench.tools, restorers=[keeps], clock=lambda: now[0])
     for _ in range(5):
         cleaner._turn()
         eventually(lambda: not bench.lanes.under_way())
@@ -796,7 +796,7 @@ def test_bug_of_a_keeper_is_logged_and_keeps_no_claim_from_ending(bench: Bench) 
 
     keeps = Buggy(UUID_0)
     made = bench.prepared(record(MPS))
-    bench.cleaner.keepers, bench.cleaner.clock = [keeps], lambda: 0.0
+    bench.cleaner.restorers, bench.cleaner.clock = [keeps], lambda: 0.0
     bench.leave(made)
     with capture_logs() as logged:
         bench.executor.clean("uid-1")

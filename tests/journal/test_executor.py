@@ -94,7 +94,7 @@ def carried_out(executor: Executor, plan: Plan, known: ClaimRecord | None) -> Cl
         return executor.finish(plan, record)
     except StateError:
         if record.phase != "prepared":
-            executor.leave(record)
+            executor.end(record)
             executor.clean(record.ref.uid)
         raise
 
@@ -239,12 +239,12 @@ def test_step_that_does_not_begin_is_not_taken_back(tmp_path: Path) -> None:
     executor.lanes = Lanes(GpuLocks(tmp_path))
     plan = replace(planned(GPU_0), steps=(SetTimeSlice("GPU-1", 2), *planned(GPU_0).steps))
     record = executor.intend(plan, None)
-    hangs = executor.lanes.ask({"GPU-1"}, "a step that hangs", lambda _: disk.open.wait(30))
+    hangs = executor.lanes.submit({"GPU-1"}, "a step that hangs", lambda _: disk.open.wait(30))
     with pytest.raises(RetryableError, match="has not ended in the time of this call"):
         executor.change(plan, record, 0.51)
     disk.open.set()
     hangs.result()
-    executor.lanes.ask({"GPU-1"}, "the last one", lambda _: None).result()
+    executor.lanes.submit({"GPU-1"}, "the last one", lambda _: None).result()
     assert disk.entries == []
 
 
@@ -260,14 +260,14 @@ def test_claim_behind_a_step_that_takes_longer_than_usual_is_refused_with_its_na
     executor.lanes = Lanes(GpuLocks(tmp_path))
     plan = replace(planned(GPU_0), steps=(SetTimeSlice("GPU-1", 2), *planned(GPU_0).steps))
     record = executor.intend(plan, None)
-    hangs = executor.lanes.ask({"GPU-1"}, "a step that hangs", lambda _: disk.open.wait(30))
+    hangs = executor.lanes.submit({"GPU-1"}, "a step that hangs", lambda _: disk.open.wait(30))
     while not executor.lanes.hanging():
         pass
     with pytest.raises(GpuUnresponsiveError, match="GPU-1 does not react: a step that hangs began at"):
         executor.change(plan, record, 30)
     disk.open.set()
     hangs.result()
-    executor.lanes.ask({"GPU-1"}, "the last one", lambda _: None).result()
+    executor.lanes.submit({"GPU-1"}, "the last one", lambda _: None).result()
     assert disk.entries == [], "a step whose claim was refused never begins"
 
 
@@ -281,7 +281,7 @@ def test_nothing_is_done_when_the_intention_cannot_be_written(executor: Executor
 def test_record_stays_when_an_undo_fails(executor: Executor, journal: Journal) -> None:
     journal.failing["undo"] = StateError("no")
     with pytest.raises(StateError, match="no"):
-        executor.leave(record())
+        executor.end(record())
     assert journal.events == ["undo"]
 
 

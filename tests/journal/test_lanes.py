@@ -47,10 +47,10 @@ def at_once(_operation: Operation) -> str:
 
 def test_operations_on_one_gpu_run_in_their_order_and_others_beside_them(lanes: Lanes) -> None:
     first, done = Work(), []
-    one = lanes.ask({A}, "the first", first)
+    one = lanes.submit({A}, "the first", first)
     assert first.begun.wait(20)
-    more = [lanes.ask({A}, "more", lambda _operation, n=n: done.append(n)) for n in range(5)]  # type: ignore[misc]
-    assert lanes.ask({B}, "elsewhere", at_once).result(20) == "done"
+    more = [lanes.submit({A}, "more", lambda _operation, n=n: done.append(n)) for n in range(5)]  # type: ignore[misc]
+    assert lanes.submit({B}, "elsewhere", at_once).result(20) == "done"
     assert done == []
     first.let.set()
     assert one.result(20) == "done"
@@ -61,10 +61,10 @@ def test_operations_on_one_gpu_run_in_their_order_and_others_beside_them(lanes: 
 
 def test_operation_on_several_gpus_keeps_none_of_them_while_it_waits_for_another(lanes: Lanes) -> None:
     hangs = Work()
-    lanes.ask({B}, "what hangs", hangs)
+    lanes.submit({B}, "what hangs", hangs)
     assert hangs.begun.wait(20)
-    both = lanes.ask({A, B}, "both", at_once)
-    assert lanes.ask({A}, "one", at_once).result(20) == "done"
+    both = lanes.submit({A, B}, "both", at_once)
+    assert lanes.submit({A}, "one", at_once).result(20) == "done"
     assert not both.done()
     hangs.let.set()
     assert both.result(20) == "done"
@@ -73,17 +73,17 @@ def test_operation_on_several_gpus_keeps_none_of_them_while_it_waits_for_another
 
 def test_operation_that_nobody_wants_any_more_never_begins(lanes: Lanes) -> None:
     first, done = Work(), []
-    lanes.ask({A}, "the first", first)
+    lanes.submit({A}, "the first", first)
     assert first.begun.wait(20)
-    assert lanes.ask({A}, "given up", lambda _operation: done.append(1)).cancel()
-    last = lanes.ask({A}, "the last", at_once)
+    assert lanes.submit({A}, "given up", lambda _operation: done.append(1)).cancel()
+    last = lanes.submit({A}, "the last", at_once)
     first.let.set()
     assert (last.result(20), done) == ("done", [])
 
 
 def test_gpu_is_unresponsive_until_the_operation_ends(lanes: Lanes) -> None:
     hangs = Work()
-    operation = lanes.ask({A}, "the creation of a MIG device", hangs)
+    operation = lanes.submit({A}, "the creation of a MIG device", hangs)
     assert hangs.begun.wait(20)
     lanes.refuse_unresponsive({A, B})
     with pytest.raises(GpuUnresponsiveError) as caught:
@@ -102,9 +102,9 @@ def test_gpu_is_unresponsive_until_the_operation_ends(lanes: Lanes) -> None:
 
 def test_gpu_on_which_the_other_instance_hangs_is_unresponsive(lanes: Lanes, tmp_path: Path) -> None:
     other, hangs = Lanes(GpuLocks(tmp_path / "locks")), Work()
-    operation = other.ask({A, B}, "the start of an MPS daemon", hangs)
+    operation = other.submit({A, B}, "the start of an MPS daemon", hangs)
     assert hangs.begun.wait(20)
-    waits = lanes.ask({A}, "what waits for the other instance", at_once)
+    waits = lanes.submit({A}, "what waits for the other instance", at_once)
     found = lanes.uses()
     assert found == other.uses()
     assert lanes.hanging() == dict.fromkeys((A, B), ("the start of an MPS daemon", found[A].began))
@@ -128,19 +128,19 @@ def test_what_needs_nvml_closed_begins_beside_a_hang_only_while_that_is_a_write_
             writes(operation)
         return ends(operation)
 
-    asked = lanes.ask({A}, "the binding to vfio", work)
+    asked = lanes.submit({A}, "the binding to vfio", work)
     assert writes.begun.wait(20)
     both = lanes, Lanes(GpuLocks(tmp_path / "locks"))
     for one in both:
-        one.refuse_beside_hang(B)
+        one.refuse_other_hangs(B)
         with pytest.raises(GpuUnresponsiveError):
             one.refuse_unresponsive({A})
     writes.let.set()
     assert ends.begun.wait(20)
     for one in both:
         with pytest.raises(GpuUnresponsiveError):
-            one.refuse_beside_hang(B)
-        one.refuse_beside_hang(A)
+            one.refuse_other_hangs(B)
+        one.refuse_other_hangs(A)
     ends.let.set()
     assert asked.result(20) == "done"
 
@@ -149,12 +149,12 @@ def test_other_instance_sees_which_step_of_an_operation_is_under_way(lanes: Lane
     second, let = threading.Event(), threading.Event()
 
     def steps(operation: Operation) -> str:
-        operation.turn_to("the start of the MPS daemon")
+        operation.set_step("the start of the MPS daemon")
         second.set()
         assert let.wait(20)
         return "done"
 
-    asked = lanes.ask({A, B}, "the creation of a MIG device", steps)
+    asked = lanes.submit({A, B}, "the creation of a MIG device", steps)
     assert second.wait(20)
     found = lanes.uses()
     assert {uuid: use.what for uuid, use in found.items()} == dict.fromkeys(
@@ -174,7 +174,7 @@ def test_what_a_killed_instance_left_in_a_lock_file_counts_for_nothing(
     (tmp_path / "locks/claims-01.lock").write_text(content)
     assert lanes.hanging() == {}
     lanes.refuse_unresponsive({A, B}, after_s=0.0)
-    assert lanes.ask({A}, "the next", at_once).result(20) == "done"
+    assert lanes.submit({A}, "the next", at_once).result(20) == "done"
 
 
 def test_failure_is_told_and_frees_the_lane(lanes: Lanes) -> None:
@@ -182,8 +182,8 @@ def test_failure_is_told_and_frees_the_lane(lanes: Lanes) -> None:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        lanes.ask({A}, "a bug", fail).result(20)
-    assert lanes.ask({A}, "the next", at_once).result(20) == "done"
+        lanes.submit({A}, "a bug", fail).result(20)
+    assert lanes.submit({A}, "the next", at_once).result(20) == "done"
 
 
 def test_operation_has_the_deadline_of_who_asked_unless_it_bears_a_name(lanes: Lanes) -> None:
@@ -191,15 +191,15 @@ def test_operation_has_the_deadline_of_who_asked_unless_it_bears_a_name(lanes: L
         return time_left(100.0)
 
     with until(time.monotonic() + 50):
-        assert lanes.ask({A}, "ours", left).result(20) <= 50
-        assert lanes.ask({A}, "its own", left, once="its own").result(20) == 100
+        assert lanes.submit({A}, "ours", left).result(20) <= 50
+        assert lanes.submit({A}, "its own", left, once="its own").result(20) == 100
 
 
 def test_the_other_instance_of_a_rolling_update_is_waited_for(lanes: Lanes, tmp_path: Path) -> None:
     with GpuLocks(tmp_path / "locks").hold({A}, 1):
         with pytest.raises(LockBusyError, match="GPU GPU-a is busy"):
-            lanes.ask({A}, "too late", at_once, 0.05).result(20)
-        waiting = lanes.ask({A}, "in time", at_once)
+            lanes.submit({A}, "too late", at_once, 0.05).result(20)
+        waiting = lanes.submit({A}, "in time", at_once)
     assert waiting.result(20) == "done"
 
 
@@ -207,12 +207,12 @@ def test_where_no_thread_starts_the_caller_does_the_work(
     lanes: Lanes, threads_that_start: Callable[[str, int], None]
 ) -> None:
     threads_that_start("lane", 0)
-    own = lanes.ask({A}, "here", lambda _operation: threading.current_thread())
+    own = lanes.submit({A}, "here", lambda _operation: threading.current_thread())
     assert own.result(0) is threading.current_thread()
 
 
 def test_an_operation_that_asks_for_more_does_not_wait_for_itself(lanes: Lanes) -> None:
-    inner = lanes.ask({A}, "outer", lambda _operation: lanes.ask({A}, "inner", at_once)).result(20)
+    inner = lanes.submit({A}, "outer", lambda _operation: lanes.submit({A}, "inner", at_once)).result(20)
     assert inner.result(20) == "done"
 
 
@@ -225,7 +225,7 @@ def test_a_look_at_what_is_under_way_opens_no_file_of_claims(
             guard.note_prepared(0)
     opened: list[str] = []
     hangs = Work()
-    operation = lanes.ask({A}, "the creation of a MIG device", hangs)
+    operation = lanes.submit({A}, "the creation of a MIG device", hangs)
     assert hangs.begun.wait(20)
     monkeypatch.setattr(
         locks, "open_plain", lambda path, flags: opened.append(path.name) or os.open(path, flags)
@@ -244,14 +244,17 @@ def test_what_bears_a_name_waits_once_for_the_same_gpus(lanes: Lanes) -> None:
         begun.append(operation.what)
         hangs.wait(20)
 
-    first = lanes.ask({A}, "first", work)
-    named = [lanes.ask({A}, "named", work, once="name") for _ in range(2)]
-    others = [lanes.ask({A, B}, "both", work, once="name"), lanes.ask({A}, "another", work, once="another")]
+    first = lanes.submit({A}, "first", work)
+    named = [lanes.submit({A}, "named", work, once="name") for _ in range(2)]
+    others = [
+        lanes.submit({A, B}, "both", work, once="name"),
+        lanes.submit({A}, "another", work, once="another"),
+    ]
     assert named[0] is named[1]
     assert len({first, *named, *others}) == 4
     hangs.set()
     for future in (first, *named, *others):
         future.result(20)
     assert sorted(begun) == ["another", "both", "first", "named"]
-    assert lanes.ask({A}, "named again", work, once="name").result(20) is None
+    assert lanes.submit({A}, "named again", work, once="name").result(20) is None
     assert begun[-1] == "named again"

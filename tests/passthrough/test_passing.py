@@ -266,7 +266,7 @@ def test_claim_whose_record_was_lost_gives_its_card_back(node: KindNode, site: S
 def test_write_that_hangs_keeps_its_card_and_nothing_else(
     node: KindNode, site: Site, function: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dra_driver.journal.executor._TAKE_BACK_S", 0.5)
+    monkeypatch.setattr("dra_driver.journal.executor._UNDO_WAIT_S", 0.5)
     monkeypatch.setattr("dra_driver.passthrough.steps._STUCK_FIRST_S", 0.2)
     untouched = node.state()
     site.machine.set_fault(function, code="hang", gpu=site.card.gpu_uuid)
@@ -289,7 +289,7 @@ def test_write_that_hangs_keeps_its_card_and_nothing_else(
 def test_return_that_hangs_holds_no_claim_up(
     node: KindNode, site: Site, function: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dra_driver.journal.executor._TAKE_BACK_S", 0.5)
+    monkeypatch.setattr("dra_driver.journal.executor._UNDO_WAIT_S", 0.5)
     monkeypatch.setattr("dra_driver.passthrough.steps._STUCK_FIRST_S", 0.2)
     untouched = node.state()
     node.prepare(wanted(site))
@@ -313,7 +313,7 @@ def test_return_that_hangs_holds_no_claim_up(
 def test_user_that_appears_between_check_and_bind_does_not_close_nvml_for_others(
     node: KindNode, site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dra_driver.journal.executor._TAKE_BACK_S", 0.5)
+    monkeypatch.setattr("dra_driver.journal.executor._UNDO_WAIT_S", 0.5)
     monkeypatch.setattr("dra_driver.passthrough.steps._STUCK_FIRST_S", 0.1)
     untouched, session = node.state(), site.simulated.session
     before = session.pauses

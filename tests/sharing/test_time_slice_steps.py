@@ -76,11 +76,11 @@ echo "$@" >> {tmp_path}/asked
     steps = TimeSliceSteps(NvidiaSmi(lambda: found), records)
     ledger = Ledger(tmp_path / "ledger", records, "boot-1")
     ledger.open()
-    cleaner = Cleaner(ledger, lanes, StepDispatcher({}), keepers=[steps])
+    cleaner = Cleaner(ledger, lanes, StepDispatcher({}), restorers=[steps])
     cleaner.start()
     try:
         steps.driver_reloaded()
-        cleaner.look_soon()
+        cleaner.retry_now()
         while [line["event"] for line in logs].count("time_slice_lost") < 3:
             time.sleep(0.01)
         records.delete("uid-3")

@@ -1,5 +1,6 @@
-"""The inventory from what NVML shows, what the PCI bus shows and what was known before; which changes of the hardware
-have to be read or published; NVLink domains, a deterministic partition of GPUs into fully connected groups."""
+"""Builds the inventory from what NVML and the PCI bus show and what was known before, decides which hardware
+changes matter, and computes NVLink domains: a deterministic partition of GPUs into fully connected groups.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from dra_driver.model.inventory import DiscoveryFault, Inventory
 
 
 def unanswering(gpus: Sequence[Gpu], before: Inventory | None) -> tuple[Gpu, ...]:
-    """The GPUs with a PCI address that were known before and that NVML does not show among `gpus`."""
+    """Return the previously known GPUs with a PCI address that are missing from `gpus`."""
     if before is None:
         return ()
     answering = {gpu.uuid for gpu in gpus} | {gpu.pci_bus_id for gpu in gpus}
@@ -29,7 +30,7 @@ def unanswering(gpus: Sequence[Gpu], before: Inventory | None) -> tuple[Gpu, ...
 
 
 def with_unready_since(gpu: Gpu, before: Inventory | None, now: int) -> Gpu:
-    """The GPU; if its fabric is not ready, with the time of the first look that found the fabric in this state."""
+    """Return the GPU; if its fabric is not ready, with the time at which this state was first seen."""
     fabric = gpu.unready_fabric
     if fabric is None:
         return gpu
@@ -45,14 +46,14 @@ def assembled(
     functions: Collection[str],
     before: Inventory | None,
 ) -> Inventory:
-    """The inventory `read` with `gpus` as they are offered and the `lost` ones, which keep their NVLink domain.
+    """Return the inventory `read` with the offered `gpus` and the `lost` ones, which keep their NVLink domain.
 
-    Lost GPUs and those that are cut on demand keep their names, since MIG mode changes the minor number.
+    Lost GPUs and those that are partitioned on demand keep their names, because MIG mode changes the minor
+    number. `functions` are the PCI bus IDs of NVIDIA GPUs on the bus; a GPU that NVML does not list is a fault.
 
-    `functions` are the PCI bus IDs of NVIDIA's GPUs on the bus; one that NVML does not show is a fault.
-
-    Raises: NvmlUnavailableError if there are GPUs on the bus but NVML shows none: on a fresh node the NVIDIA driver's
-    files come before its GPUs are bound, and an empty pool would be a lie."""
+    Raises: NvmlUnavailableError if the bus has GPUs but NVML lists none. On a new node the NVIDIA driver's
+    files appear before its GPUs are bound, and an empty pool would be wrong.
+    """
     hidden = sorted(set(functions).difference(gpu.pci_bus_id for gpu in gpus))
     if not gpus and not lost:
         _refuse_empty(read.faults, hidden)
@@ -104,13 +105,17 @@ class HardwareFingerprint:
 
 
 def is_other_hardware(now: HostFingerprint, before: HostFingerprint) -> bool:
-    """Whether GPUs came or went, or the NVIDIA driver was loaded again: NVML has to be initialised again to show it."""
+    """Whether GPUs appeared or disappeared, or the NVIDIA driver was reloaded, so that NVML must be initialised
+    again.
+    """
     return (now.hardware, now.driver) != (before.hardware, before.driver)
 
 
 def repartitioned_gpus(now: HardwareFingerprint, before: HardwareFingerprint) -> frozenset[str] | None:
-    """The UUIDs of the GPUs on which MIG mode or instances differ; None where anything else differs too, or where it
-    cannot be said on which GPU."""
+    """Return the UUIDs of the GPUs whose MIG mode or instances differ.
+
+    None if anything else differs too, or if the affected GPU is unknown.
+    """
     if now.nvml is None or before.nvml is None or is_other_hardware(now.host, before.host):
         return None
     if _uuids(now.nvml) != _uuids(before.nvml):
@@ -128,19 +133,22 @@ def repartitioned_gpus(now: HardwareFingerprint, before: HardwareFingerprint) ->
 
 
 def differs(now: Inventory, before: Inventory | None) -> bool:
-    """Whether there is anything to publish or report. The minor number of a GPU that is cut on demand does not count:
-    its MIG mode changes the number, which is read again wherever it is needed."""
+    """Whether there is anything to publish or report.
+
+    The minor number of a GPU that is partitioned on demand is ignored: MIG mode changes it, and it is read
+    again when needed.
+    """
     return (
         before is None or now.gpu_names != before.gpu_names or _without_minors(now) != _without_minors(before)
     )
 
 
 def is_other_nvlink(known: Inventory | None, gpu_uuid: str, polled: PolledHealth) -> bool:
-    """Whether the number of links that are up, or the registration with the fabric, is not what the inventory says of a
-    GPU. What the poll has not read counts for nothing.
+    """Whether a poll found another number of active NVLinks, or another fabric registration, than the inventory
+    has.
 
-    A GPU that is cut on demand keeps both in the inventory while it is in MIG mode, whatever NVML says of it then. So
-    for such a GPU only another fabric counts.
+    Values that the poll could not read are ignored. A GPU that is partitioned on demand keeps both in the
+    inventory while it is in MIG mode, so for such a GPU only a different fabric counts.
     """
     gpu = next((gpu for gpu in known.gpus if gpu.uuid == gpu_uuid), None) if known is not None else None
     if gpu is None:
@@ -178,21 +186,23 @@ Pair = frozenset[str]
 
 
 def with_nvlink_domains(found: Inventory) -> Inventory:
-    """The inventory with the domains of the pairs that NVML found reachable, besides those that it has already."""
+    """Return the inventory with the NVLink domains of the pairs that NVML found reachable, in addition to its
+    own.
+    """
     domains = nvlink_domains(found.gpus, found.reachable_pairs)
     return replace(found, nvlink_domains={**domains, **found.nvlink_domains})
 
 
 def nvlink_domains(gpus: Sequence[Gpu], reachable: Mapping[Pair, int]) -> dict[str, str]:
-    """The NVLink domain of each GPU UUID that has one.
+    """Return the NVLink domain of each GPU that has one, by UUID.
 
-    `reachable` maps pairs of UUIDs that reach each other over NVLink to a weight (links between
-    them, or any positive number behind a switch). GPUs with an equal value reach each other
-    pairwise, so that a claim can use the value as `matchAttribute`. A multi-node fabric names its
-    own domains; of several the one counts that most of the GPUs are in.
+    `reachable` maps pairs of UUIDs that reach each other over NVLink to a weight: the number of links between
+    them, or any positive number behind a switch. GPUs with an equal domain reach each other pairwise, so a
+    claim can use it as `matchAttribute`. A multi-node fabric names its own domains; if there are several, the
+    one with most of the GPUs is used.
 
-    A GPU in MIG mode has none: MIG switches peer access off. One that leaves
-    the mode for a claim that wants it whole counts as if it were out of it. A group of one is none.
+    A GPU in MIG mode has no domain, because MIG disables peer access. A GPU that leaves MIG mode for a claim
+    for the whole GPU is treated as if it were out of it. A single GPU is not a domain.
     """
     whole = [gpu for gpu in gpus if gpu.can_be_whole]
     domains = _fabric_domains({gpu.uuid: gpu.fabric.domains for gpu in whole if gpu.fabric is not None})
@@ -209,8 +219,11 @@ def nvlink_domains(gpus: Sequence[Gpu], reachable: Mapping[Pair, int]) -> dict[s
 
 
 def _fabric_domains(choices: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """One domain for each GPU UUID that has any. Of domains with as many GPUs the one counts that its first GPU names
-    first, so that nodes with equal GPUs choose the same."""
+    """Return one domain for each GPU that has any, by UUID.
+
+    Among domains with equally many GPUs, the first that the first GPU names is used, so that nodes with equal
+    GPUs choose the same domain.
+    """
     chosen: dict[str, str] = {}
     remaining = {uuid: names for uuid, names in choices.items() if names}
     while remaining:
@@ -223,7 +236,7 @@ def _fabric_domains(choices: Mapping[str, Sequence[str]]) -> dict[str, str]:
 
 
 def _heaviest_clique(uuids: Sequence[str], reachable: Mapping[Pair, int]) -> tuple[str, ...]:
-    """The largest fully connected group; among equals the one with most links, then the first in order."""
+    """Return the largest fully connected group; among equals, the one with most links, then the first in order."""
     neighbours = {
         uuid: {other for other in uuids if other != uuid and reachable.get(frozenset((uuid, other)), 0) > 0}
         for uuid in uuids
@@ -240,7 +253,7 @@ def _heaviest_clique(uuids: Sequence[str], reachable: Mapping[Pair, int]) -> tup
 
 
 def _maximal_cliques(neighbours: Mapping[str, set[str]]) -> list[frozenset[str]]:
-    """All maximal cliques (Bron and Kerbosch with a pivot); a node has sixteen GPUs at most."""
+    """Return all maximal cliques (Bron-Kerbosch with a pivot). A node has at most sixteen GPUs."""
     found: list[frozenset[str]] = []
 
     def expand(chosen: frozenset[str], candidates: set[str], excluded: set[str]) -> None:

@@ -1,4 +1,4 @@
-"""The names that GPUs have, and those that a person may give one."""
+"""The device names of GPUs, and the names by which a person may refer to a GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MAX_NAMED = 5
 
 
 def held_gpu_names(records: Iterable[ClaimRecord]) -> Mapping[str, str]:
-    """The device names that GPUs have in records, by UUID."""
+    """Return the device names that GPUs have in records, by UUID."""
     return {
         held.gpu_uuid: gpu_of_device(held.device)
         for record in records
@@ -25,8 +25,10 @@ def held_gpu_names(records: Iterable[ClaimRecord]) -> Mapping[str, str]:
 
 
 def refuse_other_names(device_names: Literal["uuid", "minor"], records: Sequence[ClaimRecord]) -> None:
-    """Raises: InvalidConfigError if records have devices that are named in the other way. Their claims could not be
-    prepared again, since no device has such a name any more."""
+    """Raise InvalidConfigError if records have devices with the other kind of name.
+
+    Their claims could not be prepared again, because no device has such a name any more.
+    """
     other = "uuid" if device_names == "minor" else "minor"
     found = {
         f"{record.ref.namespace}/{record.ref.name} ({held.device})": None
@@ -46,11 +48,13 @@ def refuse_other_names(device_names: Literal["uuid", "minor"], records: Sequence
 def named_gpus(
     names: Iterable[str], inventory: Inventory | None, known: Mapping[str, str], *, is_whole: bool
 ) -> frozenset[str]:
-    """The UUIDs of the GPUs with these device names, UUIDs, indices or PCI bus IDs, in any case of letters.
+    """Return the UUIDs of the GPUs with these device names, UUIDs, indices or PCI bus IDs. Case is ignored.
 
-    `inventory` is what NVML shows, None if it is not asked. `known` has UUIDs by names that others know, such as those
-    of a lost GPU. `is_whole` says that NVML shows every GPU on the bus; otherwise it counts the others again, and an
-    index may be another GPU's. Raises: InvalidConfigError for a name that no GPU has, or that is not sure.
+    `inventory` is what NVML shows; None if it was not queried. `known` maps other known names to UUIDs, such as
+    the name of a lost GPU. `is_whole` means that NVML shows every GPU on the bus; otherwise the indices may
+    have shifted.
+
+    Raises: InvalidConfigError for an unknown or ambiguous name.
     """
     found = {name.lower(): uuid for name, uuid in known.items()}
     indices: dict[str, str] = {}
@@ -72,7 +76,7 @@ def named_gpus(
             )
         uuid = indices.get(name) or found.get(name.lower())
         if uuid is None and name.startswith("GPU-") and not is_whole:
-            uuid = name  # a lost GPU that nothing is known of, so that no claim can be on it
+            uuid = name  # an unknown lost GPU, which no claim can use
         if uuid is None:
             rows = (
                 ", ".join(f"{index}={uuid}" for index, uuid in indices.items()) or "none that NVML shows now"

@@ -1,13 +1,14 @@
-"""Pending cleanup: what the ledgers have and no claim needs any more. No I/O.
+"""Decides which cleanups are pending: ledger entries that no claim needs any more.
 
-| To be undone | The device until then |
+| To undo | The device until then |
 |---|---|
 | a time slice | is offered, and no claim waits for it |
-| an MPS daemon, with its compute mode | is withheld; who wants the GPU has it undone first |
-| a MIG device | is withheld, with all that overlaps it; who wants the GPU has it destroyed first |
-| a card's return from vfio, while a virtual machine runs | is withheld in every view; the same |
+| an MPS daemon and its compute mode | is withheld; a Prepare that needs the GPU does the cleanup first |
+| a MIG device | is withheld, with all that overlaps it; a Prepare that needs the GPU destroys it first |
+| a card in vfio, while a virtual machine runs | is withheld in every view; a Prepare returns the card first |
 
-What a claim that has not ended has set too is not undone; that claim's own entry stays. A reboot undoes all of it.
+What a claim that has not ended has also set is not undone; that claim's own entry stays. A reboot undoes
+everything.
 """
 
 from __future__ import annotations
@@ -40,8 +41,11 @@ CLEANUP_KINDS: tuple[CleanupKind, ...] = ("time-slice", "mps", "mig-device", "vf
 
 @dataclass(frozen=True, slots=True)
 class LedgerEntry:
-    """A step that was done for a claim in boot `boot_id`, or is about to be. `ended` is when its claim had ended, in
-    seconds since 1970, and `cause` why the last try to undo it failed; None before the first try."""
+    """A step that was done, or is about to be done, for a claim in boot `boot_id`.
+
+    `ended` is when its claim had ended, in seconds since 1970, and `cause` why the last undo failed; both are
+    None before the first try.
+    """
 
     claim: ClaimRef
     boot_id: str
@@ -51,20 +55,22 @@ class LedgerEntry:
 
     @property
     def key(self) -> tuple[str, Step]:
-        """A claim has a step once."""
+        """The key of the entry. A claim has each step once."""
         return self.claim.uid, self.step
 
     @property
     def home(self) -> str:
-        """The UUID of the GPU in whose ledger it is: the first one of its step."""
+        """The UUID of the GPU whose ledger has the entry: the first GPU of its step."""
         return min(gpus_of(self.step))
 
 
 @dataclass(frozen=True, slots=True)
 class PendingCleanup:
-    """What is still to be undone for one ended claim. `name` is the claim's UID. `record` has what the ledgers say of
-    the claim, and `steps` are its steps whose undo is missing. `since` is in seconds since 1970. `cause` says why the
-    last try failed, None if there was none."""
+    """What must still be undone for one ended claim. `name` is the claim's UID.
+
+    `record` has what the ledgers say about the claim, `steps` are the steps to undo, and `since` is in seconds
+    since 1970. `cause` says why the last try failed; None before the first try.
+    """
 
     name: str
     record: ClaimRecord
@@ -74,7 +80,7 @@ class PendingCleanup:
 
     @property
     def kinds(self) -> tuple[CleanupKind, ...]:
-        """What is to be undone, each kind once."""
+        """The kinds of what must be undone, without duplicates."""
         return tuple(dict.fromkeys(map(kind_of, self.steps)))
 
     @property
@@ -86,7 +92,7 @@ class PendingCleanup:
 
 
 def kind_of(step: Step) -> CleanupKind:
-    """The kind of a step whose undo can be pending."""
+    """Return the kind of cleanup for a step."""
     match step:
         case RunMps():
             return "mps"
@@ -99,13 +105,16 @@ def kind_of(step: Step) -> CleanupKind:
 
 
 def is_undone_in_lane(step: Step) -> bool:
-    """Whether the undo of the step changes a GPU, and so may be pending."""
+    """Whether the undo of the step changes a GPU, and can therefore be pending."""
     return isinstance(step, SetTimeSlice | RunMps | CreateMig | BindVfio)
 
 
 def counts(item: LedgerEntry | OwnedInstance | OwnedMode | OwnedCard, boot_id: str | None) -> bool:
-    """Whether no reboot has undone what is in a ledger; an MPS daemon leaves directories. Without a `boot_id` none
-    has."""
+    """Whether an item of a ledger is still valid, because no reboot has undone it. MPS daemons leave
+    directories.
+
+    Without a `boot_id`, every item is valid.
+    """
     return boot_id in (None, item.boot_id) or (
         isinstance(item, LedgerEntry) and isinstance(item.step, RunMps)
     )
@@ -114,8 +123,9 @@ def counts(item: LedgerEntry | OwnedInstance | OwnedMode | OwnedCard, boot_id: s
 def has_ended(
     entry: LedgerEntry, records: Mapping[str, ClaimRecord], without_record: Collection[str]
 ) -> bool:
-    """Whether no claim needs the entry any more: its claim's record does not name the step, and the claim is none of
-    those that are known `without_record`."""
+    """Whether no claim needs the entry any more: its claim's record does not name the step, and the claim is
+    not one of those `without_record`.
+    """
     record = records.get(entry.claim.uid)
     return entry.claim.uid not in without_record if record is None else entry.step not in record.steps
 
@@ -123,8 +133,10 @@ def has_ended(
 def pending_cleanups(
     entries: Iterable[LedgerEntry], needed: Sequence[Step], since: Callable[[LedgerEntry], int]
 ) -> list[PendingCleanup]:
-    """What is pending of the entries of ended claims, one for each claim, by UID. What is `needed`, because another
-    claim has set it too, is void."""
+    """Return one pending cleanup for each ended claim, ordered by UID.
+
+    Steps that set the same as a `needed` step are left out, because another claim uses it.
+    """
     ended: dict[str, list[LedgerEntry]] = {}
     for entry in entries:
         ended.setdefault(entry.claim.uid, []).append(entry)
@@ -148,7 +160,7 @@ def _pending(
 
 
 def record_of(entries: Sequence[LedgerEntry]) -> ClaimRecord:
-    """What the entries of one claim say, in the form of a record."""
+    """Return what the entries of one claim say, as a record."""
     steps = tuple(entry.step for entry in entries)
     devices = tuple(held for step in steps for held in _devices(step))
     claim = AllocatedClaim(entries[0].claim, (), ())
@@ -169,17 +181,17 @@ def _devices(step: Step) -> list[HeldDevice]:
 
 
 def without(steps: Iterable[Step], kept: Collection[Thing]) -> tuple[Step, ...]:
-    """The steps that set nothing of what is kept: two of one thing are undone once."""
+    """Return the steps that set nothing in `kept`, so that the same thing is undone only once."""
     return tuple(step for step in steps if _things(step).isdisjoint(kept))
 
 
 def things(steps: Iterable[Step]) -> frozenset[Thing]:
-    """What the steps set."""
+    """Return what the steps set."""
     return frozenset[Thing]().union(*map(_things, steps))
 
 
 def gpus_of(step: Step) -> frozenset[str]:
-    """UUIDs of the GPUs that the step changes."""
+    """Return the UUIDs of the GPUs that the step changes."""
     if isinstance(step, RunMps):
         return frozenset(step.spec.gpu_uuids)
     if isinstance(step, StartMaintenance):
@@ -189,8 +201,10 @@ def gpus_of(step: Step) -> frozenset[str]:
 
 
 def by_gpus(steps: Iterable[Step]) -> list[tuple[frozenset[str], list[Step]]]:
-    """The steps that change GPUs, in their order, by the GPUs that they change. Those of different groups may be done
-    side by side, because no GPU is in two; an MPS daemon of several GPUs joins theirs."""
+    """Group the steps that change GPUs by the GPUs that they change, in order.
+
+    No GPU is in two groups, so groups can run in parallel. An MPS daemon of several GPUs merges their groups.
+    """
     changing = [(gpus_of(step), step) for step in steps if not writes_files(step)]
     groups: list[frozenset[str]] = []
     for gpus, _ in changing:
@@ -202,7 +216,7 @@ def by_gpus(steps: Iterable[Step]) -> list[tuple[frozenset[str], list[Step]]]:
 def withholding(
     cleanups: Iterable[PendingCleanup], device: OfferedDevice, boot_id: str
 ) -> PendingCleanup | None:
-    """The first pending cleanup that keeps a device from being given out, if there is one."""
+    """Return the first pending cleanup that withholds a device; None if there is none."""
     return next(
         (
             cleanup
@@ -214,7 +228,7 @@ def withholding(
 
 
 def what(step: Step) -> str:
-    """What is to be done, such as `destroy MIG device gpu-1-mig-1g10gb-19-0`."""
+    """Return what must be done, such as `destroy MIG device gpu-1-mig-1g10gb-19-0`."""
     match step:
         case SetTimeSlice(gpu_uuid=uuid):
             return f"reset the time slice of GPU {uuid}"
@@ -229,7 +243,7 @@ def what(step: Step) -> str:
 
 
 def remedy(steps: Sequence[Step]) -> str:
-    """What a person can do about the worst of what is pending."""
+    """Return what a person can do about the worst pending step."""
     kinds = {kind_of(step) for step in steps}
     if "mps" in kinds:
         host = "the MPS host (DaemonSet gpu-dra-driver-mps)"
@@ -242,7 +256,9 @@ def remedy(steps: Sequence[Step]) -> str:
 
 
 def _things(step: Step) -> frozenset[Thing]:
-    """What a step sets; nothing if that is not known. Only one of the MPS daemons that share a device can be there."""
+    """Return what a step sets; empty if unknown. A device has at most one MPS daemon, whatever other GPUs it
+    serves.
+    """
     match step:
         case SetTimeSlice(gpu_uuid=uuid):
             return frozenset({("time-slice", uuid)})
