@@ -121,7 +121,7 @@ _GAUGES: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 """Gauges of this node, by name without `nvidia_dra_`: help, and labels in addition to `driver`."""
 _OF_PODS: Mapping[str, tuple[str, Callable[[PodUse], float | None]]] = {
-    "utilization_ratio": ("Part of the last ten seconds in which a kernel of the pod ran on a whole GPU.",
+    "utilization_ratio": ("Part of the last two seconds in which a kernel of the pod ran on a whole GPU.",
                           lambda pod: None if pod.utilisation_percent is None else pod.utilisation_percent / 100),
     "memory_used_bytes": ("Memory that the pod uses on a device.",
                           lambda pod: pod.memory_bytes),
