@@ -1,6 +1,6 @@
 """Compares what discovery finds on this machine with what nvidia-smi says: `hack/gpu-check` runs it.
 
-It changes nothing: of NVML only getters are called, and nvidia-smi runs with the arguments in `READS` alone.
+It changes nothing: of NVML only getters and events are used, and nvidia-smi runs with the arguments in `READS` alone.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from dra_driver.model.ids import pci_bus_id
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.units import counted
 from dra_driver.nvml.reader import NvmlReader
+from dra_driver.nvml.session import open_device_files
 from dra_driver.slices.rules.build import build_pool
 
 OK, DIFFERENT, CANNOT_RUN = 0, 1, 2
@@ -45,7 +46,10 @@ NOT_IN_EACH_RELEASE = ("product_architecture", "product_brand", "addressing_mode
 NO_PERMISSION = 4
 """NVML's return code for a caller without permission."""
 _SETTINGS = ("simulate", "nvidia_driver_root", "container_driver_root")
-_GETTER = re.compile(r"nvml(InitWithFlags|Shutdown|(System|Device|(Gpu|Compute)Instance)(Get|Is)[A-Z]\w*)\Z")
+_GETTER = re.compile(
+    r"nvml(InitWithFlags|Shutdown|EventSet(Create|Free)|DeviceRegisterEvents"
+    r"|(System|Device|(Gpu|Compute)Instance)(Get|Is)[A-Z]\w*)\Z"
+)
 _TIMEOUT_S = 120
 _UNKNOWN = {"", "N/A", "[N/A]", "Not Supported", "Unknown Error", "GPU requires reset"}
 
@@ -78,7 +82,7 @@ def main(arguments: list[str]) -> int:
 
 
 class ReadOnlyLibrary:
-    """Stands between the binding and the NVML library, and passes on getters alone; `refused` has the others."""
+    """Stands between the binding and the NVML library, and passes on getters and events; `refused` has the others."""
 
     def __init__(self, library: object) -> None:
         self.refused: set[str] = set()
@@ -104,6 +108,7 @@ class View:
 
     settings: Settings
     driver_root: str
+    reader: NvmlReader
     nvml: ReadOnlyLibrary
     inventory: Inventory
 
@@ -128,7 +133,7 @@ def opened(settings: Settings) -> Iterator[View]:
         try:
             reader.session.reopen()
             inventory = discover_once(reader, Sysfs(platform.paths.sys, platform.paths.proc), None)
-            yield View(settings, platform.paths.driver_root, library[-1], inventory)
+            yield View(settings, platform.paths.driver_root, reader, library[-1], inventory)
         finally:
             reader.session.close()
 
@@ -179,9 +184,22 @@ def check(view: View, smi: str | None = None) -> Report:
             compare(report, inventory, ask_smi(*_smi(view, smi, arguments)))
         except (OSError, ValueError, SyntaxError, subprocess.SubprocessError, DraDriverError) as error:
             report.unknown.append(f"nvidia-smi: {' '.join(str(error).split())[:300]}")
+    _check_shutdown(report, view)
     for name in sorted(view.nvml.refused):
         report.good("NVML", False, f"{name} was called and refused, because it is not a getter")
     return report
+
+
+def _check_shutdown(report: Report, view: View) -> None:
+    """Listen to events as the plugin does, then shut NVML down: a device file that stays open makes resets fail."""
+    events = view.reader.health_source()
+    events.open_events()
+    for gpu in view.inventory.gpus:
+        with suppress(DraDriverError):
+            events.register(gpu.uuid, gpu.pci_bus_id)
+    view.reader.session.close()
+    left = open_device_files()
+    report.good("shutdown", not left, f"{', '.join(left)}: open after the shutdown of NVML")
 
 
 def ask_smi(program: str, arguments: tuple[str, ...], library_dir: str | None = None) -> str:

@@ -418,14 +418,14 @@ class NvmlSession:
         GPUs.
         """
         self._end_session()
-        left = _open_device_files()
+        left = open_device_files()
         if left:
             _log.error("nvml_left_device_files", files=left)
         elif self.mark is not None:
             self.mark.release()
 
 
-def _open_device_files() -> list[str]:
+def open_device_files() -> list[str]:
     """Returns the NVIDIA device files that this process has open."""
     found = set()
     for descriptor in Path("/proc/self/fd").iterdir():

@@ -33,6 +33,7 @@ from gpucheck import (
 from dra_driver.app.settings import Settings
 from dra_driver.cli.commands import ROOT as COMMANDS
 from dra_driver.model.gpu import Gpu
+from dra_driver.nvml import session
 from dra_driver.simulator import machine_names, open_machine
 from dra_driver.simulator.machine_state import nvlink_count
 
@@ -135,7 +136,14 @@ def test_machine_that_is_whole_differs_in_nothing(machine: str, tmp_path: Path) 
     with looking_at(machine, tmp_path) as view:
         found = check(view)
     assert found.differences == []
-    assert {"discovery", "nvidia-smi"} <= found.checked.keys()
+    assert {"discovery", "nvidia-smi", "shutdown"} <= found.checked.keys()
+
+
+def test_device_file_that_stays_open_is_a_difference(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(session, "_DEVICE_FILES", str(tmp_path / "nvidia"))
+    with looking_at("t4-4", tmp_path) as view, (tmp_path / "nvidia0").open("w"):
+        found = check(view)
+    assert found.differences == [f"shutdown: {tmp_path}/nvidia0: open after the shutdown of NVML"]
 
 
 @pytest.mark.parametrize("machine", WIRED)
@@ -211,7 +219,10 @@ def test_function_of_nvml_that_changes_something_is_refused() -> None:
     codes = {name: getattr(guard, name)() for name in symbols}
     passed = {name for name, code in codes.items() if code == 0}
     others = {name for name in passed if not re.match(r"nvml[A-Z][a-z]+\w*(Get|Is)[A-Z]", name)}
-    assert others == {"nvmlInitWithFlags", "nvmlShutdown", "nvmlErrorString"}
+    assert others == {
+        "nvmlDeviceRegisterEvents", "nvmlErrorString", "nvmlEventSetCreate", "nvmlEventSetFree", "nvmlInitWithFlags",
+        "nvmlShutdown",
+    }  # fmt: skip
     assert [name for name in passed if _CHANGES.search(name)] == []
     assert set(codes.values()) == {0, NO_PERMISSION}
     assert guard.refused == symbols - passed
