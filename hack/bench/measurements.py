@@ -44,7 +44,8 @@ def cpu_of_prepares(node: Node, count: int) -> float:
 
 def crowded(node: Node, few: int, many: int, count: int) -> tuple[list[float], list[float], list[float]]:
     """How many times as long a Prepare takes beside `many` prepared claims as beside `few`, the same for an Unprepare,
-    and for a Prepare while a record is unreadable. Each beside the median with few."""
+    and for a Prepare while a record is unreadable. The base is measured before and after: the speed of a machine
+    changes."""
     name = node.devices()[0]["name"]
     others: list[ClaimRef] = []
 
@@ -54,15 +55,21 @@ def crowded(node: Node, few: int, many: int, count: int) -> tuple[list[float], l
             node.prepare(others[-1])
 
     fill(few)
-    prepared, unprepared = (statistics.median(values) for values in single_prepares(node, count))
+    before = single_prepares(node, count)
     fill(many)
     more_prepared, more_unprepared = single_prepares(node, count)
     (node.plugin_dir / "claims" / f"{others[0].uid}.json").write_text("{")
     spoiled, _ = single_prepares(node, count)
-    for ref in others:
+    for ref in others[:-few]:
         node.unprepare(ref)
     for aside in (node.plugin_dir / "claims").glob("*.unreadable-*"):
         aside.unlink()
+    after = single_prepares(node, count)
+    prepared, unprepared = (
+        statistics.median([*one, *other]) for one, other in zip(before, after, strict=True)
+    )
+    for ref in others[-few:]:
+        node.unprepare(ref)
     return (
         [value / prepared for value in more_prepared],
         [value / unprepared for value in more_unprepared],
