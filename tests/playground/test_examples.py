@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,16 @@ def test_nvlink_pair_is_found_where_another_pod_has_half_of_a_pair(start: Callab
     [pair] = [claim for claim in playground.claims() if uses(claim, {"nvlink-domain"})]
     first, second = pair["status"]["allocation"]["devices"]["results"]
     assert domains[first["device"]] == domains[second["device"]]
+
+
+def test_monitor_starts_where_a_gpu_is_lost(start: Callable[..., Playground]) -> None:
+    playground = start("dgx-h100")
+    eventually(lambda: len(playground.devices()) == 8)
+    lose = next(command for command in playground.commands if "simulate lose" in command)
+    subprocess.run(["bash", "-c", playground.paste + lose], check=True, capture_output=True)
+    eventually(lambda: any(device.get("taints") for device in playground.devices()))
+    for example in ("admin-access", "gpu-feature-discovery", "monitoring-daemonset"):
+        assert started(playground, example, 1) == [ADMIN]
 
 
 def test_virtual_machine_names_the_request_of_its_claim() -> None:
