@@ -52,6 +52,7 @@ from dra_driver.kubelet.registration import RegistrationStatus
 from dra_driver.mig.mode import MigAction
 from dra_driver.model.driver_files import IMEX_PROGRAM
 from dra_driver.model.health import LOST, HealthChange
+from dra_driver.model.maintenance import Maintenance, overdue_problems
 from dra_driver.model.mig import GpuLayout
 from dra_driver.model.record import (
     BindVfio,
@@ -318,6 +319,7 @@ class Driver:
                 DiskWatch([directory, Path(settings.cdi_root)], write_atomically).problems,
                 self._mps_files.problems,
                 self.claims.reconciler.problems,
+                lambda: overdue_problems(self._maintenances()),
             ),
             self.reporting.failing,
             self.reporting.recorder,
@@ -340,6 +342,7 @@ class Driver:
         show.health(inventory, health)
         show.mig_layouts(self.layouts.states)
         show.cleanups(self.cleaner.outstanding)
+        show.maintenances(self._maintenances)
         show.reports(self.reporting.recorder.counts)
         show.value("readiness", "ready", lambda: not self.probes.readiness())
         show.value("problem", "node_problem", lambda: bool(self.problems()))
@@ -350,6 +353,9 @@ class Driver:
             lambda: publishing.publisher.problem, publishing.slice_count, publishing.withdrawn_count
         )
         show.value("partitions", "partitions_unsupported", lambda: publishing.support.problem is not None)
+
+    def _maintenances(self) -> list[Maintenance]:
+        return self._gpus.detachments.maintenances(self.records.all().values())
 
     def _watch_usage(self) -> None:
         """Look for memory that no claim has; scrapes measure the same."""

@@ -10,7 +10,15 @@ from typing import Any, assert_never
 import structlog
 
 from dra_driver.cdi.directory import CdiDirectory
-from dra_driver.cdi.rules.spec import claim_spec, common_edits, node_paths, vfio_spec, with_mps, with_nodes
+from dra_driver.cdi.rules.spec import (
+    MAINTENANCE,
+    claim_spec,
+    common_edits,
+    node_paths,
+    vfio_spec,
+    with_mps,
+    with_nodes,
+)
 from dra_driver.errors import RetryableError, StateError
 from dra_driver.host.device_nodes import DevCharLinks, DeviceNodeReader, HostDeviceFinder
 from dra_driver.host.driver_root import DriverRoot
@@ -24,7 +32,7 @@ from dra_driver.model.host import HOST_DEVICE_NODES, HOST_DEVICE_REMEDIES, HostD
 from dra_driver.model.inventory import DynamicMigDevice, StaticMigDevice, VfioDevice, WholeGpu
 from dra_driver.model.mps import MpsShared
 from dra_driver.model.plan import Plan, PlannedDevice
-from dra_driver.model.record import ClaimRecord, Step
+from dra_driver.model.record import ClaimRecord, Step, maintenance_of
 from dra_driver.mps_host.host_files import MpsLayout
 
 _log = structlog.get_logger(__name__)
@@ -165,6 +173,10 @@ class CdiSteps:
         }
         if managing:
             devices = self._with_management(devices, managing)
+        step = maintenance_of(plan.steps)
+        if step is not None:
+            env = MAINTENANCE.format(",".join(step.gpu_uuids))
+            devices = [replace(device, env=(*device.env, env)) for device in devices]
         common = self._common_edits(
             files, self.extra_devices.channel_nodes(plan) if plan.has_extra_devices else ()
         )

@@ -138,8 +138,8 @@ class Observer(Protocol):
     def prepared(self, ref: ClaimRef, duration_s: float, record: ClaimRecord | None) -> None:
         """Report a prepared claim. `record` is None if the claim has no device of this driver."""
 
-    def unprepared(self, ref: ClaimRef, duration_s: float) -> None:
-        """Report that a claim was unprepared, or had never been prepared."""
+    def unprepared(self, ref: ClaimRef, duration_s: float, record: ClaimRecord | None) -> None:
+        """Report that a claim was unprepared; `record` is None if it had never been prepared."""
 
     def waited(self, ref: ClaimRef, duration_s: float) -> None:
         """Report the end of a Prepare that waited for a device, whether it succeeded or failed."""

@@ -82,7 +82,7 @@ class Unpreparer:
                 guard.note_unprepared(call.began_ns)
             self.executor.clean(ref.uid)
         duration = time.monotonic() - started
-        self.observer.unprepared(ref, duration)
+        self.observer.unprepared(ref, duration, record)
         _log.info(
             "claim_unprepared",
             claim=f"{ref.namespace}/{ref.name}",

@@ -22,7 +22,8 @@ FLAGS = (OUTPUT, *OF_NODE)
 EXAMPLES = ("", "-o yaml")
 _STEPS = {
     "set_time_slice": "time slice", "run_mps": "MPS daemon", "create_mig": "MIG device", "bind_vfio": "vfio",
-    "leave_mig_mode": "MIG mode", "write_device_metadata": "device metadata", "write_cdi_spec": "CDI spec",
+    "leave_mig_mode": "MIG mode", "start_maintenance": "maintenance", "write_device_metadata": "device metadata",
+    "write_cdi_spec": "CDI spec",
 }  # fmt: skip
 """The steps of a Prepare, for people."""
 
@@ -68,6 +69,8 @@ def _state(claim: PreparedClaim, running: RunningStep | None) -> Iterator[str]:
         yield f"Preparing for {age_text(running.for_s)}: {running.what} on {running.gpu_uuid}"
     else:
         yield "NOT PREPARED SINCE THE LAST BOOT" if claim.boot == "earlier" else "Preparing"
+    if claim.maintenance is not None:
+        yield f"maintenance: {claim.maintenance}"
     if claim.boot == "unknown":
         yield "BOOT UNKNOWN"
     if claim.cdi_spec != "present" and claim.phase == "prepared":

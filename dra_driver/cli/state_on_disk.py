@@ -22,6 +22,7 @@ from dra_driver.cli.rules.prepared_claims import NodeClaims, contradictions, pre
 from dra_driver.errors import DraDriverError, InvalidConfigError, StateError
 from dra_driver.health.rules.state import rebooted
 from dra_driver.health.store import decode
+from dra_driver.inventory.detachment import Detachments
 from dra_driver.journal.ledger import DIRECTORY as LEDGER
 from dra_driver.journal.ledger import Ledger
 from dra_driver.journal.records import RecordStore, step_kind
@@ -122,6 +123,7 @@ def read_state(
         layouts,
         frozenset(mode.gpu_uuid for mode in modes if mode.boot_id == boot_id),
         next(iter(ledger_faults), None),
+        Detachments(plugin_directory, boot_id).maintenances(of_claims),
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from dra_driver.model.claim import ClaimRef
+from dra_driver.model.problems import NodeProblem
 from dra_driver.model.record import ClaimRecord, StartMaintenance
 
 MaintenanceState = Literal["waiting", "in_service", "overdue"]
@@ -71,6 +72,14 @@ class Maintenance:
     state: MaintenanceState
     until: str | None = None
 
+    @property
+    def text(self) -> str:
+        """For people: `in service until 2026-11-27 20:05:00+00:00`."""
+        words = {"waiting": "waiting", "in_service": "in service until", "overdue": "overdue since"}[
+            self.state
+        ]
+        return words if self.state == "waiting" else f"{words} {self.until or 'an unknown time'}"
+
 
 def maintenances(
     records: Iterable[ClaimRecord], written: Detachment | None, boot_id: str | None, now_s: float
@@ -95,3 +104,18 @@ def _maintenance(
     return Maintenance(
         record.ref, step.gpu_uuids, "in_service" if lasts else "overdue", None if own is None else own.until
     )
+
+
+def overdue_problems(found: Iterable[Maintenance]) -> list[NodeProblem]:
+    """A problem for each claim that keeps its GPUs for longer than its timeout."""
+    return [
+        NodeProblem(
+            "maintenance-overdue",
+            f"Maintenance claim {one.claim.namespace}/{one.claim.name} is {one.text}: NVML is open again, but "
+            f"{', '.join(one.gpu_uuids)} stays withdrawn until the claim ends; delete its pod",
+            one.claim.uid,
+            one.claim,
+        )
+        for one in found
+        if one.state == "overdue"
+    ]

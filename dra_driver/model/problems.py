@@ -7,7 +7,7 @@ stops returning it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from dra_driver.model.claim import ClaimRef
@@ -22,6 +22,7 @@ ProblemCode = Literal[
     "gpu-unresponsive",
     "gpus-unavailable",
     "health-unknown",
+    "maintenance-overdue",
     "mps-daemon-failed",
     "mps-host-missing",
     "not-registered",
@@ -39,6 +40,7 @@ FOUND_BY_TOP: Final = frozenset({"nvml-unavailable", "plugin-not-running"})
 @dataclass(frozen=True, slots=True)
 class NodeProblem:
     """One problem. `subject` names the affected device, claim or path, and is empty for the node as a whole.
+    `claim` gets the event of its beginning too.
 
     `text` is one sentence: what is wrong, with which object, and what to do now. Problems with the same code
     and subject are the same problem, even if the text changes.
@@ -49,6 +51,7 @@ class NodeProblem:
     code: ProblemCode
     text: str
     subject: str = ""
+    claim: ClaimRef | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +86,8 @@ EventReason = Literal[
     "SlicesPublished", "ForeignDriver", "ForeignDriverGone", "DiskNotWritable", "DiskWritable",
     "DriverFilesMissing", "DriverFilesFound", "GPUHealthUnknown", "GPUHealthKnown", "MpsDaemonFailed",
     "MpsDaemonsWork", "MpsHostMissing", "MpsHostRuns", "PassthroughUnavailable", "PassthroughAvailable",
-    "PluginNotRegistered", "PluginRegistered", "SlicesContested", "SliceFieldsDropped", "DeviceNotPublished",
+    "PluginNotRegistered", "PluginRegistered", "MaintenanceStarted", "MaintenanceOverdue", "MaintenanceEnded",
+    "SlicesContested", "SliceFieldsDropped", "DeviceNotPublished",
     "MigLayoutApplied", "MigLayoutWaits", "MigLayoutRefused", "MemoryUnclaimed", "PartitionsNotSupported",
     "SchedulerOutdated",
 ]  # fmt: skip

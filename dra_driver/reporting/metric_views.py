@@ -26,6 +26,7 @@ from dra_driver.model.claim import Pods
 from dra_driver.model.gpu import GpuLoad
 from dra_driver.model.health import UNRESPONSIVE, Condition, HealthState, HealthTarget, Severity, condition
 from dra_driver.model.inventory import Inventory, OfferedDevice, StaticMigDevice, VfioDevice, WholeGpu
+from dra_driver.model.maintenance import Maintenance, MaintenanceState
 from dra_driver.model.mig import GpuLayout
 from dra_driver.model.mps import MPS_STATES
 from dra_driver.model.problems import FOUND_BY_TOP, ProblemCode
@@ -104,6 +105,7 @@ _GAUGES: Mapping[str, tuple[str, ...]] = {
     "gpu_power_watts": ("Power of a GPU that prepared claims use.", "uuid"),
     "gpu_reason": ("Severity of each reason of a GPU or its MIG devices.", "uuid", "reason"),
     "gpu_severity": ("0 healthy, 1 information, 2 degraded, 3 unhealthy, 4 lost; missing while unknown.", "uuid"),
+    "maintenance_gpus": ("GPUs of a maintenance claim by its state.", "claim_namespace", "claim_name", "state"),
     "mig_devices": ("MIG devices that exist.", "uuid", "profile"),
     "mig_layout": ("1 for each GPU of the node's MIG layout.",
                    "uuid", "layout", "state"),
@@ -268,6 +270,21 @@ class Views:
             return (kind_of(step) for one in cleanups() for step in one.steps)
 
         self._show_tally("cleanups", "pending_cleanups", CLEANUP_KINDS, kinds)
+
+    def maintenances(self, found: Callable[[], Iterable[Maintenance]]) -> None:
+        """The claims for maintenance on this node; `found` may read files."""
+
+        def read() -> Iterator[Metric]:
+            yield self._gauge(
+                "maintenance_gpus",
+                {
+                    (one.claim.namespace, one.claim.name, state): len(one.gpu_uuids) * (state == one.state)
+                    for one in found()
+                    for state in get_args(MaintenanceState)
+                },
+            )
+
+        self._add("maintenance", read)
 
     def value(self, source: str, name: str, read: Callable[[], float]) -> None:
         """A gauge with a single value."""

@@ -221,6 +221,7 @@ _EVENTS: Mapping[ProblemCode, tuple[EventReason, EventReason, str]] = {
     "foreign-driver": ("ForeignDriver", "ForeignDriverGone", "No other driver uses this plugin's name any more"),
     "gpus-unavailable": ("DriverUnavailable", "DriverAvailable", "The node's GPUs can be used again"),
     "health-unknown": ("GPUHealthUnknown", "GPUHealthKnown", "The health of all GPUs is known again"),
+    "maintenance-overdue": ("MaintenanceOverdue", "MaintenanceEnded", "No maintenance of GPUs is overdue any more"),
     "mps-daemon-failed": ("MpsDaemonFailed", "MpsDaemonsWork", "The MPS daemons of this node work again"),
     "mps-host-missing": ("MpsHostMissing", "MpsHostRuns", "The MPS host is running again"),
     "not-registered": ("PluginNotRegistered", "PluginRegistered", "The kubelet has registered the plugin"),
@@ -353,6 +354,9 @@ class NodeProblems(BackgroundWorker):
             if subjects - reported:
                 text = "; ".join(problem.text for problem in found)
                 self.recorder.node_event(began, _shortened(text), warning=True)
+                for problem in found:
+                    if problem.claim is not None and problem.subject not in reported:
+                        self.recorder.claim_event(problem.claim, began, problem.text, warning=True)
             elif reported and not subjects:
                 self.recorder.node_event(ended, end_text, warning=False)
             self._reported[code] = subjects

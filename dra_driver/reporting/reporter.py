@@ -203,18 +203,24 @@ class Reporter:
             return
         self.statuses.prepared(record)
         self.mps.prepared(record)
+        if record.maintenance is not None:
+            text = f"{', '.join(record.maintenance.gpu_uuids)}: in maintenance for this claim"
+            self.recorder.claim_event(ref, "MaintenanceStarted", text, warning=False)
         has_mps = any(isinstance(step, RunMps) for step in record.steps)
         advice = advice_on_requests(record) if has_mps else None
         if advice is not None:
             self.recorder.minor_claim_event(ref, "MpsNeedsRequestNames", advice)
 
-    def unprepared(self, ref: ClaimRef, duration_s: float) -> None:
+    def unprepared(self, ref: ClaimRef, duration_s: float, record: ClaimRecord | None) -> None:
         """A claim is not prepared or no longer prepared. The API server removes its status with the
         allocation.
         """
         self.metrics.unprepared(duration_s, None)
         self.failing.succeeded(ref)
         self.statuses.forget(ref)
+        if record is not None and record.maintenance is not None:
+            text = f"{', '.join(record.maintenance.gpu_uuids)}: maintenance ended, gpu-dra-driver publishes it again"
+            self.recorder.claim_event(ref, "MaintenanceEnded", text, warning=False)
         self.freed()
 
     def waited(self, ref: ClaimRef, duration_s: float) -> None:

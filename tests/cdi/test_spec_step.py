@@ -18,7 +18,7 @@ from dra_driver.errors import RetryableError
 from dra_driver.model.claim import AllocatedClaim, DeviceConfig
 from dra_driver.model.inventory import Inventory, OfferedDevice, StaticMigDevice, WholeGpu
 from dra_driver.model.plan import Plan
-from dra_driver.model.record import ClaimRecord, WriteCdiSpec
+from dra_driver.model.record import ClaimRecord, StartMaintenance, WriteCdiSpec
 from dra_driver.simulator import SimulatedDeviceNodes
 from tests.cdi.cdi_samples import steps_over
 from tests.cdi.cdi_schema import faults
@@ -176,6 +176,14 @@ def test_management_gives_all_gpus_and_capabilities_of_the_node_once(bench: Benc
     for nodes in others:
         assert len(nodes & minors) == 1
         assert not of_caps(nodes)
+
+
+def test_maintenance_names_the_gpus_of_the_claim_to_its_containers(bench: Bench) -> None:
+    plan = plan_claim(watching(*named(bench, WholeGpu), configs=()), bench.inventory, NODE, DRIVER, ())
+    spec = bench.steps.spec(replace(plan, steps=(StartMaintenance(("GPU-1", "GPU-2"), "Wait", 900), STEP)))
+    assert len(spec["devices"]) > 1
+    for device in spec["devices"]:
+        assert device["containerEdits"]["env"] == ["MAINTENANCE_GPUS=GPU-1,GPU-2", "DRA_ADMIN_ACCESS=true"]
 
 
 def test_every_request_that_manages_has_the_nodes(bench: Bench) -> None:

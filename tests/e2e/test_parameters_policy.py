@@ -98,11 +98,11 @@ def server(cluster: Cluster) -> Iterator[Server]:
     asked.client.close()
 
 
-def with_parameters(value: Any) -> Json:
-    """Parameters of another driver, which are none of ours, and then these."""
+def with_parameters(value: Any, **exactly: Any) -> Json:
+    """Parameters of another driver, which are none of ours, and then these; `exactly` is what else the request says."""
     others = {"driver": "nic.example.com", "parameters": {"kind": "Nic"}}
     return {
-        "requests": [{"name": "a", "exactly": {"deviceClassName": "gpu.nvidia.com"}}],
+        "requests": [{"name": "a", "exactly": {"deviceClassName": "gpu.nvidia.com", **exactly}}],
         "config": [{"opaque": others}, {"opaque": {"driver": DRIVER, "parameters": value}}],
     }
 
@@ -138,9 +138,10 @@ def split(text: str) -> list[str]:
     return sorted(text.split("; "))
 
 
-def judge(server: Server, case: Parameters, kind: str, version: str) -> None:
-    devices = in_version(with_parameters(case.value), version)
-    refusal = server.refusal(kind, devices, version)
+def judge(server: Server, case: Parameters, kind: str, version: str, namespace: str) -> None:
+    """With adminAccess, which some parameters need."""
+    devices = in_version(with_parameters(case.value, adminAccess=True), version)
+    refusal = server.refusal(kind, devices, version, namespace=namespace)
     if case.refused_by_server:
         assert case.refused_by_server in str(refusal)
     elif case.policy or not case.faults:
@@ -149,25 +150,25 @@ def judge(server: Server, case: Parameters, kind: str, version: str) -> None:
         assert told(refusal) == wanted(case.faults, f"{PATHS[kind]}config[1].opaque.parameters.")
 
 
-@pytest.mark.parametrize("kind", PATHS)
-def test_parameters(server: Server, kind: str) -> None:
-    for case in PARAMETERS:
-        judge(server, case, kind, "v1")
-
-
-@pytest.mark.parametrize("version", RESOURCE_VERSIONS[1:])
-def test_every_version_is_judged(server: Server, version: str) -> None:
-    for case in PARAMETERS[:: len(PARAMETERS) // 8]:
-        for kind in PATHS:
-            judge(server, case, kind, version)
-
-
 @pytest.fixture(scope="module")
 def admin_namespace(_cluster: Cluster) -> Iterator[str]:
     """One where Kubernetes lets adminAccess pass; it looks at that before the policies."""
     _cluster.make_namespace("parameters", {"resource.kubernetes.io/admin-access": "true"})
     yield "parameters"
     _cluster.kubectl("delete", "namespace", "parameters", "--timeout=300s")
+
+
+@pytest.mark.parametrize("kind", PATHS)
+def test_parameters(server: Server, admin_namespace: str, kind: str) -> None:
+    for case in PARAMETERS:
+        judge(server, case, kind, "v1", admin_namespace)
+
+
+@pytest.mark.parametrize("version", RESOURCE_VERSIONS[1:])
+def test_every_version_is_judged(server: Server, admin_namespace: str, version: str) -> None:
+    for case in PARAMETERS[:: len(PARAMETERS) // 8]:
+        for kind in PATHS:
+            judge(server, case, kind, version, admin_namespace)
 
 
 @pytest.mark.parametrize("version", RESOURCE_VERSIONS)

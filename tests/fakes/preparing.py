@@ -149,7 +149,7 @@ class Outcomes:
         assert duration_s >= 0
         self.told.append(("prepare", None))
 
-    def unprepared(self, ref: ClaimRef, duration_s: float) -> None:
+    def unprepared(self, ref: ClaimRef, duration_s: float, record: ClaimRecord | None) -> None:
         assert duration_s >= 0
         self.told.append(("unprepare", None))
 

@@ -13,10 +13,11 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families as parse
 
-from dra_driver.model.claim import PodRef
+from dra_driver.model.claim import ClaimRef, PodRef
 from dra_driver.model.gpu import GpuLoad, GpuProcess, GpuUse, ProcessOrigin
 from dra_driver.model.health import HealthState, HealthTarget, Reason, Severity
 from dra_driver.model.inventory import StaticMigDevice
+from dra_driver.model.maintenance import Maintenance
 from dra_driver.model.mig import GpuLayout, MigAddress
 from dra_driver.model.record import ClaimRecord
 from dra_driver.reporting.metrics import Metrics
@@ -150,6 +151,8 @@ def complete_metrics() -> Metrics:
     metrics.show.health(lambda: MIXED, health)
     metrics.show.publishing(lambda: None, lambda: 1, lambda: 0)
     metrics.show.cleanups(list)
+    service = Maintenance(ClaimRef("ops", "reset", "uid-reset"), (uuid(3),), "in_service")
+    metrics.show.maintenances(lambda: [service])
     metrics.show.mig_layouts(lambda: {uuid(2): GpuLayout(uuid(2), "all-1g.10gb", "applied")})
     metrics.show.value("partitions", "partitions_unsupported", lambda: False)
     metrics.show.value("readiness", "ready", lambda: True)

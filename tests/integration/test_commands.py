@@ -25,7 +25,15 @@ from dra_driver.model.claim import AllocatedClaim, ClaimRef, DeviceResult, PodRe
 from dra_driver.model.health import HealthState, HealthTarget, Reason, Severity
 from dra_driver.model.mig import OwnedInstance, Placement
 from dra_driver.model.mps import LostMps, MpsDaemonSpec, MpsShared, SharingMode, TimeSliced
-from dra_driver.model.record import ClaimRecord, CreateMig, HeldDevice, RunMps, SetTimeSlice, WriteCdiSpec
+from dra_driver.model.record import (
+    ClaimRecord,
+    CreateMig,
+    HeldDevice,
+    RunMps,
+    SetTimeSlice,
+    StartMaintenance,
+    WriteCdiSpec,
+)
 from tests.fakes.tables import data_of, tabled
 from tests.fakes.waiting import eventually
 from tests.integration.conftest import DRIVER, NODE, Node, heard, poll_all, sliced
@@ -296,6 +304,16 @@ def test_claims_says_who_holds_what_and_touches_nothing(plugin_dir: Path) -> Non
     assert any("claim team/claim-7 is prepared but its CDI spec is missing" in line for line in problems)
     assert not any("claim-3" in line for line in problems), "after a reboot nothing of it has to be there"
     assert files(root) == before
+
+
+def test_claims_shows_the_state_of_maintenance(plugin_dir: Path) -> None:
+    store = RecordStore(plugin_dir / "claims")
+    held = HeldDevice("gpu-3", "gpu", "GPU-3", "GPU-3", admin_access=True)
+    for number, phase in ((8, "prepared"), (9, "preparing")):
+        store.save(record(number, held, steps=(StartMaintenance(("GPU-3",), "Wait", 900),), phase=phase))
+    text = claims(plugin_dir).stdout
+    assert re.search(r"^team/claim-8 .*, maintenance: overdue since an unknown time, ", text, re.MULTILINE)
+    assert re.search(r"^team/claim-9  Preparing, maintenance: waiting ", text, re.MULTILINE)
 
 
 def test_claims_flags_a_boot_that_is_not_known(plugin_dir: Path) -> None:

@@ -12,9 +12,10 @@ from dra_driver.base.threads import run_in_parallel
 from dra_driver.errors import StateError
 from dra_driver.health.rules.state import observe
 from dra_driver.health.rules.taints import MadeInstance
-from dra_driver.model.claim import PodRef
+from dra_driver.model.claim import ClaimRef, PodRef
 from dra_driver.model.health import HealthState, HealthTarget, InstanceSeen, Severity, Xid
 from dra_driver.model.inventory import DiscoveryFault, Inventory
+from dra_driver.model.maintenance import Maintenance
 from dra_driver.model.mig import Partitioning, PlacedProfile, Placement
 from dra_driver.model.record import ClaimRecord
 from dra_driver.reporting.metric_views import Readings, Views
@@ -268,6 +269,18 @@ def test_inventory_tells_versions_faults_and_mig_devices_by_profile(metrics: Met
     assert by_label(metrics, "nvidia_dra_discovery_faults", "driver") == {(DRIVER,): 1}
     found = by_label(metrics, "nvidia_dra_mig_devices", "uuid", "profile")
     assert found == {(uuid(2), "1g.10gb"): 2, (uuid(2), "3g.40gb"): 1}
+
+
+def test_gpus_in_maintenance_are_counted_by_claim_and_state(metrics: Metrics) -> None:
+    found = [
+        Maintenance(ClaimRef("ops", "a", "uid-a"), (uuid(0), uuid(1)), "overdue"),
+        Maintenance(ClaimRef("ops", "b", "uid-b"), (uuid(2),), "waiting"),
+    ]
+    metrics.show.maintenances(lambda: found)
+    assert by_label(metrics, "nvidia_dra_maintenance_gpus", "claim_namespace", "claim_name", "state") == {
+        ("ops", "a", "waiting"): 0, ("ops", "a", "in_service"): 0, ("ops", "a", "overdue"): 2,
+        ("ops", "b", "waiting"): 1, ("ops", "b", "in_service"): 0, ("ops", "b", "overdue"): 0,
+    }  # fmt: skip
 
 
 def test_single_values_follow_what_they_are_asked_of(metrics: Metrics) -> None:

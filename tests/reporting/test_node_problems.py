@@ -16,6 +16,7 @@ from dra_driver.base.file_lock import UseMark
 from dra_driver.errors import StateError
 from dra_driver.journal.locks import GpuLocks
 from dra_driver.model.claim import ClaimRef
+from dra_driver.model.maintenance import Maintenance, overdue_problems
 from dra_driver.model.problems import NodeProblem, ShownProblem
 from dra_driver.reporting import node_problems
 from dra_driver.reporting.failing_claims import FailingClaims
@@ -56,6 +57,9 @@ class Bench:
     def node_event(self, reason: str, message: str, *, warning: bool) -> None:
         self.events.append((reason, message, warning))
 
+    def claim_event(self, ref: ClaimRef, reason: str, message: str, *, warning: bool) -> None:
+        self.events.append((f"{reason} of {ref.name}", message, warning))
+
     def turn(self, *found: NodeProblem, after_s: float = 2.0) -> list[tuple[str, str, bool]]:
         """The events of one look, `after_s` seconds after the last."""
         self.found, self.events = found, []
@@ -86,6 +90,24 @@ def test_problem_with_another_subject_has_an_event_that_names_all(bench: Bench) 
     assert bench.turn(*UNKNOWN[:2]) == [("GPUHealthUnknown", text, True)]
     assert bench.turn(UNKNOWN[1]) == []
     assert bench.turn() == [("GPUHealthKnown", "The health of all GPUs is known again", False)]
+
+
+def test_problem_of_a_claim_has_an_event_on_the_claim_once(bench: Bench) -> None:
+    found = [
+        Maintenance(ClaimRef("ops", name, f"uid-{name}"), ("GPU-1", "GPU-2"), state, "20:05")
+        for name, state in (("reset", "overdue"), ("flash", "in_service"))
+    ]
+    [problem] = overdue_problems(found)
+    text = (
+        "Maintenance claim ops/reset is overdue since 20:05: NVML is open again, but GPU-1, GPU-2 stays withdrawn "
+        "until the claim ends; delete its pod"
+    )
+    assert bench.turn(problem) == [
+        ("MaintenanceOverdue", text, True),
+        ("MaintenanceOverdue of reset", text, True),
+    ]
+    assert bench.turn(problem) == []
+    assert bench.turn() == [("MaintenanceEnded", "No maintenance of GPUs is overdue any more", False)]
 
 
 def test_gpus_that_go_and_come_back_have_events_and_a_first_driver_has_none(bench: Bench) -> None:

@@ -9,7 +9,7 @@ import pytest
 from dra_driver.errors import ApiUnavailableError, DeviceBusyError, RetryableError, StateError
 from dra_driver.model.claim import ClaimRef
 from dra_driver.model.mps import MpsDaemonSpec, MpsDaemonStatus
-from dra_driver.model.record import ClaimRecord, RunMps
+from dra_driver.model.record import ClaimRecord, RunMps, StartMaintenance
 from dra_driver.reporting.claim_status import ClaimStatusReporter
 from dra_driver.reporting.failing_claims import FailingClaims
 from dra_driver.reporting.reporter import MpsEvents, NodeEvents, Reporter
@@ -94,8 +94,24 @@ def test_claim_that_fails_is_remembered_until_a_call_for_it_succeeds(reporter):
     assert reporter.failing.all() == ()
     reporter.failed("unprepare", REF, 0.1, StateError("the disk is full"), "unprepare it: the disk is full")
     assert [one.operation for one in reporter.failing.all()] == ["unprepare"]
-    reporter.unprepared(REF, 0.1)
+    reporter.unprepared(REF, 0.1, RECORD)
     assert reporter.failing.all() == ()
+
+
+def test_maintenance_claim_has_events_when_it_begins_and_ends(reporter, heard):
+    record = replace(RECORD, steps=(StartMaintenance((uuid(0), uuid(1)), "Wait", 900),))
+    reporter.prepared(REF, 0.1, record)
+    reporter.unprepared(REF, 0.1, record)
+    gpus = f"{uuid(0)}, {uuid(1)}: "
+    assert heard.told == [
+        ("claim and pods", "MaintenanceStarted", f"{gpus}in maintenance for this claim", False),
+        (
+            "claim and pods",
+            "MaintenanceEnded",
+            f"{gpus}maintenance ended, gpu-dra-driver publishes it again",
+            False,
+        ),
+    ]
 
 
 def named_by_api(record, *devices):
@@ -147,7 +163,7 @@ def test_a_state_is_given_again_until_it_was_written(reporter, heard):
 
 def test_a_state_that_is_written_after_the_claim_is_gone_counts_for_nothing(reporter, heard, freed):
     reporter.prepared(REF, 0.1, RECORD)
-    reporter.unprepared(REF, 0.1)
+    reporter.unprepared(REF, 0.1, RECORD)
     assert freed == ["claim"]
     heard.states[0][1]()
     reporter.prepared(REF, 0.1, RECORD)

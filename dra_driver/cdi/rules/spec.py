@@ -29,6 +29,9 @@ _LIBRARY_SUBDIRS = ("gbm", "vdpau")
 
 ADMIN_ACCESS = "DRA_ADMIN_ACCESS=true"
 """Environment of a container whose claim has adminAccess; Kubernetes' example driver sets the same variable."""
+MAINTENANCE = "MAINTENANCE_GPUS={}"
+"""The environment of a container of a maintenance claim: the UUIDs of the claim's GPUs. A GPU can only be reset from a
+privileged container, which sees all GPUs of the node."""
 
 # Without these, an installed NVIDIA container runtime would inject GPUs too: it reads requests from the
 # environment or, if so configured, from mounts.

@@ -10,6 +10,7 @@ from dra_driver.mig.rules.offered_devices import instances_to_withhold
 from dra_driver.model.health import HealthState
 from dra_driver.model.ids import mig_device_name
 from dra_driver.model.inventory import Inventory
+from dra_driver.model.maintenance import Maintenance
 from dra_driver.model.mig import GpuInstance, GpuLayout, OwnedInstance
 from dra_driver.model.record import ClaimRecord, CreateMig
 
@@ -39,6 +40,7 @@ class NodeState:
     layouts: Sequence[GpuLayout] = ()
     modes: frozenset[str] = frozenset()
     ledger_fault: str | None = None
+    maintenances: Sequence[Maintenance] = ()
 
     @property
     def known_records(self) -> list[ClaimRecord]:

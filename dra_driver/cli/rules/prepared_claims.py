@@ -33,7 +33,8 @@ class ClaimDevice:
 class PreparedClaim:
     """One record. `age_s` is in seconds, None where the record has no time. `boot` is `this`, `earlier` or `unknown`.
     `cdi_spec` is `present`, `missing` or `unknown`. `undo` names the steps that Unprepare takes back, in its order.
-    `pods` are those that the claim is for, as far as gpu-dra-driver wrote them down; None where that is unknown."""
+    `pods` are those that the claim is for, as far as gpu-dra-driver wrote them down; None where that is unknown.
+    `maintenance` is the state of a maintenance claim, such as `in service until 2026-11-27 20:05:00+00:00`."""
 
     namespace: str
     name: str
@@ -46,6 +47,7 @@ class PreparedClaim:
     devices: tuple[ClaimDevice, ...]
     undo: tuple[str, ...]
     pods: Pods = None
+    maintenance: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,7 @@ def prepared_claims(
 ) -> tuple[PreparedClaim, ...]:
     """A claim for each record, the oldest first. `kind_of` names a step as records do."""
     ledger = {entry.device: entry for entry in state.owned}
+    maintenances = {one.claim: one.text for one in state.maintenances}
     claims = (
         PreparedClaim(
             record.ref.namespace,
@@ -103,6 +106,7 @@ def prepared_claims(
             tuple(_device(held, ledger.get(held.device)) for held in record.devices),
             tuple(kind_of(step) for step in reversed(record.steps)),
             record.claim.pods,
+            maintenances.get(record.ref),
         )
         for record in state.records
     )
