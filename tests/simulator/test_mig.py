@@ -75,7 +75,9 @@ def gpu(nvml, handles):
     """A GPU of a DGX H100 in MIG mode."""
     nvml("dgx-h100")
     first = handles()[0]
+    assert pynvml.nvmlDeviceGetMaxMigDeviceCount(first) == 0  # as a real H100
     assert pynvml.nvmlDeviceSetMigMode(first, 1) == 0
+    assert pynvml.nvmlDeviceGetMaxMigDeviceCount(first) == 7
     return first
 
 
@@ -96,7 +98,8 @@ def test_tables_equal_the_reference(product, look, handles):
         old = pynvml.nvmlDeviceGetGpuInstanceProfileInfo(gpu, enum, version=1)
         assert (old.id, old.memorySizeMB) == (info.id, info.memorySizeMB)
     most = max(row["maxInstances"] for row in TABLES[product]["profiles"])
-    assert pynvml.nvmlDeviceGetMaxMigDeviceCount(gpu) == most
+    is_on = pynvml.nvmlDeviceGetMigMode(gpu)[0]
+    assert pynvml.nvmlDeviceGetMaxMigDeviceCount(gpu) == (most if is_on else 0)
 
 
 def test_refusals(gpu, refused):

@@ -49,7 +49,7 @@ _OF_GPUS: Mapping[str, _Read] = {
     "nvmlDeviceGetCurrentClocksEventReasons": lambda _, gpu: gpu.slowdown,
     "nvmlDeviceGetCurrentClocksThrottleReasons": lambda _, gpu: gpu.slowdown,
     "nvmlDeviceGetEnforcedPowerLimit": lambda model, _: model.power_limit_w * 1000,
-    "nvmlDeviceGetMaxMigDeviceCount": lambda model, _: max_devices(model),
+    "nvmlDeviceGetMaxMigDeviceCount": lambda model, gpu: max_devices(model) if gpu.mig_mode else 0,
     "nvmlDeviceGetMaxPcieLinkGeneration": lambda _, gpu: gpu.pcie_link[3],
     "nvmlDeviceGetMaxPcieLinkWidth": lambda _, gpu: gpu.pcie_link[1],
     "nvmlDeviceGetMigMode": lambda model, gpu: (gpu.mig_mode, gpu.mig_pending) if model.mig else None,
