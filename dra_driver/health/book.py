@@ -1,7 +1,7 @@
-"""What is known of the health of all GPUs: the states, their history, and the file that keeps them.
+"""The health of all GPUs: the states, their history, and the file that keeps them.
 
-Any thread may take in what it observed. The lock is never held for a call of NVML, for the disk or for a listener, so
-that a hang in one of them stays with the GPU or the part that it happened to. A thread of its own writes the file.
+Any thread may record observations. The lock is never held during a call of NVML, disk access or a listener's
+call, so a hang in one of them stays with its GPU or component. A separate thread writes the file.
 """
 
 from __future__ import annotations
@@ -40,44 +40,46 @@ _KEPT = 32
 _log = structlog.get_logger(__name__)
 
 _WRITE_AGAIN_S = 5.0
-"""Also how long it takes at most to notice that another instance has written the file."""
+"""Also the maximum time until this instance notices that another one has written the file."""
 FRESH_S = 30.0
 OVERDUE_S = 30.0
-"""After so long a call of NVML counts as hanging. One that waits for the GPU's system processor takes up to 60 s."""
+"""A call of NVML that takes longer is considered hanging. A call that waits for the GPU's system processor
+takes up to 60 s.
+"""
 
 
 class HealthThread(BackgroundWorker):
-    """One of the threads that watch health. After an unexpected error it continues `again_s` seconds later."""
+    """A thread that watches health. After an unexpected error it continues `again_s` seconds later."""
 
     def __init__(self, name: str, work: Callable[[], float], again_s: float) -> None:
         super().__init__(name, work, lambda _error: again_s)
 
 
 class WatchedNode(Protocol):
-    """The node whose health is watched. Several threads call it, without a lock; it must not block."""
+    """The node whose health is watched. Called by several threads without a lock; methods must not block."""
 
     def gpus(self) -> Mapping[str, str | None] | None:
-        """The PCI bus IDs of the GPUs to watch by their UUIDs; None while they are not known."""
+        """Return the PCI bus IDs of the GPUs to watch, by UUID; None while they are unknown."""
 
     def is_on_bus(self, bus_id: str) -> bool:
         """Whether the NVIDIA driver is bound to this PCI bus ID."""
 
     def hanging(self) -> Mapping[str, tuple[str, float]]:
-        """Which operation of this plugin hangs, by the UUID of its GPU, and since when by the monotonic clock."""
+        """Return the plugin's operation that hangs on each GPU, by UUID, and its start on the monotonic clock."""
 
     def health_changed(self) -> None:
-        """Others can see a change, or the health of a GPU is known again."""
+        """Report a visible change, or that the health of a GPU is known again."""
 
     def health_moved(self, change: HealthChange) -> None:
-        """The history has a new entry."""
+        """Report a new entry of the history."""
 
     def polled(self, gpu_uuid: str, polled: PolledHealth) -> None:
-        """NVML has answered a poll of a GPU."""
+        """Report that NVML has answered a poll of a GPU."""
 
 
 @dataclass(eq=False)
 class HealthBook:
-    """The health states of a node. Without `serviced` no administrator's word counts."""
+    """The health states of a node. Without `serviced`, administrators cannot report that a GPU was serviced."""
 
     node: WatchedNode
     store: HealthStore
@@ -93,45 +95,45 @@ class HealthBook:
         self._kept: KeptHealth | None = None
         self._logged = ""
         self._warned: set[str | None] = set()
-        self._answers: dict[str, tuple[int, float]] = {}  # when each GPU answered last, on both clocks
+        self._answers: dict[str, tuple[int, float]] = {}  # when each GPU last answered, on both clocks
         self.history = HealthHistory(self.node)
-        # PCI bus IDs by UUID, of all GPUs that were watched.
+        # PCI bus IDs by UUID, of all GPUs that were ever watched.
         self.places: dict[str, str] = {}
         self.driver_version: str | None = None
         self.is_new_boot = False
         self.writer = HealthThread("health-file", self.write, _WRITE_AGAIN_S)
 
     def states(self) -> HealthStates:
-        """Every state by its target."""
+        """Return all states by target."""
         return self._states
 
     def state(self, target: HealthTarget) -> HealthState:
-        """The state of one target."""
+        """Return the state of a target."""
         return self._states.get(target) or HealthState(target)
 
     def now(self) -> int:
-        """In whole seconds since 1970."""
+        """Return the time in whole seconds since 1970."""
         return int(self.clock())
 
     def answered_at(self, gpu_uuid: str) -> int | None:
-        """When the GPU answered last, in seconds since 1970; that it was found lost counts too."""
+        """Return when the GPU last answered, in seconds since 1970. Finding it lost counts as an answer."""
         answer = self._answers.get(gpu_uuid)
         return None if answer is None else answer[0]
 
     def is_fresh(self, gpu_uuid: str) -> bool:
-        """Whether the last answer is recent enough to say anything about the GPU."""
+        """Whether the GPU answered recently enough for its state to be valid."""
         answer = self._answers.get(gpu_uuid)
         return answer is not None and self.monotonic() - answer[1] <= FRESH_S
 
     def answered(self, gpu_uuid: str) -> None:
-        """The GPU has just answered a poll."""
+        """Record that the GPU has just answered a poll."""
         is_news = not self.is_fresh(gpu_uuid)
         self._answers[gpu_uuid] = (self.now(), self.monotonic())
         if is_news:
             self.node.health_changed()
 
     def take(self, observed: Mapping[HealthTarget, Sequence[Observation]]) -> None:
-        """Change the states by the observations, report the changes, and have the file written."""
+        """Apply observations to the states, report the changes, and trigger a write of the file."""
         now, changes = self.now(), []
         with self._guard:
             states = dict(self._states)
@@ -156,12 +158,12 @@ class HealthBook:
             self.history.add(change)
 
     def note_xid(self, target: HealthTarget, number: int) -> None:
-        """Keep an Xid that is no fault of the GPU."""
+        """Record an Xid that is not a fault of the GPU."""
         severity = self.state(target).severity
         self.history.note(HealthChange(target, self.now(), severity, severity, xid_text(number)))
 
     def warn_of_unknown(self, event: HealthEvent) -> None:
-        """Log, once for each GPU, an event whose GPU or instance NVML does not show."""
+        """Log an event whose GPU or instance NVML does not list, once for each GPU."""
         if event.gpu_uuid in self._warned:
             return
         self._warned.add(event.gpu_uuid)
@@ -174,7 +176,7 @@ class HealthBook:
         )
 
     def forget(self, gpu_uuids: Collection[str]) -> None:
-        """Drop all that is known of GPUs that were taken out, and report that."""
+        """Drop everything known about GPUs that were removed, and report it."""
         if not gpu_uuids:
             return
         with self._guard:
@@ -194,7 +196,7 @@ class HealthBook:
             )
 
     def restore(self) -> None:
-        """Take over what an earlier run, or another instance, kept. What cannot be loaded is logged."""
+        """Load what an earlier run or another instance has kept. A failure is logged."""
         try:
             kept = self.store.load()
         except StateError as error:
@@ -212,7 +214,7 @@ class HealthBook:
             self.driver_version = self.driver_version or kept.driver_version
 
     def write(self) -> float:
-        """Write the file if its content would change. Returns how long to pause before the next try."""
+        """Write the file if its content has changed. Returns the seconds until the next try."""
         if self.store.is_outdated():
             self.restore()
             self.node.health_changed()
@@ -231,11 +233,13 @@ class HealthBook:
         return _WRITE_AGAIN_S
 
     def _take_serviced(self) -> None:
-        """The disk is read here, since no other thread that watches health may wait for it."""
+        """Apply administrators' reports. Runs in the writer's thread, because no other health thread may wait
+        for the disk.
+        """
         try:
             times = {} if self.serviced is None else self.serviced.times()
         except StateError:
-            return  # `gpu-dra-driver serviced` says that nothing ended, and replaces a damaged file
+            return  # `gpu-dra-driver serviced` reports that nothing ended, and replaces a damaged file
         self.take(
             {
                 target: (Serviced(times[target.gpu_uuid]),)
@@ -246,8 +250,10 @@ class HealthBook:
 
 
 class HealthHistory:
-    """The last changes of each GPU, and its Xids by number. The node hears of each change, but of what keeps no one
-    away only the first time."""
+    """The last changes of each GPU, and its Xid counts.
+
+    The node is notified of each change, but only once of one that keeps no pods away.
+    """
 
     def __init__(self, node: WatchedNode) -> None:
         self._node = node
@@ -256,42 +262,45 @@ class HealthHistory:
         self._guard = threading.Lock()  # never held while the node is called
 
     def of(self, gpu_uuid: str) -> Sequence[HealthChange]:
-        """The last changes of a GPU and its instances, oldest first."""
+        """Return the last changes of a GPU and its instances, oldest first."""
         with self._guard:
             return tuple(self._changes.get(gpu_uuid, ()))
 
     def xid_counts(self) -> Mapping[tuple[str, int], int]:
-        """How often each GPU UUID reported each Xid."""
+        """Return how often each GPU UUID reported each Xid."""
         with self._guard:
             return dict(self._xids)
 
     def count_xid(self, gpu_uuid: str, number: int) -> None:
-        """One more."""
+        """Count an Xid."""
         with self._guard:
             self._xids[gpu_uuid, number] += 1
 
     def forget(self, gone: HealthChange) -> None:
-        """A GPU was taken out: tell, and drop what was kept of it."""
+        """Report that a GPU was removed, and drop its history."""
         with self._guard:
             self._changes.pop(gone.target.gpu_uuid, None)
             for key in [key for key in self._xids if key[0] == gone.target.gpu_uuid]:
                 del self._xids[key]
-        self._spread(gone)
+        self._publish(gone)
 
     def add(self, change: HealthChange) -> None:
-        """Keep, log and tell a change of a state. A slowdown that comes and goes fills neither log nor history; what
-        happens to a device that is bad, or goes bad or well, is told each time."""
+        """Record, log and report a change of a state.
+
+        A slowdown that comes and goes is recorded and reported only once. Changes from or to a bad state are
+        always reported.
+        """
         is_known = self._keep(change)
         if not is_known or max(change.before, change.after) >= Severity.DEGRADED:
-            self._spread(change)
+            self._publish(change)
 
     def note(self, event: HealthChange) -> None:
-        """The same for an event that changed nothing: programs that fail over and over fill nothing."""
+        """Like `add`, for an event that changed nothing. Repeated events are reported only once."""
         if not self._keep(event):
-            self._spread(event)
+            self._publish(event)
 
     def _keep(self, change: HealthChange) -> bool:
-        """Whether the same was kept already; then it is counted, and becomes the latest."""
+        """Record a change; returns whether an equal one exists, which is then counted and moved to the end."""
         with self._guard:
             entries = self._changes.setdefault(change.target.gpu_uuid, deque(maxlen=_KEPT))
             same = next((kept for kept in entries if _is_same(kept, change)), None)
@@ -301,16 +310,16 @@ class HealthHistory:
             entries.append(change)
             return same is not None
 
-    def _spread(self, change: HealthChange) -> None:
-        _tell(change)
+    def _publish(self, change: HealthChange) -> None:
+        _log_change(change)
         try:
             self._node.health_moved(change)
-        except Exception:  # noqa: BLE001  whoever listens must not end the watch
+        except Exception:  # noqa: BLE001  a listener must not end the watch
             _log.exception("health_listener_failed")
 
 
 def change_between(before: HealthState, after: HealthState, now: int) -> HealthChange:
-    """The entry for a state that became another."""
+    """Return the history entry for a change of state."""
     known = {reason.name: reason.text for reason in before.reasons}
     active = {reason.name: reason.text for reason in after.reasons}
     came = [text for name, text in active.items() if known.get(name) != text]
@@ -322,16 +331,16 @@ def change_between(before: HealthState, after: HealthState, now: int) -> HealthC
 
 
 def _short(reason: Reason) -> str:
-    """Without what to do, which does not matter any more."""
+    """Return the reason's text without its remedy, which no longer matters."""
     return {LOST: "GPU lost", XID: f"Xid {reason.value}"}.get(reason.key, reason.text)
 
 
 def _is_same(kept: HealthChange, change: HealthChange) -> bool:
-    """Whether both say the same, at whatever time."""
+    """Whether both entries say the same, regardless of time."""
     return kept == replace(change, at=kept.at, times=kept.times)
 
 
-def _tell(change: HealthChange) -> None:
+def _log_change(change: HealthChange) -> None:
     log = _log.warning if change.after > change.before else _log.info
     log(
         "health_changed",

@@ -1,8 +1,9 @@
-"""The health of the node's GPUs: which GPUs are watched, what the kubelet hears, and which taints devices get.
+"""The health of the node's GPUs: which GPUs are watched, what the kubelet receives, and which taints devices
+get.
 
-The kubelet shows the health of devices in the status of pods. It takes a device for unknown when it has not heard of it
-for a while, so everything is sent again at intervals. Each answer is made again from the last poll of the GPU: while
-the monitor hangs in the NVIDIA driver, devices become unknown and do not stay healthy.
+The kubelet shows the health of devices in the status of pods. It considers a device unknown if it has not
+received an update for a while, so everything is sent again at intervals. Each message is built from the last
+poll of the GPU: if the monitor hangs in the NVIDIA driver, devices become unknown instead of staying healthy.
 """
 
 from __future__ import annotations
@@ -59,21 +60,22 @@ class HealthStream:
         self._stopped = False
 
     def changed(self) -> None:
-        """Devices or their health may differ; every subscriber gets all of them at once."""
+        """Send all devices to every subscriber at once, because devices or their health may have changed."""
         with self._turn:
             self._changes += 1
             self._turn.notify_all()
 
     def stop(self) -> None:
-        """End every stream."""
+        """End all streams."""
         with self._turn:
             self._stopped = True
             self._turn.notify_all()
 
     def watch(self, _request: Any, context: Any) -> Iterator[v1.NodeWatchResourcesResponse]:
-        """NodeWatchResources: all devices now, after each change, and at intervals; until the caller is gone.
+        """NodeWatchResources: yield all devices now, after each change, and at intervals, until the caller
+        disconnects.
 
-        A subscriber that reads slowly misses states in between, but never the last one.
+        A slow subscriber may miss intermediate states, but never the last one.
         """
         context.add_callback(self._wake)
         while context.is_active() and not self._stopped:
@@ -83,7 +85,7 @@ class HealthStream:
                 self._turn.wait_for(partial(self._is_due, seen, context), _RESEND_S)
 
     def snapshot(self) -> v1.NodeWatchResourcesResponse:
-        """Every published device as it is known now."""
+        """Return all published devices with their current health."""
         states, instances = self.health.book.states(), self.health.instances()
         return v1.NodeWatchResourcesResponse(
             devices=[
@@ -124,12 +126,12 @@ class HealthStream:
 
 
 class GpuHealth:
-    """`monitor` watches the GPUs, `book` keeps what is known of them, `stream` reports it to the kubelet.
+    """`monitor` watches the GPUs, `book` keeps their states, `stream` reports them to the kubelet.
 
-    `under_vfio` returns the UUIDs of the GPUs that are bound to vfio, or are about to be: NVML need not show them.
-    `ledger` has the MIG devices made on demand. Another instance of the plugin may lead, and writes the file then.
-    `on_shown`, `on_transition` and `on_polled` are called by several threads: when others can see a change, for each
-    change of a state, and for each poll.
+    `under_vfio` returns the UUIDs of the GPUs that are, or will soon be, bound to vfio; NVML need not list
+    them. `ledger` has the MIG devices that were created on demand. If another instance of the plugin leads,
+    that instance writes the file. `on_shown`, `on_transition` and `on_polled` are called by several threads:
+    after each visible change, each change of a state, and each poll.
     """
 
     def __init__(
@@ -167,25 +169,26 @@ class GpuHealth:
         self.stream = HealthStream(node_name, self)
 
     def problems(self) -> Sequence[NodeProblem]:
-        """GPUs whose health is not known, and GPUs that do not respond."""
+        """Return problems for GPUs whose health is unknown, and GPUs that do not respond."""
         inventory = self._discovery.latest()
         return self.monitor.problems({} if inventory is None else inventory.gpu_names)
 
     def devices_changed(self) -> None:
-        """The inventory has changed."""
+        """Handle a change of the inventory."""
         self.monitor.devices_changed()
         self.stream.changed()
 
     def mig_changed(self, action: MigAction, *_: object) -> None:
-        """A MIG device was made or destroyed on demand, so the known health may be that of an instance that is gone; or
-        a MIG mode was switched, which ends NVML's registrations of the GPU's events."""
+        """Handle a MIG change: an instance may be gone, or a switch of the MIG mode ended NVML's event
+        registrations.
+        """
         if action in ("mode-on", "mode-off"):
             self.monitor.devices_changed()
         if any(target.is_instance for target in self.book.states()):
             self.health_changed()
 
     def instances(self) -> Mapping[str, MadeInstance]:
-        """The made MIG devices on demand, by device name."""
+        """Return the MIG devices that were created on demand, by device name."""
         return instances_by_device(self._ledger.details(OwnedInstance))
 
     def taints(
@@ -194,8 +197,10 @@ class GpuHealth:
         layouts: Mapping[str, GpuLayout],
         limits: TaintLimits = NEWEST_TAINTS,
     ) -> Taints:
-        """How devices are tainted at the moment, within what the API server takes. `pending` returns the cleanup that
-        withholds a device, `layouts` are those of GPUs by UUID."""
+        """Return a function with the current taints of devices, within the API server's limits.
+
+        `pending` returns the cleanup that withholds a device; `layouts` are the MIG layouts of GPUs, by UUID.
+        """
         states, instances = self.book.states(), self.instances()
         policy = replace(self.taint_policy, limits=limits)
         return lambda device: device_taints(
@@ -203,12 +208,12 @@ class GpuHealth:
         )
 
     def health_changed(self) -> None:
-        """Others can see a change of health."""
+        """Notify the stream and the publisher of a visible change."""
         self.stream.changed()
         self._on_shown()
 
     def gpus(self) -> Mapping[str, str | None] | None:
-        """The GPUs to watch. While NVML is away the inventory is empty, and says nothing about them."""
+        """Return the GPUs to watch; None while NVML is unavailable, because the inventory is empty then."""
         inventory = self._discovery.latest()
         if inventory is None or (not inventory.every_gpu and self._discovery.unavailable() is not None):
             return None
@@ -216,6 +221,6 @@ class GpuHealth:
         return {gpu.uuid: gpu.pci_bus_id for gpu in inventory.every_gpu if gpu.uuid not in taken}
 
     def devices(self) -> Collection[OfferedDevice]:
-        """The devices that can be published now."""
+        """Return the devices that can be published now."""
         inventory = self._discovery.latest()
         return () if inventory is None else inventory.by_name.values()

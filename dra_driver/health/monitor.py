@@ -1,11 +1,11 @@
-"""Watching the health of the node's GPUs.
+"""Watches the health of the node's GPUs.
 
     GpuPoller, one thread for each GPU ─┐
     EventListener, one thread ──────────┼──▶ HealthBook ──▶ publisher, streams, reports
     Monitor, one thread ────────────────┘         └──▶ one thread that writes the file
 
-Everybody reads snapshots and never waits. The monitor's own thread calls no NVML: it begins and ends the pollers, and
-takes in that an operation of this plugin, a poll, or the wait for events hangs.
+Readers use snapshots and never wait. The monitor's own thread makes no NVML calls: it starts and stops the
+pollers, and detects that an operation of the plugin, a poll, or the wait for events hangs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _FORGET_AFTER_S = 600.0
 _log = structlog.get_logger(__name__)
 
 _WAIT_S = 1.0
-"""Also how long discovery waits at most before it can open NVML again."""
+"""Also the maximum time for which discovery waits before it can reopen NVML."""
 _EVENTS_AT_ONCE = 64
 
 
@@ -48,11 +48,11 @@ _EVENTS_AT_ONCE = 64
 class Monitor(HealthThread):
     """Watches the GPUs.
 
-    A GPU that was taken out (pulled, drained, or given to another driver) is forgotten after a while:
+    A GPU that was removed (pulled, drained, or given to another driver) is forgotten after a while:
 
-        watched ──not among `gpus`──▶ missing ──its place is empty or another's, for ten minutes──▶ forgotten
-           ▲                             │
-           └────────it is back───────────┘     a lost GPU that is still on the bus stays lost
+        watched ──not in `gpus`──▶ missing ──its place is empty or taken for ten minutes──▶ forgotten
+         ▲                          │
+         └────────it is back────────┘     a lost GPU that is still on the bus stays lost
     """
 
     book: HealthBook
@@ -60,17 +60,22 @@ class Monitor(HealthThread):
 
     def __post_init__(self) -> None:
         self.node, self.monotonic = self.book.node, self.book.monotonic
-        # Replaced and never changed, since other threads read it.
+        # Replaced, never modified, because other threads read it.
         self.pollers: Mapping[str, GpuPoller] = {}
         self.listener = EventListener(self)
         self._watched_since: Mapping[str, float] = {}  # by the monotonic clock
-        self._missing: dict[str, float] = {}  # since when a GPU is not on the bus, by the monotonic clock
+        self._missing: dict[
+            str, float
+        ] = {}  # since when a GPU has been missing from the bus, by the monotonic clock
         self._is_started = False
         super().__init__("health", self.turn, _LOOK_EVERY_S)
 
     def problems(self, names: Mapping[str, str]) -> Sequence[NodeProblem]:
-        """GPUs that do not respond, and watched GPUs whose health has not been read for 30 s. `names` are device names
-        by UUID, where they are known."""
+        """Return problems for GPUs that do not respond, and watched GPUs whose health has not been read for 30
+        s.
+
+        `names` are the known device names by UUID.
+        """
         return list(self._problems(names))
 
     def _problems(self, names: Mapping[str, str]) -> Iterator[NodeProblem]:
@@ -80,20 +85,22 @@ class Monitor(HealthThread):
             if texts:
                 uuid, name = target.gpu_uuid, names.get(target.gpu_uuid, target.gpu_uuid)
                 reported.add(uuid)
-                yield NodeProblem("gpu-unresponsive", f"{_called(name, uuid)}: {'; '.join(texts)}", name)
+                yield NodeProblem(
+                    "gpu-unresponsive", f"{_display_name(name, uuid)}: {'; '.join(texts)}", name
+                )
         for uuid in self.node.gpus() or ():
             name, now = names.get(uuid, uuid), self.monotonic()
             is_new = now - self._watched_since.get(uuid, now) <= FRESH_S
             if uuid not in reported and not is_new and not self.book.is_fresh(uuid):
                 yield NodeProblem(
                     "health-unknown",
-                    f"the health of {_called(name, uuid)} has not been read for {FRESH_S:.0f} s; look for Xid errors "
+                    f"the health of {_display_name(name, uuid)} has not been read for {FRESH_S:.0f} s; look for Xid errors "
                     "in the kernel log (dmesg), the GPU may need a reset",
                     name,
                 )
 
     def start(self) -> None:
-        """Load what was kept and begin. What cannot be loaded is logged and observed again."""
+        """Load the kept states and start the threads. What cannot be loaded is logged and observed again."""
         self.book.restore()
         self._is_started = True
         self.book.writer.start()
@@ -101,7 +108,7 @@ class Monitor(HealthThread):
         super().start()
 
     def stop(self) -> bool:
-        """End; a thread that hangs in the NVIDIA driver or on the disk is left behind."""
+        """Stop the threads. A thread that hangs in the NVIDIA driver or on the disk is left behind."""
         self.retire()
         has_ended = self.wait_ended(self.join_s)
         nvml_users = [self.listener, *self.pollers.values()]
@@ -117,13 +124,14 @@ class Monitor(HealthThread):
         return has_ended
 
     def devices_changed(self) -> None:
-        """GPUs or MIG devices changed: register every GPU again and poll it at once."""
+        """Register all GPUs again and poll them at once, because GPUs or MIG devices changed."""
         self.wake()
         self.listener.renew()
 
     def turn(self) -> float:
-        """Watch the GPUs that there are now, forget those that are gone, and look for hangs. Returns how long to pause
-        before the next turn."""
+        """Watch the current GPUs, forget removed ones, and check for hangs. Returns the seconds until the next
+        turn.
+        """
         gpus, now = self.node.gpus(), self.monotonic()
         self._watched_since = {uuid: self._watched_since.get(uuid, now) for uuid in gpus or ()}
         if gpus is None:
@@ -132,11 +140,11 @@ class Monitor(HealthThread):
             self.book.places.update((uuid, place) for uuid, place in gpus.items() if place is not None)
             self._forget_gone(gpus)
             self._watch({*gpus, *self._lost()} if gpus else set())
-        self.look_for_hangs()
+        self.check_for_hangs()
         return _LOOK_EVERY_S
 
-    def look_for_hangs(self) -> None:
-        """Take in which operations hang on which GPU, and which have ended; and which calls of NVML do not return."""
+    def check_for_hangs(self) -> None:
+        """Record operations that hang or have ended, and calls of NVML that do not return."""
         now = self.monotonic()
         ended = {
             target: (Hanging(),) for target, state in self.book.states().items() if state.has(UNRESPONSIVE)
@@ -152,29 +160,31 @@ class Monitor(HealthThread):
             self.book.take({HealthTarget(uuid): (NoAnswer(opening_s),) for uuid in gpus})
         for poller in self.pollers.values():
             if poller.uuid in gpus:
-                poller.look_for_hang()
-        self.listener.look_for_hang()
+                poller.check_for_hang()
+        self.listener.check_for_hang()
 
     def _lost(self) -> set[str]:
-        """A lost GPU is watched until it is back, also when discovery does not show it any more."""
+        """Return the lost GPUs, which are watched until they are back, even if discovery no longer lists them."""
         return {
             target.gpu_uuid for target, state in self.book.states().items() if state.severity == Severity.LOST
         }
 
     def is_watched(self, gpu_uuid: str) -> bool:
-        """Whether the GPU is to be polled now: another driver may have just got it."""
+        """Whether the GPU should be polled now. Another driver may have just taken it."""
         gpus = self.node.gpus() or {}
         is_lost = self.book.state(HealthTarget(gpu_uuid)).severity == Severity.LOST
         return gpu_uuid in gpus or (is_lost and bool(gpus))
 
     def _watch(self, gpu_uuids: set[str]) -> None:
-        """Begin and end pollers. One that hangs stays until its call returns, so that no second call is made."""
+        """Start and stop pollers. A poller that hangs stays until its call returns, so that no second call is
+        made.
+        """
         pollers = {}
         for uuid, poller in self.pollers.items():
             if uuid not in gpu_uuids:
                 poller.retire()
             if poller.is_stopping and poller.wait_ended(0.0):
-                self.source.forget(uuid)  # not before: a call that hangs may use the event set
+                self.source.forget(uuid)  # not earlier: a call that hangs may use the event set
             else:
                 pollers[uuid] = poller
         made = [GpuPoller(uuid, self) for uuid in sorted(gpu_uuids - pollers.keys())]
@@ -193,7 +203,7 @@ class Monitor(HealthThread):
         self._missing = {uuid: self._missing.get(uuid, now) for uuid in gone}
         forgotten = {uuid for uuid, since in self._missing.items() if now - since >= _FORGET_AFTER_S}
         if gpus and self.book.is_new_boot:
-            # Others are forgotten when their place is empty for a while.
+            # Other GPUs are forgotten once their place has been empty for a while.
             self.book.is_new_boot = False
             forgotten |= {
                 uuid for uuid in known - gpus.keys() if self.book.state(HealthTarget(uuid)).pci_bus_id is None
@@ -201,18 +211,20 @@ class Monitor(HealthThread):
         self.book.forget(forgotten)
 
     def _is_place_empty(self, uuid: str, gpus: Mapping[str, str | None]) -> bool:
-        """False also while the place is not known. It is known again when the GPU is back, or its state ends with a
-        reboot."""
+        """Whether the GPU's place on the bus is empty or taken by another GPU.
+
+        False if the place is unknown. It becomes known when the GPU is back, or its state ends with a reboot.
+        """
         place = self.book.state(HealthTarget(uuid)).pci_bus_id
         return place is not None and (place in gpus.values() or not self.node.is_on_bus(place))
 
 
-def _called(name: str, uuid: str) -> str:
+def _display_name(name: str, uuid: str) -> str:
     return f"GPU {uuid}" if name == uuid else f"GPU {name} ({uuid})"
 
 
 class EventListener(HealthThread):
-    """Passes each event on to the thread of its GPU."""
+    """Passes each event to the thread of its GPU."""
 
     def __init__(self, monitor: Monitor) -> None:
         self._monitor, self._source, self._book = monitor, monitor.source, monitor.book
@@ -223,24 +235,24 @@ class EventListener(HealthThread):
         super().__init__("health-events", lambda: self.turn(_WAIT_S), _WAIT_S)
 
     def renew(self) -> None:
-        """GPUs, MIG devices or MIG modes are others than before: have every GPU registered again and polled."""
+        """Register and poll all GPUs again, because GPUs, MIG devices or MIG modes changed."""
         self._refresh.set()
         self.wake()
 
-    def look_for_hang(self) -> None:
-        """Take in that a call does not return. Called by another thread; it calls no NVML."""
+    def check_for_hang(self) -> None:
+        """Record that a call does not return. Called by another thread; makes no NVML calls."""
         since = self._calling_since
         if since is not None and self._book.monotonic() - since >= OVERDUE_S:
-            self._be_deaf(f"NVML's wait for events has not returned for {OVERDUE_S:.0f} s")
+            self._set_events_problem(f"NVML's wait for events has not returned for {OVERDUE_S:.0f} s")
 
     def turn(self, wait_s: float) -> float:
-        """Wait for events, and pass them on. Returns how long to pause before the next turn."""
+        """Wait for events and pass them on. Returns the seconds until the next turn."""
         pollers = self._monitor.pollers
         if not pollers:
-            return math.inf  # `renew` wakes it when there are GPUs
+            return math.inf  # `renew` wakes the thread when there are GPUs
         try:
             self._open(pollers.values())
-            return self._hear(pollers, wait_s)
+            return self._receive(pollers, wait_s)
         except NvmlUnavailableError:
             pass  # the pollers log it
         except DraDriverError as error:
@@ -270,7 +282,7 @@ class EventListener(HealthThread):
         for poller in pollers:
             poller.poll_soon()
 
-    def _hear(self, pollers: Mapping[str, GpuPoller], wait_s: float) -> float:
+    def _receive(self, pollers: Mapping[str, GpuPoller], wait_s: float) -> float:
         """Raises: NvmlUnavailableError, RetryableError."""
         wait = wait_s
         for _ in range(_EVENTS_AT_ONCE):
@@ -280,7 +292,7 @@ class EventListener(HealthThread):
             except DeviceLostError:
                 _poll_all(pollers)
                 return wait_s
-            self._be_deaf(None)
+            self._set_events_problem(None)
             if event is None:
                 break
             wait = 0.0
@@ -289,7 +301,7 @@ class EventListener(HealthThread):
                 self._book.warn_of_unknown(event)
                 _poll_all(pollers)
             else:
-                poller.hear(event)
+                poller.on_event(event)
         return 0.0
 
     def _failed(self, reason: str) -> None:
@@ -297,11 +309,11 @@ class EventListener(HealthThread):
         if reason != self._logged:
             self._logged = reason
             _log.warning("gpu_events_failed", reason=reason)
-        self._be_deaf(reason)
+        self._set_events_problem(reason)
 
-    def _be_deaf(self, problem: str | None) -> None:
+    def _set_events_problem(self, problem: str | None) -> None:
         for poller in self._monitor.pollers.values():
-            poller.be_deaf(problem)
+            poller.set_events_problem(problem)
 
 
 def _poll_all(pollers: Mapping[str, GpuPoller]) -> None:

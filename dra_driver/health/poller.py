@@ -1,6 +1,6 @@
-"""The thread of one GPU: it registers the GPU's events, reads its MIG devices and polls its health.
+"""The thread of one GPU: registers for the GPU's events, reads its MIG devices and polls its health.
 
-At most one of its calls is outstanding, and a call that hangs holds up no other GPU.
+It makes at most one call at a time, so a call that hangs affects no other GPU.
 """
 
 from __future__ import annotations
@@ -40,20 +40,22 @@ _log = structlog.get_logger(__name__)
 
 _POLL_EVERY_S = 10.0
 _RARE_EVERY_S = 50.0
-"""What changes rarely is queried this often, in the first poll, after an event, and in each poll while the GPU should
-get no new work or a query fails. A minute is what docs promise for faults to be shown."""
+"""How often rarely changing values are queried. They are also queried in the first poll, after an event, and in
+each poll while the GPU should get no new work or a query fails. The documentation promises that faults show
+within a minute.
+"""
 _MAX_EVENTS = 256
 _NOT_FOUND = PolledHealth(failed=frozenset({"handle"}), answered=False)
-"""A poll that could not even find the GPU."""
+"""A poll that could not find the GPU."""
 
 
 class GpuPoller(HealthThread):
-    """Watches one GPU of those of the monitor."""
+    """Watches one GPU for the monitor."""
 
     def __init__(self, uuid: str, monitor: Monitor) -> None:
         self.uuid = uuid
-        # Whether the GPU's events reach the newest event set.
-        self.is_heard = False
+        # Whether the GPU is registered in the newest event set.
+        self.is_registered = False
         self._target = HealthTarget(uuid)
         self._monitor, self._source, self._book = monitor, monitor.source, monitor.book
         self._due = self._rare_due = 0.0
@@ -62,17 +64,17 @@ class GpuPoller(HealthThread):
         self._events: deque[HealthEvent] = deque(maxlen=_MAX_EVENTS)
         self._set_number: int | None = None
         self._reports_action = False
-        self._unheard: str | None = None
-        self._deaf: str | None = None
+        self._registration_problem: str | None = None
+        self._events_problem: str | None = None
         super().__init__(f"health-{uuid[:12]}", self.turn, _POLL_EVERY_S)
 
     def poll_soon(self) -> None:
-        """Register the GPU if its events are not in the newest event set, and poll it."""
+        """Register the GPU in the newest event set if necessary, and poll it."""
         self._due = self._rare_due = 0.0
         self.wake()
 
     def turn(self) -> float:
-        """One round, if it is due. Returns how many seconds to pause before the next one."""
+        """Poll the GPU if it is due. Returns the seconds until the next turn."""
         now = self._book.monotonic()
         if now < self._due:
             return self._pause()
@@ -90,8 +92,8 @@ class GpuPoller(HealthThread):
             self._calling_since = None
         return self._pause()
 
-    def look_for_hang(self) -> None:
-        """Take in that a round does not end. Called by another thread; it calls no NVML."""
+    def check_for_hang(self) -> None:
+        """Record that a turn does not end. Called by another thread; makes no NVML calls."""
         since = self._calling_since
         if since is None:
             return
@@ -99,25 +101,26 @@ class GpuPoller(HealthThread):
         if lasted < OVERDUE_S:
             return
         self._book.take({self._target: (NoAnswer(lasted),)})
-        # What instances they happened to can only be read when the call returns.
+        # The affected instances can only be read when the call returns.
         while self._events:
             self._take_event(
                 replace(self._events.popleft(), gpu_instance_id=None, compute_instance_id=None), {}
             )
 
-    def hear(self, event: HealthEvent) -> None:
-        """Take in an event of the GPU, and poll the GPU if the event calls for it. Called by the thread of the events;
-        it calls no NVML."""
+    def on_event(self, event: HealthEvent) -> None:
+        """Record an event of the GPU, and poll the GPU if necessary. Called by the event thread; makes no NVML
+        calls.
+        """
         if event.gpu_instance_id is not None:
             self._events.append(event)
             self.poll_soon()
         elif self._take_event(event, {}):
             self.poll_soon()
 
-    def be_deaf(self, problem: str | None) -> None:
-        """No events of any GPU can be heard, because of `problem`; None if they can."""
-        if problem != self._deaf:
-            self._deaf = problem
+    def set_events_problem(self, problem: str | None) -> None:
+        """Record that no GPU's events can be received because of `problem`; None if they can."""
+        if problem != self._events_problem:
+            self._events_problem = problem
             self._take_monitored()
 
     def _pause(self) -> float:
@@ -130,13 +133,13 @@ class GpuPoller(HealthThread):
             return
         try:
             self._source.register(self.uuid, self._place)
-            self._unheard = None
+            self._registration_problem = None
         except NvmlUnavailableError:
             raise
         except DraDriverError as error:
-            self._unheard = str(error)
+            self._registration_problem = str(error)
         self._set_number = number
-        self.is_heard = self._unheard is None
+        self.is_registered = self._registration_problem is None
         self._take_monitored()
 
     @property
@@ -144,15 +147,15 @@ class GpuPoller(HealthThread):
         return self._book.places.get(self.uuid) or self._book.state(self._target).pci_bus_id
 
     def _take_monitored(self) -> None:
-        problem = self._deaf or self._unheard
+        problem = self._events_problem or self._registration_problem
         text = None if problem is None else f"NVML sends no events of the GPU: {problem}"
         self._book.take({self._target: (MonitoringState(text),)})
 
     def _take_events(self) -> None:
-        """Take in the events of instances. An instance is identified now: later another one may have the same IDs."""
+        """Record events of instances. Instances are identified now, because their IDs may be reused later."""
         while self._events:
             identities = self._identities()
-            # Not taken out before: while the call hangs, `look_for_hang` takes in what is left.
+            # Taken out only now: while the call hangs, `check_for_hang` records the remaining events.
             try:
                 event = self._events.popleft()
             except IndexError:
@@ -160,7 +163,7 @@ class GpuPoller(HealthThread):
             self._take_event(event, identities or {})
 
     def _take_event(self, event: HealthEvent, identities: Mapping[tuple[int, int], str]) -> bool:
-        """Whether the event calls for a poll of the GPU."""
+        """Record an event; returns whether the GPU must be polled."""
         observation = event.observation
         if observation is None:
             return True
@@ -206,7 +209,7 @@ class GpuPoller(HealthThread):
         self._book.answered(self.uuid)
 
     def _take_poll(self, polled: PolledHealth, *, is_full: bool) -> None:
-        # What an earlier poll has read is no news.
+        # Values from an earlier poll are not new.
         self._monitor.node.polled(self.uuid, polled if is_full else replace(polled, nvlinks=None))
         others = [state.nvlinks for target, state in self._book.states().items() if target != self._target]
         polled = compared(polled, others)
@@ -218,7 +221,7 @@ class GpuPoller(HealthThread):
         self._book.take(observed)
 
     def _of_instances(self, polled: PolledHealth) -> Mapping[HealthTarget, tuple[Observation, ...]]:
-        """What the poll means for the instances of the GPU that have a state."""
+        """Return what the poll means for the GPU's instances that have a state."""
         known = [item for item in self._book.states() if item.is_instance and item.gpu_uuid == self.uuid]
         identities = self._identities() if known else None
         first: tuple[Observation, ...] = (
@@ -231,7 +234,7 @@ class GpuPoller(HealthThread):
         return observed
 
     def _identities(self) -> Mapping[tuple[int, int], str] | None:
-        """UUIDs of the MIG devices by their IDs; None where they cannot be read now."""
+        """Return the UUIDs of the MIG devices by their IDs; None if they cannot be read now."""
         try:
             return self._source.instances(self.uuid, self._place)
         except DraDriverError:

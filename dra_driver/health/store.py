@@ -1,10 +1,10 @@
-"""What the files on the node say of the health of GPUs: what the plugin knew before a restart, and what an
-administrator said.
+"""Health in files on the node: what the plugin knew before a restart, and which GPUs an administrator has
+serviced.
 
-`gpu-dra-driver serviced` writes that a GPU was reset or replaced, though the NVIDIA driver cannot report it, and every
-instance of the plugin on the node reads it. A reason that began before the time in the file ends with the next poll
-that finds the GPU well, as after an observed reset. So the file has no state: it can be read any number of times, and
-counts in its boot only.
+`gpu-dra-driver serviced` records that a GPU was reset or replaced even if the NVIDIA driver cannot report it,
+and every instance of the plugin on the node reads it. A reason that began before the recorded time ends with
+the next poll that finds the GPU healthy, as after an observed reset. So reading the file is idempotent. It is
+only valid in its boot.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _FILE = "serviced.json"
 
 @dataclass(frozen=True, slots=True)
 class KeptHealth:
-    """The content of the file. `boot_id` and `driver_version` are those of the moment of writing."""
+    """The content of the file. `boot_id` and `driver_version` are those at the time of writing."""
 
     boot_id: str
     driver_version: str | None = None
@@ -45,17 +45,15 @@ class KeptHealth:
 
 
 class HealthStore:
-    """One JSON file, written when its content changes. A power cut may bring the content before back, but it also ends
-    the boot, and with it most of what there is to remember.
+    """One JSON file, written when its content changes. Not thread-safe.
 
-    An unreadable file is set aside even if it is of a newer release: health is observed again, and kept from now on.
-
-    Of two instances that run side by side only the one whose turn it is writes, and it reads again when its turn comes.
-    For one thread.
+    A power cut may restore the previous content, but it also ends the boot, which invalidates most of it. An
+    unreadable file is set aside even if a newer release wrote it, because health is observed again. Of two
+    instances, only the leading one writes, and it reads the file when it begins to lead.
     """
 
     def __init__(self, path: Path, is_ours: Callable[[], bool] = lambda: True) -> None:
-        """`path` ends with `.json`. `is_ours` says whether it is this instance's turn."""
+        """`path` ends with `.json`. `is_ours` returns whether this instance leads."""
         self._is_ours = is_ours
         self._was_ours = True
         self._mine: KeptHealth | None = None
@@ -74,13 +72,17 @@ class HealthStore:
         self._written: bytes | None = None
 
     def is_outdated(self) -> bool:
-        """Whether another instance may have kept something since; true once after each such time."""
+        """Whether another instance may have written the file since; true once each time that this instance
+        begins to lead.
+        """
         was_ours, self._was_ours = self._was_ours, self._is_ours()
         return self._was_ours and not was_ours
 
     def load(self) -> KeptHealth | None:
-        """What was kept, None if nothing was, with what this instance would have kept meanwhile; that is kept at once.
-        A file that cannot be read is set aside and told. Raises: StateError if the disk does not answer.
+        """Return the kept health (None if there is none), merged with this instance's own states and saved at
+        once.
+
+        An unreadable file is set aside and reported. Raises: StateError if the disk fails.
         """
         found = self._store.get(self._name)
         self._written, kept = (None, None) if found is None else found
@@ -94,7 +96,7 @@ class HealthStore:
         return mine
 
     def save(self, kept: KeptHealth) -> None:
-        """Write the file if it would be another and it is our turn. Raises: StateError."""
+        """Write the file if its content would change and this instance leads. Raises: StateError."""
         self._mine = kept
         content = encode(kept)
         if self._is_ours() and content != self._written:
@@ -103,13 +105,13 @@ class HealthStore:
 
 
 def encode(kept: KeptHealth) -> bytes:
-    """The file's content. States in which nothing is remembered are left out."""
+    """Encode the file. States with nothing to remember are left out."""
     ordered = replace(kept, states=tuple(_ordered(kept.states)))
     return encode_file(_KEPT.encode(ordered), FORMAT_VERSION)
 
 
 def decode(content: bytes) -> KeptHealth:
-    """The kept health in a JSON document. Raises: StateError that says what is wrong with it."""
+    """Parse the file. Raises: StateError that says what is wrong."""
     try:
         return parse_file(content, "health file", _KEPT.decode, known=FORMAT_VERSION)
     except NewerFormatError as error:
@@ -118,7 +120,7 @@ def decode(content: bytes) -> KeptHealth:
 
 def _ordered(states: Iterable[HealthState]) -> list[HealthState]:
     lasting = [
-        # What comes and goes with the temperature is not worth a write.
+        # Reasons that come and go with the temperature are not worth a write.
         replace(
             state,
             reasons=tuple(reason for reason in state.reasons if not _is_fleeting(reason)),
@@ -168,8 +170,10 @@ class ServicedGpus:
         self._boot_id = boot_id
 
     def times(self) -> Mapping[str, int]:
-        """When each GPU was serviced last in this boot, in seconds since 1970 by UUID. Raises: StateError if the file
-        cannot be read."""
+        """Return when each GPU was last serviced in this boot, in seconds since 1970, by UUID.
+
+        Raises: StateError if the file cannot be read.
+        """
         content = read_or_none(self._path)
         if content is None:
             return {}
@@ -177,7 +181,7 @@ class ServicedGpus:
         return gpus if boot_id == self._boot_id else {}
 
     def add(self, gpu_uuid: str, at: int) -> None:
-        """The GPU was serviced before `at`. Raises: StateError."""
+        """Record that the GPU was serviced before `at`. Raises: StateError."""
         try:
             known = self.times()
         except StateError:
@@ -187,5 +191,5 @@ class ServicedGpus:
 
 
 def _decoded(fields: JsonObject) -> tuple[str, Mapping[str, int]]:
-    """The boot ID, and the times by the GPUs' UUIDs."""
+    """Return the boot ID, and the times by GPU UUID."""
     return str(fields["bootID"]), {str(uuid): int(at) for uuid, at in fields["gpus"].items()}

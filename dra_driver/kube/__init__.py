@@ -1,5 +1,5 @@
-"""All traffic with the API server: configuration, transport, API versions, claims, slices, nodes.
+"""All traffic with the API server: configuration, transport, claims, slices, events, nodes.
 
-Objects are plain dicts, and callers always see the shape of `resource.k8s.io/v1`, whatever version the
-server speaks. Nothing is imported here: a command loads the modules that it uses.
+Objects are plain dicts in the shape of `resource.k8s.io/v1`. Nothing is imported here, so a command loads only
+the modules that it uses.
 """

@@ -1,4 +1,4 @@
-"""The one place where transport errors and HTTP status codes become errors of this plugin."""
+"""Maps transport errors and HTTP status codes to the plugin's errors."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ _SHOWN_BYTES = 60
 _SHOWN_OF_PAGE = 4096
 _TAGS = re.compile(r"<(style|script)\b.*?</\1>|<[^>]*>", re.DOTALL | re.IGNORECASE)
 _LONGEST_ASKED_S = 300.0
-"""A server that asks for more, as a proxy in maintenance may, is asked again after this time."""
+"""The maximum Retry-After that is obeyed. A proxy in maintenance may send more."""
 
 
 class PathNotFoundError(ApiRejectedError):
-    """404 for a path the server does not serve at all, as opposed to an object that does not exist."""
+    """404 for a path that the server does not serve, as opposed to a missing object."""
 
 
 class WatchExpiredError(ApiRejectedError):
-    """410: the resource version is older than the server's history; list again."""
+    """410: the resource version is older than the server's history, so the client must list again."""
 
 
 @contextmanager
 def api_errors(action: str, proxy: str | None = None) -> Iterator[None]:
-    """Map what urllib3, JSON decoding and reading a configuration raise inside the block. `action` starts every text,
-    `proxy` is the URL of the proxy before the API server, without credentials.
+    """Map errors of urllib3, JSON decoding and reading the configuration inside the block to
+    ApiUnavailableError.
 
-    Raises: ApiUnavailableError.
+    `action` begins every message; `proxy` is the URL of the proxy for the API server, without credentials.
     """
     try:
         yield
@@ -56,17 +56,17 @@ def api_errors(action: str, proxy: str | None = None) -> Iterator[None]:
     except HTTPError as error:
         is_brief = isinstance(error, ConnectTimeoutError | ProtocolError)
         raise ApiUnavailableError(f"{action}: {_transport_text(error, proxy)}", is_brief=is_brief) from error
-    # Certificates being rotated; a body that is not JSON, or is nested too deep to be read.
+    # Certificates that are being rotated; a body that is not JSON, or is nested too deeply.
     except (OSError, ValueError, RecursionError) as error:
         raise ApiUnavailableError(f"{action}: {one_line(str(error))}") from error
 
 
 def decoded_json(data: bytes, action: str) -> Any:
-    """The JSON of an answer or an event. Raises: ApiUnavailableError."""
+    """Decode the JSON of an answer or an event. Raises: ApiUnavailableError."""
     try:
         value = json.loads(data)
         if b"\\ud" in data or b"\\uD" in data:
-            # Half of a pair of surrogates can neither be written nor sent on.
+            # Unpaired surrogates can neither be written nor sent, so replace them.
             value = json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
     except (ValueError, RecursionError) as error:
         start = one_line(data[:_SHOWN_BYTES].decode("utf-8", "replace"))
@@ -78,10 +78,10 @@ def decoded_json(data: bytes, action: str) -> Any:
 
 
 def check_status(action: str, response: urllib3.BaseHTTPResponse, body: bytes) -> None:
-    """Pass 2xx; raise for everything else, with the API's own message, which is in the body.
+    """Raise an error for any status other than 2xx, with the API's own message from the body.
 
     Raises: ApiUnavailableError for 5xx, 408 and 429 (`retry_after_s` from Retry-After or the Status);
-    WatchExpiredError for 410, PathNotFoundError for a path that is not served, else ApiRejectedError.
+    WatchExpiredError for 410; PathNotFoundError for a path that is not served; otherwise ApiRejectedError.
     """
     code = response.status
     if 200 <= code < 300:
@@ -94,8 +94,10 @@ def check_status(action: str, response: urllib3.BaseHTTPResponse, body: bytes) -
 def failure(
     text: str, code: int, status: dict[str, Any], retry_after: str = ""
 ) -> ApiUnavailableError | ApiRejectedError:
-    """The error for an answer or an event: `status` is the API's Status object, {} if there was none; `retry_after` the
-    header of that name."""
+    """Return the error for an answer or an event.
+
+    `status` is the API's Status object ({} if there is none); `retry_after` is the header of that name.
+    """
     if code in RETRYABLE_STATUS or code >= 500:
         asked_s = _retry_after(retry_after.strip(), status)
         return ApiUnavailableError(text, retry_after_s=asked_s, is_brief=True)
@@ -108,14 +110,16 @@ def failure(
 
 
 def one_line(text: str) -> str:
-    """White space collapsed, and cut at a length that still fits an event or a log line. Servers and proxies write
-    what they want: a sign that cannot be printed is a question mark."""
+    """Collapse white space, and shorten the text so that it fits an event or a log line.
+
+    Servers and proxies may send anything, so unprintable characters become question marks.
+    """
     flat = printable(" ".join(text.split()))
     return flat if len(flat) <= _MAX_TEXT else flat[: _MAX_TEXT - 1] + "…"
 
 
 def _page_text(body: bytes) -> str | None:
-    """That a page of a proxy answered, and how its text begins; None for what is no page."""
+    """Return a message that a web page answered, with the beginning of its text; None if the body is not a page."""
     start = body[:_SHOWN_OF_PAGE].decode("utf-8", "replace")
     if not start.lstrip().startswith("<"):
         return None
@@ -125,7 +129,7 @@ def _page_text(body: bytes) -> str | None:
 
 
 def _decode_status(body: bytes) -> dict[str, Any]:
-    """A Status object, or the plain text that proxies and unknown paths answer with."""
+    """Return the Status object in a body, or the plain text that proxies and unknown paths send."""
     try:
         decoded = json.loads(body)
     except (ValueError, RecursionError):
@@ -134,7 +138,9 @@ def _decode_status(body: bytes) -> dict[str, Any]:
 
 
 def _retry_after(header: str, status: dict[str, Any]) -> float | None:
-    """Seconds to wait: header as a number or a date, else the Status' own hint; None if neither."""
+    """Return the seconds to wait: from the header as a number or a date, else from the Status; None if neither
+    has it.
+    """
     asked: float | None = None
     if header.isdecimal():
         asked = float(header)
@@ -154,7 +160,7 @@ def _details(status: dict[str, Any]) -> dict[str, Any]:
 
 
 def _transport_text(error: HTTPError, proxy: str | None) -> str:
-    """A cause that a person understands; urllib3's own texts carry object addresses."""
+    """Describe the cause for people. urllib3's own messages contain object addresses."""
     if isinstance(error, ProxyError):
         return (
             f"the proxy {proxy or 'before the API server'} cannot be used: {_root_text(error.original_error)}; check"
@@ -166,7 +172,7 @@ def _transport_text(error: HTTPError, proxy: str | None) -> str:
         return f"cannot connect to the API server: {_root_text(error)}"
     if isinstance(error, TimeoutError):
         return "the API server did not answer in time"
-    if type(error) is HTTPError:  # our own
+    if type(error) is HTTPError:  # raised by this package
         return str(error)
     return f"connection to the API server broke: {_root_text(error)}"
 

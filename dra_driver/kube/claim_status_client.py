@@ -1,4 +1,4 @@
-"""`status.devices` of ResourceClaims: our own entries and nobody else's, and the pods that use a claim."""
+"""Writes this driver's entries of `status.devices` in ResourceClaims, and reads the pods that use a claim."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from dra_driver.model.schema import JsonObject
 _log = structlog.get_logger(__name__)
 
 
-APPLY_PATCH: Final = "application/apply-patch+yaml"  # JSON is YAML
+APPLY_PATCH: Final = "application/apply-patch+yaml"  # JSON is valid YAML
 CONDITION: Final = "Ready"
 _MANAGER_LENGTH = 128
 _DATA_BYTES = 10 * 1024
-_MESSAGE_CHARACTERS = 1024  # the API takes 32 KiB; nobody reads that
+_MESSAGE_CHARACTERS = 1024  # the API allows 32 KiB, but no one reads that much
 _TRIES = 4
 _CONFLICT, _INVALID = 409, 422
 _ASK_AGAIN_S = 3600.0
@@ -36,10 +36,11 @@ _DATA_VERSION = "v1alpha1"
 
 @dataclass(eq=False)
 class ClaimStatusClient:
-    """Reads claims and applies the entries of one driver on one node. For one thread.
+    """Reads claims and applies the entries of one driver on one node. Not thread-safe.
 
-    Entries are written by server-side apply under a field manager of this plugin and node. So drivers, and nodes that
-    had the claim before, never change each other's entries. Raises: ApiUnavailableError, ApiRejectedError.
+    Entries are written by server-side apply with a field manager for this plugin and node, so drivers, and
+    nodes that had the claim before, never change each other's entries. Raises: ApiUnavailableError,
+    ApiRejectedError.
     """
 
     api: ApiClient
@@ -55,7 +56,7 @@ class ClaimStatusClient:
         self._dropped_at: float | None = None
 
     def pods_of(self, ref: ClaimRef, *, timeout_s: float | None = None) -> tuple[EventObject, ...]:
-        """The pods for which the claim is reserved; none if the claim is gone or another one of that name."""
+        """Return the pods for which the claim is reserved; empty if the claim is gone or was replaced."""
         obj = self._read(ref, timeout_s)
         pods = None if obj is None else reserved_pods(obj)
         return tuple(EventObject("Pod", pod.name, pod.uid, ref.namespace) for pod in pods or ())
@@ -68,11 +69,11 @@ class ClaimStatusClient:
         is_first: bool = False,
         timeout_s: float | None = None,
     ) -> bool:
-        """Make `devices` all that the claim's status says of this plugin; whether that took a write.
+        """Make `devices` this plugin's only entries in the claim's status; returns whether that took a write.
 
-        Nothing is written for a claim that is gone, replaced or not allocated, nor for devices that are not in its
-        allocation, nor where the status says so already. With `is_first` the claim was read a moment ago, without a
-        status: it is not read again unless the API server refuses what we write. `timeout_s` bounds each request.
+        Nothing is written for a claim that is gone, replaced or not allocated, for devices outside its
+        allocation, or if the status is already right. `is_first` means that the claim was just read and had no
+        status: it is read again only if the API server refuses the write. `timeout_s` limits each request.
         """
         if self._dropped_at is not None and self.clock() - self._dropped_at < _ASK_AGAIN_S:
             return False
@@ -93,7 +94,8 @@ class ClaimStatusClient:
             try:
                 return self._store(ref, wanted, timeout_s)
             except ApiRejectedError as error:
-                # The claim may have changed since it was read: deallocated, replaced, given to another node.
+                # The claim may have changed since it was read: deallocated, replaced, or allocated on another
+                # node.
                 version = str(obj["metadata"]["resourceVersion"])
                 unchanged = error.status == _INVALID and version == refused_at
                 if error.status not in (_CONFLICT, _INVALID) or unchanged or not left:
@@ -104,7 +106,7 @@ class ClaimStatusClient:
     def _store(
         self, ref: ClaimRef, wanted: dict[tuple[Any, ...], JsonObject], timeout_s: float | None
     ) -> bool:
-        """Whether it is stored: not if the claim is gone. Raises: as `write`."""
+        """Write the entries; returns False if the claim is gone. Raises: like `write`."""
         try:
             stored = self._apply(ref, wanted, timeout_s)
         except ApiRejectedError as error:
@@ -132,7 +134,7 @@ class ClaimStatusClient:
     def _entries(
         self, devices: Sequence[DeviceStatus], present: dict[tuple[Any, ...], JsonObject]
     ) -> dict[tuple[Any, ...], JsonObject]:
-        """An entry for each device; `present` are those that the claim has."""
+        """Return an entry for each device. `present` are the claim's current entries."""
         entries: dict[tuple[Any, ...], JsonObject] = {}
         for device in devices:
             place = {"driver": self.driver, "pool": device.pool, "device": device.device}
@@ -155,7 +157,7 @@ class ClaimStatusClient:
     def _apply(
         self, ref: ClaimRef, wanted: dict[tuple[Any, ...], JsonObject], timeout_s: float | None
     ) -> JsonObject:
-        # With the UID, a claim that was created again under the same name is not changed.
+        # The UID protects a claim that was created again under the same name.
         body = {
             "apiVersion": "resource.k8s.io/v1",
             "kind": "ResourceClaim",
@@ -187,7 +189,7 @@ class ClaimStatusClient:
 
 
 def _field_manager(driver: str, node: str) -> str:
-    """At most 128 characters, different for every driver and node."""
+    """Return a name of at most 128 characters, unique for the driver and node."""
     plain = f"{driver}/{node}"
     if len(plain) <= _MANAGER_LENGTH:
         return plain
@@ -200,14 +202,14 @@ def _key(entry: JsonObject) -> tuple[Any, ...]:
 
 
 def _condition(entry: JsonObject) -> JsonObject:
-    """Our condition of an entry; {} if it has none."""
+    """Return the plugin's condition in an entry; {} if there is none."""
     return next((c for c in entry.get("conditions") or () if c.get("type") == CONDITION), {})
 
 
 def _same_entries(
     wanted: dict[tuple[Any, ...], JsonObject], present: dict[tuple[Any, ...], JsonObject]
 ) -> bool:
-    """Whether a write would change nothing; conditions of others do not count."""
+    """Whether a write would change nothing. Conditions of others are ignored."""
     return wanted.keys() == present.keys() and all(
         _condition(entry) == _condition(present[key]) and entry.get("data") == present[key].get("data")
         for key, entry in wanted.items()
@@ -215,7 +217,7 @@ def _same_entries(
 
 
 def _data(facts: DeviceFacts) -> JsonObject:
-    """`data` of an entry; {} if there is nothing to tell, or if it is longer than the API takes."""
+    """Return `data` of an entry; {} if there is no data, or if it exceeds the API's limit."""
     data = _FACTS.encode(facts)
     data = {"version": _DATA_VERSION, **data} if data else {}
     fits = len(json.dumps(data).encode()) <= _DATA_BYTES

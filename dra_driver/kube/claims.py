@@ -1,4 +1,4 @@
-"""ResourceClaims: reading one by name, and taking from it what a node driver needs."""
+"""Reads ResourceClaims by name, and extracts what a node driver needs."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _POD_CLAIM_NAME = "resource.kubernetes.io/pod-claim-name"
 
 @dataclass(eq=False)
 class ClaimClient:
-    """Reads ResourceClaims; needs `get` on them and nothing else."""
+    """Reads ResourceClaims. Requires only the permission `get` on them."""
 
     api: ApiClient
 
     def get_claim(self, namespace: str, name: str, *, timeout_s: float | None = None) -> dict[str, Any]:
-        """The claim; `timeout_s` bounds the request, None means the client's own bound.
+        """Return the claim. `timeout_s` limits the request; None means the client's default.
 
-        Raises: ApiRejectedError (404 if it is gone), ApiUnavailableError; their texts start with
+        Raises: ApiRejectedError (404 if the claim is gone), ApiUnavailableError; their messages start with
         "retrieve claim <namespace>/<name>: ".
         """
         return self.api.call(
@@ -47,10 +47,10 @@ class ClaimClient:
         )
 
     def read(self, ref: ClaimRef, timeout_s: float | None = None) -> AllocatedClaim:
-        """The claim that the kubelet names, with the allocation of all drivers.
+        """Return the claim that the kubelet names, with the allocation of all drivers.
 
-        Raises: ClaimRefusedError if the claim is deleted, replaced or not allocated; ApiUnavailableError,
-        ApiRejectedError if the API server does not tell.
+        Raises: ClaimRefusedError if the claim is deleted, replaced or not allocated; ApiUnavailableError or
+        ApiRejectedError if it cannot be read.
         """
         obj = self.find(ref, timeout_s)
         if obj is None:
@@ -60,16 +60,18 @@ class ClaimClient:
         return parse_allocated_claim(obj, ref)
 
     def look(self, ref: ClaimRef, timeout_s: float | None = None) -> ClaimNow | None:
-        """What the API server says of the claim of that name now; None if it says that there is none.
+        """Return the current state of the claim of that name; None if the API server says that there is none.
 
-        Raises: ApiRejectedError, ApiUnavailableError if the API server does not tell.
+        Raises: ApiRejectedError, ApiUnavailableError if it cannot be read.
         """
         obj = self.find(ref, timeout_s)
         return None if obj is None else parse_claim_now(obj, ref)
 
     def find(self, ref: ClaimRef, timeout_s: float | None = None) -> dict[str, Any] | None:
-        """As `get_claim`; None only if the API server says that there is no claim of that name: a path that is not
-        served, or a proxy's 404, says nothing of a claim."""
+        """Like `get_claim`, but return None if the API server says that there is no claim of that name.
+
+        A path that is not served, or a proxy's 404, is not such an answer.
+        """
         try:
             return self.get_claim(ref.namespace, ref.name, timeout_s=timeout_s)
         except PathNotFoundError:
@@ -81,7 +83,7 @@ class ClaimClient:
 
 
 def parse_claim_now(obj: dict[str, Any], ref: ClaimRef) -> ClaimNow:
-    """The state of a v1 claim. Raises: ApiUnavailableError for an answer that cannot be read as a claim."""
+    """Return the state of a v1 claim. Raises: ApiUnavailableError if the answer is not a valid claim."""
     try:
         metadata, status = obj["metadata"], obj.get("status") or {}
         allocation = status.get("allocation")
@@ -106,8 +108,10 @@ def parse_claim_now(obj: dict[str, Any], ref: ClaimRef) -> ClaimNow:
 
 
 def reserved_pods(obj: dict[str, Any]) -> Pods:
-    """The pods that a v1 claim is reserved for; None where all that have it reserved are others, such as groups of
-    pods, or what it says cannot be read."""
+    """Return the pods for which a v1 claim is reserved.
+
+    None if it is reserved only for others, such as groups of pods, or if the field is invalid.
+    """
     consumers = (obj.get("status") or {}).get("reservedFor") or []
     if not isinstance(consumers, list):
         return None
@@ -120,10 +124,10 @@ def _is_pod(entry: dict[str, Any]) -> bool:
 
 
 def parse_allocated_claim(obj: dict[str, Any], ref: ClaimRef) -> AllocatedClaim:
-    """Results and configs of all drivers of a v1 claim, in the server's order.
+    """Return the results and configs of all drivers in a v1 claim, in the server's order.
 
-    Raises: ClaimRefusedError "claim ns/name not allocated" (looked at first) or "claim ns/name got
-    replaced" if the UID is not the one in `ref`.
+    Raises: ClaimRefusedError "claim ns/name not allocated" (checked first), or "claim ns/name got replaced" if
+    the UID differs from the one in `ref`.
     """
     status = obj.get("status") or {}
     allocation = status.get("allocation")
@@ -148,7 +152,7 @@ def parse_allocated_claim(obj: dict[str, Any], ref: ClaimRef) -> AllocatedClaim:
 
 
 def reported_devices(entries: Any) -> frozenset[ReportedDevice] | None:
-    """The devices that the status of a claim names; None if it cannot be read.
+    """Return the devices that the status of a claim names; None if it is invalid.
 
     >>> reported_devices([{"driver": "gpu.nvidia.com", "pool": "node-1", "device": "gpu-0"}])
     frozenset({('gpu.nvidia.com', 'node-1', 'gpu-0', None)})
@@ -174,7 +178,7 @@ def _result(entry: dict[str, Any]) -> DeviceResult:
 
 
 def _text(entry: dict[str, Any], name: str) -> str:
-    """Raises: KeyError, TypeError if it is not a string."""
+    """Raises: KeyError; TypeError if the value is not a string."""
     value = entry[name]
     if not isinstance(value, str):
         raise TypeError(f"{name} is not a string")
@@ -184,11 +188,11 @@ def _text(entry: dict[str, Any], name: str) -> str:
 def _config(
     entry: dict[str, Any], results: Sequence[DeviceResult], written: Sequence[dict[str, Any]]
 ) -> DeviceConfig:
-    """`written` are the entries in the spec of the claim.
+    """Return a config of the allocation. `written` are the entries in the claim's spec.
 
-    From 1.37 on the scheduler removes the names of the requests from an entry that names all of them. Parameters that
-    name a request must fit it, those that name none need not. So the names are put back. A class always names the
-    requests that use it.
+    From Kubernetes 1.37 on, the scheduler removes the request names from an entry that names all requests.
+    Parameters that name a request must fit it, but those without a name need not, so the names are restored.
+    Parameters of a class always apply to the requests that use the class.
     """
     source: Literal["FromClass", "FromClaim"] = "FromClass" if entry["source"] == "FromClass" else "FromClaim"
     opaque = entry.get("opaque") or {}

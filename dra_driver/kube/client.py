@@ -1,6 +1,7 @@
-"""Requests to the API server through the official Python client: plain dicts, one error map, limits in time and size.
+"""Sends requests to the API server through the official Python client: plain dicts, mapped errors, limits in
+time and size.
 
-The official client's typed API classes stay out: CoreV1Api alone costs 66 MiB.
+The official client's typed API classes are not used, because CoreV1Api alone costs 66 MiB.
 """
 
 from __future__ import annotations
@@ -38,28 +39,31 @@ if TYPE_CHECKING:
     import kubernetes.client
 
 FIELD_MANAGER = "gpu-dra-driver"
-"""Whose writes ours are in `metadata.managedFields`, unless a request says otherwise: how the user agent begins."""
+"""The owner of the plugin's writes in `metadata.managedFields`, by default: the beginning of the user agent."""
 USER_AGENT = f"{FIELD_MANAGER}/{dra_driver.__version__}"
 GROUP = "resource.k8s.io"
 GROUP_VERSION = f"{GROUP}/v1"
-"""Kubernetes serves it from 1.34 on."""
+"""Served from Kubernetes 1.34 on."""
 JSON = "application/json"
 MERGE_PATCH = "application/merge-patch+json"
 DEFAULT_TIMEOUT_S = 10.0
 POOL_SIZE = 16
 CONNECT_TIMEOUT_S = 5.0
 ATTEMPT_S = 8.0
-"""How long the first attempt of a request may take, and how long a peer may leave what was sent unacknowledged: an API
-server that vanishes without a RST leaves connections to nobody in the pool."""
+"""How long the first attempt of a request may take, and how long sent data may stay unacknowledged. If an API
+server vanishes without a RST, its connections in the pool are dead.
+"""
 MAX_BYTES = 32 * 1024 * 1024
-"""No answer and no event may be larger: the daemon's container has a memory limit of 256 MiB."""
+"""The maximum size of an answer or event, because the daemon's container has a memory limit of 256 MiB."""
 _READ_BYTES = 65536
 
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """`until` (time.monotonic()) is when the whole answer must be there. A watch has `idle_s` instead: how long nothing
-    may arrive."""
+    """A request. The complete answer must arrive by `until` (time.monotonic()).
+
+    A watch has `idle_s` instead: the maximum time without data.
+    """
 
     method: str
     path: str
@@ -71,19 +75,21 @@ class _Request:
 
     @property
     def is_repeatable(self) -> bool:
-        """Whether it does no harm that it may have arrived before. Only a POST is something else the second time: a PUT
-        names the version that it replaces, a DELETE the UID, and a PATCH holds values, not changes of values."""
+        """Whether the request can be repeated safely, even if it has arrived before.
+
+        Only a POST cannot: a PUT names the version that it replaces, a DELETE the UID, and a PATCH contains
+        absolute values.
+        """
         return self.method != "POST"
 
 
 @dataclass(eq=False)
 class ApiClient:
-    """One API server. Every method may be called from any thread.
+    """A client for one API server. Thread-safe.
 
-    Raises from every call: ApiUnavailableError (retry later) and ApiRejectedError (`.status`, `.reason`).
-
-    `observe` hears of each request: its method, and the status of the answer or None if there was none;
-    `headers` go with each request.
+    Every call raises ApiUnavailableError (retry later) or ApiRejectedError (`.status`, `.reason`). `observe` is
+    called for each request with its method and the status of the answer (None without an answer). `headers` are
+    sent with each request.
     """
 
     endpoint: Endpoint
@@ -100,7 +106,7 @@ class ApiClient:
 
     def open(self) -> None:
         """Import the official client and read the configuration. Raises: InvalidConfigError."""
-        self._now()
+        self._current()
 
     def request(
         self,
@@ -113,8 +119,11 @@ class ApiClient:
         content_type: str = JSON,
         timeout_s: float | None = None,
     ) -> dict[str, Any]:
-        """The decoded answer; `action` (such as "get claim ns/name") starts every error text. Everything together, from
-        the wait for the limit of requests to the last byte, takes `timeout_s` at most."""
+        """Send a request and return the decoded answer. `action`, such as "get claim ns/name", begins every
+        error message.
+
+        All of it takes at most `timeout_s`, including the wait for the rate limit.
+        """
         wanted = _Request(method, path, query, body, content_type, self._until(timeout_s))
         _, data = self._answer(wanted, action)
         decoded = decoded_json(data or b"{}", action)
@@ -130,15 +139,15 @@ class ApiClient:
         subresource: str | None = None,
         **more: Any,
     ) -> dict[str, Any]:
-        """A request to resource.k8s.io; `more` is as for `request`."""
+        """Send a request to resource.k8s.io. `more` is passed to `request`."""
         return self.request(method, group_path(plural, namespace, name, subresource), **more)
 
     def check_group(self) -> None:
-        """Ask whether the server has resource.k8s.io. Raises: PathNotFoundError if it has not."""
+        """Check that the server serves resource.k8s.io. Raises: PathNotFoundError if it does not."""
         self.request("GET", f"/apis/{GROUP_VERSION}", action=f"ask for {GROUP_VERSION}")
 
     def text(self, path: str, *, action: str, timeout_s: float | None = None) -> str:
-        """What a path answers that serves no object, such as a pod behind the server's proxy."""
+        """Return the text of a path that serves no object, such as a pod behind the server's proxy."""
         return self._answer(_Request("GET", path, until=self._until(timeout_s)), action)[1].decode(
             errors="replace"
         )
@@ -146,26 +155,30 @@ class ApiClient:
     def watch(
         self, path: str, *, action: str, query: Mapping[str, str], idle_timeout_s: float
     ) -> WatchStream:
-        """Start a watch; the stream breaks if nothing, not even a bookmark, arrives for `idle_timeout_s`. The first
-        attempt to start it has the limit of any request, since an API server answers at once."""
+        """Start a watch. The stream breaks if nothing arrives for `idle_timeout_s`, not even a bookmark.
+
+        The first attempt to start it has the time limit of any request, because an API server answers at once.
+        """
         response, _ = self._answer(_Request("GET", path, query, idle_s=idle_timeout_s), action)
         return WatchStream(response, action)
 
     def close(self) -> None:
-        """Close idle connections; calls under way end by themselves."""
+        """Close idle connections. Calls in progress end by themselves."""
         with self._lock:
             if self._official is not None:
                 self._official.close()
                 self._official = None
 
     def _answer(self, wanted: _Request, action: str) -> tuple[urllib3.BaseHTTPResponse, bytes]:
-        """A good answer and its body, which is empty for a watch: that is read later. Raises: as every call."""
+        """Return a successful answer and its body, which is empty for a watch, whose body is read later.
+        Raises: like every call.
+        """
         with api_errors(action):
             used = self.endpoint.configuration
         with api_errors(action, used.proxy):
             response, data = self._send_repeated(wanted)
             if response.status == 401:
-                self.endpoint.read_again(used)
+                self.endpoint.reload(used)
                 response, data = self._send_repeated(wanted)
             try:
                 check_status(action, response, data)
@@ -181,19 +194,19 @@ class ApiClient:
         return response, data
 
     def _send_repeated(self, wanted: _Request) -> tuple[urllib3.BaseHTTPResponse, bytes]:
-        """The second attempt has a fresh connection, and all the time that is left: the server may be slow."""
+        """Send a request, twice if necessary. The second attempt uses a new connection and all remaining time."""
         try:
             return self._send_once(wanted, ATTEMPT_S if wanted.is_repeatable else math.inf)
         except (ProtocolError, ReadTimeoutError):
             if not wanted.is_repeatable or time.monotonic() >= wanted.until:
-                raise  # a POST may have arrived: the caller looks at the server first
+                raise  # a POST may have arrived, so the caller must check first
         return self._send_once(wanted, math.inf)
 
     def _send_once(self, wanted: _Request, max_s: float) -> tuple[urllib3.BaseHTTPResponse, bytes]:
         if self.limiter is not None:
             self.limiter.acquire(wanted.until - time.monotonic())
         until = min(wanted.until, time.monotonic() + max_s)
-        official = self._now()
+        official = self._current()
         status: int | None = None
         try:
             response = self._opened(official, wanted, until)
@@ -203,7 +216,7 @@ class ApiClient:
             _wait_at_most(response, wanted.idle_s)
             return response, b""
         except (ProtocolError, ReadTimeoutError):
-            self._leave(official)
+            self._drop_pool(official)
             raise
         finally:
             if self.observe is not None:
@@ -212,7 +225,7 @@ class ApiClient:
     def _opened(
         self, official: kubernetes.client.ApiClient, wanted: _Request, until: float
     ) -> urllib3.BaseHTTPResponse:
-        """The answer whose head has arrived. Raises: what urllib3 raises."""
+        """Return the answer once its headers have arrived. Raises: the errors of urllib3."""
         from kubernetes.client import ApiException
 
         left = min(until - time.monotonic(), wanted.idle_s)
@@ -231,35 +244,41 @@ class ApiClient:
             answer = official.call_api(
                 method, url, headers, wanted.body, _request_timeout=(min(left, CONNECT_TIMEOUT_S), left)
             )
-        except ApiException as error:  # so it reports trouble with TLS, as a text of several lines
+        except ApiException as error:  # the client reports TLS errors this way, as text with several lines
             raise error.__context__ or error from None
         response: urllib3.BaseHTTPResponse = answer.response
         return response
 
     def _authorization(self, official: kubernetes.client.ApiClient) -> dict[str, str]:
-        """The header of that name. The configuration reads its token again when it is a minute old or has expired.
+        """Return the Authorization header. The configuration reads its token again when it is a minute old or
+        has expired.
 
-        Raises: ApiUnavailableError for what no header can carry.
+        Raises: ApiUnavailableError if the token cannot be sent in a header.
         """
-        with contextlib.suppress(Exception):  # the last token is valid for a while yet
+        with contextlib.suppress(Exception):  # the last token remains valid for a while
             official.configuration.auth_settings()
         token = str(official.configuration.api_key.get("BearerToken") or "").strip()
-        if not (token.isascii() and token.isprintable()):  # the complaint of http.client would show it
+        if not (
+            token.isascii() and token.isprintable()
+        ):  # http.client's error message would contain the token
             raise ApiUnavailableError(
                 f"the bearer token of {self.endpoint.origin} has characters that no token has; renew it"
             )
         return {"Authorization": token} if token else {}
 
-    def _leave(self, official: kubernetes.client.ApiClient) -> None:
-        """Begin a new pool: the other connections of this one may end at the same peer, which is gone. It is not
-        cleared: other threads may be about to take a connection of it. Its last user closes them."""
+    def _drop_pool(self, official: kubernetes.client.ApiClient) -> None:
+        """Start a new connection pool, because other connections of this pool may lead to the same dead peer.
+
+        The old pool is not closed, because other threads may be about to use it. Its last user closes it.
+        """
         with self._lock:
             if self._official is official:
                 self._official = None
 
-    def _now(self) -> kubernetes.client.ApiClient:
-        """The official client; a new one once the configuration or the file of the CA is another. Raises:
-        InvalidConfigError."""
+    def _current(self) -> kubernetes.client.ApiClient:
+        """Return the official client; a new one if the configuration or the CA file has changed. Raises:
+        InvalidConfigError.
+        """
         configuration = self.endpoint.configuration
         ca = configuration.ssl_ca_cert
         wanted = (configuration, ca and stamp_or_none(ca))
@@ -291,9 +310,9 @@ class ApiClient:
 
 
 def _tls_context(configuration: kubernetes.client.Configuration) -> ssl.SSLContext:
-    """Raises: OSError (ssl.SSLError is one) if a file is missing or is not PEM."""
+    """Raises: OSError (including ssl.SSLError) if a file is missing or is not PEM."""
     context = ssl.create_default_context(cafile=configuration.ssl_ca_cert)
-    # Python 3.13 began to refuse CAs without key identifiers; Kubernetes installers make such CAs.
+    # Python 3.13 rejects CAs without key identifiers, but Kubernetes installers create such CAs.
     context.verify_flags &= ~ssl.VERIFY_X509_STRICT
     if not configuration.verify_ssl:
         urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)
@@ -304,8 +323,9 @@ def _tls_context(configuration: kubernetes.client.Configuration) -> ssl.SSLConte
 
 
 def _socket_options() -> list[tuple[int, int, int]]:
-    """A peer that vanished is noticed after ATTEMPT_S, or 20 s after its last byte where nothing is sent, as on a
-    watch."""
+    """Return options that detect a vanished peer after ATTEMPT_S, or 20 s after its last byte if nothing is
+    sent, as on a watch.
+    """
     return [
         *HTTPConnection.default_socket_options,
         (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -316,9 +336,9 @@ def _socket_options() -> list[tuple[int, int, int]]:
 
 
 def _body(response: urllib3.BaseHTTPResponse, until: float) -> bytes:
-    """The whole body. urllib3 alone would wait for each piece as long as for the first, and read without a limit.
+    """Read the whole body. urllib3 alone would apply the timeout to each chunk, and has no size limit.
 
-    Raises: ReadTimeoutError once it is `until` (time.monotonic()), HTTPError for more than MAX_BYTES.
+    Raises: ReadTimeoutError at `until` (time.monotonic()); HTTPError for more than MAX_BYTES.
     """
     pieces: list[bytes] = []
     size = 0
@@ -340,17 +360,17 @@ def _body(response: urllib3.BaseHTTPResponse, until: float) -> bytes:
 
 
 def _wait_at_most(response: urllib3.BaseHTTPResponse, seconds: float) -> None:
-    """Limit each wait for bytes of the body from now on."""
+    """Limit each further wait for bytes of the body."""
     sock = getattr(response.connection, "sock", None)
-    if sock is not None:  # None once the server has said that it will close the connection
+    if sock is not None:  # None if the server has announced that it will close the connection
         sock.settimeout(seconds)
 
 
 class WatchStream:
-    """Iterate for events ({"type", "object"}); `close()` from any thread ends the iteration at once.
+    """Iterates over events ({"type", "object"}). `close()` from any thread ends the iteration at once.
 
-    Ends silently when the server closes the watch in order. Raises while iterating: ApiUnavailableError
-    when the connection breaks or stays silent too long, and for an ERROR event as for an answer of its code.
+    The iteration ends silently if the server closes the watch normally. It raises ApiUnavailableError if the
+    connection breaks or is silent for too long, and the error of its code for an ERROR event.
     """
 
     def __init__(self, response: urllib3.BaseHTTPResponse, action: str) -> None:
@@ -359,9 +379,9 @@ class WatchStream:
         self._closed = threading.Event()
 
     def close(self) -> None:
-        """Wake the reader, if there is one, and make it end."""
+        """Wake the reader, if there is one, and end its iteration."""
         self._closed.set()
-        # Not response.close(): that would wait for the lock that the reader holds.
+        # Not response.close(), which would wait for a lock that the reader holds.
         with contextlib.suppress(OSError, ValueError, RuntimeError):
             self._response.shutdown()
 
@@ -404,9 +424,9 @@ class WatchStream:
 
 
 def path_segment(name: str) -> str:
-    """A name as one segment of a URL path: it cannot lead to another object.
+    """Return a name as one segment of a URL path, so that it cannot lead to another object.
 
-    Raises: ApiRejectedError (400) for what no object can be called.
+    Raises: ApiRejectedError (400) if the name is impossible.
     """
     if name in ("", ".", ".."):
         raise ApiRejectedError(
@@ -421,7 +441,7 @@ def is_not_found(error: BaseException) -> bool:
 
 
 def group_path(plural: str, namespace: str | None = None, *rest: str | None) -> str:
-    """URL path in resource.k8s.io of a collection, object or subresource.
+    """Return the URL path of a collection, object or subresource in resource.k8s.io.
 
     Raises: ApiRejectedError for an impossible name.
     """

@@ -1,4 +1,6 @@
-"""Facts of the cluster: the UID of a node, the release of the API server, and what these credentials may do."""
+"""Facts about the cluster: the UID of a node, the version of the API server, and the permissions of the
+credentials.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,9 @@ from dra_driver.kube.client import ApiClient, path_segment
 
 
 def node_uid(client: ApiClient, name: str) -> str:
-    """The UID of node `name`, for owner references. It changes only when the node is registered anew.
+    """Return the UID of node `name`, for owner references. It changes only if the node is registered again.
 
-    Raises: ApiRejectedError (404: the node name is wrong), ApiUnavailableError.
+    Raises: ApiRejectedError (404 if the node name is wrong), ApiUnavailableError.
     """
     uid = (read_node(client, name).get("metadata") or {}).get("uid")
     if not uid:
@@ -22,12 +24,14 @@ def node_uid(client: ApiClient, name: str) -> str:
 
 
 def read_node(client: ApiClient, name: str) -> dict[str, Any]:
-    """The object of node `name`. Raises: ApiRejectedError (404: the node name is wrong), ApiUnavailableError."""
+    """Return the object of node `name`. Raises: ApiRejectedError (404 if the node name is wrong),
+    ApiUnavailableError.
+    """
     return client.request("GET", f"/api/v1/nodes/{path_segment(name)}", action=f"get node {name}")
 
 
 def server_version(client: ApiClient) -> str:
-    """The release that the API server reports, such as `v1.36.0-gke.1`; empty if it reports none.
+    """Return the version that the API server reports, such as `v1.36.0-gke.1`; empty if it reports none.
 
     Raises: ApiRejectedError, ApiUnavailableError.
     """
@@ -37,7 +41,7 @@ def server_version(client: ApiClient) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Permission:
-    """One thing that an account may be allowed; the plugin can do without an `optional` one, and tells less then."""
+    """A permission. Without an `optional` one the plugin works, but reports less."""
 
     verb: str
     resource: str
@@ -52,8 +56,10 @@ class Permission:
 
 
 def is_allowed(client: ApiClient, wanted: Permission) -> bool:
-    """Whether these credentials have the permission. Raises: ApiRejectedError (PathNotFoundError without access
-    reviews), ApiUnavailableError."""
+    """Whether these credentials have the permission.
+
+    Raises: ApiRejectedError (PathNotFoundError if the server has no access reviews), ApiUnavailableError.
+    """
     attributes = {
         "verb": wanted.verb,
         "group": wanted.group,

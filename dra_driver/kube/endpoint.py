@@ -1,7 +1,7 @@
-"""Where the API server is and who we are: the official client's configuration, from a kubeconfig or a pod's service
-account.
+"""The API server's address and the credentials: the official client's configuration, from a kubeconfig or a
+pod's service account.
 
-The package `kubernetes` costs 12 MiB and some tenths of a second. It is imported when the configuration is first
+Importing `kubernetes` costs 12 MiB and a few tenths of a second. It happens when the configuration is first
 needed, which in the daemon is after the kubelet has registered the plugin.
 """
 
@@ -26,20 +26,22 @@ if TYPE_CHECKING:
 
 _SERVICE_ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
 SERVICE_ACCOUNT_VARIABLE = "SERVICE_ACCOUNT_DIRECTORY"
-"""Names another directory, for tests and measurements: there a daemon outside of pods finds what a pod has."""
+"""Replaces the service account directory, so that tests and benchmarks can run the daemon outside a pod."""
 _OTHER_USER = ("as", "as-uid", "as-groups", "as-user-extra")
 
 
 class Endpoint:
-    """One API server with our credentials: those of a context of a kubeconfig, else those of the pod. Any thread.
+    """One API server with credentials, from a kubeconfig context or from the pod. Thread-safe.
 
-    `origin` names the source of the configuration in texts. `server` is a URL that needs neither.
+    `origin` names the source of the configuration in messages. `server` is a URL that needs neither.
     """
 
     def __init__(
         self, kubeconfig: Path | str | None = None, *, context: str | None = None, server: str | None = None
     ) -> None:
-        """Raises: InvalidConfigError if the kubeconfig cannot be read, or there is none and this is not a pod."""
+        """Raises: InvalidConfigError if the kubeconfig cannot be read, or if there is none and this is not a
+        pod.
+        """
         self._kubeconfig, self._context, self._server = kubeconfig, context, server
         self._environ = dict(os.environ)
         self._directory = Path(os.environ.get(SERVICE_ACCOUNT_VARIABLE) or _SERVICE_ACCOUNT)
@@ -61,21 +63,22 @@ class Endpoint:
 
     @property
     def configuration(self) -> Configuration:
-        """As last read. Raises: InvalidConfigError that names the file and says what to do."""
-        return self._now()[0]
+        """The configuration as last read. Raises: InvalidConfigError that names the file and the remedy."""
+        return self._current()[0]
 
     @property
     def server(self) -> str:
-        """The URL of the API server, without trailing slash. Raises: as `configuration`."""
+        """The URL of the API server, without trailing slash. Raises: like `configuration`."""
         return str(self.configuration.host)
 
     @property
     def namespace(self) -> str:
-        """The namespace of objects that name none. Raises: as `configuration`."""
-        return self._now()[1]
+        """The default namespace. Raises: like `configuration`."""
+        return self._current()[1]
 
-    def read_again(self, refused: Configuration) -> None:
-        """Read files and run the credential plugin again, unless another thread did since `refused` was read.
+    def reload(self, refused: Configuration) -> None:
+        """Read the files and run the credential plugin again, unless another thread has done so since `refused`
+        was read.
 
         Raises: InvalidConfigError.
         """
@@ -83,7 +86,7 @@ class Endpoint:
             if self._read is None or self._read[0] is refused:
                 self._read = self._load()
 
-    def _now(self) -> tuple[Configuration, str]:
+    def _current(self) -> tuple[Configuration, str]:
         with self._lock:
             if self._read is None:
                 self._read = self._load()
@@ -94,7 +97,7 @@ class Endpoint:
 
         with _one_sentence(self.origin):
             configuration = Configuration(host=self._server or "", retries=False)
-            # As for kubectl, the environment's proxy is not for servers on this machine.
+            # Like kubectl, do not use the environment's proxy for servers on this machine.
             configuration.no_proxy = f"{configuration.no_proxy or ''},localhost,127.0.0.0/8,::1"
             namespace = "default"
             if self._kubeconfig:
@@ -108,7 +111,9 @@ class Endpoint:
 
 
 def load_endpoint(kubeconfig: Path | str | None = None, *, context: str | None = None) -> Endpoint:
-    """An endpoint whose configuration is read. Raises: InvalidConfigError that names the file and says what to do."""
+    """Return an endpoint with its configuration loaded. Raises: InvalidConfigError that names the file and the
+    remedy.
+    """
     endpoint = Endpoint(kubeconfig, context=context)
     _ = endpoint.configuration
     return endpoint
@@ -116,7 +121,7 @@ def load_endpoint(kubeconfig: Path | str | None = None, *, context: str | None =
 
 @contextmanager
 def _one_sentence(origin: str) -> Iterator[None]:
-    """Raises: InvalidConfigError for whatever the libraries raise inside."""
+    """Map any error of the libraries inside the block to InvalidConfigError."""
     try:
         yield
     except DraDriverError:
@@ -126,7 +131,7 @@ def _one_sentence(origin: str) -> Iterator[None]:
             f"{origin}: {error.filename} cannot be read: {error.strerror}; check the path and the file's permissions"
         ) from error
     except Exception as error:
-        # PyYAML's texts have several lines, and quote the file, in which there may be a token.
+        # PyYAML's messages have several lines and quote the file, which may contain a token.
         mark = getattr(error, "problem_mark", None)
         where = f"line {mark.line + 1} is not YAML" if mark is not None else one_line(str(error))
         raise InvalidConfigError(
@@ -135,7 +140,7 @@ def _one_sentence(origin: str) -> Iterator[None]:
 
 
 def _read_service_account(directory: Path, environ: Mapping[str, str], configuration: Configuration) -> str:
-    """Fills the configuration and returns the pod's namespace. The client reads the token again each minute."""
+    """Fill the configuration; returns the pod's namespace. The client reads the token again every minute."""
     from kubernetes.config.incluster_config import InClusterConfigLoader
 
     token, ca = str(directory / "token"), str(directory / "ca.crt")
@@ -147,11 +152,11 @@ def _read_service_account(directory: Path, environ: Mapping[str, str], configura
 
 
 def _read_kubeconfig(paths: str, context: str | None, configuration: Configuration) -> str:
-    """Fills the configuration and returns the namespace of the context. Raises: what the package raises."""
+    """Fill the configuration; returns the namespace of the context. Raises: the errors of the package."""
     from kubernetes.config.kube_config import KubeConfigLoader, KubeConfigMerger
 
     merger = KubeConfigMerger(paths)
-    # Of several files the first that names one, as for kubectl; for the package it is the last.
+    # Like kubectl, use the first file that names a context. The package would use the last one.
     current = next(filter(None, (file.get("current-context") for file in merger.config_files.values())), None)
     loader = KubeConfigLoader(
         config_dict=merger.config, active_context=context or current, config_base_path=None
@@ -179,7 +184,9 @@ def _read_kubeconfig(paths: str, context: str | None, configuration: Configurati
 
 @contextmanager
 def _failures_logged() -> Iterator[list[str]]:
-    """What is logged as an error inside: the package only logs that a credential plugin failed."""
+    """Collect error messages logged inside the block, because the package only logs that a credential plugin
+    failed.
+    """
     failures: list[str] = []
     handler = logging.Handler(logging.ERROR)
     handler.emit = lambda record: failures.append(record.getMessage())  # type: ignore[method-assign]
@@ -192,12 +199,13 @@ def _failures_logged() -> Iterator[list[str]]:
 
 
 def _split_proxy(configuration: Configuration) -> None:
-    """Move the credentials of the proxy from its URL to a header: only there the client sends them, and texts show the
-    URL. Raises: ValueError."""
+    """Move the proxy's credentials from its URL to a header. The client sends them only from there, and
+    messages contain the URL. Raises: ValueError.
+    """
     if not configuration.proxy:
         return
     text = configuration.proxy
-    with suppress(ValueError):  # it would show the credentials
+    with suppress(ValueError):  # its message would contain the credentials
         url = parse_url(text if "://" in text else f"http://{text}")
         if url.scheme in ("http", "https") and url.host:
             configuration.proxy = url._replace(auth=None).url

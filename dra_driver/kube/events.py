@@ -1,6 +1,7 @@
-"""Events, as `kubectl describe` shows them for claims, pods and nodes; equal ones are counted, not repeated.
+"""Writes Events for claims, pods and nodes, as `kubectl describe` shows them. Equal events are counted, not
+repeated.
 
-They are written through core/v1, the only version in which `count` and `lastTimestamp` can be changed.
+They use core/v1, the only version in which `count` and `lastTimestamp` can be changed.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _Key = tuple[EventObject, bool, str, str]
 
 @dataclass(slots=True)
 class _Known:
-    """An event of ours: its name, how often it happened, and whether the server has it for certain."""
+    """An event of the plugin: its name, how often it happened, and whether the server certainly has it."""
 
     name: str
     count: int
@@ -45,10 +46,10 @@ class _Known:
 
 @dataclass(eq=False)
 class EventWriter:
-    """Writes events in the name of one driver on one node. For one thread.
+    """Writes events for one driver on one node. Not thread-safe.
 
-    Raises from `write`: ApiRejectedError; ApiUnavailableError, after which the same call may be made again without
-    the event being there twice.
+    `write` raises ApiRejectedError or ApiUnavailableError. After the latter the call can be repeated without
+    creating the event twice.
     """
 
     client: ApiClient
@@ -71,9 +72,9 @@ class EventWriter:
         times: int = 1,
         timeout_s: float | None = None,
     ) -> None:
-        """Say that this happened, `times` times since it was last said.
+        """Report that this happened, `times` times since the last report.
 
-        Within ten minutes of the last time, the event that is there is counted up. `message` is cut at 1 KiB.
+        Within ten minutes, the count of the existing event is increased. `message` is cut at 1 KiB.
         """
         text = one_line(message, _MESSAGE_BYTES)
         key = (about, warning, reason, text)
@@ -85,7 +86,7 @@ class EventWriter:
         except ApiRejectedError as error:
             if error.status != _CONFLICT:
                 raise
-            # The answer to an earlier try was lost on the way; that try is one of `times`.
+            # The answer to an earlier try was lost; that try is one of `times`.
             self._count_up(about, known, times, timeout_s)
         known.stored, known.count = True, times
 
@@ -101,7 +102,7 @@ class EventWriter:
         return known
 
     def _count_up(self, about: EventObject, known: _Known, times: int, timeout_s: float | None) -> bool:
-        """False if the event is not there any more; it then gets a new name."""
+        """Increase the event's count; returns False if the event is gone, and gives it a new name."""
         patch = {"count": known.count + times, "lastTimestamp": self._moment()}
         try:
             self.client.request(
@@ -157,7 +158,7 @@ class EventWriter:
 
 
 def _namespace(about: EventObject) -> str:
-    """Events on what is cluster-scoped live in `default`; the API server takes no other place."""
+    """Return the event's namespace. The API server requires `default` for cluster-scoped objects."""
     return about.namespace or "default"
 
 

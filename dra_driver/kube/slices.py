@@ -1,4 +1,4 @@
-"""ResourceSlices of one driver on one node: list, write and watch; nothing else can be seen or touched."""
+"""Lists, writes and watches the ResourceSlices of one driver on one node."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _TYPE = {"apiVersion": GROUP_VERSION, "kind": "ResourceSlice"}
 
 
 class SliceCache(Follower):
-    """The slices with `spec.driver` and `spec.nodeName` as given, listed again once an event of the watch or a write of
-    ours made the last list old.
+    """The slices of a driver and node. They are listed again after a watch event or one of the plugin's own
+    writes.
 
-    `on_change()` runs on the watch thread, and must be quick: after each list that the watch begins with, and after
-    each event. An event may be the echo of our own write; the publisher then finds nothing to do. `current` and the
-    writes also work without `start`.
+    `on_change()` runs on the watch thread and must be quick: after each list that begins a watch, and after
+    each event. An event may be caused by the plugin's own write; the publisher then finds nothing to do.
+    `current` and the writes also work without `start`.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class SliceCache(Follower):
         on_change: Callable[[], None] = lambda: None,
         **more: Any,
     ) -> None:
-        """`more` is for the Follower."""
+        """`more` is passed to the Follower."""
         selector, what = (
             f"spec.driver={driver},spec.nodeName={node}",
             f"resource slices of {driver} on node {node}",
@@ -40,19 +40,21 @@ class SliceCache(Follower):
         self._on_change = on_change
         self._lock = threading.Lock()
         self._slices: list[dict[str, Any]] = []
-        self._changes = 0  # events and writes that we know of
-        self._listed_at = -1  # how many of them were there when the last list was asked for
+        self._changes = 0  # known events and writes
+        self._listed_at = -1  # the value of `_changes` when the last list was requested
         self.synced = threading.Event()
-        """Whether the first list is in."""
+        """Set once the first list has arrived."""
 
     @property
     def count(self) -> int:
-        """How many slices the last list had."""
+        """The number of slices in the last list."""
         return len(self._slices)
 
     def current(self) -> list[dict[str, Any]]:
-        """All slices, sorted by name, own writes included; not to be changed. The server is asked only if the last list
-        is old. Raises: ApiUnavailableError, ApiRejectedError."""
+        """Return all slices sorted by name, including own writes. Callers must not modify them.
+
+        The server is queried only if the last list is stale. Raises: ApiUnavailableError, ApiRejectedError.
+        """
         with self._lock:
             is_old = self._listed_at < self._changes
         if is_old:
@@ -60,25 +62,25 @@ class SliceCache(Follower):
         return self._slices
 
     def list(self) -> tuple[list[dict[str, Any]], str]:
-        """As every Follower; sorted by name."""
+        """Like `Follower.list`, but sorted by name."""
         items, version = super().list()
         return sorted(
             (_TYPE | item for item in items), key=lambda item: str(item["metadata"]["name"])
         ), version
 
     def create(self, obj: dict[str, Any]) -> dict[str, Any]:
-        """The stored slice, which may lack fields of `obj`."""
+        """Create a slice; returns the stored one, which may lack fields of `obj`."""
         metadata = obj["metadata"]
         action = f"create resource slice {metadata.get('name') or metadata.get('generateName')}"
         return self._write("POST", obj | _TYPE, action=action)
 
     def update(self, obj: dict[str, Any]) -> dict[str, Any]:
-        """Replace the slice of that name, and return the stored one; a stale resourceVersion is refused with 409."""
+        """Replace the slice of that name; returns the stored one. A stale resourceVersion is refused with 409."""
         name = obj["metadata"]["name"]
         return self._write("PUT", obj | _TYPE, name=name, action=f"update resource slice {name}")
 
     def delete(self, name: str, uid: str, resource_version: str | None = None) -> None:
-        """Delete exactly that object; that it is gone already is success. A changed one is a 409."""
+        """Delete this exact object; it may be gone already. An object that has changed is refused with 409."""
         version = {"resourceVersion": resource_version} if resource_version else {}
         body = {"kind": "DeleteOptions", "apiVersion": "v1", "preconditions": {"uid": uid} | version}
         try:
@@ -91,19 +93,21 @@ class SliceCache(Follower):
         try:
             return self._api.call(method, _PLURAL, body=body, **more)
         finally:
-            self._outdate()  # also after a write that failed: it may have arrived
+            self._mark_stale()  # even after a failed write, because it may have arrived
 
-    def _outdate(self) -> None:
+    def _mark_stale(self) -> None:
         with self._lock:
             self._changes += 1
 
     def _list(self) -> str:
-        """The version of the list. What changes while it is on its way makes it old at once."""
+        """List the slices; returns the version of the list. A change during the request makes the list stale at
+        once.
+        """
         with self._lock:
             changes = self._changes
         slices, version = self.list()
         with self._lock:
-            if changes >= self._listed_at:  # another thread may have asked later, and be done
+            if changes >= self._listed_at:  # another thread's later list may have arrived first
                 self._slices, self._listed_at = slices, changes
         return version
 
@@ -113,6 +117,6 @@ class SliceCache(Follower):
         self._on_change()
         return version
 
-    def _happened(self, _event: dict[str, Any]) -> None:
-        self._outdate()
+    def _on_event(self, _event: dict[str, Any]) -> None:
+        self._mark_stale()
         self._on_change()

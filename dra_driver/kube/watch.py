@@ -1,4 +1,6 @@
-"""A list of objects that is watched from there on, in a thread of its own; and the labels of this node, kept so."""
+"""Lists objects and watches them from there on, in a background thread; and keeps the labels of this node up to
+date.
+"""
 
 from __future__ import annotations
 
@@ -18,23 +20,25 @@ from dra_driver.kube.client import ApiClient, WatchStream
 
 _log = structlog.get_logger(__name__)
 
-_jitter = random.Random()  # noqa: S311  spreads load; not a matter of security
-_WATCH_S = (300, 600)  # the server ends a watch after that long; spread, so that not all nodes return at once
+_jitter = random.Random()  # noqa: S311  for spreading load, not for security
+_WATCH_S = (300, 600)  # how long until the server ends a watch; random, so that not all nodes return at once
 _IDLE_S = 90.0
-"""Bookmarks come about once a minute. When one is missing, the server is dead, and a balancer acknowledges in its
-place. Until then the plugin misses changes."""
+"""Bookmarks arrive about once a minute. If one is missing, the server is dead behind a load balancer that still
+acknowledges data. Until then the plugin misses changes.
+"""
 _BACKOFF_S = (1.6, 30.0)
-"""The first wait, half of which is left to chance, is that of client-go's informers: 10,000 nodes whose watches end in
-the same moment come back over 0.8 s."""
+"""First and maximum retry delay; half of the first is random, as in client-go, so that 10,000 nodes reconnect
+over 0.8 s.
+"""
 _TRUSTED_S = 40.0
-"""How long the labels of the node count while the watch fails: longer than the pause between two lists."""
+"""How long the node's labels remain valid while the watch fails: longer than the pause between two lists."""
 
 
 class Follower(BackgroundWorker):
-    """Lists the objects at `path` that `field_selector` chooses, and watches them from that list on, again and again.
+    """Lists the objects at `path` that match `field_selector`, and watches them from that list on, repeatedly.
 
-    `what` are these objects in words. A subclass gets each list in `_relist` and each event in `_happened`, on the
-    worker's thread; both must be quick. Idle it sleeps in one socket read.
+    `what` describes the objects. A subclass handles each list in `_relist` and each event in `_on_event`, on
+    the worker's thread; both must be quick. An idle follower sleeps in one socket read.
     """
 
     def __init__(
@@ -53,30 +57,32 @@ class Follower(BackgroundWorker):
         self._selector = {"fieldSelector": field_selector}
         self._idle_timeout_s = idle_timeout_s
         self._backoff = Backoff(*backoff_s, spread=(0.5, 1.0))
-        self._version = ""  # to watch from; empty: list first
+        self._version = ""  # resource version to watch from; empty: list first
         self._stream: WatchStream | None = None
         self.failing: tuple[float, str] | None = None
-        """Since when (time.monotonic()) list and watch have failed without a success in between, and why."""
+        """When list and watch began to fail (time.monotonic()), and why; None after a success."""
 
     def retire(self) -> None:
-        """Have no more events; the watch under way ends."""
+        """Deliver no more events, and end the current watch."""
         super().retire()
         stream = self._stream
         if stream is not None:
             stream.close()
 
     def list(self) -> tuple[list[dict[str, Any]], str]:
-        """Asks the server: (objects, resource version to watch from). Raises: ApiUnavailableError, ApiRejectedError."""
+        """Query the server; returns the objects and the resource version to watch from. Raises:
+        ApiUnavailableError, ApiRejectedError.
+        """
         answer = self._api.request("GET", self._path, query=self._selector, action=f"list {self._what}")
         return list(answer.get("items") or ()), str(
             (answer.get("metadata") or {}).get("resourceVersion") or ""
         )
 
     def open_watch(self, resource_version: str) -> WatchStream:
-        """A raw stream of events after `resource_version`; the caller closes it.
+        """Return a stream of events after `resource_version`; the caller closes it.
 
-        Raises: WatchExpiredError (list again), ApiUnavailableError, ApiRejectedError; while it is read also
-        ApiUnavailableError for a connection that broke or 90 s of silence, after which the server is dead.
+        Raises: WatchExpiredError (list again), ApiUnavailableError, ApiRejectedError; while it is read,
+        ApiUnavailableError if the connection breaks or is silent for 90 s.
         """
         query = self._selector | {
             "watch": "true",
@@ -89,18 +95,21 @@ class Follower(BackgroundWorker):
 
     @abstractmethod
     def _relist(self) -> str:
-        """List and take what is there; the version of the list. Raises: as `list`."""
+        """List the objects and store them; returns the version of the list. Raises: like `list`."""
 
     @abstractmethod
-    def _happened(self, event: dict[str, Any]) -> None:
-        """Something of it was added, changed or deleted."""
+    def _on_event(self, event: dict[str, Any]) -> None:
+        """Handle an event: an object was added, changed or deleted."""
 
     def _turn(self) -> float:
-        """Follow until the watch ends. Whatever ended it may end the next one at once, and the watches of all other
-        nodes too, so there is always a pause."""
+        """Follow until the watch ends; returns the seconds until the next turn.
+
+        There is always a pause, because whatever ended the watch may end the next one too, and those of all
+        other nodes.
+        """
         failure: Exception | None = None
-        # A server that was away may come back with another history, as after a restored backup: a watch from our
-        # version would then stay silent for as long as it takes to catch up. So a failure makes it list again.
+        # After an outage the server may have another history, for example from a backup. A watch from the old
+        # version would stay silent until the server has caught up, so list again after a failure.
         version, self._version = self._version, ""
         try:
             version = version or self._relist()
@@ -120,9 +129,10 @@ class Follower(BackgroundWorker):
         return self._backoff.next(failure.retry_after_s if isinstance(failure, ApiUnavailableError) else None)
 
     def _follow(self, version: str) -> tuple[str, ApiUnavailableError | None]:
-        """Pass events on until the watch ends; (version to resume from, what broke it, None if it ended in order).
+        """Pass on events until the watch ends; returns the version to resume from, and the error that broke the
+        watch, if any.
 
-        Raises: WatchExpiredError also for an event from before `version`: the history was set back.
+        Raises: WatchExpiredError, also if an event is older than `version`, because the history was reset.
         """
         started = time.monotonic()
         self._stream = stream = self.open_watch(version)
@@ -133,7 +143,7 @@ class Follower(BackgroundWorker):
             for event in stream:
                 version = version_after(version, event)
                 if event.get("type") != "BOOKMARK":
-                    self._happened(event)
+                    self._on_event(event)
         except ApiUnavailableError as error:
             return version, error
         finally:
@@ -143,7 +153,7 @@ class Follower(BackgroundWorker):
 
 
 def version_after(version: str, event: dict[str, Any]) -> str:
-    """The version after this event. Raises: WatchExpiredError if that is an earlier one."""
+    """Return the version after this event. Raises: WatchExpiredError if it is older than `version`."""
     metadata = event["object"].get("metadata") if isinstance(event.get("object"), dict) else None
     new = metadata.get("resourceVersion") if isinstance(metadata, dict) else None
     if not isinstance(new, str) or not new:
@@ -155,25 +165,27 @@ def version_after(version: str, event: dict[str, Any]) -> str:
 
 
 class NodeLabels(Follower):
-    """The labels of the own node. `on_change` is called when they are others than before, on the worker's thread.
+    """The labels of this node. `on_change` is called on the worker's thread when they change.
 
-    It needs `list` and `watch` on nodes, and asks for this node alone.
+    Requires `list` and `watch` on nodes, and queries only this node.
     """
 
     def __init__(self, api: ApiClient, node: str, on_change: Callable[[], None], **more: Any) -> None:
-        """`more` is for the Follower."""
+        """`more` is passed to the Follower."""
         super().__init__("node-labels", api, "/api/v1/nodes", f"metadata.name={node}", f"node {node}", **more)
         self._on_change = on_change
         self._labels: Mapping[str, str] | None = None
-        self._heard: float | None = None  # when the last list or event came (time.monotonic())
+        self._updated_at: float | None = None  # when the last list or event arrived (time.monotonic())
 
     def now(self) -> Mapping[str, str] | None:
-        """None until they are known, and while the node does not exist.
+        """Return the labels; None until they are known, and while the node does not exist.
 
-        Raises: ApiUnavailableError if list or watch fails, and no list has come for a while.
+        Raises: ApiUnavailableError if list or watch fails, and no list has arrived for a while.
         """
-        failing, heard = self.failing, self._heard
-        if failing is not None and (heard is None or time.monotonic() - max(failing[0], heard) >= _TRUSTED_S):
+        failing, updated_at = self.failing, self._updated_at
+        if failing is not None and (
+            updated_at is None or time.monotonic() - max(failing[0], updated_at) >= _TRUSTED_S
+        ):
             raise ApiUnavailableError(failing[1])
         return self._labels
 
@@ -182,11 +194,11 @@ class NodeLabels(Follower):
         self._take(nodes[0] if nodes else None)
         return version
 
-    def _happened(self, event: dict[str, Any]) -> None:
+    def _on_event(self, event: dict[str, Any]) -> None:
         self._take(None if event.get("type") == "DELETED" else event.get("object"))
 
     def _take(self, node: Any) -> None:
-        self._heard = time.monotonic()
+        self._updated_at = time.monotonic()
         before = self._labels
         self._labels = None if node is None else dict((node.get("metadata") or {}).get("labels") or {})
         if self._labels != before:

@@ -775,7 +775,7 @@ class Threaded:
         store = HealthStore(path / "health.json", lambda: True)
         self.monitor = Monitor(HealthBook(node, store, "boot", monotonic=lambda: self.time[0]), self.source)
         self.monitor.start()
-        eventually(lambda: sum(poller.is_heard for poller in self.monitor.pollers.values()) == 2)
+        eventually(lambda: sum(poller.is_registered for poller in self.monitor.pollers.values()) == 2)
         eventually(lambda: all(map(self.monitor.book.is_fresh, self.gpus)))
 
     def hang(self, *gpus: str) -> None:
@@ -817,14 +817,14 @@ def test_gpu_whose_poll_does_not_return_is_unresponsive_and_its_neighbour_is_as_
     made = threaded()
     made.hang("GPU-a")
     made.time[0] = 29.0
-    made.monitor.look_for_hangs()
+    made.monitor.check_for_hangs()
     assert (made.reasons("GPU-a"), made.problems()) == ([], {})
     made.time[0] = 31.0
     made.monitor.pollers["GPU-b"].poll_soon()
     eventually(lambda: made.monitor.book.is_fresh("GPU-b"))
     # The listener's wait began at 0 by this clock; it must not count as one of 31 s.
     eventually(lambda: made.monitor.listener._calling_since == 31.0)
-    made.monitor.look_for_hangs()
+    made.monitor.check_for_hangs()
     assert (made.reasons("GPU-a"), made.reasons("GPU-b")) == (["unresponsive/no-answer"], [])
     [(subject, (code, text))] = made.problems().items()
     assert (subject, code) == ("gpu-a", "gpu-unresponsive")
@@ -849,7 +849,7 @@ def test_event_is_taken_in_at_once_while_gpus_hang(threaded, hung):
         return
     eventually(lambda: made.source.event is None)
     made.time[0] = 31.0
-    eventually(lambda: (made.monitor.look_for_hangs(), "xid/48" in made.reasons("GPU-b"))[1])
+    eventually(lambda: (made.monitor.check_for_hangs(), "xid/48" in made.reasons("GPU-b"))[1])
 
 
 def test_gpu_that_comes_back_while_its_old_call_hangs_gets_no_second_call(threaded):
@@ -868,7 +868,7 @@ def test_gpu_that_comes_back_while_its_old_call_hangs_gets_no_second_call(thread
     assert old.wait_ended(20)
     made.monitor.devices_changed()
     eventually(lambda: made.monitor.pollers["GPU-a"] is not old)
-    eventually(lambda: made.monitor.pollers["GPU-a"].is_heard)
+    eventually(lambda: made.monitor.pollers["GPU-a"].is_registered)
 
 
 def test_gpu_that_goes_ends_its_thread(threaded):
@@ -911,7 +911,7 @@ def test_wait_for_events_that_does_not_return_leaves_the_gpus_unmonitored(thread
     made.source.wait = hang
     assert reached.wait(20)
     made.time[0] = 31.0
-    made.monitor.look_for_hangs()
+    made.monitor.check_for_hangs()
     assert [made.reasons(gpu) for gpu in ("GPU-a", "GPU-b")] == [["unmonitored"]] * 2
     del made.source.wait
     let.set()
@@ -939,14 +939,14 @@ def test_gpu_is_unresponsive_while_an_operation_hangs_even_if_nvml_hangs_too(thr
     made = threaded()
     made.hang("GPU-a")
     made.hanging["GPU-a"] = ("the start of the MPS daemon", -UNRESPONSIVE_AFTER_S)
-    made.monitor.look_for_hangs()
+    made.monitor.check_for_hangs()
     text = "the GPU does not react: the start of the MPS daemon does not end"
     assert made.problems() == {"gpu-a": ("gpu-unresponsive", f"GPU gpu-a (GPU-a): {text}")}
     made.hanging["GPU-a"] = ("the start of the MPS daemon", float(-REBOOT_AFTER_S))
     for _ in range(2):
-        made.monitor.look_for_hangs()
+        made.monitor.check_for_hangs()
     made.hanging.clear()
-    made.monitor.look_for_hangs()
+    made.monitor.check_for_hangs()
     assert made.problems() == {}
     late = "the GPU does not react: the start of the MPS daemon has not ended for 15 minutes"
     assert [(change.before, change.after) for change in made.told] == [
@@ -961,13 +961,13 @@ def test_gpu_is_unresponsive_while_an_operation_hangs_even_if_nvml_hangs_too(thr
 def test_an_operation_that_hung_is_over_after_a_restart(bench):
     hanging = {bench.uuids[0]: ("the setting of the time slice", bench.now - UNRESPONSIVE_AFTER_S)}
     bench.hanging = hanging
-    bench.monitor.look_for_hangs()
+    bench.monitor.check_for_hangs()
     bench.hanging = {}
     bench.monitor.book.write()
     assert bench.tainted() == {"0": ["unresponsive=None:NoSchedule"]}
     monitor = bench.restarted()
     assert bench.reasons(0) == ["unresponsive"], "doctor reads it in the file"
-    monitor.look_for_hangs()
+    monitor.check_for_hangs()
     assert (bench.reasons(0), bench.tainted()) == ([], {})
 
 
@@ -986,7 +986,7 @@ def test_what_two_threads_take_in_at_a_time_is_all_kept(bench):
     bench.hanging = {bench.uuids[0]: ("the creation of a MIG device", began)}
     monitor.book.places = SlowPlaces(monitor.book.places)
     event = threading.Thread(target=monitor.book.take, args=({target: (Xid(48),)},))
-    look = threading.Thread(target=monitor.look_for_hangs)
+    look = threading.Thread(target=monitor.check_for_hangs)
     event.start()
     assert reached.wait(20)
     look.start()

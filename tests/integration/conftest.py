@@ -209,7 +209,7 @@ def heard(driver: Driver) -> int:
     """Of how many GPUs the events reach the plugin."""
     monitor = driver.health.monitor
     newest = monitor.source.set_number()
-    return sum(poller.is_heard and poller._set_number == newest for poller in monitor.pollers.values())
+    return sum(poller.is_registered and poller._set_number == newest for poller in monitor.pollers.values())
 
 
 @pytest.fixture(autouse=True)

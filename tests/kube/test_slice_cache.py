@@ -167,7 +167,7 @@ def test_a_change_while_a_list_is_on_its_way_makes_it_old(server, cache, connect
             eventually(lambda: cache._changes > changes_before)
         return answer
 
-    cache._outdate()
+    cache._mark_stale()
     changes_before = cache._changes
     monkeypatch.setattr(cache, "list", slow)
     assert cache.current() == []

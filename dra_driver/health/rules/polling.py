@@ -1,8 +1,9 @@
-"""What one poll of a GPU means for its health, its NVLinks included.
+"""Decides what a poll of a GPU means for its health, including its NVLinks.
 
-A GPU whose links lead to NVSwitches needs all of them: it reaches every other GPU through each switch. NVIDIA's own
-checks have such a GPU drained and reset. Links that join two GPUs are another matter: the GPU works with those that are
-left, and a link is down too when the other GPU is reset, in MIG mode, or with a virtual machine.
+A GPU whose links lead to NVSwitches needs all of them, because it reaches every other GPU through each switch.
+NVIDIA's own tools require such a GPU to be drained and reset. Links between two GPUs are different: the GPU
+works with the remaining links, and a link is also down while the other GPU is reset, in MIG mode, or used by a
+virtual machine.
 """
 
 from __future__ import annotations
@@ -97,13 +98,13 @@ _SIGNALS: tuple[tuple[str, str, Mapping[object, tuple[str, Severity, str]]], ...
         "confidential computing is on, and the ready state of the node's GPUs is not set yet",
     )}),
 )  # fmt: skip
-"""The key of the reason, the field of the poll, and what each bad value of the field means."""
+"""The key of the reason, the field of the poll, and the meaning of each bad value of the field."""
 _OF_REPAIR = frozenset({RECOVERY_ACTION, ROW_REMAP, PAGE_RETIREMENT, SRAM, MEMORY, BANK_REMAP, REPAIR})
 _REPAIR_FIELDS = tuple(field for key, field, _ in _SIGNALS if key in _OF_REPAIR)
 
 
 def reasons_found(polled: PolledHealth) -> Mapping[str, list[Finding]]:
-    """What a poll found, by the key of the reason. A key that is missing could not be polled."""
+    """Return what a poll found, by the key of the reason. Keys that could not be polled are missing."""
     found: dict[str, list[Finding]] = {}
     for key, field, faults in _SIGNALS:
         value = getattr(polled, field)
@@ -125,12 +126,12 @@ def asks_for_action(polled: PolledHealth) -> bool:
 
 
 def is_memory_read(polled: PolledHealth) -> bool:
-    """Whether none of the values of `asks_for_action` is missing because its query failed."""
+    """Whether no value that `asks_for_action` reads is missing because its query failed."""
     return polled.failed.isdisjoint(_REPAIR_FIELDS)
 
 
 def fabric_findings(state: FabricState, detail: str) -> list[Finding]:
-    """None for a fabric that is ready or absent; `detail` says what is wrong."""
+    """Return the finding of a fabric; none if it is ready or absent. `detail` says what is wrong."""
     if state not in _FABRIC:
         return []
     severity, text = _FABRIC[state]
@@ -138,7 +139,7 @@ def fabric_findings(state: FabricState, detail: str) -> list[Finding]:
 
 
 def compared(polled: PolledHealth, others: Iterable[NvLinks | None]) -> PolledHealth:
-    """The poll with the number of links that the equal ones of the `others` have had up."""
+    """Return the poll with the highest number of active links of equal GPUs among the `others`."""
     mine = polled.nvlinks
     if mine is None:
         return polled
@@ -153,7 +154,7 @@ def compared(polled: PolledHealth, others: Iterable[NvLinks | None]) -> PolledHe
 
 
 def seen_nvlinks(before: NvLinks | None, now: NvLinks) -> NvLinks:
-    """All links that were up: in `before`, or now."""
+    """Return all links that were ever active: in `before`, or now."""
     if before is None:
         return now
     known = before.to_switches if now.to_switches is None else now.to_switches
@@ -161,11 +162,13 @@ def seen_nvlinks(before: NvLinks | None, now: NvLinks) -> NvLinks:
 
 
 def nvlink_findings(polled: PolledHealth, seen: NvLinks) -> list[Finding]:
-    """What is wrong with the links that the poll has read; `seen` are those that were up since the boot."""
+    """Return what is wrong with the links that the poll read. `seen` are the links that were active since the
+    boot.
+    """
     now = polled.nvlinks
     if now is None:
         return []
-    # A GPU that has had no link up is compared with those on switches alone.
+    # A GPU without any active link so far is compared only with GPUs on switches.
     is_on_switches = seen.to_switches or not seen.up
     severity = Severity.DEGRADED if is_on_switches else Severity.INFORMATION
     links = f"NVLinks to {'switches' if is_on_switches else 'other GPUs'}"
@@ -181,7 +184,7 @@ def nvlink_findings(polled: PolledHealth, seen: NvLinks) -> list[Finding]:
 
 
 def nvlink_errors_found(state: HealthState, polled: PolledHealth) -> Mapping[str, list[Finding]]:
-    """A reason for each count that grew since it was read last. Nothing if no count was read."""
+    """Return a reason for each counter that has grown since the last read; empty if no counter was read."""
     if polled.nvlink_errors is None:
         return {}
     before = state.nvlink_errors or {}

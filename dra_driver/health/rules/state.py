@@ -1,9 +1,9 @@
-"""What an observation changes in the health of a device, and how each reason ends.
+"""Decides how observations change the health of a device, and how each reason ends.
 
-A state is a set of active reasons, and its severity is the worst of them: a harmless event never makes a bad device
-look well. A reason ends by what `Ending` says of it, and by nothing else: not because time passed, a query failed or a
-poll heard nothing. A poll that no live query answered ends nothing at all: after the second one in a row the GPU is
-unresponsive. `merged` puts together what two instances of the plugin know of the same GPUs.
+A state is a set of active reasons, and its severity is the worst of them, so a harmless event never makes a bad
+device look healthy. A reason ends only as its `Ending` says: not because time passed, a query failed or a poll
+found nothing. A poll that no live query answered ends no reason; after two such polls in a row the GPU is
+unresponsive. `merged` combines what two instances of the plugin know about the same GPUs.
 """
 
 from __future__ import annotations
@@ -55,22 +55,24 @@ _LOST_TEXT = "the GPU fell off the bus and does not answer; reset the GPU or reb
 
 
 SETTLE_S = 30
-"""How long after the last such event NVML's recovery action NONE ends the reason of an event: errors come in bursts."""
+"""How long NVML's recovery action must be NONE after the last event to end its reason, because errors come in
+bursts.
+"""
 SETTLE_UNSURE_S = 600
-"""The same for the fault of a program where the NVIDIA driver reports no recovery action."""
+"""The same for a program's fault if the NVIDIA driver reports no recovery action."""
 REMEMBER_S = 600
-"""How long an event that is mere information is remembered."""
+"""How long an event that is only informational is remembered."""
 SILENT_POLLS = 2
-"""After so many polls in a row without an answer the GPU is unresponsive; one alone may meet a reset of the GPU."""
+"""Polls in a row without an answer after which the GPU is unresponsive. A single one may coincide with a reset."""
 NO_ANSWER = "no-answer"
 FLAPS, FLAP_WINDOW_S = 3, 3600
-"""A device that failed so often within that time is held back."""
+"""A device that fails this often within this window is held back."""
 HOLD_S, HOLD_MOST_S = 600, 4 * 3600
-"""For so long after it is well, twice as long each further time, and at most."""
+"""How long a recovered device is held back: doubled each further time, up to the maximum."""
 UNRESPONSIVE_AFTER_S = 60
-"""How long an operation hangs on a GPU until that GPU counts as unresponsive: as long as claims wait for it."""
+"""How long an operation must hang before its GPU is unresponsive; claims wait equally long."""
 REBOOT_AFTER_S = 15 * 60
-"""After so long, do not expect any more that it ends by itself."""
+"""After this time, the hang is not expected to end by itself."""
 
 
 class Ending(Enum):
@@ -90,12 +92,13 @@ _BY_KEY: Mapping[str, Ending] = {
     LOST: Ending.ANSWER,
     UNMONITORED: Ending.OURS,
 }
-"""All others are read by polls."""
+"""All other keys are read by polls."""
 
 
 def ending_of(reason: Reason) -> Ending:
-    """How the reason ends. Of Xids, time ends those that NVIDIA's catalog attributes to a program, and those that are
-    mere information."""
+    """Return how the reason ends. Of Xids, only program faults (by NVIDIA's catalog) and informational ones end
+    with time.
+    """
     if reason.key == UNRESPONSIVE:
         return Ending.ANSWER if reason.value else Ending.OURS
     if reason.key == XID:
@@ -105,16 +108,17 @@ def ending_of(reason: Reason) -> Ending:
 
 
 def waits_for_reset(reason: Reason) -> bool:
-    """Whether the observation of a reset ends the reason, and none has been observed yet."""
+    """Whether observing a reset would end the reason, and none has been observed yet."""
     return ending_of(reason) in (Ending.RESET, Ending.STILL) and not reason.reset_seen
 
 
 def observe(
     state: HealthState, observation: Observation, now: int, policy: XidPolicy = NO_CHANGES
 ) -> HealthState:
-    """The state after the observation, which was made at `now`.
+    """Return the state after an observation made at `now`.
 
-    For an instance, what is seen of its whole GPU only clears: the GPU's own state carries the rest.
+    For an instance, observations of its whole GPU only clear reasons, because the GPU's own state has the
+    others.
     """
     match observation:
         case Xid(number, reports_action):
@@ -164,7 +168,7 @@ def _hang(what: str, for_s: float) -> list[Finding]:
 
 
 def _with(state: HealthState, news: Reason) -> HealthState:
-    """The same reason again keeps the time of its first evidence."""
+    """Add a reason. A known reason keeps the time of its first evidence."""
     known = next((reason for reason in state.reasons if reason.name == news.name), None)
     if known is not None:
         news = replace(
@@ -181,7 +185,7 @@ def _having(state: HealthState, reasons: Iterable[Reason]) -> HealthState:
 
 
 def _with_found(state: HealthState, found: Mapping[str, list[Finding]], now: int) -> HealthState:
-    """Replace the reasons of the keys in `found` by what was found; those of other keys stay."""
+    """Replace the reasons whose keys are in `found`; reasons of other keys stay."""
     if state.target.is_instance:
         return state
     known = {reason.name: reason for reason in state.reasons}
@@ -195,7 +199,7 @@ def _with_found(state: HealthState, found: Mapping[str, list[Finding]], now: int
 
 
 def _unanswered(state: HealthState) -> list[Finding]:
-    """The reason `unresponsive` that ends with an answer of the GPU, as it is now."""
+    """Return the current reason `unresponsive` that ends when the GPU answers."""
     return [
         (*reason.name, reason.severity, reason.text)
         for reason in state.reasons
@@ -204,7 +208,9 @@ def _unanswered(state: HealthState) -> list[Finding]:
 
 
 def _after_silence(state: HealthState, polled: PolledHealth, now: int) -> HealthState:
-    """What the kernel driver knows without the GPU may add reasons, and ends none."""
+    """Record a poll without an answer. What the kernel driver knows without the GPU may add reasons, but ends
+    none.
+    """
     if state.target.is_instance:
         return state
     known = {reason.name for reason in state.reasons}
@@ -220,7 +226,7 @@ def _after_silence(state: HealthState, polled: PolledHealth, now: int) -> Health
 
 def _no_answer(state: HealthState, text: str, since: int) -> HealthState:
     if any(reason.name == (UNRESPONSIVE, NO_ANSWER) and reason.text == text for reason in state.reasons):
-        return state  # the same state, so that nothing is written to disk
+        return state  # the same object, so that nothing is written to disk
     return _with(state, Reason(UNRESPONSIVE, NO_ANSWER, Severity.DEGRADED, since, since, text, "poll"))
 
 
@@ -237,7 +243,7 @@ def _after_poll(state: HealthState, polled: PolledHealth, now: int) -> HealthSta
     kept: list[Reason] = []
     for reason in state.reasons:
         if reason.key in _EVENT_KEYS:
-            # A clock that was set back must not keep a reason for ever.
+            # A clock that was set back must not keep a reason forever.
             timed = replace(reason, last_at=min(reason.last_at, now), since=min(reason.since, now))
             if not _is_over(timed, polled, now, is_still=is_still):
                 kept.append(timed)
@@ -248,22 +254,26 @@ def _after_poll(state: HealthState, polled: PolledHealth, now: int) -> HealthSta
 
 
 def shows_reset(state: HealthState, polled: PolledHealth) -> bool:
-    """Whether the GPU must have been reset since: one that was lost comes back in no other way, and nothing
-    else takes counted memory errors back."""
+    """Whether the GPU must have been reset since.
+
+    A lost GPU comes back only by a reset, and only a reset lowers the memory error counter.
+    """
     known, found = state.ecc_uncorrected, polled.ecc_uncorrected
     counts_anew = known is not None and found is not None and found < known
     return counts_anew or (state.has(LOST) and polled.answered)
 
 
 def _is_still(state: HealthState, polled: PolledHealth) -> bool:
-    """Whether the count of memory errors is that of the poll before; always where the GPU does not count them."""
+    """Whether the memory error counter is unchanged since the last poll, or the GPU has no such counter."""
     if polled.ecc_uncorrected is None:
         return "ecc_uncorrected" not in polled.failed
     return state.target.is_instance or state.ecc_uncorrected == polled.ecc_uncorrected
 
 
 def _with_memory_errors(state: HealthState, polled: PolledHealth, now: int) -> HealthState:
-    """Errors that were there before our first poll are not reported: other polled values tell what they need."""
+    """Record new memory errors. Errors from before the first poll are not reported; other values show what they
+    require.
+    """
     found = polled.ecc_uncorrected
     if found is None:
         return state
@@ -297,12 +307,12 @@ def _is_over(reason: Reason, polled: PolledHealth, now: int, *, is_still: bool) 
         return passed >= REMEMBER_S
     if is_sure:
         return passed >= SETTLE_S
-    # A driver that knows no recovery action can tell neither that none is needed nor that the GPU was reset.
+    # Without recovery actions, the driver cannot report that no action is needed, or that the GPU was reset.
     return ending_of(reason) is Ending.TIME and passed >= SETTLE_UNSURE_S
 
 
 def _reset(state: HealthState) -> HealthState:
-    """The reasons stay until a poll shows that the reset helped."""
+    """Mark reasons as reset. They stay until a poll shows that the reset helped."""
     marked = [
         replace(reason, reset_seen=True) if reason.key in _EVENT_KEYS else reason for reason in state.reasons
     ]
@@ -310,12 +320,12 @@ def _reset(state: HealthState) -> HealthState:
 
 
 def rebooted(state: HealthState, now: int) -> HealthState:
-    """The state of a whole GPU after a boot in which it has not been polled yet."""
+    """Return the state of a whole GPU after a boot, before its first poll."""
     return replace(observe(state, Reset(), now), nvlinks=None)
 
 
 def _serviced(state: HealthState, at: int) -> HealthState:
-    """As a reset, but what happened later stays, and so does the count of errors."""
+    """Like `_reset`, but keeps later events and the error counter."""
     marked = [
         replace(reason, reset_seen=True) if reason.last_at < at and waits_for_reset(reason) else reason
         for reason in state.reasons
@@ -324,7 +334,7 @@ def _serviced(state: HealthState, at: int) -> HealthState:
 
 
 def _identified(state: HealthState, identity: str | None) -> HealthState:
-    """Another instance under the same IDs starts with a clean record."""
+    """Set the identity. Another instance with the same IDs starts with a clean state."""
     if identity is None or (state.identity is not None and state.identity != identity):
         return HealthState(state.target, identity=identity)
     return replace(state, identity=identity)
@@ -335,7 +345,7 @@ def _is_bad(state: HealthState) -> bool:
 
 
 def _damped(before: HealthState, after: HealthState, now: int) -> HealthState:
-    """Count how often the device goes bad, and hold one back that does so again and again."""
+    """Count how often the device goes bad, and hold back one that does so repeatedly."""
     if _is_bad(after) and not _is_bad(before):
         recent = [at for at in after.setbacks if now - FLAP_WINDOW_S < at <= now]
         return replace(after, setbacks=(*recent, now))
@@ -351,9 +361,9 @@ def _damped(before: HealthState, after: HealthState, now: int) -> HealthState:
 
 
 def merged(mine: Iterable[HealthState], kept: Iterable[HealthState]) -> tuple[HealthState, ...]:
-    """The states that this instance knows, with what another one knew besides: events that it alone heard.
+    """Merge the states of this instance with events that only another instance received.
 
-    What a poll found is not taken over for a device that this instance polled itself.
+    Poll results of the other instance are ignored for devices that this instance has polled.
     """
     known = {state.target: state for state in mine}
     for state in kept:
@@ -364,7 +374,7 @@ def merged(mine: Iterable[HealthState], kept: Iterable[HealthState]) -> tuple[He
 
 def _with_events_of(own: HealthState, other: HealthState) -> HealthState:
     if own.identity is not None and other.identity is not None and own.identity != other.identity:
-        return own  # another instance under the same IDs
+        return own  # another instance with the same IDs
     names = {reason.name for reason in own.reasons}
     heard = [reason for reason in other.reasons if reason.source == "event" and reason.name not in names]
     held = [moment for moment in (own.held_until, other.held_until) if moment is not None]

@@ -1,4 +1,4 @@
-"""Taints of a device from the health of its GPU and of its own instance."""
+"""Taints of a device, from the health of its GPU and of its own instance."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ _OF_NVLINK = frozenset({FABRIC, NVLINK, NVLINK_ERRORS})
 
 @dataclass(frozen=True, slots=True)
 class TaintPolicy:
-    """Which effect a taint has, by its key without the prefix; NoSchedule where none is given.
+    """The effect of each taint, by its key without the prefix. The default is NoSchedule.
 
-    Mere information has the effect None whatever is configured for its key; only `unmonitored`, which is never
-    more than information, takes what is configured. The API server takes the effect None from Kubernetes 1.35
-    on and refuses the whole slice before. What `limits` do not allow is left out, the least severe first.
+    Informational reasons always have the effect None, except for `unmonitored`, which uses the configured
+    effect. API servers before Kubernetes 1.35 refuse the whole slice if it has a taint with the effect None.
+    Taints beyond `limits` are left out, least severe first.
     """
 
     effects: Mapping[str, Effect] = field(default_factory=dict)
@@ -62,7 +62,7 @@ DEFAULT_POLICY = TaintPolicy()
 
 
 class MadeInstance(NamedTuple):
-    """What a MIG device made on demand is now; `uuid` is the MIG device's."""
+    """The current instance of a MIG device that was created on demand. `uuid` is the MIG device's."""
 
     gpu_instance_id: int
     compute_instance_id: int
@@ -72,11 +72,10 @@ class MadeInstance(NamedTuple):
 def device_reasons(
     device: OfferedDevice, states: HealthStates, instances: Mapping[str, MadeInstance]
 ) -> tuple[Reason, ...]:
-    """All reasons that hit a device, worst first: those of its GPU, and of the instance that it is. MIG devices
-    have no NVLink, so links and fabric do not matter to them. What is known of an instance that had the same IDs
-    earlier is not the device's.
+    """Return all reasons that affect a device, worst first: those of its GPU and of its instance.
 
-    `instances` has the MIG devices made on demand by device name while they exist.
+    MIG devices have no NVLink, so links and fabric do not affect them. Reasons of an earlier instance with the
+    same IDs are ignored. `instances` has the existing MIG devices that were created on demand, by device name.
     """
     uuid = _uuid_of(device, instances)
     found = [
@@ -90,7 +89,7 @@ def device_reasons(
 
 
 def instances_by_device(ledger: Iterable[OwnedInstance]) -> Mapping[str, MadeInstance]:
-    """What each MIG device made on demand is, by device name, from the ledger of instances."""
+    """Return the instance of each MIG device that was created on demand, by device name, from the ledger."""
     return {
         owned.device: MadeInstance(owned.gpu_instance_id, owned.compute_instance_id, owned.uuid)
         for owned in ledger
@@ -99,7 +98,7 @@ def instances_by_device(ledger: Iterable[OwnedInstance]) -> Mapping[str, MadeIns
 
 
 def device_targets(device: OfferedDevice, instances: Mapping[str, MadeInstance]) -> tuple[HealthTarget, ...]:
-    """The targets whose health is the device's."""
+    """Return the targets whose health is the device's."""
     match device:
         case StaticMigDevice(_, _, mig):
             return targets_of_mig(mig)
@@ -107,7 +106,7 @@ def device_targets(device: OfferedDevice, instances: Mapping[str, MadeInstance])
             made = instances[name]
             return targets_of_instance(gpu.uuid, made.gpu_instance_id, made.compute_instance_id)
         case VfioDevice(card=card) if card.is_bound:
-            return ()  # NVML shows nothing of it
+            return ()  # NVML does not list it
         case WholeGpu(gpu=gpu) | DynamicMigDevice(gpu=gpu) | VfioDevice(gpu=gpu):
             return (HealthTarget(gpu.uuid),)
 
@@ -120,12 +119,12 @@ def device_taints(
     pending: PendingCleanup | None = None,
     layout: GpuLayout | None = None,
 ) -> tuple[JsonObject, ...]:
-    """The taints of a device in the wire shape, one a key, in the order of the keys. `pending` is what is
-    to be undone for an ended claim on it. `layout` is what became of the MIG layout on its GPU.
+    """Return the taints of a device in wire format, one per key, sorted by key.
 
-    A fabric that was not ready when discovery read the GPU is a reason until discovery reads it again, whatever polls
-    say meanwhile: the device that is published lacks its fabric attributes for so long. Of several reasons with one key
-    the worst counts, and of equals the first.
+    `pending` is a cleanup of an ended claim on the device; `layout` is the state of the MIG layout on its GPU.
+    A fabric that was not ready when discovery read the GPU remains a reason until discovery reads it again,
+    whatever polls report, because the published device lacks its fabric attributes until then. If several
+    reasons have the same key, the worst is used, and the first among equals.
     """
     reasons = [*device_reasons(device, states, instances), *_unready_fabric(device)]
     if pending is not None:
@@ -147,12 +146,12 @@ def _unready_fabric(device: OfferedDevice) -> Iterable[Reason]:
 
 
 def _reason_of(pending: PendingCleanup) -> Reason:
-    """A pending cleanup as a reason not to use a device; nothing is wrong with its health."""
+    """Return a pending cleanup as a reason not to use a device that is otherwise healthy."""
     return Reason(CLEANUP, pending.kinds[0], Severity.UNHEALTHY, pending.since, pending.since, pending.text)
 
 
 def taints_of(reasons: Iterable[Reason], policy: TaintPolicy) -> tuple[JsonObject, ...]:
-    """As `device_taints`, from the reasons alone. A lost GPU gets no taint for events that cannot be heard."""
+    """Like `device_taints`, from reasons only. A lost GPU gets no taint for missing events."""
     ranked = sorted(reasons, key=_rank)
     is_lost = any(reason.key == LOST and reason.severity == Severity.LOST for reason in ranked)
     chosen: dict[str, tuple[Reason, Effect]] = {}
@@ -168,18 +167,18 @@ def taints_of(reasons: Iterable[Reason], policy: TaintPolicy) -> tuple[JsonObjec
 
 
 def keep_away(taints: Iterable[JsonObject]) -> bool:
-    """Whether new pods stay away from a device with these taints."""
+    """Whether these taints keep new pods away."""
     return any(taint["effect"] in _KEEP_AWAY for taint in taints)
 
 
 def is_withdrawn(
     device: OfferedDevice, taints: Iterable[JsonObject], *, is_held: bool, is_shared: bool
 ) -> bool:
-    """Whether a device is left out of the slices instead of being tainted, where taints keep no one away.
+    """Whether a device is removed from the slices because taints have no effect.
 
-    A device that a claim holds stays: no other claim gets it, and readers of the slices find it. Where claims share it,
-    others would get a share, so it goes; unless it has counters, because the scheduler forgets what a device that is
-    not in the slices takes of its GPU, and would give that part of the GPU out again.
+    A device that a claim holds stays: no other claim gets it, and readers of the slices find it. A shared
+    device is removed, because other claims would get a share, unless it has counters: the scheduler ignores the
+    counters of a device that is not in the slices, and would allocate that part of the GPU again.
     """
     if not keep_away(taints):
         return False
@@ -192,7 +191,7 @@ def withdrawals(
     records: Iterable[ClaimRecord],
     sharing: SharingPolicy,
 ) -> Callable[[OfferedDevice], bool]:
-    """As `is_withdrawn`, of any device, with what is known now of claims."""
+    """Return `is_withdrawn` as a function of the device, with the current claims."""
     held = {held.device for record in records for held in record.devices if not held.admin_access}
 
     def withdrawn(device: OfferedDevice) -> bool:
@@ -203,12 +202,12 @@ def withdrawals(
 
 
 def rfc3339(at: int) -> str:
-    """Seconds since 1970 as the API server writes times: `2026-08-07T12:00:00Z`."""
+    """Format seconds since 1970 like the API server, for example `2026-08-07T12:00:00Z`."""
     return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def _uuid_of(device: OfferedDevice, instances: Mapping[str, MadeInstance]) -> str | None:
-    """The UUID that a device has now, None where it is not known or there is no such device."""
+    """Return the device's current UUID; None if it is unknown or there is no such device."""
     if isinstance(device, DynamicMigDevice):
         made = instances.get(device.name)
         return None if made is None else made.uuid
@@ -216,14 +215,14 @@ def _uuid_of(device: OfferedDevice, instances: Mapping[str, MadeInstance]) -> st
 
 
 def _is_about(state: HealthState, uuid: str | None) -> bool:
-    """Whether a state of the right IDs is that of the device: IDs of instances are used again, UUIDs are not."""
+    """Whether a state with the right IDs belongs to the device. IDs of instances are reused; UUIDs are not."""
     if not state.target.is_instance or state.identity is None or uuid is None:
         return True
     return uuid in state.identity.split(",")
 
 
 def _rank(reason: Reason) -> tuple[int, int, str, int, str]:
-    """Worst first, then oldest; Xids of one second by number."""
+    """Sort key: worst first, then oldest; Xids of the same second by number."""
     return (-reason.severity, reason.since, reason.key, len(reason.value), reason.value)
 
 

@@ -1,11 +1,12 @@
-"""What an Xid number means for new and for running work, as data.
+"""The meaning of each Xid number for new and for running work, as data.
 
-`CATALOG` is NVIDIA's public Xid catalog for Ampere and newer GPUs, in our words: what happened, and what NVIDIA says to
-do first. Below it stands our policy, which is not NVIDIA's.
+`CATALOG` is NVIDIA's public Xid catalog for Ampere and newer GPUs, reworded: what happened, and what NVIDIA
+recommends first. The policy below it is the plugin's, not NVIDIA's.
 
-NVML's recovery action, which the plugin reads after each Xid, decides where the number alone does not: a number
-that is not in the catalog, or one whose sub-codes differ. Older NVIDIA drivers tell no recovery action (the catalog
-links it from R565 on); then such an Xid keeps new work away."""
+If the number alone is not decisive, because it is not in the catalog or its sub-codes differ, NVML's recovery
+action decides, which the plugin reads after each Xid. Older NVIDIA drivers report no recovery action (the
+catalog mentions it from R565 on); then such an Xid keeps new work away.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from dra_driver.model.health import Severity
 
 @dataclass(frozen=True, slots=True)
 class CatalogEntry:
-    """One number of the catalog. `bucket` is the immediate action that it names; empty if it names none yet."""
+    """An entry of the catalog. `bucket` is its immediate action; empty if it has none yet."""
 
     bucket: str
     text: str
@@ -101,7 +102,7 @@ CATALOG: Mapping[int, CatalogEntry] = {
 }
 
 RECOVERY_ACTION_CHANGED = 154
-"""Says only that NVML's recovery action is another one, which is read anyway."""
+"""Means only that NVML's recovery action has changed, which is read anyway."""
 
 # --- our policy ----------------------------------------------------------------------------------
 
@@ -118,8 +119,9 @@ _BY_BUCKET: Mapping[str, Severity | None] = {
     "WORKFLOW_NVLINK_ERR": Severity.UNHEALTHY,
     "XID_154": None,
 }
-"""None: the fault of a program, which says nothing about the GPU. A bucket that is missing leaves it to the recovery
-action."""
+"""None marks a program's fault, which says nothing about the GPU. For a bucket that is missing here, the
+recovery action decides.
+"""
 _BY_NUMBER: Mapping[int, Severity | None] = {
     14: None,
     43: None,
@@ -130,8 +132,9 @@ _BY_NUMBER: Mapping[int, Severity | None] = {
     137: None,
     **dict.fromkeys((162, 163, 164, 165), Severity.INFORMATION),
 }
-"""Where we differ from the bucket: 92 and 94 are signs of memory that fails, and the GPU needs a reset soon; the others
-are tests, a program's faults, or no fault at all."""
+"""Exceptions to the buckets: 92 and 94 indicate failing memory, and the GPU needs a reset soon; the others are
+tests, program faults, or not faults at all.
+"""
 
 
 _PROGRAM_BUCKETS = frozenset({"RESTART_APP", "WORKFLOW_XID_45"})
@@ -141,14 +144,14 @@ _PROGRAM_NUMBERS = frozenset({43, 137})
 
 @dataclass(frozen=True, slots=True)
 class XidPolicy:
-    """Xids that the operator wants ignored or taken as fatal besides the known ones; `fatal` wins."""
+    """Xids that the operator has configured as ignored or fatal, in addition to the known ones; `fatal` wins."""
 
     ignored: frozenset[int] = frozenset()
     fatal: frozenset[int] = frozenset()
 
 
 def is_decided(number: int) -> bool:
-    """Whether the number alone says how bad the Xid is."""
+    """Whether the number alone decides the severity."""
     entry = CATALOG.get(number)
     return entry is not None and (number in _BY_NUMBER or entry.bucket in _BY_BUCKET)
 
@@ -163,9 +166,9 @@ NO_CHANGES = XidPolicy()
 
 
 def severity_of_xid(number: int, policy: XidPolicy, *, reports_action: bool) -> Severity | None:
-    """Returns how bad an Xid is; None if it says nothing about the GPU.
+    """Return the severity of an Xid; None if it says nothing about the GPU.
 
-    `reports_action` is whether the NVIDIA driver reports a recovery action for this GPU.
+    `reports_action` means that the NVIDIA driver reports a recovery action for this GPU.
     """
     entry = CATALOG.get(number)
     if number in policy.fatal:
@@ -192,14 +195,16 @@ _ACTIONS = {
 
 
 def needs_reboot(number: int) -> bool:
-    """Whether NVIDIA's catalog calls for a restart of the machine."""
+    """Whether NVIDIA's catalog recommends restarting the machine."""
     entry = CATALOG.get(number)
     return entry is not None and entry.bucket in ("RESTART_BM", "RESTART_VM")
 
 
 def xid_text(number: int) -> str:
-    """`Xid 79: the GPU fell off the bus; reboot the node`. The catalog has no action for some numbers, and no meaning
-    for others."""
+    """Return a text such as `Xid 79: the GPU fell off the bus; reboot the node`.
+
+    For some numbers the catalog has no action, and for others no meaning.
+    """
     entry = CATALOG.get(number)
     action = None if entry is None else _ACTIONS.get(entry.bucket)
     return f"Xid {number}{f': {entry.text}' if entry else ''}{f'; {action}' if action else ''}"
