@@ -199,7 +199,7 @@ def test_secret_in_the_middle_of_a_long_text_is_hidden(written: Callable[[], lis
 
 
 def test_crashes_and_warnings_become_events(written: Callable[[], list[dict]]) -> None:
-    configure_logs("info", "json").take_crashes()
+    configure_logs("info", "json").log_crashes()
 
     def crash() -> None:
         raise ValueError("oops\nindeed")

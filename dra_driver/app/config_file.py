@@ -1,7 +1,4 @@
-"""The sections of the `--config` file: what they may hold, and the values that are made of them.
-
-Which keys there are stands in `settings`.
-"""
+"""The sections of the `--config` file: their shapes and values. `settings` lists the keys."""
 
 from __future__ import annotations
 
@@ -41,7 +38,7 @@ _MAX_BYTES: Final = 1 << 20
 
 
 def read_document(path: Path) -> Any:
-    """What a YAML file holds. Raises: InvalidConfigError."""
+    """Return the content of a YAML file. Raises: InvalidConfigError."""
     import yaml
 
     try:
@@ -96,7 +93,7 @@ GPUS: Final = Object(
         "pciBusIDs": _BUS_IDS,
     }
 )
-"""GPUs by what they are. A key that is left out selects all."""
+"""Selects GPUs by their properties. A missing key selects all."""
 _DEVICES: Final = Object(
     {
         "productName": _PRODUCT,
@@ -109,7 +106,7 @@ _DEVICES: Final = Object(
 
 
 def gpu_selector(given: Mapping[str, Any]) -> GpuSelector:
-    """What GPUS, or the selector of a sharing entry, says."""
+    """Return the selector of GPUS or of a sharing entry."""
     return GpuSelector(
         given.get("productName"),
         frozenset(given.get("uuids") or ()),
@@ -139,7 +136,7 @@ def _fit_together(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def word(value: Any) -> Any:
-    """The word of a Choice; a bare `off` is false in YAML."""
+    """Return the word of a Choice. An unquoted `off` is false in YAML."""
     return "off" if value is False else value
 
 
@@ -171,7 +168,7 @@ SHARING: Final = ListField(
 
 
 def sharing_policy(entries: Sequence[Mapping[str, Any]]) -> SharingPolicy:
-    """What SHARING says."""
+    """Return the policy of SHARING."""
     return SharingPolicy(tuple(map(_entry, entries)))
 
 
@@ -256,7 +253,7 @@ MIG_LAYOUTS: Final = Object(
 
 
 def mig_layouts(given: Mapping[str, Any]) -> MigLayouts:
-    """What MIG_LAYOUTS says."""
+    """Return the layouts of MIG_LAYOUTS."""
     configs = (given.get("configuration") or {}).get("mig-configs") or {}
     return MigLayouts(
         {name: tuple(map(_layout_entry, entries or ())) for name, entries in configs.items()},
@@ -296,6 +293,6 @@ IMEX_CHANNEL: Final = Scalar(object, _channel)
 
 
 def imex_channel(given: Any) -> ImexChannels | None:
-    """What IMEX_CHANNEL says; None for off."""
+    """Return the channels of IMEX_CHANNEL; None for off."""
     channel: ImexChannels | None = None if word(given) == "off" else given
     return channel

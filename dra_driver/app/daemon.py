@@ -1,4 +1,4 @@
-"""The daemon: what exists, in which order it starts and stops, and who hears of which change. It decides nothing."""
+"""The daemon: its parts, the order in which they start and stop, and who is notified of which change."""
 
 from __future__ import annotations
 
@@ -76,12 +76,11 @@ from dra_driver.slices.leadership import InstanceLeadership, live_instances
 _log = structlog.get_logger(__name__)
 
 _REGISTRATION_S = 0.3
-"""The kubelet has registered the plugin by then, if it runs."""
+"""If the kubelet is running, it has registered the plugin by then."""
 
 
 class Part(NamedTuple):
-    """A part of the daemon that runs. The daemon starts its parts in the order of its list, and stops them in the
-    reverse order."""
+    """A part of the daemon. Parts start in the order of their list, and stop in reverse order."""
 
     name: str
     start: Callable[[], object] = lambda: None
@@ -92,7 +91,7 @@ class Driver:
     """The daemon. `start` returns when the kubelet can reach it; everything else starts in the background."""
 
     def __init__(self, settings: Settings, platform: Platform | None = None) -> None:
-        """Make every part; none runs yet. Raises: InvalidConfigError; StateError if the boot has no ID."""
+        """Create all parts without starting them. Raises: InvalidConfigError; StateError if the boot has no ID."""
         self.settings = settings
         self._platform = platform or platform_of(settings)
         self._paths, self._plugin_dir = self._platform.paths, settings.plugin_directory
@@ -111,11 +110,11 @@ class Driver:
         self._make_claims()
         self._make_publishing()
         self._make_kubelet_plugin()
-        self._show_node()
+        self._register_metrics()
         self._watch_usage()
 
     def _make_state(self) -> None:
-        """What is on disk, for the next instance as well."""
+        """Create what is on disk, which the next instance uses too."""
         settings, directory = self.settings, self._plugin_dir
         self.records = RecordStore(directory / "claims")
         self.planning = GpuLocks(directory / "locks", ".plan.lock")
@@ -131,7 +130,7 @@ class Driver:
             is_expected=settings.needs_mps,
             sees_daemons=lambda: sees_all_processes("/proc"),
         )
-        # The time at which it is made decides which instance is the newest.
+        # Its creation time decides which instance is the newest.
         self.leadership = InstanceLeadership(directory / DIRECTORY_OF_INSTANCES, settings.pod_uid)
 
     def _make_api_client(self) -> None:
@@ -186,7 +185,7 @@ class Driver:
         )
 
     def _make_reports(self) -> None:
-        """Events, the status of claims, and metrics."""
+        """Create events, the status of claims, and metrics."""
         self.reporting = Reports(
             self.settings.driver_name,
             self.settings.node_name,
@@ -203,7 +202,7 @@ class Driver:
         )
 
     def _make_steps(self) -> None:
-        """What claims set on GPUs and write, and what undoes it when they end."""
+        """Create the steps that claims run on GPUs and files, and the cleaner that undoes them."""
         settings, paths, nodes, directory = self.settings, self._paths, self._platform.nodes, self._plugin_dir
         detachments = self._gpus.detachments
         programs = InstalledPrograms(paths.driver_root, directory / "host.lib")
@@ -295,7 +294,7 @@ class Driver:
         )
 
     def _make_kubelet_plugin(self) -> None:
-        """What answers the kubelet's calls and probes, and what is wrong with the node."""
+        """Create what answers the kubelet's calls and probes, and collects the node's problems."""
         settings, directory, publisher = self.settings, self._plugin_dir, self.publishing.publisher
         self._plugin = KubeletPlugin(
             PluginSettings(
@@ -328,8 +327,8 @@ class Driver:
         )
         self.probes = Probes(self._plugin, self.discovery, publisher, self.node_problems.notes)
 
-    def _show_node(self) -> None:
-        """Tell the metrics where their values come from."""
+    def _register_metrics(self) -> None:
+        """Register the sources of the metrics' values."""
         show, inventory, health = self.metrics.show, self.discovery.latest, self.health.book
         publishing = self.publishing
         show.claims(
@@ -358,7 +357,7 @@ class Driver:
         return self._gpus.detachments.maintenances(self.records.all().values())
 
     def _watch_usage(self) -> None:
-        """Look for memory that no claim has; scrapes measure the same."""
+        """Watch for memory without a claim; scrapes measure the same."""
         self._unclaimed_memory: UnclaimedMemory | None = None
         if not self.settings.usage_metrics:
             return
@@ -376,7 +375,7 @@ class Driver:
         self._unclaimed_memory = UnclaimedMemory(usage.unclaimed, self.reporting.node.memory_unclaimed)
 
     def _parts(self) -> Iterator[Part]:
-        """Everything that runs, in the order of starts."""
+        """Yield all parts, in the order in which they start."""
         yield Part("api_client", stop=self.client.close)
         yield Part("state", self._open_state)
         yield Part("event_recorder", self.reporting.recorder.start, self.reporting.recorder.stop)
@@ -412,7 +411,7 @@ class Driver:
             yield Part("http", http.start, http.stop)
 
     def _open_client(self) -> None:
-        """The import of the client would slow down the calls of the kubelet, so they come first."""
+        """Open the API client after registration, because its import would delay the kubelet's first calls."""
         self._registered.wait(_REGISTRATION_S)
         self.client.open()
 
@@ -427,7 +426,7 @@ class Driver:
         self.passthrough.open()
 
     def start(self) -> None:
-        """Start every part. Raises: InvalidConfigError, StateError, FatalError; every part is stopped then."""
+        """Start all parts. Raises: InvalidConfigError, StateError, FatalError, after stopping every part."""
         try:
             for part in self._parts():
                 self._running.append(part)
@@ -440,9 +439,9 @@ class Driver:
         )
 
     def stop(self) -> None:
-        """Stop the kubelet's side first, then the rest in reverse order; harmless twice.
+        """Stop the kubelet's side first, then the rest in reverse order. Calling it twice is harmless.
 
-        Calls in flight finish, sockets are removed, slices and records stay.
+        Calls in progress finish, sockets are removed, slices and records stay.
         """
         # Before the server, which waits for streams and calls to end.
         self.health.stream.stop()
@@ -466,7 +465,7 @@ class Driver:
         return self.probes.is_ready()
 
     def live_instances(self) -> Collection[str]:
-        """The pod UIDs of the living instances on this node."""
+        """Return the pod UIDs of the live instances on this node."""
         return live_instances(self._plugin_dir / DIRECTORY_OF_INSTANCES)
 
     def end(self) -> None:
@@ -480,20 +479,22 @@ class Driver:
             raise self._fatal
 
     def problems(self) -> list[str]:
-        """What is wrong, one sentence each: first the faults that fail readiness, then the notes."""
+        """Return what is wrong, one sentence each: first the faults that fail readiness, then the notes."""
         return [*self.probes.readiness(), *self.probes.notes()]
 
-    # --- what changes, and who hears of it, in the thread that found the change ---------------------
+    # --- changes, each handled in the thread that found it ---------------------------------------------
 
     def registration_changed(self, status: RegistrationStatus) -> None:
-        """The kubelet has registered this instance: older instances stand by from now on. If this announcement fails,
-        the publisher tries again."""
+        """Handle the kubelet's registration of this instance: older instances stand by from now on.
+
+        If the announcement fails, the publisher retries it.
+        """
         if status.registered:
             self._registered.set()
             _call_all(self.leadership.announce, self._inventory_changed)
 
     def _inventory_changed(self) -> None:
-        """Discovery has found other devices than before, or cannot find any."""
+        """Handle a change of the devices, including their disappearance."""
         _call_all(
             *(() if self._dev_char is None else (self._dev_char.make,)),
             self.reporting.claims.wake,
@@ -502,44 +503,45 @@ class Driver:
         )
 
     def _hardware_changed(self) -> None:
-        """The NVIDIA driver was found for the first time or was loaded again, or NVML lists other GPUs, or answers
-        again."""
+        """Handle a new or reloaded NVIDIA driver, other GPUs in NVML, or NVML's return."""
         _call_all(self._time_slices.driver_reloaded, self.cleaner.retry_now, self.layouts.wake)
 
     def _health_moved(self, change: HealthChange) -> None:
-        """The health of one GPU or MIG device went from one state to another."""
+        """Handle a change of the health of a GPU or MIG device."""
         self.reporting.claims.health_changed(change)
 
     def _mig_changed(self, action: MigAction, device: str, seconds: float, error: Exception | None) -> None:
-        """A MIG device was made or destroyed on demand, or a MIG mode was switched; or one of these failed."""
+        """Handle the creation or destruction of a MIG device on demand, or a switch of a MIG mode, or its
+        failure.
+        """
         _call_all(
             partial(self.health.mig_changed, action),
             partial(self.reporting.reporter.mig_changed, action, device, seconds, error),
         )
 
     def _labels_changed(self) -> None:
-        """The node has other labels; one of them may name its MIG layout."""
+        """Handle new labels of the node; one of them may name its MIG layout."""
         self.layouts.wake()
 
     def _layouts_changed(self, found: Sequence[GpuLayout]) -> None:
-        """The MIG layout got another state on these GPUs; on none where GPUs have no layout any more."""
+        """Handle new states of the MIG layout on these GPUs; empty if GPUs no longer have a layout."""
         _call_all(self._publish, partial(self.reporting.node.mig_layouts_changed, found))
 
     def _claim_released(self) -> None:
-        """A claim was unprepared: nothing of it is left on the node."""
+        """Handle the end of an Unprepare: nothing of the claim is left on the node."""
         _call_all(self.layouts.wake, self.publishing.claim_released)
 
     def _cleanups_changed(self) -> None:
-        """A claim has ended and its cleanup is pending, or a pending cleanup has ended."""
+        """Handle a new or finished cleanup."""
         _call_all(self.discovery.request_rescan, self._publish, self.cleaner.retry_now, self.layouts.wake)
 
     def _publish(self) -> None:
-        """What the slices show has changed."""
+        """Publish again, because the content of the slices has changed."""
         self.publishing.publisher.mark_dirty()
 
 
 def _call_all(*calls: Callable[[], object]) -> None:
-    """Call all of them in this order. Raises: what one of them raised, after the others were called too."""
+    """Call all of them in this order. Raises: the error of one of them, after calling the others."""
     with ExitStack() as others:
         for call in reversed(calls):
             others.callback(call)

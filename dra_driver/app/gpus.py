@@ -1,4 +1,4 @@
-"""The node's GPUs: NVML, MIG on demand, passthrough, discovery and MIG layouts, put together."""
+"""The node's GPUs: NVML, MIG on demand, passthrough, discovery and MIG layouts."""
 
 from __future__ import annotations
 
@@ -39,9 +39,12 @@ _RESCAN_S = 10.0
 
 
 class NodeGpus:
-    """`discovery` finds them with `nvml`; the steps of claims change them by `mig_devices` and `vfio_steps`; `layouts`
-    cuts them as the configuration says. MIG and passthrough exist also if they are switched off, because earlier claims
-    may still have to be undone."""
+    """Creates the parts for GPUs: `discovery` finds them with `nvml`; claims change them with `mig_devices` and
+    `vfio_steps`; `layouts` partitions them as configured.
+
+    MIG and passthrough exist even if they are switched off, because steps of earlier claims may have to be
+    undone.
+    """
 
     def __init__(
         self,
@@ -61,8 +64,11 @@ class NodeGpus:
         on_mig: MigObserver,
         on_layouts: Callable[[Sequence[GpuLayout]], None],
     ) -> None:
-        """`lost_devices` are the devices of claims that have a CDI spec and no record, `labels` those of the node.
-        `on_inventory` is called when the devices changed, `on_hardware` when the NVIDIA driver or the GPUs did."""
+        """`lost_devices` returns the devices of claims with a CDI spec and no record; `labels` returns those of
+        the node.
+
+        `on_inventory` is called when the devices changed, `on_hardware` when the NVIDIA driver or the GPUs did.
+        """
         paths, directory = platform.paths, settings.plugin_directory
         host = Sysfs(paths.sys, paths.proc)
         self.detachments = detachments = Detachments(directory, boot_id)
@@ -130,7 +136,7 @@ class NodeGpus:
         )
 
     def _rescan(self, wait_s: float | None) -> None:
-        """Have discovery look again, and wait so many seconds for that; None: not at all."""
+        """Scan again, and wait up to `wait_s` seconds for it; None does not wait."""
         if wait_s is None:
             self.discovery.request_rescan()
         else:
@@ -140,8 +146,9 @@ class NodeGpus:
 def tools_seen(
     programs: InstalledPrograms, mps_lock: Path, host: Sysfs, detachments: Detachments
 ) -> Hashable:
-    """Differs when nvidia-smi, the MPS host or the NVIDIA driver comes, goes or is replaced, and when NVML may be
-    opened again."""
+    """Return a value that changes when nvidia-smi, the MPS host or the NVIDIA driver appears, disappears or is
+    replaced, and when NVML may be opened again.
+    """
     try:
         smi = programs().paths.get(SMI_PROGRAM)
     except StateError:

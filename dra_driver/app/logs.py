@@ -1,9 +1,9 @@
-"""Logs, and the signals that change or show what the daemons do. Each event is one JSON object or one console line on
-standard error.
+"""Logs, and the signals that control or inspect the daemons. Each event is a JSON object or a console line on
+stderr.
 
-A Python signal handler interrupts the main thread anywhere, also while the thread holds a lock. So the handler does
-nothing. The interpreter itself writes the number of each signal into a pipe, even while Python code cannot run. A
-thread that reads the pipe acts on it.
+A Python signal handler interrupts the main thread anywhere, even while the thread holds a lock, so the handler
+does nothing. Instead, the interpreter writes the number of each signal into a pipe, even while Python code
+cannot run, and a thread reads the pipe and acts on it.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50}
 _log = structlog.get_logger(__name__)
 
 _HIDDEN = "[hidden]"
-_MAX_DEPTH = 12  # the frames of a nested exception are at seven
-_MAX_CHARACTERS = 16 * 1024  # of a value; its end matters as much as its beginning
+_MAX_DEPTH = 12  # the frames of a nested exception are at depth seven
+_MAX_CHARACTERS = 16 * 1024  # per value; its end is as important as its beginning
 _CUT = " […] "
 _BREAKS = re.compile(r"[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]+")
 _CONTROLS = re.compile(r"[\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f\u202a-\u202e\u2066-\u2069]")
 _SECRET_FIELDS = re.compile(r"(?i)authorization|password|^token$|_token$|key.data$")
-# Texts may come from anybody: each pattern takes linear time for any text.
+# Texts may come from anyone, so each pattern takes linear time for any text.
 _SECRETS = (
-    # An error about a header shows the header with its value.
+    # An error about a header contains the header's value.
     re.compile(r"(?P<kept>Invalid header value ).*", re.DOTALL),
     re.compile(r"(?i)(?P<kept>authorization['\"]?\s*+[:=]\s*+)(?:b?['\"][^'\"]*['\"]?|[^,;}\]]+)"),
     re.compile(r"(?i)(?P<kept>\bbearer\s++)[^\s'\",;]{8,}"),
@@ -47,14 +47,15 @@ _SECRETS = (
     re.compile(r"(?P<kept>\b[a-z][a-z0-9+.-]{0,30}://)[^/\s@]+(?=@)"),
 )
 
-# What all secrets have, to pass over the texts without one: nearly all, several times for each claim.
+# Every secret matches one of these. Most texts match none, which saves time in the many log events of each
+# claim.
 _HINTS = re.compile(r"(?i)header value|authorization|bearer|token|password|-data|://|eyj|begin|ls0t")
 
 Event = MutableMapping[str, Any]
 
 
 class Logs:
-    """The log: `form` is json or console, `level` is the lowest level that is written now."""
+    """The log. `form` is json or console; `level` is the current minimum level."""
 
     def __init__(self, level: str, form: str) -> None:
         self.level = level
@@ -62,7 +63,7 @@ class Logs:
         self._quiet = "info" if level == "debug" else level
 
     def toggle_debug(self) -> None:
-        """Switch debug events on or off; an event tells that."""
+        """Switch debug events on or off, and log the change."""
         before = self.level
         self.level = self._quiet if before == "debug" else "debug"
         if before == "debug":
@@ -71,15 +72,15 @@ class Logs:
         if before != "debug":
             _log.info("log_level_changed", before=before, after=self.level)
 
-    def take_crashes(self) -> None:
-        """Log what Python would print by itself: uncaught exceptions, and warnings."""
+    def log_crashes(self) -> None:
+        """Log what Python would print itself: uncaught exceptions and warnings."""
         logging.captureWarnings(True)
         sys.excepthook = _program_crashed
         threading.excepthook = _thread_crashed
 
 
 def configure_logs(level: str, form: str) -> Logs:
-    """Log events of at least `level` as `json` or `console`."""
+    """Configure logging of events of at least `level`, as `json` or `console`."""
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
@@ -103,7 +104,7 @@ def _logger_class(level: str) -> type[Any]:
 
 
 def _renderers(form: str) -> list[Any]:
-    # Local variables of a traceback could hold a token; neither form shows them.
+    # Local variables in a traceback could contain a token, so neither form shows them.
     if form == "json":
         frames = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
         return [
@@ -121,7 +122,7 @@ def _renderers(form: str) -> list[Any]:
 
 
 def _clean(_logger: Any, _method: str, event: Event) -> Event:
-    """Every value on one line and without secrets; only the traceback of the console keeps its lines."""
+    """Put every value on one line and remove secrets. Only the console's traceback keeps its lines."""
     return {
         key: _without_secrets(value)
         if key == "exception" and isinstance(value, str)
@@ -159,7 +160,7 @@ def _without_secrets(text: str) -> str:
     if _HINTS.search(text):
         for pattern in _SECRETS:
             text = pattern.sub(rf"\g<kept>{_HIDDEN}", text)
-    # Cut last: half a token matches no pattern.
+    # Shorten last, because half a token matches no pattern.
     if len(text) > _MAX_CHARACTERS:
         half = _MAX_CHARACTERS // 2
         text = f"{text[:half]}{_CUT}{text[-half:]}"
@@ -167,13 +168,13 @@ def _without_secrets(text: str) -> str:
 
 
 class _LibraryMessages(logging.Handler):
-    """Makes events of the messages of libraries, which use the standard logging."""
+    """Turns messages of libraries, which use Python's logging, into events."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """One event each."""
+        """Log one event for each message."""
         try:
             text = record.getMessage()
-        except Exception:  # noqa: BLE001  the arguments do not fit the format
+        except Exception:  # noqa: BLE001  the args do not match the format
             text = str(record.msg)
         level = min(
             (known for known in _LEVELS.values() if known >= record.levelno), default=logging.CRITICAL
@@ -190,18 +191,22 @@ def _program_crashed(
         sys.__excepthook__(kind, error, traceback)
 
 
-def _thread_crashed(told: threading.ExceptHookArgs) -> None:
-    if told.exc_value is None or isinstance(told.exc_value, SystemExit):
+def _thread_crashed(args: threading.ExceptHookArgs) -> None:
+    if args.exc_value is None or isinstance(args.exc_value, SystemExit):
         return
-    name = told.thread.name if told.thread is not None else None
-    _log.error("thread_crashed", thread=name, exc_info=(told.exc_type, told.exc_value, told.exc_traceback))
+    name = args.thread.name if args.thread is not None else None
+    _log.error(
+        "thread_crashed",
+        thread=name,
+        exc_info=(args.exc_type, args.exc_value, args.exc_traceback),
+    )
 
 
 _MAX_FRAMES = 64
 
 
 class SignalWatch:
-    """Acts on signals in its own thread. Make it in the main thread; only one may exist at a time."""
+    """Handles signals in its own thread. Create it in the main thread; only one may exist at a time."""
 
     def __init__(self) -> None:
         self._actions: dict[int, Callable[[], object]] = {}
@@ -231,9 +236,10 @@ class SignalWatch:
 
 
 def watch_signals(logs: Logs) -> SignalWatch:
-    """SIGUSR1 switches debug events on and off, SIGUSR2 shows what every thread is doing.
+    """Handle SIGUSR1, which switches debug events on and off, and SIGUSR2, which shows what every thread is
+    doing.
 
-    A crash in a library, or SIGABRT, shows the stacks as well, even if Python code can no longer run.
+    A crash in a library, or SIGABRT, shows the stacks too, even if Python code can no longer run.
     """
     faulthandler.enable(sys.stderr)
     watch = SignalWatch()
@@ -243,7 +249,7 @@ def watch_signals(logs: Logs) -> SignalWatch:
 
 
 def show_stacks(form: str) -> None:
-    """Every thread's stack: in one event if the log is `json`, else as text before the event."""
+    """Log every thread's stack: in one event for `json`, else as text before the event."""
     stacks = list(_stacks())
     if form == "json":
         _log.warning("stacks_shown", threads=len(stacks), stacks=stacks)
@@ -253,7 +259,7 @@ def show_stacks(form: str) -> None:
 
 
 def _stacks() -> Iterator[dict[str, Any]]:
-    """Name and frames of each thread, the innermost first."""
+    """Yield the name and frames of each thread, innermost first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     for ident, frame in sys._current_frames().items():
         yield {"thread": names.get(ident, str(ident)), "frames": _frames(frame)}
@@ -269,4 +275,4 @@ def _frames(frame: FrameType) -> list[str]:
 
 
 def _nothing(_number: int, _frame: FrameType | None) -> None:
-    """Do nothing: the signal is in the pipe already."""
+    """Do nothing: the signal is already in the pipe."""

@@ -1,4 +1,4 @@
-"""The machine below the daemon: real hardware, or one made of data."""
+"""The machine on which the daemon runs: real hardware, or a simulated machine."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from dra_driver.model.host import HostPaths
 
 @dataclass(frozen=True, slots=True)
 class Platform:
-    """The machine that the daemon runs on: where its host is seen, how its NVML is loaded, and what changes drivers of
-    PCI functions."""
+    """A machine: the paths of its host, how its NVML is loaded, and how drivers of PCI functions are changed."""
 
     paths: HostPaths
     nodes: DeviceNodeReader
@@ -25,7 +24,7 @@ class Platform:
 
 
 def real_platform(settings: Settings) -> Platform:
-    """The node's own hardware. The library is looked up at each try, since it may be installed later."""
+    """Return the node's own hardware. The library is looked up at each try, because it may be installed later."""
     from dra_driver.nvml.session import load_library
 
     inside = settings.container_driver_root
@@ -42,7 +41,7 @@ def real_platform(settings: Settings) -> Platform:
 
 
 def simulated_platform(machine_name: str, directory: Path, plugin_directory: Path | None = None) -> Platform:
-    """A machine made of data, kept in `directory`."""
+    """Return a simulated machine, kept in `directory`."""
     from dra_driver.simulator import (
         SimulatedDeviceNodes,
         SimulatedLibrary,
@@ -67,7 +66,7 @@ def simulated_platform(machine_name: str, directory: Path, plugin_directory: Pat
 
 
 def platform_of(settings: Settings) -> Platform:
-    """The platform that the settings ask for."""
+    """Return the platform for these settings."""
     if settings.simulate is None:
         return real_platform(settings)
     directory = Path(settings.simulator_dir or DEFAULT_SIMULATOR_DIR)

@@ -1,4 +1,4 @@
-"""Publishing: the slices of this node, with the taints of its devices and without the devices that are left out."""
+"""Publishing: the slices of this node, with the taints of its devices and without withheld devices."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ from dra_driver.slices.rules.diff import Owner
 
 
 class Publishing:
-    """`cache` follows the slices on the API server, `publisher` writes them, and `support` knows what the API server
-    keeps of them."""
+    """Creates the parts for publishing: `cache` follows the slices on the API server, `publisher` writes them,
+    and `support` knows which features the API server supports.
+    """
 
     def __init__(
         self,
@@ -40,8 +41,9 @@ class Publishing:
         reports: Reports,
         leadership: InstanceLeadership,
     ) -> None:
-        """`layouts` knows what became of the MIG layout on each GPU, by UUID. While another instance of the plugin
-        leads, nothing is published."""
+        """`layouts` has the state of the MIG layout on each GPU, by UUID. Nothing is published while another
+        instance leads.
+        """
         self._settings, self._api, self._records = settings, api, records
         self._health, self._cleaner, self._layouts = health, cleaner, layouts
         self._withdraws = False
@@ -51,25 +53,27 @@ class Publishing:
         self.publisher = Publisher(self, self.cache, settings.sharing, self.support, reports.node)
 
     def owner(self) -> Owner:
-        """Who publishes."""
+        """Return the owner of the slices."""
         names = self._settings.driver_name, self._settings.node_name
         return Owner(*names, node_uid(self._api, self._settings.node_name))
 
     def slice_count(self) -> int:
-        """Slices of ours that the API server has."""
+        """Return the number of this plugin's slices on the API server."""
         return self.cache.count
 
     def withdrawn_count(self) -> int:
-        """Devices that are left out of the slices now."""
+        """Return the number of devices that are currently withheld from the slices."""
         return len(self.publisher.withheld)
 
     def claim_released(self) -> None:
-        """A claim was unprepared; its device may have been left in the slices for its sake."""
+        """Publish again after an Unprepare, because its device may have stayed in the slices only for the claim."""
         if self._withdraws:
             self._dirty()
 
     def missing_setting(self, key: str) -> str | None:
-        """What to set so that new pods stay away from devices with this reason; None if they do."""
+        """Return the setting that would keep new pods away from devices with this reason; None if they already
+        stay away.
+        """
         if self._health.taint_policy.effects.get(key) == "None":
             return f"health.taints.{key} to NoSchedule"
         if self._settings.unhealthy_devices == "taint" and self.support.drops_taints:
@@ -77,14 +81,17 @@ class Publishing:
         return None
 
     def taints(self, limits: TaintLimits = NEWEST_TAINTS) -> Taints:
-        """How devices are tainted at the moment."""
+        """Return a function with the current taints of devices."""
         return self._health.taints(self._cleaner.withheld(), self._layouts.states(), limits)
 
     def left_out(self, dropped: bool) -> Callable[[OfferedDevice], bool]:
-        """Which devices are left out of the slices, as of now. Pending cleanup is always in the way of a Prepare, so
-        what the setting says of health does not matter to it."""
+        """Return a function that says which devices are withheld from the slices now.
+
+        Devices with pending cleanup are withheld whatever the health setting, because a Prepare would fail.
+        `dropped` says whether the API server drops taints.
+        """
         mode = self._settings.unhealthy_devices
-        # Before the records are read: a claim that is released from now on makes another round.
+        # Set before the records are read, so that a claim that is released from now on triggers another round.
         self._withdraws = mode == "withdraw" or (mode == "auto" and dropped)
         pending = self._cleaner.withheld() if dropped or self._withdraws else lambda _device: None
         if not self._withdraws:

@@ -1,7 +1,8 @@
-"""The settings of `run`: flags and environment variables win over a configuration file, which wins over defaults.
+"""The settings of `run`. Flags and environment variables override a configuration file, which overrides the
+defaults.
 
-All that is to be said of a setting stands beside its name in `Settings`. The command line reads flags and environment
-once and passes them on as one value; nothing else reads the environment.
+`Settings` has everything about each setting. The command line reads flags and environment once and passes them
+on as one value; nothing else reads the environment.
 """
 
 from __future__ import annotations
@@ -57,8 +58,9 @@ METADATA_VERSIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "off": (),
     "both": EVERY_METADATA_VERSION,
 }
-"""The versions to write, newest first, for each value of `device_metadata`. Readers take the first that they know, and
-some know one version only, so there are always both."""
+"""The versions to write, newest first, for each value of `device_metadata`. Readers use the first version that
+they know, and some know only one, so both are always written.
+"""
 DeviceNames = Literal["uuid", "minor"]
 PROBE_PATHS = ("/healthz", "/startupz", "/readyz", "/problems")
 UNHEALTHY_DEVICES = ("auto", "taint", "withdraw")
@@ -69,15 +71,16 @@ _FLAG_WORDS: Final = Words(must="expected", whole="a whole number", names_found=
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """One flag of a command, or an argument of it if it has a `count`: argparse's number of arguments.
+    """A flag of a command, or an argument if it has a `count` (argparse's number of arguments).
 
-    `name` is that of its value; the spelling and the environment variable follow from it if none are given. The value
-    is of `shape`, or a text that `parsed` turns into the value, which raises InvalidConfigError; `to` makes of it what
-    the command wants. `default` is the value if nothing is given, `shown` what --help says of it. With `is_repeated`
-    the value is a list.
+    `name` is that of its value; the spelling and the environment variable are derived from it unless given. The
+    value has `shape`, or is a text that `parsed` converts (it raises InvalidConfigError); `to` converts the
+    value for the command. `default` is the value if nothing is given, and `shown` describes it in --help. With
+    `is_repeated` the value is a list.
 
-    A setting is also in the configuration file: there it is of `shape` at the path `key`, with dots, and `of_file`
-    makes the value of it. Without `help` only the file has it. One that may be None is so if the flag's text is empty.
+    A setting can also be in the configuration file: with `shape` at the dotted path `key`, converted by
+    `of_file`. Without `help` it can only be in the file. An empty text means None for a setting that may be
+    None.
     """
 
     name: str
@@ -100,21 +103,21 @@ class Flag:
 
     @property
     def spellings(self) -> tuple[str, ...]:
-        """As on the command line."""
+        """The flag's names on the command line."""
         return self.spelled or (f"--{self.name.replace('_', '-')}",)
 
     @property
     def variables(self) -> tuple[str, ...]:
-        """The environment variables that are asked in turn. An empty one counts as not set."""
+        """The environment variables, in order of precedence. An empty variable counts as not set."""
         return (self.name.upper(),) if self.env is None else self.env
 
     @property
     def kind(self) -> Shape:
-        """What is given on the command line."""
+        """The shape of the value on the command line."""
         return self.shape if self.parsed is None else _TEXT
 
     def fault(self, value: Any) -> str | None:
-        """What is wrong with a value; None if nothing."""
+        """Return what is wrong with a value; None if it is valid."""
         if value == "" and self.is_none_if_empty:
             return None
         if self.parsed is None:
@@ -127,7 +130,7 @@ class Flag:
 
 
 def _setting(default: Any, help: str | None, shape: Shape = _TEXT, *, flag: str = "", **more: Any) -> Any:
-    """A field of Settings; `flag` is the name of a flag that is called otherwise, `more` is of the Flag."""
+    """Return a field of Settings. `flag` is the flag's name if it differs; `more` is passed to Flag."""
     shown = f"{default:g}" if isinstance(default, (int, float)) else default
     more = {"shown": shown if isinstance(shown, str) else None, **more}
     given = Flag(flag, help, shape, is_none_if_empty=default in (None, MISSING), **more)
@@ -158,7 +161,7 @@ def _address(text: str) -> str | None:
 
 
 def consumable_shares(text: str) -> SharingPolicy:
-    """The policy of `--consumable-shares`: one rule for every device, counted by the scheduler only.
+    """Return the policy of `--consumable-shares`: one rule for every device, counted only by the scheduler.
 
     Raises: InvalidConfigError for anything but disabled, memory, unlimited or a number of shares.
     """
@@ -175,7 +178,7 @@ def consumable_shares(text: str) -> SharingPolicy:
 
 
 def imex_channels(text: str) -> ImexChannels | None:
-    """The channels of `--imex-channel`: `off`, `all` or a number. Raises: InvalidConfigError."""
+    """Parse `--imex-channel`: `off`, `all` or a number. Raises: InvalidConfigError."""
     word = text.strip()
     value = int(word) if re.fullmatch(r"[0-9]{1,7}", word) else word
     for fault in faults(value, IMEX_CHANNEL, ""):
@@ -184,7 +187,7 @@ def imex_channels(text: str) -> ImexChannels | None:
 
 
 def host_device_list(text: str) -> tuple[HostDevice, ...]:
-    """The names of a flag: `"gds,mofed"`. Raises: InvalidConfigError."""
+    """Parse a list of names, such as `"gds,mofed"`. Raises: InvalidConfigError."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not set(names) <= set(HOST_DEVICES):
         raise InvalidConfigError(f"expected names with commas between them, of {', '.join(HOST_DEVICES)}")
@@ -192,7 +195,7 @@ def host_device_list(text: str) -> tuple[HostDevice, ...]:
 
 
 def xid_list(text: str) -> frozenset[int]:
-    """The numbers of `--additional-xids-to-ignore`: `"45, 63"`. Raises: InvalidConfigError."""
+    """Parse `--additional-xids-to-ignore`, such as `"45, 63"`. Raises: InvalidConfigError."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not all(re.fullmatch(r"[0-9]{1,4}", part) for part in parts):
         raise InvalidConfigError("expected Xid numbers with commas between them")
@@ -206,12 +209,12 @@ _SWITCH = Scalar(bool)
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Settings of `run`, as they are used. Paths are as this process sees them unless the name says host.
+    """The settings of `run`. Paths are as this process sees them, unless the name says host.
 
-    `healthcheck_port` -1 and an empty `http_endpoint` switch the service off. `pod_uid` makes two instances of a
-    rolling update possible. `kube_api_qps` 0 is no limit. `ignored_xids` and `fatal_xids` come on top of those that are
-    known; `taint_effects` are by the key of the taint without its prefix. `imex_channel` is what claims on GPUs in a
-    fabric get, None for nothing.
+    `healthcheck_port` -1 and an empty `http_endpoint` disable the service. `pod_uid` allows two instances
+    during a rolling update. `kube_api_qps` 0 means no limit. `ignored_xids` and `fatal_xids` extend the known
+    ones; the keys of `taint_effects` are without the prefix. `imex_channel` is for claims on GPUs in a fabric;
+    None gives them none.
     """
 
     node_name: str = _setting(MISSING, "Name of this node; also the pool's name.", _dns_name(253))
@@ -381,33 +384,33 @@ class Settings:
 
     @property
     def extra_devices(self) -> ExtraDevices:
-        """What claims get of the host beside their GPUs."""
+        """What claims get of the host in addition to their GPUs."""
         return ExtraDevices(self.imex_channel, self.host_devices)
 
     @property
     def needs_mps(self) -> bool:
-        """Whether an MPS host should run: so it was said, or MPS enforces the limits of shares."""
+        """Whether an MPS host should run: it is configured, or MPS enforces the limits of shares."""
         rules = [entry.rule for entry in self.sharing.entries]
         return self.mps or any(rule is not None and rule.enforce == "mps" for rule in rules)
 
     @property
     def on_demand(self) -> Callable[[Gpu], bool] | None:
-        """Which GPUs are to be cut into MIG devices on demand; None for none."""
+        """Returns whether a GPU is partitioned into MIG devices on demand; None if no GPU is."""
         return self.dynamic_mig_gpus.matches_gpu if self.dynamic_mig else None
 
     @property
     def for_virtual_machines(self) -> Callable[[Gpu], bool] | None:
-        """Which GPUs virtual machines may get; None for none."""
+        """Returns whether virtual machines may get a GPU; None if they get no GPU."""
         return self.passthrough_gpus.matches_gpu if self.passthrough else None
 
     @property
     def metadata_versions(self) -> tuple[str, ...]:
-        """The versions of the device metadata to write, newest first; none if that is off."""
+        """The versions of the device metadata to write, newest first; empty if that is off."""
         return METADATA_VERSIONS[self.device_metadata]
 
     @property
     def plugin_directory(self) -> Path:
-        """Where sockets, records and locks of this plugin lie: below the kubelet's plugins directory."""
+        """The directory of the plugin's sockets, records and locks, below the kubelet's plugins directory."""
         return Path(self.kubelet_plugins_directory_path) / self.driver_name
 
 
@@ -429,12 +432,13 @@ CONFIG: Final = Flag(
 FLAGS: Final[Mapping[str, Flag]] = {
     flag.name: flag for flag in (*SETTINGS.values(), CONFIG) if flag.help is not None
 }
-"""Of all settings, and of the file, by their names."""
+"""The flags of all settings and of the configuration file, by name."""
 
 
 def _document() -> Object:
-    """The configuration file. Unknown keys are faults, because otherwise a misspelt key would silently mean the
-    default."""
+    """Return the shape of the configuration file. Unknown keys are faults; otherwise a misspelt key would
+    silently mean the default.
+    """
     top: dict[str, Shape] = {}
     sections: dict[str, dict[str, Flag]] = {}
     for setting in SETTINGS.values():
@@ -451,21 +455,21 @@ def _document() -> Object:
 
 DOCUMENT: Final = _document()
 GATES: Final = {"DynamicMIG": "dynamic_mig", "PassthroughSupport": "passthrough"}
-"""Settings by the gate of NVIDIA's own driver that switches them on."""
+"""Settings by the feature gate of NVIDIA's own driver that enables them."""
 _BY_FLAG: Final = {flag.name: name for name, flag in SETTINGS.items()}
 
 
 def resolve(
     given: Mapping[str, Any], config_file: Path | None, defaults: Mapping[str, Any] | None = None
 ) -> Settings:
-    """Settings from what was given on the command line and from a file.
+    """Return the settings from the command line and a configuration file.
 
-    In `given`, None means not given, and a name that is not of a setting has no effect, but for `faults`: what the
-    command line has found already, by the name of the flag. A setting may have its value or the text of its flag.
-    `defaults` are the command's own. Raises: InvalidConfigError that lists every fault of all of it.
+    In `given`, None means not given, and names that are not settings have no effect, except `faults`: the
+    faults that the command line has found, by flag name. A setting may have its value or the text of its flag.
+    `defaults` are those of the command. Raises: InvalidConfigError that lists all faults.
     """
-    told: Mapping[str, str] = given.get("faults", {})
-    wrong = [*told.values()]
+    flag_faults: Mapping[str, str] = given.get("faults", {})
+    wrong = [*flag_faults.values()]
     values: dict[str, Any] = dict(defaults or {})
     in_file: tuple[str, ...] = ()
     is_read = True
@@ -498,8 +502,8 @@ def resolve(
     values |= {
         name: True for gate, name in GATES.items() if given.get(name) is None and has_gate(gates, gate)
     }
-    is_told = "node_name" in told or any(fault.startswith("nodeName:") for fault in in_file)
-    if not values.get("node_name") and is_read and not is_told:
+    is_reported = "node_name" in flag_faults or any(fault.startswith("nodeName:") for fault in in_file)
+    if not values.get("node_name") and is_read and not is_reported:
         wrong.append(
             "the node's name is missing; set --node-name or NODE_NAME (in a pod: fieldRef spec.nodeName)"
         )
@@ -518,10 +522,10 @@ def resolve(
 
 
 def _flag_value(raw: Any, flag: Flag, wrong: list[str]) -> Any:
-    """The value of a setting; a fault goes to `wrong`."""
+    """Return the value of a setting; a fault is added to `wrong`."""
     value = str(raw) if isinstance(raw, Path) else raw
     if flag.help is None or (flag.parsed is not None and not isinstance(value, str)):
-        return value  # checked already, as what a file says
+        return value  # already checked, like a value from a file
     text = flag.fault(value)
     if text is not None:
         wrong.append(f"{flag.spellings[-1]} {raw!r}: {text}")
@@ -530,17 +534,17 @@ def _flag_value(raw: Any, flag: Flag, wrong: list[str]) -> Any:
 
 def _raise(wrong: Sequence[str], in_file: Sequence[str], path: Path | None) -> None:
     if wrong or in_file:
-        told = [f"configuration file {path}: {'; '.join(in_file)}"] if in_file else []
-        raise InvalidConfigError("; ".join([*told, *wrong]), faults=(*in_file, *wrong))
+        texts = [f"configuration file {path}: {'; '.join(in_file)}"] if in_file else []
+        raise InvalidConfigError("; ".join([*texts, *wrong]), faults=(*in_file, *wrong))
 
 
 def has_gate(text: str, name: str) -> bool:
-    """Whether `--feature-gates`, such as `A=true,B=false`, switches a gate on."""
+    """Whether `--feature-gates`, such as `A=true,B=false`, enables a gate."""
     return f"{name}=true" in text.replace(" ", "").split(",")
 
 
 def config_values(document: Any, path: Path) -> dict[str, Any]:
-    """The values of a configuration document by setting name; `path` is for error texts.
+    """Return the values of a configuration document by setting name. `path` is for error messages.
 
     Raises: InvalidConfigError that lists every fault with its path in the file.
     """
@@ -550,7 +554,7 @@ def config_values(document: Any, path: Path) -> dict[str, Any]:
 
 
 def _checked(document: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The values of the settings without faults, and every fault."""
+    """Return the values of the valid settings, and all faults."""
     found = faults(document, DOCUMENT, "", WORDS)
     wrong = {fault.path for fault in found}
     values: dict[str, Any] = {}
@@ -560,5 +564,5 @@ def _checked(document: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
             value = value.get(part) if isinstance(value, dict) else None
         if value is not None and not any(f"{path}.".startswith(f"{setting.key}.") for path in wrong):
             values[name] = value if setting.of_file is None else setting.of_file(value)
-    told = (str(fault) if fault.path else f"(document): {fault}" for fault in found)
-    return values, tuple(" ".join(text.split()) for text in told)
+    texts = (str(fault) if fault.path else f"(document): {fault}" for fault in found)
+    return values, tuple(" ".join(text.split()) for text in texts)

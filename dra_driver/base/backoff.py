@@ -18,12 +18,12 @@ class Backoff:
     """
 
     def __init__(self, first_s: float, max_s: float, spread: tuple[float, float] = (0.8, 1.2)) -> None:
-        self._first_s, self._most_s, self._spread = first_s, max_s, spread
+        self._first_s, self._max_s, self._spread = first_s, max_s, spread
         self._step_s = first_s
 
     def step(self) -> float:
         """Return the next delay, without the random factor."""
-        step, self._step_s = self._step_s, min(self._step_s * 2, self._most_s)
+        step, self._step_s = self._step_s, min(self._step_s * 2, self._max_s)
         return step
 
     def next(self, asked_s: float | None = None) -> float:
@@ -41,7 +41,7 @@ class Backoff:
         lasted at least `max_s`. A watch that breaks soon after each start would otherwise be reopened at the
         shortest delay forever.
         """
-        if lasted_s >= self._most_s:
+        if lasted_s >= self._max_s:
             self._step_s = self._first_s
 
 

@@ -80,7 +80,7 @@ def mps_host(given: Namespace) -> None:
     also hostPID, privileged, and bidirectional mount propagation on the plugins directory.
     """
     logs = configure_logs(given.log_level, given.log_format)
-    logs.take_crashes()
+    logs.log_crashes()
     watch = watch_signals(logs)
     os.umask(0o022)
     plugins = Path(given.kubelet_plugins_directory_path)

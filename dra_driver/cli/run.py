@@ -44,7 +44,7 @@ def run(given: Namespace) -> None:
 
     level = "debug" if given.log_level is None and (given.verbosity or 0) >= 5 else settings.log_level
     logs = configure_logs(level, settings.log_format)
-    logs.take_crashes()
+    logs.log_crashes()
     watch = watch_signals(logs)
     _tell_ignored(vars(given))
 

@@ -1,9 +1,9 @@
-"""Device nodes of the host: the directory in which the NVIDIA nodes lie, links to them in /dev/char, and the nodes that
-serve containers beside a GPU (RDMA, GPUDirect Storage, GDRCopy, NVSwitches).
+"""Device nodes of the host: the directory of the NVIDIA nodes, links to them in /dev/char, and nodes for RDMA,
+GPUDirect Storage, GDRCopy and NVSwitches.
 
-systemd looks a device up by `/dev/char/<major>:<minor>` when it sets which devices a container may open. udev makes
-these links, but not for the NVIDIA driver's nodes. Without them, `systemctl daemon-reload` takes GPUs from running
-containers: with runc 1.1.3 to 1.1.6, and with systemd before 240.
+systemd looks up a device by `/dev/char/<major>:<minor>` when it sets which devices a container may open. udev
+creates these links, but not for the NVIDIA driver's nodes. Without the links, `systemctl daemon-reload` takes
+GPUs away from running containers: with runc 1.1.3 to 1.1.6, and with systemd before 240.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ _MOUNT_OPTIONS = ("ro", "nosuid", "nodev", "rbind", "rprivate")
 
 
 class DeviceNodeReader(Protocol):
-    """Reads a device node. The simulator has its own reader, which needs no root."""
+    """Reads a device node. The simulator has its own reader, which does not need root."""
 
     def read(self, path: str) -> DeviceNode | None:
-        """The node at the path, or None where there is none or something that is no device node."""
+        """Return the node at the path; None if there is no device node."""
 
 
 class LstatDeviceNodeReader:
-    """The device nodes of the file system. Symbolic links are not followed."""
+    """Reads device nodes of the file system. Symbolic links are not followed."""
 
     def read(self, path: str) -> DeviceNode | None:
-        """The node at the path, or None where there is none or something that is no device node."""
+        """Return the node at the path; None if there is no device node."""
         try:
             status = os.lstat(path)
         except OSError:
@@ -69,26 +69,26 @@ class LstatDeviceNodeReader:
 
 
 class DeviceNodeMaker(DeviceNodeReader, Protocol):
-    """Makes a device node. The simulator has its own maker, which needs no root."""
+    """Creates a device node. The simulator has its own maker, which does not need root."""
 
     def make(self, path: str, node: DeviceNode) -> None:
-        """Make the node at the path, with its directory. Raises: FileExistsError if something is there; OSError."""
+        """Create the node and its directory. Raises: FileExistsError if the path exists; OSError."""
 
     def remove(self, path: str) -> None:
         """Remove the node at the path. Raises: OSError."""
 
 
 class Mknod(LstatDeviceNodeReader):
-    """Makes character nodes in the file system."""
+    """Creates character nodes in the file system."""
 
     def make(self, path: str, node: DeviceNode) -> None:
-        """Make the node at the path, with its directory. Raises: FileExistsError if something is there; OSError."""
+        """Create the node and its directory. Raises: FileExistsError if the path exists; OSError."""
         directory = Path(path).parent
         if not directory.is_dir():
             directory.mkdir(parents=True, exist_ok=True)
             directory.chmod(0o755)
         os.mknod(path, stat.S_IFCHR | node.mode, os.makedev(node.major, node.minor))
-        Path(path).chmod(node.mode)  # mknod(2) obeys the umask
+        Path(path).chmod(node.mode)  # mknod(2) applies the umask
 
     def remove(self, path: str) -> None:
         """Remove the node at the path. Raises: OSError."""
@@ -104,7 +104,7 @@ def _node_type(mode: int) -> NodeType | None:
 
 
 class DevRoot:
-    """The nodes that containers can get: those of the host, never those in this process's own `/dev`."""
+    """The host's nodes, which containers can get; never those in this process's own `/dev`."""
 
     def __init__(self, paths: HostPaths, reader: DeviceNodeReader) -> None:
         self._paths = paths
@@ -112,10 +112,10 @@ class DevRoot:
 
     @property
     def root(self) -> str:
-        """The directory that holds `dev`, as this process sees it.
+        """The directory that contains `dev`, as this process sees it.
 
-        If the driver root has its own `dev`, that one counts, even while the NVIDIA nodes are missing in it: NVML makes
-        nodes in a private `/dev`, and no container ever gets those.
+        If the driver root has its own `dev`, it is used even while NVIDIA nodes are missing there: NVML creates
+        nodes in a private `/dev`, but no container ever gets those.
         """
         if self._paths.dev_root is not None:
             return self._paths.dev_root
@@ -125,7 +125,7 @@ class DevRoot:
         return driver_root if names_in(join_root(driver_root, "/dev")) else "/"
 
     def node(self, container_path: str) -> HostNode | None:
-        """The node that containers see at the path, or None if the host does not have it."""
+        """Return the node that containers see at the path; None if the host does not have it."""
         root = self.root
         node = self._reader.read(join_root(root, container_path))
         if node is None:
@@ -136,7 +136,7 @@ class DevRoot:
         )
 
     def _host_root(self, root: str) -> str:
-        """The dev root as the runtime sees it: the driver root if that has `dev`, else the host's `/`."""
+        """Return the dev root as the runtime sees it: the driver root if that has `dev`, else the host's `/`."""
         driver_root = self._paths.driver_root.rstrip("/")
         root = root.rstrip("/")
         if root != driver_root and not root.startswith(driver_root + "/"):
@@ -145,7 +145,7 @@ class DevRoot:
 
 
 class DevCharLinks:
-    """The links of one host. Only names of device nodes of the NVIDIA driver are ever written."""
+    """Links in the host's /dev/char. Only links to device nodes of the NVIDIA driver are ever written."""
 
     def __init__(self, paths: HostPaths, nodes: DeviceNodeReader) -> None:
         self._dev = DevRoot(paths, nodes)
@@ -156,9 +156,11 @@ class DevCharLinks:
         self._lock = threading.Lock()
 
     def missing(self, paths: Iterable[str] | None = None) -> dict[str, str]:
-        """What each link that is missing or wrong must lead to, by its name such as `195:0`; for the nodes at `paths`
-        (as containers see them), or for all nodes of the NVIDIA driver. A link that leads to the right node in another
-        way is right, and what is not a link is left alone."""
+        """Return the target of each link that is missing or wrong, by a name such as `195:0`.
+
+        `paths` are nodes as containers see them; None means all nodes of the NVIDIA driver. A link that leads
+        to the right node by another path is right, and anything that is not a link is left alone.
+        """
         found = {}
         for path in self._all() if paths is None else paths:
             node = self._dev.node(path) if path.startswith(_PREFIX) else None
@@ -169,8 +171,10 @@ class DevCharLinks:
         return found
 
     def make(self, paths: Iterable[str] | None = None) -> None:
-        """Make the links that are missing, and replace wrong ones. `paths` as for `missing`. A failure is logged once,
-        and again when its reason changes: containers work without the links."""
+        """Create missing links and replace wrong ones. `paths` is as for `missing`.
+
+        A failure is logged once for each reason, because containers work without the links.
+        """
         made, problem = [], None
         for name, target in self.missing(paths).items():
             try:
@@ -195,44 +199,46 @@ class DevCharLinks:
                 yield f"{directory}/{name}"
 
     def _is_right(self, name: str, wanted: HostNode) -> bool:
-        link = os.path.join(self.directory, name)  # noqa: PTH118  in each Prepare
+        link = os.path.join(self.directory, name)  # noqa: PTH118  runs in each Prepare
         try:
             target = os.readlink(link)  # noqa: PTH115
         except FileNotFoundError:
             return False
         except OSError:
-            return True  # not a link, or not readable: not ours to change
+            return True  # not a link, or unreadable: do not change it
         if target == self._target(wanted):
             return True
         there = self._nodes.read(os.path.normpath(os.path.join(self.directory, target)))  # noqa: PTH118
         return there is not None and (there.major, there.minor) == (wanted.node.major, wanted.node.minor)
 
     def _target(self, node: HostNode) -> str:
-        """Relative for a node in the host's own /dev, as udev does it."""
+        """Return the link's target: relative for a node in the host's own /dev, as udev does it."""
         own = f"{join_root(self._root, '/dev')}/"
         return f"../{node.host_path.removeprefix(own)}" if node.host_path.startswith(own) else node.host_path
 
 
 @dataclass(frozen=True, slots=True)
 class FoundHostDevice:
-    """What the host has of one kind: no nodes, then nothing at all."""
+    """The nodes and files of one kind on the host; empty if the host has no such nodes."""
 
     nodes: tuple[HostNode, ...] = ()
     mounts: tuple[CdiMount, ...] = ()
 
 
 class HostDeviceFinder:
-    """Looks at the host at each call: kernel modules are loaded and unloaded while pods come and go."""
+    """Finds extra devices. It reads the host at each call, because kernel modules may be loaded and unloaded at
+    any time.
+    """
 
     def __init__(self, paths: HostPaths, *, nodes: DeviceNodeReader | None = None) -> None:
         reader = nodes or LstatDeviceNodeReader()
-        # Kernel modules of others make their nodes in the host's /dev, whatever the driver root has.
+        # Other vendors' modules create their nodes in the host's /dev, whatever the driver root contains.
         host = DevRoot(replace(paths, dev_root=paths.dev_root or "/"), reader)
         self._dev = (host, DevRoot(paths, reader))
         self._paths = paths
 
     def find(self, kind: HostDevice) -> FoundHostDevice:
-        """The nodes of a kind that exist, and the files that go with them."""
+        """Return the existing nodes of a kind, and the files that belong to them."""
         for dev in self._dev:
             paths = dict.fromkeys(
                 path for pattern in HOST_DEVICE_NODES[kind] for path in _matches(dev.root, pattern)

@@ -1,5 +1,6 @@
-"""The installed NVIDIA driver's programs: found so that they run beside a C library that is not their own; and
-nvidia-smi, for settings for which NVML has no call."""
+"""Programs of the installed NVIDIA driver, set up to run next to a foreign C library; and nvidia-smi, for
+settings that NVML cannot change.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +37,9 @@ BINARY_DIRS = (
     "/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin",
     "/usr/local/nvidia/bin", "/opt/nvidia/current/usr/bin", "/opt/bin", "/usr/libexec/nvidia/tesla/bin",
 )  # fmt: skip
-"""In search order: where every system has programs, then where GKE and driver installers, Flatcar and Bottlerocket have
-those of the NVIDIA driver. Their libraries are in `UNUSUAL_DIRS`."""
+"""In search order: the directories of every system, then those in which GKE, driver installers, Flatcar and
+Bottlerocket keep the NVIDIA driver's programs. Their libraries are in `UNUSUAL_DIRS`.
+"""
 _TIMEOUT_S = 20.0
 _MIN_S = 0.1
 _ABSENT_CODES = (6, 9, 15)
@@ -52,14 +54,19 @@ _ABSENT = (
 class InstalledPrograms:
     """Finds the NVIDIA driver's programs at each call.
 
-    If the NVIDIA driver is not installed in `/`, its programs find its libraries through a directory of links. The
-    library directories of the other system would also bring its C library, and with that no program starts."""
+    If the NVIDIA driver is not installed in `/`, its programs find its libraries through a directory of links.
+    The other system's library directories themselves would also provide its C library, and then no program
+    starts.
+    """
 
     def __init__(
         self, root: str, links: Path, links_mode: int = 0o700, names: Sequence[str] = _PROGRAMS
     ) -> None:
-        """The programs of these names below `root`, as this process sees it. `links` is the directory for links to
-        libraries; its mode is `links_mode`, because programs that run as another user need it."""
+        """Find the programs `names` below `root`, as this process sees it.
+
+        `links` is the directory for links to libraries. Its mode is `links_mode`, because programs that run as
+        another user need access.
+        """
         self._root = root
         self._links = links
         self._links_mode = links_mode
@@ -81,9 +88,9 @@ class InstalledPrograms:
         return DriverPrograms(self._root, paths, self._search_path, str(self._links) if elsewhere else None)
 
     def _link(self, paths: Mapping[str, str]) -> None:
-        """Make the links; again when programs are replaced, or anything in the directories of their libraries.
+        """Create the links, again if programs or anything in the directories of their libraries changed.
 
-        A new directory is looked through twice: what changed while it was looked through the first time is seen then.
+        A new directory is scanned twice, so that a change during the first scan is noticed.
         """
         mark = tuple((path, stamp_or_none(path)) for path in (*paths.values(), *self._linked_from))
         if mark == self._linked_for and self._links.is_dir():
@@ -106,7 +113,7 @@ class InstalledPrograms:
 
 
 def find_program(look: Callable[[str], str | None], name: str) -> tuple[str, str] | None:
-    """(where it was found, the file it really is), both inside the tree in which `look` looks."""
+    """Return where a program was found and the resolved file, both inside the tree that `look` searches."""
     for directory in BINARY_DIRS:
         resolved = look(f"{directory}/{name}")
         if resolved is not None:
@@ -115,7 +122,7 @@ def find_program(look: Callable[[str], str | None], name: str) -> tuple[str, str
 
 
 def _libraries(tree: RootedTree) -> dict[str, str]:
-    """The file of each library name that a loader needs."""
+    """Return the file of each library name that the loader needs."""
     scanned = scan_libraries(tree, None)
     files = dict(scanned.files)
     names = files | {path: files[leads_to] for path, _, leads_to in scanned.links}
@@ -128,18 +135,23 @@ def _libraries(tree: RootedTree) -> dict[str, str]:
 
 @dataclass(eq=False)
 class NvidiaSmi:
-    """The NVIDIA driver's nvidia-smi, looked up at each call. It opens NVML, so it runs only within `using_nvml`, which
-    waits for so many seconds at most, and raises NvmlDetachedError while NVML is to stay closed."""
+    """The NVIDIA driver's nvidia-smi, looked up at each call.
+
+    It opens NVML, so it runs only inside `using_nvml`, which waits for at most the given seconds and raises
+    NvmlDetachedError while NVML must stay closed.
+    """
 
     find: FindPrograms
     using_nvml: Callable[[float], AbstractContextManager[None]] = lambda _wait_s: nullcontext()
 
     def set_time_slice(self, gpu_uuid: str, level: int, timeout_s: float = _TIMEOUT_S) -> None:
-        """Set the length of a GPU's time slices: 0 default, 1 short, 2 medium, 3 long; in `timeout_s` seconds at most.
+        """Set the length of a GPU's time slices: 0 default, 1 short, 2 medium, 3 long. Takes at most
+        `timeout_s` seconds.
 
-        Raises: NotSupportedError if the GPU has no such setting, NvmlUnavailableError if the NVIDIA driver or the GPU
-        is missing, StateError if the NVIDIA driver's libraries do not fit or cannot be linked, RetryableError
-        otherwise."""
+        Raises: NotSupportedError if the GPU does not have this setting; NvmlUnavailableError if the NVIDIA
+        driver or the GPU is missing; StateError if the NVIDIA driver's libraries do not fit or cannot be
+        linked; otherwise RetryableError.
+        """
         action = f"set the time slice of GPU {gpu_uuid}"
         until = time.monotonic() + timeout_s
         with ExitStack() as held:

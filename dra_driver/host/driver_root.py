@@ -1,4 +1,4 @@
-"""The NVIDIA driver as it is installed below a driver root."""
+"""The NVIDIA driver's files below a driver root."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ _SOCKETS = tuple(
 )
 _FIRMWARE = re.compile(r"^(?:gsp|ucodes).*\.bin\Z")
 
-# Containers get these files where the loaders of all images look, wherever the host has them. GKE has Vulkan's files in
-# the driver root itself.
+# Containers get these files where the loaders of all images search, wherever the host has them. GKE has
+# Vulkan's files in the driver root itself.
 _CONFIGS = [(group["files"], group["on_host"], group["in_container"]) for group in INSTALLATION["configs"]]
 _XORG_TOPS = ("/usr/lib/xorg", "/usr/lib64/xorg", "/usr/X11R6/lib", "/usr/X11R6/lib64")
 _XORG_TAILS = tuple(
@@ -56,7 +56,7 @@ _NEEDED_NODES = {
     "/dev/nvidia-uvm": "load the nvidia-uvm kernel module and run `nvidia-modprobe -u -c=0` on the host",
 }
 _JETSON_DIRS = tuple(f"/usr/lib/aarch64-linux-gnu/{name}" for name in ("tegra", "nvidia"))
-# (system, why a container cannot get its GPU here, files that only this system has)
+# (system, why containers cannot get its GPU, files that only this system has)
 _UNSUPPORTED = (
     (
         "WSL2",
@@ -79,12 +79,13 @@ _WATCHED = (
 
 
 _FRESH_S = 0.05
-"""Eight pods that start together are one burst. If the toolkit is replaced during a burst, the containers fail
-anyway."""
+"""Eight pods that start together are one burst. If the toolkit is replaced during a burst, its containers fail
+anyway.
+"""
 
 
 class DriverRoot:
-    """Finds the NVIDIA driver's files. Each call of `scan` reads everything again."""
+    """Finds the NVIDIA driver's files. Each `scan` reads everything again."""
 
     def __init__(
         self,
@@ -94,9 +95,8 @@ class DriverRoot:
         hook: str | None = None,
         machine: str = MACHINE,
     ) -> None:
-        """`hook` is the host path of nvidia-cdi-hook (or nvidia-ctk) if it is not in a usual place.
-
-        `machine` is the architecture of the libraries that are wanted, as `uname -m` has it.
+        """`hook` is the host path of nvidia-cdi-hook (or nvidia-ctk) if it is not in a usual place. `machine`
+        is the architecture of the libraries, as in `uname -m`.
         """
         self._paths = paths
         self._machine = machine
@@ -107,10 +107,10 @@ class DriverRoot:
         self._looked_at = 0.0
 
     def files(self, nvml_version: str | None) -> DriverFiles:
-        """As `scan`, but it returns the last result again while nothing has changed; the calls of one burst look once.
+        """Like `scan`, but return the last result while nothing has changed. The calls of one burst check once.
 
-        An error is not kept. Nor is a result kept while an installation may still run: two changes within one tick of
-        the file system's clock have the same time.
+        Errors are not cached. Neither are results while an installation may be running, because two changes
+        within one tick of the file system's clock have the same time.
         """
         with self._lock:
             known = self._known
@@ -122,7 +122,7 @@ class DriverRoot:
             with self._lock:
                 self._looked_at = time.monotonic()
             return known[2]
-        # Before the scan: what changes from now on has another time.
+        # Checked before the scan, so that later changes have another time.
         is_quiet = all(is_settled(mark[2]) for mark in fingerprint if isinstance(mark, tuple))
         files = self.scan(nvml_version)
         with self._lock:
@@ -130,22 +130,23 @@ class DriverRoot:
         return files
 
     def fingerprint(self) -> Fingerprint:
-        """A value that changes when a part of the NVIDIA driver or toolkit is added, removed or replaced, or when the
-        hook is to be asked again."""
+        """Return a value that changes when a part of the driver or toolkit is added, removed or replaced, or
+        when the hook must be checked again.
+        """
         tree = RootedTree(self._paths.driver_root)
         marks: list[object] = [_mark(tree, path) for path in _WATCHED]
         trees = {self._paths.driver_root: tree}
         for root, path in self._hook.places():
             marks.append(_mark(trees.setdefault(root, RootedTree(root)), path))
         marks.extend(self._dev.node(path) for path in _NODES)
-        marks.append(self._hook.doubts())
+        marks.append(self._hook.expirations())
         return tuple(marks)
 
     def scan(self, nvml_version: str | None) -> DriverFiles:
-        """The NVIDIA driver that is installed.
+        """Return the installed NVIDIA driver.
 
-        Raises: RetryableError if a part is missing without which no container can use a GPU, if the installed files
-        have another version than the loaded driver (`nvml_version`), or if the configured hook does not exist.
+        Raises: RetryableError if a required part is missing, if the installed files have another version than
+        the loaded driver (`nvml_version`), or if the configured hook does not exist.
         """
         tree = RootedTree(self._paths.driver_root)
         libraries, found, version = self._libraries(tree, nvml_version)
@@ -179,7 +180,9 @@ class DriverRoot:
         )
 
     def problem(self, nvml_version: str | None) -> str | None:
-        """Why no claim can be prepared: what `scan` would raise, though it looks for no hook; None if all is there."""
+        """Return why no claim can be prepared, as `scan` would report it, except for the hook; None if
+        everything is there.
+        """
         try:
             self._libraries(RootedTree(self._paths.driver_root), nvml_version)
             self._common_nodes()
@@ -190,7 +193,7 @@ class DriverRoot:
     def _libraries(
         self, tree: RootedTree, nvml_version: str | None
     ) -> tuple[Libraries, list[DriverFile], str]:
-        """The libraries, their files and their version. Raises: RetryableError as `scan`."""
+        """Return the libraries, their files and their version. Raises: RetryableError like `scan`."""
         libraries = scan_libraries(tree, nvml_version, self._machine)
         try:
             version = self._checked_version(libraries, nvml_version)
@@ -211,7 +214,7 @@ class DriverRoot:
         )
 
     def _found(self, tree: RootedTree, paths: Iterable[str]) -> tuple[DriverFile, ...]:
-        """Those paths that are regular files."""
+        """Return those paths that are regular files."""
         resolved = ((path, tree.file(path)) for path in paths)
         return tuple(self._file(file, path) for path, file in resolved if file is not None)
 
@@ -285,9 +288,11 @@ class DriverRoot:
     def _xorg_modules(
         self, tree: RootedTree, version: str, driver_dirs: Iterable[str]
     ) -> tuple[list[DriverFile], list[DriverLink], dict[str, str]]:
-        """The X server's modules, each from the first directory that has it for this machine; a link; and the modules
-        for other machines. An X server loads the GLX module by its link; hosts have that link elsewhere or not at
-        all."""
+        """Return the X server's modules, a link, and the modules for other architectures.
+
+        Each module is from the first directory that has it for this architecture. An X server loads the GLX
+        module by the link, which hosts have elsewhere or not at all.
+        """
         places: list[str] = []
         for directory in driver_dirs:
             top = directory.rstrip("/")
@@ -324,8 +329,11 @@ class DriverRoot:
 
 
 def unsupported_system(tree: RootedTree, root: str) -> str | None:
-    """One sentence that names the system below the driver root if no container can get its GPU in the way of this
-    plugin: WSL2 and Jetson have an NVIDIA driver of another kind, whose libcuda is always of version 1.1."""
+    """Return a sentence that names an unsupported system below the driver root; None if the system is
+    supported.
+
+    WSL2 and Jetson have another kind of NVIDIA driver, whose libcuda always has version 1.1.
+    """
     for name, reason, signs in _UNSUPPORTED:
         sign = next((path for path in signs if tree.resolve(path) is not None), None)
         if sign is not None:
@@ -337,10 +345,10 @@ def unsupported_system(tree: RootedTree, root: str) -> str | None:
 
 
 def find_nvml_library(driver_root: str, machine: str = MACHINE) -> str:
-    """The path, for this process, of the NVML library for `machine` below a driver root.
+    """Return the path, for this process, of the NVML library for `machine` below a driver root.
 
-    Raises: DriverGoneError naming the directories that were searched; NvmlLibraryError if those that are there are
-    made for another architecture.
+    Raises: DriverGoneError that names the searched directories; NvmlLibraryError if all libraries found are for
+    another architecture.
     """
     tree = RootedTree(driver_root)
     directories = library_directories(tree, machine)
@@ -366,7 +374,7 @@ def find_nvml_library(driver_root: str, machine: str = MACHINE) -> str:
 
 
 def _mark(tree: RootedTree, path: str) -> tuple[int, int, int, int] | None:
-    """The stamp and the file system: images of the driver may have the same inodes and times."""
+    """Return the stamp and the file system. Different images of the driver may have the same inodes and times."""
     resolved = tree.resolve(path)
     if resolved is None:
         return None

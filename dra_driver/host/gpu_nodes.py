@@ -1,8 +1,8 @@
-"""The device nodes through which a container reaches one GPU or MIG device.
+"""The device nodes through which a container accesses a GPU or MIG device.
 
-Those of MIG devices are read from /proc, so that they need not exist on the host, and made where programs on the host
-need them. NVML makes a MIG device without them: they appear when someone runs nvidia-smi or nvidia-modprobe on the
-host, and again after each reboot.
+Nodes of MIG devices are read from /proc, so they need not exist on the host; they are created if programs on
+the host need them. NVML creates a MIG device without nodes: they appear when someone runs nvidia-smi or
+nvidia-modprobe on the host, and again after each reboot.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class MigCaps:
         self._proc = Path(proc)
 
     def majors(self) -> dict[str, int]:
-        """Character device majors by driver name; a name with several keeps the first."""
+        """Return the character device majors by driver name. The first one is used if a name has several."""
         text = text_of(self._proc / "devices")
         majors: dict[str, int] = {}
         for line in text.partition("Block devices:")[0].splitlines():
@@ -47,7 +47,7 @@ class MigCaps:
     def nodes(
         self, gpu_minor: int, gpu_instance: int, compute_instance: int
     ) -> tuple[DeviceNode, DeviceNode]:
-        """The nodes that open a GPU instance and a compute instance in it.
+        """Return the nodes that open a GPU instance and a compute instance in it.
 
         Raises: RetryableError if the instance or the NVIDIA driver's capability interface does not exist.
         """
@@ -60,8 +60,10 @@ class MigCaps:
         )
 
     def all_nodes(self) -> list[tuple[str, DeviceNode]]:
-        """The nodes of all GPU instances and compute instances that are there now, each with the path of its
-        capability below `capabilities`. Without those that the NVIDIA driver leaves to the administrator.
+        """Return the nodes of all existing GPU and compute instances, with their capability paths below
+        `capabilities`.
+
+        Nodes that the NVIDIA driver leaves to the administrator are skipped.
 
         Raises: RetryableError if there are instances, but no major number for their nodes.
         """
@@ -74,16 +76,16 @@ class MigCaps:
             try:
                 text = self._read(capability)
             except RetryableError:
-                continue  # the instance was destroyed meanwhile
+                continue  # the instance was just destroyed
             if not _LEFT_ALONE.search(text):
                 nodes.append((capability, self._node(major, capability, text)))
         return nodes
 
     def management_nodes(self) -> list[DeviceNode]:
-        """The nodes that configure and monitor MIG, and those of all instances, without which the former are of no
-        use. None of a driver that has no MIG capabilities.
+        """Return the nodes that configure and monitor MIG, and those of all instances, which they require.
 
-        Raises: RetryableError if there are capabilities, but no major number for their nodes.
+        Empty if the driver has no MIG capabilities. Raises: RetryableError if there are capabilities, but no
+        major number for their nodes.
         """
         nodes = []
         for capability in _MANAGEMENT:
@@ -137,8 +139,9 @@ class MigCaps:
 
 
 class CapabilityNodes:
-    """The nodes below `root`. Containers need none of them, because CDI names the numbers of each node; a CUDA program
-    on the host does."""
+    """The MIG device nodes below `root`. Containers do not need them, because CDI specifies the numbers of each
+    node; CUDA programs on the host do.
+    """
 
     def __init__(self, caps: MigCaps, root: str, maker: DeviceNodeMaker) -> None:
         self._caps = caps
@@ -147,10 +150,10 @@ class CapabilityNodes:
         self._lock = threading.Lock()
 
     def make_missing(self) -> None:
-        """Have a node for every GPU instance and compute instance that is there now, as nvidia-smi does. A node with
-        the right numbers is left alone; one with others is from before a reload of the NVIDIA driver, and is replaced.
+        """Create a node for every existing GPU and compute instance, as nvidia-smi does.
 
-        Raises: RetryableError if one is missing and cannot be made.
+        A node with the right numbers is kept; one with other numbers is from before a reload of the NVIDIA
+        driver, and is replaced. Raises: RetryableError if a missing node cannot be created.
         """
         with self._lock:
             for capability, node in self._caps.all_nodes():
@@ -164,7 +167,7 @@ class CapabilityNodes:
                     ) from error
 
     def _have(self, path: str, node: DeviceNode) -> None:
-        """Raises: RetryableError if something else is there, OSError."""
+        """Create or replace a node. Raises: RetryableError if the path is something else; OSError."""
         try:
             self._maker.make(path, node)
         except FileExistsError:
@@ -184,7 +187,7 @@ def _named(node: DeviceNode) -> str:
 
 
 class GpuNodes:
-    """Looks nodes up on the host at each call; it is an error if a node that the device needs is missing."""
+    """Looks up nodes on the host at each call. A missing node that the device needs is an error."""
 
     def __init__(self, paths: HostPaths, *, nodes: DeviceNodeReader | None = None) -> None:
         self._dev = DevRoot(paths, nodes or LstatDeviceNodeReader())
@@ -192,13 +195,13 @@ class GpuNodes:
         self._caps = MigCaps(paths.proc)
 
     def minor(self, bus_id: str) -> int | None:
-        """The number in the name of the GPU's node now; None if it is not known."""
+        """Return the number in the name of the GPU's node; None if it is unknown."""
         return self._sysfs.gpu_minor(bus_id)
 
     def whole_gpu(self, name: str, minor: int | None, bus_id: str | None) -> CdiDevice:
-        """The device `name`: a whole GPU, with its graphics nodes if the host has them.
+        """Return the CDI device `name` of a whole GPU, with its graphics nodes if the host has them.
 
-        Raises: RetryableError if the GPU's node is not on the host.
+        Raises: RetryableError if the GPU's node is missing on the host.
         """
         node = self._gpu_node(name, _known(name, minor))
         drm, links = self._drm(bus_id)
@@ -214,9 +217,10 @@ class GpuNodes:
         *,
         graphics: bool = False,
     ) -> CdiDevice:
-        """The device `name`, a MIG device; `minor` and `bus_id` are its GPU's, `graphics` is for `+gfx`.
+        """Return the CDI device `name` of a MIG device. `minor` and `bus_id` are its GPU's; `graphics` is for
+        `+gfx` profiles.
 
-        Raises: RetryableError if the GPU's node or the instance is not there.
+        Raises: RetryableError if the GPU's node or the instance is missing.
         """
         gpu_minor = _known(name, minor)
         node = self._gpu_node(name, gpu_minor)
@@ -229,10 +233,12 @@ class GpuNodes:
     def management(
         self, minors: Iterable[int | None], *, has_mig: bool
     ) -> tuple[tuple[HostNode, ...], tuple[str, ...]]:
-        """The nodes through which an agent manages GPUs and their MIG devices, and what the host lacks of them: an
-        agent is wanted on a node with a bad GPU too. `has_mig` says whether one of the GPUs can have MIG devices.
+        """Return the nodes through which an agent manages GPUs and their MIG devices, and a list of what the
+        host lacks.
 
-        Raises: RetryableError if the NVIDIA driver is being loaded or unloaded.
+        Missing nodes are not an error, because an agent is also needed on a node with a bad GPU. `has_mig` says
+        whether one of the GPUs can have MIG devices. Raises: RetryableError if the NVIDIA driver is being
+        loaded or unloaded.
         """
         wanted = [f"/dev/nvidia{minor}" for minor in minors if minor is not None]
         found = [(path, self._dev.node(path)) for path in wanted]

@@ -1,4 +1,4 @@
-"""nvidia-cdi-hook: where the container toolkit or the chart (`cdiHook.enabled`) installed it, and its verbs."""
+"""nvidia-cdi-hook, installed by the container toolkit or the chart (`cdiHook.enabled`), and its verbs."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _PLACES = tuple(
 _FLAG = "--nvidia-cdi-hook-path"
 _BOUND_S = 2.0
 _ASK_AGAIN_S = 30.0
-"""How long it counts that a hook did not answer or could not be run: a busy host or a mount may have been the cause."""
+"""How long a failure of the hook is cached: a busy host or a mount may have caused it."""
 _LONGEST_CAUSE = 200
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _COMMANDS = re.compile(r"^COMMANDS:\n((?:[ \t]+.*\n|\n)*)", re.MULTILINE)
 _VERB = re.compile(r"^[ \t]+([a-z][a-z0-9-]*)", re.MULTILINE)
 _VERSION = re.compile(r"^VERSION:\n[ \t]+v?(\d+)\.(\d+)\.(\d+)[ \t]*$", re.MULTILINE)
-# In 1.20.0 this verb fails where the root of the container cannot be written, and then the container fails.
+# In 1.20.0 this verb fails if the container's root is not writable, and then the container fails.
 _SINCE = {"update-application-profile": (1, 20, 1)}
 _CHROOT_FAILED, _CANNOT_RUN = 125, 126
 _NONE = (
@@ -48,8 +48,9 @@ _NONE = (
 
 @dataclass(frozen=True, slots=True)
 class Hook:
-    """`host_path` is what the runtime runs, None if there is no hook to use; `notes` say why, or what could not be
-    checked."""
+    """`host_path` is what the runtime runs; None if there is no usable hook. `notes` explain why, or what was
+    not checked.
+    """
 
     host_path: str | None
     verbs: tuple[str, ...] = ()
@@ -58,26 +59,31 @@ class Hook:
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """A part of the host: `root` as this process sees it, `prefix` as the runtime does. The hook may be at `places`."""
+    """A part of the host: `root` as this process sees it, `prefix` as the runtime does. The hook may be at
+    `places`.
+    """
 
     root: str
     prefix: str
     places: tuple[str, ...] = _PLACES
 
     def inside(self, host_path: str) -> str | None:
-        """The path below this root for a host path; None if this root does not show it."""
+        """Return the path below this root for a host path; None if this root does not contain it."""
         prefix = self.prefix.rstrip("/")
         return host_path[len(prefix) :] if host_path.startswith(f"{prefix}/") else None
 
 
 class HookFinder:
-    """Looks for the hook in the usual places below the host's `/`, then in this plugin's own directory, where the chart
-    installs one (`cdiHook.enabled`), then in the driver root. The hook runs on the host with the host's libraries, so a
-    copy in a driver container is only the last choice."""
+    """Searches for the hook in the usual places below the host's `/`, then in the plugin's own directory, where
+    the chart installs one (`cdiHook.enabled`), then in the driver root.
+
+    The hook runs on the host with the host's libraries, so a copy in a driver container is the last choice.
+    """
 
     def __init__(self, paths: HostPaths, configured: str | None) -> None:
-        """`configured` is the host path of nvidia-cdi-hook or nvidia-ctk from the configuration, None to search,
-        `none` to use no hook."""
+        """`configured` is the host path of nvidia-cdi-hook or nvidia-ctk; None searches for it, and `none` uses
+        no hook.
+        """
         views = [_View(paths.driver_root, paths.host_driver_root)]
         if paths.host_root is not None:
             views.insert(0, _View(paths.host_root, "/"))
@@ -90,10 +96,10 @@ class HookFinder:
         self._configured = configured
         self._lock = threading.Lock()
         self._answers: dict[str, tuple[object, _Answer]] = {}
-        self._doubts = 0
+        self._expirations = 0
 
     def places(self) -> Iterator[tuple[str, str]]:
-        """(root, path below it) of every file on which the result of `find` depends."""
+        """Yield (root, path below it) of every file on which the result of `find` depends."""
         for view in self._views:
             if self._configured is None:
                 yield from ((view.root, path) for path in view.places)
@@ -102,19 +108,18 @@ class HookFinder:
                 if inside is not None:
                     yield view.root, inside
 
-    def doubts(self) -> int:
-        """A number that grows when what `find` has answered does not count any more, though no file has changed."""
+    def expirations(self) -> int:
+        """Return a number that grows when results of `find` have expired without any change of a file."""
         with self._lock:
             due = [path for path, (_, answer) in self._answers.items() if answer.is_due]
             for path in due:
                 del self._answers[path]
-            self._doubts += bool(due)
-            return self._doubts
+            self._expirations += bool(due)
+            return self._expirations
 
     def find(self) -> Hook:
-        """The hook that is configured, else the first that is found.
-
-        Raises: RetryableError if the configured one does not exist.
+        """Return the configured hook, else the first one found. Raises: RetryableError if the configured hook
+        does not exist.
         """
         if self._configured == NO_HOOK:
             return Hook(None)
@@ -127,7 +132,7 @@ class HookFinder:
             resolved = next(filter(None, (tree.file(path) for path in view.places)), None)
             if resolved is None:
                 continue
-            hook = self._asked(join_root(view.prefix, resolved), view, resolved)
+            hook = self._checked(join_root(view.prefix, resolved), view, resolved)
             if hook.host_path is not None:
                 return hook
             notes = hook.notes
@@ -138,7 +143,7 @@ class HookFinder:
         for view, inside in places:
             resolved = RootedTree(view.root).file(inside)
             if resolved is not None:
-                return self._asked(host_path, view, resolved)
+                return self._checked(host_path, view, resolved)
         if places or not host_path.startswith("/"):
             raise RetryableError(
                 f"{_FLAG} {host_path} is not a file on the host: install the NVIDIA container toolkit there, "
@@ -150,9 +155,12 @@ class HookFinder:
         )
         return Hook(host_path, BASE_HOOK_VERBS, (note,))
 
-    def _asked(self, host_path: str, view: _View, resolved: str) -> Hook:
-        """The hook with its verbs. The program runs once, and again when its file was replaced, or a while after it
-        gave no answer; one thread at a time."""
+    def _checked(self, host_path: str, view: _View, resolved: str) -> Hook:
+        """Return the hook with its verbs.
+
+        The program runs once, and again if its file was replaced, or some time after a failure; one thread at a
+        time.
+        """
         local = join_root(view.root, resolved)
         with self._lock:
             identity = (local, stamp_or_none(local))
@@ -173,13 +181,12 @@ class HookFinder:
         return Hook(host_path, answer.verbs, (note,))
 
     def _answer(self, host_path: str, view: _View, resolved: str) -> _Answer:
-        """What the program tells.
+        """Run the program to read its verbs.
 
-        It is run as it is, which works for static programs and most others. If that fails, it is run with its root as
-        `/`: toolkits of operators are scripts that call a program by its host path.
-
-        The program that `cdiHook.enabled` installs comes from an image, so what counts is whether the host can run
-        it: whether it has the loader and the libraries, and whether the directory is not mounted noexec.
+        First it is run directly, which works for static programs and most others. If that fails, it is run with
+        its root as `/`, because toolkits of operators are scripts that call a program by its host path. The
+        program that `cdiHook.enabled` installs comes from an image, so it is checked on the host: the host must
+        have the loader and the libraries, and the directory must not be mounted noexec.
         """
         arguments = ["hook", "--help"] if host_path.endswith("/nvidia-ctk") else ["--help"]
         local = [join_root(view.root, resolved), *arguments]
@@ -196,8 +203,11 @@ class HookFinder:
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """The verbs that are safe to use; else why the program did not tell them, and the code with which it ended, 0 if it
-    did not end. It counts until `due_at` (time.monotonic())."""
+    """The verbs that are safe to use; else why they could not be read, and the program's exit code (0 if it did
+    not exit).
+
+    The answer is valid until `due_at` (time.monotonic()).
+    """
 
     verbs: tuple[str, ...]
     problem: str | None = None
@@ -210,7 +220,7 @@ class _Answer:
 
 
 def _answer_of(commands: Sequence[list[str]]) -> _Answer:
-    """What the first command says that ends well, else the fault of the first."""
+    """Return the answer of the first command that succeeds, else the fault of the first command."""
     deadline = time.monotonic() + _BOUND_S
     faults: list[_Answer] = []
     for command in commands:
@@ -236,7 +246,7 @@ def _answer_of(commands: Sequence[list[str]]) -> _Answer:
 
 
 def _version(text: str) -> tuple[int, ...]:
-    """The version in a help text; empty if it is none of a release."""
+    """Return the version in a help text; empty if it is not a release."""
     found = _VERSION.search(text)
     return tuple(int(part) for part in found.groups()) if found is not None else ()
 
@@ -247,6 +257,6 @@ def _listed_verbs(text: str) -> set[str]:
 
 
 def _last_line(said: str) -> str:
-    """There the loader or chroot says why a program does not run."""
+    """Return the last line, in which the loader or chroot says why a program does not run."""
     lines = said.strip().splitlines()
     return "".join(filter(str.isprintable, lines[-1]))[:_LONGEST_CAUSE].strip() if lines else ""

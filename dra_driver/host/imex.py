@@ -1,8 +1,8 @@
 """The IMEX channels of the NVIDIA driver, and the host's nvidia-imex, which connects the nodes of a fabric.
 
-The protocol of the daemon's control socket is not public, so its own program asks: `nvidia-imex-ctl -q -u SOCKET`
-prints READY. Where the socket is stands in the daemon's configuration file. A TCP port would be no help: the daemon
-binds it to addresses that a pod does not reach, and anybody who does may ask.
+The protocol of the daemon's control socket is not public, so the plugin runs the daemon's own client:
+`nvidia-imex-ctl -q -u SOCKET` prints READY. The daemon's configuration file has the path of the socket. A TCP
+port would not help: the daemon binds it to addresses that a pod cannot reach, and it has no authentication.
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ _SETTING = re.compile(r"^[ \t]*(IMEX_CMD_[A-Z_]+)[ \t]*=[ \t]*(.*?)[ \t\r]*$", r
 _READY = "READY"
 _TIMEOUT_S = 4.0
 _FRESH_S = 1.0
-"""Pods that start together are one burst: the daemon is asked once for them."""
+"""Pods that start together are one burst, for which the daemon is queried once."""
 _SUPPORTED = "load an NVIDIA driver that has them (`modprobe nvidia`; 550 or newer)"
 
 
 class ImexChannelNodes:
-    """The channels by what the kernel and the NVIDIA driver say of them. Their nodes need not exist on the host."""
+    """The channels as the kernel and the NVIDIA driver report them. Their nodes need not exist on the host."""
 
     def __init__(self, proc: str = "/proc") -> None:
         self._proc = Path(proc)
         self._caps = MigCaps(proc)
 
     def major(self) -> int | None:
-        """The major number of the channels' nodes; None if the NVIDIA driver that is loaded has no channels."""
+        """Return the major number of the channels' nodes; None if the loaded NVIDIA driver has no channels."""
         return self._caps.majors().get(MAJOR_NAME)
 
     def count(self) -> int | None:
-        """How many channels the NVIDIA driver has; None if there are none, or if that is not known."""
+        """Return how many channels the NVIDIA driver has; None if there are none, or the number is unknown."""
         if self.major() is None:
             return None
         found = _COUNT.search(text_of(self._proc / "driver/nvidia/params"))
         return int(found[1]) if found is not None and int(found[1]) else None
 
     def nodes(self, channels: ImexChannels) -> tuple[DeviceNode, ...]:
-        """The nodes of the channels. Raises: RetryableError if the NVIDIA driver has no channels."""
+        """Return the nodes of the channels. Raises: RetryableError if the NVIDIA driver has no channels."""
         major = self.major()
         if major is None:
             raise RetryableError(
@@ -68,7 +68,7 @@ class ImexChannelNodes:
 
 
 class ImexDaemon:
-    """The host's nvidia-imex. For many threads."""
+    """The host's nvidia-imex. Thread-safe."""
 
     def __init__(self, paths: HostPaths, find: FindPrograms) -> None:
         self._roots = tuple(dict.fromkeys(root for root in (paths.driver_root, paths.host_root) if root))
@@ -77,7 +77,7 @@ class ImexDaemon:
         self._ready_until = 0.0
 
     def refuse_unready(self, timeout_s: float = _TIMEOUT_S) -> None:
-        """Raises: RetryableError unless nvidia-imex said within the last second, or says now, that it is ready."""
+        """Raise RetryableError unless nvidia-imex reports that it is ready, or did so within the last second."""
         until = time.monotonic() + min(timeout_s, _TIMEOUT_S)
         if not self._lock.acquire(timeout=max(0.0, until - time.monotonic())):
             raise _unready(
@@ -111,7 +111,7 @@ class ImexDaemon:
             raise _unready(f"says {printed} ({exit_text(code)})")
 
     def _socket(self) -> str:
-        """The control socket, as this process sees it. Raises: RetryableError."""
+        """Return the control socket, as this process sees it. Raises: RetryableError."""
         for root in self._roots:
             tree = RootedTree(root)
             file = tree.file(CONFIG)
@@ -137,7 +137,9 @@ class ImexDaemon:
 
 
 def settings(text: str) -> Mapping[str, str]:
-    """The settings of the control service in nvidia-imex's configuration file; the last one of a name counts."""
+    """Return the settings of the control service in nvidia-imex's configuration file. The last one of a name is
+    used.
+    """
     return dict(_SETTING.findall(text))
 
 

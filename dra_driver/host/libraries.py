@@ -25,22 +25,26 @@ _PER_ARCH = tuple(
 )
 
 USUAL_DIRS = ("/", "/usr/lib64", *_PER_ARCH, "/lib64")
-"""Where distributions and driver containers put the 64-bit libraries, in order."""
+"""The directories in which distributions and driver containers put the 64-bit libraries, in order."""
 
 UNUSUAL_DIRS = (
     "/usr/lib", "/usr/local/glibc/usr/lib", "/usr/local/nvidia/lib64", "/opt/nvidia/current/usr/lib64",
     "/usr/lib/nvidia/tesla", "/run/opengl-driver/lib",
 )  # fmt: skip
-"""One that many systems have, then those of Talos, GKE and driver installers, Flatcar, Bottlerocket and NixOS. Searched
-only if no usual directory has libcuda: on many systems `/usr/lib` holds 32-bit libraries. Containers get the files
-under these names, whatever they lead to: programs made for NixOS look in `/run/opengl-driver/lib`."""
+"""A directory of many systems, then those of Talos, GKE and driver installers, Flatcar, Bottlerocket and NixOS.
+
+They are searched only if no usual directory has libcuda, because on many systems `/usr/lib` has 32-bit
+libraries. Containers get the files under these names, not the resolved ones, because programs made for NixOS
+search `/run/opengl-driver/lib`.
+"""
 
 _LD_CACHE = "/etc/ld.so.cache"
 _CACHED_DIRECTORY = re.compile(rb"(/[\x21-\x7e]+)/lib(?:cuda|nvidia-ml)\.so\.1\x00")
 _VERSIONED = re.compile(r"^[^/]+\.so\.\d+\.\d+(?:\.\d+)*\Z")
 _LIBCUDA = re.compile(r"^libcuda\.so\.(\d+\.\d+(?:\.\d+)*)\Z")
 _NVVM70 = "libnvidia-nvvm70.so."
-# Distributions build these libraries themselves, with versions of their own, and may keep them in another directory.
+# Distributions build these libraries themselves, with their own versions, and may keep them in another
+# directory.
 _EGL_PLATFORMS = tuple(f"libnvidia-egl-{name}.so." for name in ("gbm", "wayland", "wayland2", "xcb", "xlib"))
 MACHINE = os.uname().machine
 """This machine's architecture, as the kernel names it."""
@@ -48,38 +52,40 @@ MACHINE = os.uname().machine
 _ELF64 = b"\x7fELF\x02"
 _ELF_MACHINES = {"x86_64": 62, "aarch64": 183, "i386": 3, "arm": 40, "ppc64le": 21}
 _ELF_MACHINE = slice(18, 20)
-"""Where in its header an ELF file names the architecture."""
+"""The place of the architecture in the header of an ELF file."""
 
-# The name under which programs load a library, where it is not `<library>.so.1`; None: its full name.
+# The name under which programs load a library if it is not `<library>.so.1`; None: its full name.
 _LOADED_AS: dict[str, str | None] = INSTALLATION["loaded_as"]
 
-# Links that programs need although no package makes them on the host: (library, link below its directory, target).
+# Links that programs need although no package creates them: (library, link below its directory, target).
 _EXTRA_LINKS: list[tuple[str, str, str]] = INSTALLATION["extra_links"]
 
 
 @dataclass(frozen=True, slots=True)
 class Libraries:
-    """Paths inside the tree, as containers have them. `versions` lists every libcuda version found, in search order."""
+    """Paths inside the tree, as containers have them. `versions` lists every libcuda version found, in search
+    order.
+    """
 
     versions: tuple[str, ...]
     files: tuple[tuple[str, str], ...] = ()
-    """(path, where the file really is in the tree)"""
+    """(path, resolved file in the tree)"""
     links: tuple[tuple[str, str, str], ...] = ()
-    """(path, target, the path of the file it leads to)"""
+    """(path, target, path of the file it leads to)"""
     directories: tuple[str, ...] = ()
     driver_directories: tuple[str, ...] = ()
-    """Those with libraries of the driver's version, without their subdirectories."""
+    """The directories with libraries of the driver's version, without their subdirectories."""
     left_out: Mapping[str, str] = field(default_factory=dict)
-    """What is made for another architecture than this machine's, and for which."""
+    """Files for another architecture than this machine's, with that architecture."""
 
     def driver_links(self, host_path: dict[str, str]) -> tuple[DriverLink, ...]:
-        """The links, with the host path of the file that each leads to."""
+        """Return the links, with the host path of the file that each leads to."""
         return tuple(DriverLink(path, target, host_path[file]) for path, target, file in self.links)
 
 
 @dataclass(slots=True)
 class _Listing:
-    """`directory` is resolved, `shown` is its path in containers. `files` has where each file really is, by name."""
+    """`directory` is resolved, `shown` is its path in containers. `files` has the resolved file of each name."""
 
     directory: str
     shown: str
@@ -88,12 +94,14 @@ class _Listing:
 
 
 def library_directories(tree: RootedTree, machine: str = MACHINE) -> list[str]:
-    """Resolved directories that may hold the NVIDIA driver libraries for `machine`, each once, in search order."""
+    """Return the resolved directories that may have the NVIDIA driver's libraries for `machine`, in search
+    order.
+    """
     return [listing.directory for listing in _search(tree, machine, {})]
 
 
 def versioned_nvml_libraries(tree: RootedTree, directories: Iterable[str]) -> list[str]:
-    """NVML libraries under their full names, for a root in which the usual link is missing."""
+    """Return the NVML libraries under their full names, for a root without the usual link."""
     return [
         _join(directory, name)
         for directory in directories
@@ -103,11 +111,11 @@ def versioned_nvml_libraries(tree: RootedTree, directories: Iterable[str]) -> li
 
 
 def foreign_files(tree: RootedTree, paths: Iterable[str], machine: str = MACHINE) -> dict[str, str]:
-    """Those of the files that are made for another architecture than `machine`, or for its 32-bit programs; and for
-    which.
+    """Return those files that are for another architecture than `machine`, or for 32-bit programs, with that
+    architecture.
 
-    What is no ELF file counts as made for all, such as the files of a simulated machine, and one that is still being
-    written.
+    Files that are not ELF files are never foreign, such as those of a simulated machine, or a file that is
+    still being written.
     """
     return {path: made_for for path in paths if (made_for := _foreign_architecture(tree, path, machine))}
 
@@ -129,7 +137,7 @@ def _foreign_architecture(tree: RootedTree, path: str, machine: str) -> str | No
 
 
 def note_of_left_out(root: str, left_out: Mapping[str, str], machine: str = MACHINE) -> str:
-    """One sentence about the files below `root` that are foreign, without a semicolon."""
+    """Return a sentence about the foreign files below `root`, without a semicolon."""
     what, are = counted(len(left_out), "library", "libraries"), "is" if len(left_out) == 1 else "are"
     first = min(left_out)
     return (
@@ -139,10 +147,10 @@ def note_of_left_out(root: str, left_out: Mapping[str, str], machine: str = MACH
 
 
 def scan_libraries(tree: RootedTree, version: str | None, machine: str = MACHINE) -> Libraries:
-    """The libraries of one driver version that are made for `machine`.
+    """Return the libraries of one driver version for `machine`.
 
-    `version` selects one of several installed versions; None selects the one that `libcuda.so.1` leads to, else the
-    first found. The files are empty if that version is not installed.
+    `version` selects one of several installed versions; None selects the one that `libcuda.so.1` leads to, else
+    the first found. The files are empty if that version is not installed.
     """
     left_out: dict[str, str] = {}
     listings = _search(tree, machine, left_out)
@@ -150,7 +158,7 @@ def scan_libraries(tree: RootedTree, version: str | None, machine: str = MACHINE
     chosen = version or _linked_version(tree, listings, left_out) or next(iter(versions), None)
     if chosen not in versions:
         return Libraries(versions=versions, left_out=left_out)
-    shown: dict[str, str] = {}  # the paths in containers, by where the files really are
+    shown: dict[str, str] = {}  # paths in containers, by resolved file
     driver_directories = []
     suffix = f".so.{chosen}"
     usual = {tree.directory(directory) for directory in USUAL_DIRS}
@@ -181,17 +189,18 @@ def scan_libraries(tree: RootedTree, version: str | None, machine: str = MACHINE
 
 
 def linker_directories(paths: Iterable[str], machine: str = MACHINE) -> tuple[str, ...]:
-    """Where the dynamic linkers of images look by default: Debian's directory and that of the other distributions."""
+    """Return the default directories of images' dynamic linkers: Debian's, and that of other distributions."""
     libcuda = next((path for path in paths if _LIBCUDA.match(path.rpartition("/")[2])), "")
     arch = next((arch for arch in _ARCHES if f"/{arch}/" in libcuda), f"{machine}-linux-gnu")
     return f"/usr/lib/{arch}", "/usr/lib64"
 
 
 def _search(tree: RootedTree, machine: str, left_out: dict[str, str]) -> list[_Listing]:
-    """Listings of the NVIDIA driver's files in each directory; a libcuda of another architecture goes to `left_out`.
+    """List the NVIDIA driver's files in each directory. A libcuda of another architecture is added to
+    `left_out`.
 
-    Links that lead out of their directory are followed only if libcuda is nowhere else: hosts with links to their
-    libraries mostly have the files in another directory of these.
+    Links that lead out of their directory are followed only if no directory has libcuda itself: hosts with such
+    links usually have the files in another of these directories.
     """
     everywhere = False
     for follow in (False, False, True):
@@ -219,7 +228,7 @@ def _drop_foreign_libcuda(
 
 
 def _list(tree: RootedTree, directory: str, shown: str, *, follow: bool = False) -> _Listing:
-    """What is in a resolved directory; with `follow` also the files of other directories to which its links lead."""
+    """List a resolved directory; with `follow`, include files of other directories to which its links lead."""
     listing = _Listing(directory, shown, {}, [])
     for entry in tree.entries(directory):
         name = entry.name
@@ -249,7 +258,7 @@ def _libcuda_versions(listing: _Listing) -> Iterator[str]:
 
 
 def _linked_version(tree: RootedTree, listings: Iterable[_Listing], left_out: Collection[str]) -> str | None:
-    """The version that `libcuda.so.1` leads to: what programs on the host use."""
+    """Return the version that `libcuda.so.1` leads to, which programs on the host use."""
     for listing in listings:
         if "libcuda.so.1" in listing.symlinks:
             target = tree.resolve(_join(listing.directory, "libcuda.so.1")) or ""
@@ -264,7 +273,7 @@ def _all_directories(tree: RootedTree) -> list[str]:
 
 
 def _cached_directories(tree: RootedTree) -> list[str]:
-    """Directories in which the dynamic linker's cache knows NVIDIA libraries."""
+    """Return the directories in which the dynamic linker's cache has NVIDIA libraries."""
     cache = tree.file(_LD_CACHE)
     if cache is None:
         return []
@@ -276,7 +285,7 @@ def _cached_directories(tree: RootedTree) -> list[str]:
 
 
 def _vdpau(tree: RootedTree, listing: _Listing, suffix: str) -> dict[str, str]:
-    """The paths in containers by where the files really are."""
+    """Return the paths in containers, by resolved file."""
     directory = tree.directory(_join(listing.directory, "vdpau"))
     if directory is None:
         return {}
@@ -287,8 +296,10 @@ def _vdpau(tree: RootedTree, listing: _Listing, suffix: str) -> dict[str, str]:
 def _links(
     tree: RootedTree, listings: Iterable[_Listing], shown: Mapping[str, str], version: str
 ) -> list[tuple[str, str, str]]:
-    """Links of the host that lead to the files, and those that programs need even if the host lacks them. `shown` has
-    the paths in containers by where the files really are."""
+    """Return the host's links to the files, and links that programs need even if the host lacks them.
+
+    `shown` has the paths in containers, by resolved file.
+    """
     paths = set(shown.values())
     stems = {path.rpartition("/")[2].partition(".so")[0] for path in paths}
     links: dict[str, tuple[str, str]] = {}

@@ -1,5 +1,4 @@
-"""Reading the host's files: those that come and go, and trees whose symbolic links are followed as if the tree were the
-whole file system."""
+"""Reads files of the host that may disappear at any time, and trees whose symbolic links stay inside the tree."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ _MAY_RUN = 0o111
 
 
 def text_of(path: Path | str) -> str:
-    """The content of a text file; empty if it cannot be read."""
+    """Return the content of a text file; empty if it cannot be read."""
     try:
         return Path(path).read_text("utf-8", errors="replace")
     except OSError:
@@ -21,23 +20,23 @@ def text_of(path: Path | str) -> str:
 
 
 def names_in(directory: Path | str) -> tuple[str, ...]:
-    """The names in a directory, sorted; none if it cannot be read."""
+    """Return the sorted names in a directory; empty if it cannot be read."""
     try:
-        return tuple(sorted(os.listdir(directory)))  # noqa: PTH208  no Path objects wanted every second
+        return tuple(sorted(os.listdir(directory)))  # noqa: PTH208  avoids Path objects, because this runs every second
     except OSError:
         return ()
 
 
 def join_root(root: str, path: str) -> str:
-    """The absolute `path` below `root`; the root `/` adds nothing."""
+    """Return the absolute `path` below `root`. The root `/` adds nothing."""
     return (root.rstrip("/") + path) or "/"
 
 
 class RootedTree:
-    """Looks files up below a root; as after chroot, no link leads out of it.
+    """Looks up files below a root. As after chroot, no link leads out of it.
 
-    All paths given and returned are absolute inside the tree; `local` makes them paths of this process. An instance
-    remembers the directories that it has resolved, so use it for one scan only.
+    All paths given and returned are absolute inside the tree; `local` converts them to paths of this process.
+    An instance caches resolved directories, so use it for one scan only.
     """
 
     def __init__(self, root: str) -> None:
@@ -45,31 +44,31 @@ class RootedTree:
         self._directories: dict[str, str | None] = {"/": "/"}
 
     def local(self, path: str) -> str:
-        """The path as this process sees it."""
+        """Return the path as this process sees it."""
         return (self._root + path) or "/"
 
     def resolve(self, path: str) -> str | None:
-        """The path inside the tree with all links resolved; None if there is nothing."""
+        """Return the path inside the tree with all links resolved; None if it does not exist."""
         return self._resolve(path, _MAX_LINKS)
 
     def directory(self, path: str) -> str | None:
-        """The resolved path if it is a directory."""
+        """Return the resolved path if it is a directory."""
         return self._of_type(path, stat.S_ISDIR)
 
     def file(self, path: str) -> str | None:
-        """The resolved path if it is a regular file."""
+        """Return the resolved path if it is a regular file."""
         return self._of_type(path, stat.S_ISREG)
 
     def program(self, path: str) -> str | None:
-        """The resolved path if it is a regular file that may be run."""
+        """Return the resolved path if it is an executable regular file."""
         return self._of_type(path, lambda mode: stat.S_ISREG(mode) and bool(mode & _MAY_RUN))
 
     def file_or_socket(self, path: str) -> str | None:
-        """The resolved path if it is a regular file or a socket."""
+        """Return the resolved path if it is a regular file or a socket."""
         return self._of_type(path, lambda mode: stat.S_ISREG(mode) or stat.S_ISSOCK(mode))
 
     def entries(self, directory: str) -> Iterator[os.DirEntry[str]]:
-        """The entries of a resolved directory; none if it cannot be read."""
+        """Yield the entries of a resolved directory; none if it cannot be read."""
         try:
             with os.scandir(self.local(directory)) as entries:
                 yield from entries

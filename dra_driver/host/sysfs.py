@@ -1,6 +1,7 @@
-"""What sysfs and procfs show: PCI functions, their place in the machine, memory, the boot, and a fingerprint of it all.
+"""Reads sysfs and procfs: PCI functions, their place in the machine, memory, the boot, and a fingerprint of it
+all.
 
-Every value here is optional: if it cannot be read, it is None or empty, never an error.
+A value that cannot be read is None or empty; it is never an error.
 """
 
 from __future__ import annotations
@@ -36,19 +37,25 @@ class Sysfs:
         self._vendors: dict[str, str] = {}  # of the functions at the last `fingerprint`
 
     def fingerprint(self) -> HostFingerprint:
-        """A value that changes with the hardware, the NVIDIA driver and its MIG devices: a few directory listings,
-        under a millisecond on a node with eight GPUs. The vendor of each function is read once."""
+        """Return a value that changes with the hardware, the NVIDIA driver and its MIG devices.
+
+        It takes a few directory listings, under a millisecond on a node with eight GPUs. The vendor of each
+        function is read once.
+        """
         gpus, functions = names_in(self._proc / "driver/nvidia/gpus"), self._names_of_nvidia()
-        # While the kernel waits for a program to close a GPU that is taken from the NVIDIA driver, the driver lists it.
+        # While the kernel waits for a program to close a GPU that is being unbound, the NVIDIA driver still
+        # lists it.
         bound = tuple(filter(self.is_bound, functions))
         return HostFingerprint((gpus, functions, bound), self.loaded_driver(), _instances(self._proc))
 
     def loaded_driver(self) -> str:
-        """What the NVIDIA kernel driver says of its version; empty while it is not loaded."""
+        """Return the version text of the NVIDIA kernel driver; empty while it is not loaded."""
         return text_of(self._proc / "driver/nvidia/version")
 
     def pcie_root(self, bus_id: str) -> str | None:
-        """The standard attribute pcieRoot, such as `pci0000:00`; None behind anything but a PCI root."""
+        """Return the standard attribute pcieRoot, such as `pci0000:00`; None if the function is not below a PCI
+        root.
+        """
         try:
             target = self._devices.joinpath(bus_id).readlink()
         except OSError:
@@ -63,49 +70,57 @@ class Sysfs:
         return parts[0]
 
     def numa_node(self, bus_id: str) -> int | None:
-        """The NUMA node; None if the platform has none."""
+        """Return the NUMA node; None if the platform has none."""
         number = _number(self._text(bus_id, "numa_node"), 10)
         return None if number is None or number < 0 else number
 
     def nvidia_functions(self) -> tuple[PciFunction, ...]:
-        """All PCI functions of vendor NVIDIA in bus order: GPUs, their audio functions, NVSwitches."""
+        """Return all PCI functions of vendor NVIDIA in bus order: GPUs, their audio functions, NVSwitches."""
         return tuple(filter(None, (self._nvidia_function(name) for name in names_in(self._devices))))
 
     def gpus(self) -> list[PciFunction]:
-        """NVIDIA's display and 3D controllers, whether a driver is bound to them or not."""
+        """Return NVIDIA's display and 3D controllers, bound to a driver or not."""
         return [function for function in self.nvidia_functions() if function.is_gpu]
 
     def gpu_functions(self) -> frozenset[str]:
-        """The bus IDs of `gpus`."""
+        """Return the bus IDs of `gpus`."""
         return frozenset(gpu.bus_id for gpu in self.gpus())
 
     def gpus_of_the_nvidia_driver(self) -> Mapping[str, str | None]:
-        """The UUIDs of the GPUs that the NVIDIA driver is bound to and does not exclude, by bus ID, as its files tell
-        them; also of a GPU that is lost. None if the NVIDIA driver never learned the UUID."""
+        """Return the UUIDs of the GPUs that are bound to the NVIDIA driver and not excluded, by bus ID.
+
+        They are read from the driver's files, so lost GPUs are included. The UUID is None if the driver never
+        learned it.
+        """
         bound = [item.bus_id for item in self.gpus() if item.driver == "nvidia"]
-        told = {bus_id: self._information(bus_id) for bus_id in bound}
+        information = {bus_id: self._information(bus_id) for bus_id in bound}
         uuids = {
-            bus_id: _GPU_UUID.search(text) for bus_id, text in told.items() if not _EXCLUDED.search(text)
+            bus_id: _GPU_UUID.search(text)
+            for bus_id, text in information.items()
+            if not _EXCLUDED.search(text)
         }
         return {bus_id: None if match is None else match[1] for bus_id, match in uuids.items()}
 
     def gpu_minor(self, bus_id: str) -> int | None:
-        """The number in the name of the GPU's device node now, as the NVIDIA driver's files tell it; it may change with
-        the MIG mode. None if it is not known."""
+        """Return the number in the name of the GPU's device node, from the NVIDIA driver's files; None if
+        unknown.
+
+        It may change with the MIG mode.
+        """
         match = _MINOR.search(self._information(bus_id))
         return None if match is None else int(match[1])
 
     def product_name(self, bus_id: str) -> str | None:
-        """What the NVIDIA driver's files call the GPU; None if it is not known."""
+        """Return the GPU's product name from the NVIDIA driver's files; None if unknown."""
         match = _MODEL.search(self._information(bus_id))
         return None if match is None else match[1].strip()
 
     def drm_nodes(self, bus_id: str) -> tuple[str, ...]:
-        """Names of the function's nodes in /dev/dri, such as `card1` and `renderD128`."""
+        """Return the names of the function's nodes in /dev/dri, such as `card1` and `renderD128`."""
         return tuple(name for name in names_in(self._devices / bus_id / "drm") if _DRM_NODE.match(name))
 
     def answers(self, bus_id: str) -> bool | None:
-        """Whether the function answers on the bus; False if it fell off, None if that is not known."""
+        """Whether the function answers on the bus; False if it fell off, None if unknown."""
         try:
             with (self._devices / bus_id / "config").open("rb") as config:
                 vendor = config.read(len(_GONE))
@@ -114,12 +129,15 @@ class Sysfs:
         return None if len(vendor) < len(_GONE) else vendor != _GONE
 
     def boot_id(self) -> str | None:
-        """The kernel's random name of this boot."""
+        """Return the kernel's random ID of this boot."""
         return text_of(self._proc / "sys/kernel/random/boot_id").strip() or None
 
     def this_boot(self) -> str:
-        """As `boot_id`, for a process that keeps state on disk. Raises: StateError if it cannot be read: then
-        the process cannot know what a reboot has ended."""
+        """Like `boot_id`, for a process that keeps state on disk.
+
+        Raises: StateError if the ID cannot be read, because the process would not know what a reboot has
+        undone.
+        """
         found = self.boot_id()
         if found is None:
             raise StateError(
@@ -139,23 +157,23 @@ class Sysfs:
         return PciFunction(bus_id, int(_NVIDIA, 16), device, class_code, driver, physical)
 
     def bound_driver(self, bus_id: str) -> str | None:
-        """The kernel driver of a PCI function, such as `nvidia` or `vfio-pci`; None if it has none."""
+        """Return the kernel driver of a PCI function, such as `nvidia` or `vfio-pci`; None if it has none."""
         return self._link(bus_id, "driver")
 
     def is_bound(self, bus_id: str) -> bool:
-        """Whether the function is there and bound to the NVIDIA driver."""
+        """Whether the function exists and is bound to the NVIDIA driver."""
         return self.bound_driver(bus_id) == "nvidia"
 
     def _names_of_nvidia(self) -> tuple[str, ...]:
         present = names_in(self._devices)
-        # A name that comes again may be another card.
+        # A name that reappears may be another card.
         self._vendors = {name: self._vendors[name] for name in present if name in self._vendors}
         return tuple(name for name in present if self._vendor(name) == _NVIDIA)
 
     def _vendor(self, function: str) -> str:
         known = self._vendors.get(function)
         if known is None:
-            # Virtual functions (SR-IOV) come and go without any change of what NVML shows.
+            # Virtual functions (SR-IOV) come and go without affecting NVML.
             is_virtual = (self._devices / function / "physfn").is_symlink()
             known = _VIRTUAL if is_virtual else self._text(function, "vendor")
             if known:
@@ -163,7 +181,7 @@ class Sysfs:
         return known
 
     def _link(self, bus_id: str, name: str) -> str | None:
-        """The last part of where a link of the function leads; None if there is no such link."""
+        """Return the last part of a link's target; None if the function has no such link."""
         try:
             return (self._devices / bus_id / name).readlink().name
         except OSError:
@@ -184,7 +202,7 @@ def _number(text: str, base: int) -> int | None:
 
 
 def _instances(proc: Path) -> Mapping[int, Hashable]:
-    """What the NVIDIA driver shows of the MIG instances on each GPU, by its minor number."""
+    """Return what the NVIDIA driver shows of the MIG instances on each GPU, by its minor number."""
     capabilities = proc / "driver/nvidia/capabilities"
     found: dict[int, Hashable] = {}
     for name in names_in(capabilities):

@@ -1,8 +1,9 @@
-"""GPUs as PCI functions for virtual machines: what sysfs shows of them, and the writes that change their driver.
+"""GPUs as PCI functions for virtual machines: their state in sysfs, and the writes that change their driver.
 
-Every write may block for as long as a program uses the function, and no signal ends it. A thread that blocks so would
-keep all sockets and locks of a killed daemon. So a small process does each write (`HostPciControl`). A thread waits for
-that process and is left behind at the limit: `NotAnsweredError.answer` is there when the write has ended after all.
+A write may block for as long as a program uses the function, and no signal ends it. A blocked thread would keep
+all sockets and locks of a killed daemon open, so a small process does each write (`HostPciControl`). A thread
+waits for that process, and is left behind at the time limit; `NotAnsweredError.answer` completes if the write
+ends later.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ NVIDIA = "nvidia"
 IOMMU_NODE = "/dev/iommu"
 CONTAINER_NODE = "/dev/vfio/vfio"
 _BRIDGES = frozenset({0x0600, 0x0604})
-"""Host bridges and PCI bridges stay with the kernel; vfio does not count them. An NVSwitch has another class."""
+"""Host and PCI bridges stay with the kernel; vfio does not count them. NVSwitches have another class."""
 _COMPANIONS = frozenset({0x0403, 0x0C03, 0x0C80})
-"""What a graphics card has beside its GPU: audio, USB, and the controller of its USB-C socket."""
+"""The other functions of a graphics card: audio, USB, and the controller of its USB-C socket."""
 _KINDS = {
     0x01: "a disk controller",
     0x02: "a network controller",
@@ -64,35 +65,41 @@ except OSError as error:
 else:
     print(0, end="")
 """
-"""Prints the error number, 0 for none. The kernel takes a value by one write. It starts in about 10 ms."""
+"""Prints the error number, 0 for success. The kernel requires a single write. The process starts in about 10 ms."""
 _NO_IOMMU = (
     "the kernel has no IOMMU for it; switch the IOMMU on in the firmware, and on Intel processors by intel_iommu=on on "
     "the kernel's command line"
 )
 _NOIOMMU_GROUP = "vfio-noiommu"
-"""The name that vfio gives to the group of a function without an IOMMU behind it."""
+"""The name that vfio gives to the group of a function without an IOMMU."""
 _VFIO_MODULE = "vfio_pci"
 _ALIAS = re.compile(r"^alias vfio_pci:(\S+) (\S+)$", re.MULTILINE)
 _FILE = re.compile(r"([^/\s:]+)\.ko(?:\.\w+)?(?=:|$)", re.MULTILINE)
 
 
 class PciControl(Protocol):
-    """What changes drivers of PCI functions. The simulator has its own."""
+    """Changes the drivers of PCI functions. The simulator has its own implementation."""
 
     def write(self, path: str, text: str) -> None:
-        """Write to a file of sysfs; may block for ever. Raises: OSError."""
+        """Write to a file of sysfs; may block forever. Raises: OSError."""
 
     def load_module(self, module: str, timeout_s: float) -> None:
-        """Load a kernel module with what it needs. Raises: OSError, TimeoutError; RetryableError with what modprobe
-        says."""
+        """Load a kernel module with its dependencies. Raises: OSError, TimeoutError; RetryableError with
+        modprobe's output.
+        """
 
     def maps_memory(self) -> bool:
-        """Whether the kernel can map the memory of a virtual machine for the functions of an IOMMU group. Raises:
-        OSError if the node of vfio cannot be opened."""
+        """Whether the kernel can map the memory of a virtual machine for the functions of an IOMMU group.
+
+        Raises: OSError if the vfio node cannot be opened.
+        """
 
     def users_of(self, nodes: Sequence[str], *, others_only: bool = False) -> list[str] | None:
-        """Name and process of each program that has one of these nodes of the host's /dev open; None if that cannot be
-        told. With `others_only` without those that let go when they are asked to, such as gpu-dra-driver itself."""
+        """Return name and PID of each program that has one of these nodes of the host's /dev open; None if
+        unknown.
+
+        With `others_only`, programs that release a GPU on request are left out, such as gpu-dra-driver itself.
+        """
 
 
 class HostPciControl:
@@ -102,7 +109,7 @@ class HostPciControl:
         self._root = host_root
 
     def write(self, path: str, text: str) -> None:
-        """As `PciControl`, by a process that ends with the write, whatever becomes of this one."""
+        """Write in a separate process, which exits after the write, whatever happens to this process."""
         writer = start_program(
             [sys.executable, "-I", "-S", "-c", _WRITE, path, text],
             stdin=subprocess.DEVNULL,
@@ -119,7 +126,7 @@ class HostPciControl:
         raise OSError(errno.EIO, f"the writing process ended with {exit_text(writer.returncode)}: {last}")
 
     def load_module(self, module: str, timeout_s: float) -> None:
-        """As `PciControl`, by the host's own modprobe, which knows the host's settings."""
+        """Load a module with the host's own modprobe, which knows the host's settings."""
         command = ["chroot", self._root, "modprobe", module]
         path = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
         code, said = run_program(command, path, timeout_s=timeout_s, slot=f"modprobe {module}")
@@ -127,7 +134,7 @@ class HostPciControl:
             raise RetryableError(f"modprobe says {' '.join(said.split())!r} ({exit_text(code)})")
 
     def maps_memory(self) -> bool:
-        """As `PciControl`. A kernel without the module answers 0."""
+        """As in `PciControl`. A kernel without the module returns 0."""
         file = os.open(CONTAINER_NODE, os.O_RDWR | os.O_CLOEXEC)
         try:
             return any(
@@ -137,12 +144,12 @@ class HostPciControl:
             os.close(file)
 
     def users_of(self, nodes: Sequence[str], *, others_only: bool = False) -> list[str] | None:
-        """As `PciControl`."""
+        """As in `PciControl`."""
         return users_of("/proc", nodes, others_only=others_only)
 
 
 class VfioCards(Sysfs):
-    """The node's GPUs as cards. Bus IDs are in sysfs form; all `wait_s` are limits in seconds."""
+    """The node's GPUs as cards. Bus IDs are in sysfs form; each `wait_s` is a time limit in seconds."""
 
     def __init__(self, paths: HostPaths, nodes: DeviceNodeReader, control: PciControl) -> None:
         super().__init__(paths.sys, paths.proc)
@@ -152,11 +159,14 @@ class VfioCards(Sysfs):
         host = DevRoot(replace(paths, dev_root=paths.dev_root or paths.host_root or "/"), nodes)
         self._dev = (host, DevRoot(paths, nodes))
 
-    # --- what is there -------------------------------------------------------------------------
+    # --- state -----------------------------------------------------------------------------------
 
     def cards(self) -> tuple[Card, ...]:
-        """Every NVIDIA GPU on the bus, in bus order, whoever has it; `gpu_uuid` is what the NVIDIA driver told the
-        kernel, else made of the bus ID, and `by_us` is not known here."""
+        """Return every NVIDIA GPU on the bus, in bus order, whatever its driver.
+
+        `gpu_uuid` is the UUID that the NVIDIA driver reported to the kernel, else derived from the bus ID.
+        `by_us` is not set.
+        """
         uuids = self.gpus_of_the_nvidia_driver()
         has_iommufd = self.node(IOMMU_NODE) is not None
         return tuple(
@@ -166,25 +176,30 @@ class VfioCards(Sysfs):
         )
 
     def card(self, bus_id: str) -> Card | None:
-        """One of `cards`; None if there is no such GPU."""
+        """Return one of `cards`; None if there is no such GPU."""
         return next((card for card in self.cards() if card.bus_id == bus_id), None)
 
     def node(self, path: str) -> HostNode | None:
-        """A device node of the host, as containers see it; None if the host does not have it."""
+        """Return a device node of the host, as containers see it; None if the host does not have it."""
         return next((node for dev in self._dev if (node := dev.node(path)) is not None), None)
 
     def vfio_device(self, bus_id: str) -> str | None:
-        """The name of the function's own vfio device, such as `vfio3`; None if it has none."""
+        """Return the name of the function's own vfio device, such as `vfio3`; None if it has none."""
         return next((name for name in names_in(self._devices / bus_id / "vfio-dev")), None)
 
     def virtual_functions(self, bus_id: str) -> int:
-        """How many virtual functions (SR-IOV) the function has now. Not from `sriov_numvfs`: older kernels let its
-        reader wait while the function changes drivers."""
+        """Return how many virtual functions (SR-IOV) the function has now.
+
+        `sriov_numvfs` is not read, because older kernels block its readers while the function changes drivers.
+        """
         return sum(name.startswith("virtfn") for name in names_in(self._devices / bus_id))
 
     def gpu_users(self, bus_id: str, *, others_only: bool = False) -> list[str] | None:
-        """Every program that has the GPU's nodes of the NVIDIA driver open, such as `dcgm-exporter (process 812)`; None
-        if that cannot be told. This process counts too, unless it is `others_only`."""
+        """Return the programs that have the GPU's NVIDIA nodes open, such as `dcgm-exporter (process 812)`;
+        None if unknown.
+
+        This process is included, except with `others_only`.
+        """
         minor = self.gpu_minor(bus_id)
         if minor is None and self.bound_driver(bus_id) == NVIDIA:
             return None
@@ -193,14 +208,15 @@ class VfioCards(Sysfs):
         return self._control.users_of([*own, *nodes], others_only=others_only)
 
     def vm_users(self, card: Card) -> list[str] | None:
-        """Every program that has a vfio node of the card's group open, such as a virtual machine; None if that cannot
-        be told."""
+        """Return the programs that have a vfio node of the card's group open, such as a virtual machine; None
+        if unknown.
+        """
         own = (self.vfio_device(bus_id) for bus_id in card.functions)
         nodes = [f"/dev/vfio/{card.iommu_group}", *(f"/dev/vfio/devices/{name}" for name in own if name)]
         return self._control.users_of(nodes)
 
     def closed_by(self, card: Card) -> str | None:
-        """Why no virtual machine can open the group of a card that a vfio driver has; None if one can."""
+        """Return why no virtual machine can open the group of a card in vfio; None if one can."""
         for bus_id in card.functions:
             driver = self.bound_driver(bus_id)
             if driver is not None and not is_vfio(driver):
@@ -218,9 +234,9 @@ class VfioCards(Sysfs):
     # --- changes -------------------------------------------------------------------------------
 
     def ready_driver(self, bus_id: str, wait_s: float) -> str:
-        """The name of the function's vfio driver, whose module is loaded first where that is needed.
-
-        Raises: RetryableError."""
+        """Return the name of the function's vfio driver, after loading its module if necessary. Raises:
+        RetryableError.
+        """
         module = self._module(bus_id)
         if not self._modules.has_driver(self._modules.driver_of(module)):
             self._load(module, f"PCI function {bus_id}", wait_s)
@@ -232,10 +248,11 @@ class VfioCards(Sysfs):
         return driver
 
     def ready_container(self, wait_s: float | None) -> None:
-        """Have the kernel able to map a virtual machine's memory by the node of an IOMMU group, which needs a module of
-        its own; iommufd does not. The module is loaded within `wait_s` seconds; None: it must be there.
+        """Make sure that the kernel can map a virtual machine's memory through the node of an IOMMU group.
 
-        Raises: RetryableError."""
+        That requires a separate module, unlike iommufd. It is loaded within `wait_s` seconds; with None, it
+        must already be loaded. Raises: RetryableError.
+        """
         if self._maps_memory():
             return
         if wait_s is not None:
@@ -265,16 +282,16 @@ class VfioCards(Sysfs):
             ) from error
 
     def override(self, bus_id: str, driver: str | None, wait_s: float) -> None:
-        """Have only this driver take the function from now on; None: any that fits. Raises: as `unbind`."""
+        """Let only this driver bind the function from now on; None allows any driver. Raises: like `unbind`."""
         action = f"set the driver_override of PCI function {bus_id} to {driver or 'nothing'}"
         self._write(action, f"{self._devices}/{bus_id}/driver_override", f"{driver or ''}\n", wait_s)
 
     def overridden_by(self, bus_id: str) -> str | None:
-        """The driver that `override` set; None if any may take the function."""
+        """Return the driver that `override` set; None if any driver may bind the function."""
         return self._text(bus_id, "driver_override").replace("(null)", "") or None
 
     def unbind(self, bus_id: str, wait_s: float) -> None:
-        """Take the function from its driver; nothing is done if it has none.
+        """Unbind the function from its driver, if it has one.
 
         Raises: NotAnsweredError if the write blocks, DeviceBusyError, RetryableError.
         """
@@ -289,22 +306,25 @@ class VfioCards(Sysfs):
             )
 
     def bind(self, bus_id: str, driver: str, wait_s: float) -> None:
-        """Give the function to this driver; nothing is done if it has it. Raises: as `unbind`."""
+        """Bind the function to this driver, unless it is bound already. Raises: like `unbind`."""
         if self.bound_driver(bus_id) == driver:
             return
         path = f"{self._sys}/bus/pci/drivers/{driver}/bind"
         self._write(f"bind PCI function {bus_id} to {driver}", path, bus_id, wait_s)
 
     def probe(self, bus_id: str, wait_s: float) -> None:
-        """Have the kernel look for a driver that takes the function. The kernel says nothing if there is none: look at
-        `bound_driver` afterwards. Raises: as `unbind`."""
+        """Let the kernel find a driver for the function.
+
+        The kernel does not report whether it found one; check `bound_driver` afterwards. Raises: like `unbind`.
+        """
         path = f"{self._sys}/bus/pci/drivers_probe"
         self._write(f"find a driver for PCI function {bus_id}", path, bus_id, wait_s)
 
     def verify(self, card: Card, driver: str, wait_s: float) -> None:
-        """Wait until a vfio driver has each function of the card, `driver` the GPU, and the group has its node.
+        """Wait until vfio drivers have all functions of the card, `driver` has the GPU, and the group has its
+        node.
 
-        Raises: RetryableError with what is missing when the time is over.
+        Raises: RetryableError that says what is missing after `wait_s` seconds.
         """
         until = time.monotonic() + wait_s
         while (problem := self._not_yet(card, driver)) is not None:
@@ -357,7 +377,9 @@ class VfioCards(Sysfs):
         return replace(card, problem=next(self._problems(card, module), None))
 
     def _iommu_group(self, bus_id: str) -> str:
-        """The number of the function's IOMMU group, such as `14`; empty if no IOMMU isolates the function."""
+        """Return the number of the function's IOMMU group, such as `14`; empty if no IOMMU isolates the
+        function.
+        """
         group = self._link(bus_id, "iommu_group") or ""
         name = self._sys / "kernel/iommu_groups" / group / "name"
         return "" if text_of(name).strip() == _NOIOMMU_GROUP else group
@@ -392,7 +414,7 @@ class VfioCards(Sysfs):
         return self._modules.best_for(self._text(bus_id, "modalias"))
 
     def _class(self, bus_id: str) -> int:
-        """Base class and subclass, such as 0x0302; 0 if it cannot be read."""
+        """Return base class and subclass, such as 0x0302; 0 if they cannot be read."""
         with suppress(ValueError):
             return int(self._text(bus_id, "class"), 16) >> 8
         return 0
@@ -403,7 +425,7 @@ def _missing(module: str) -> str:
 
 
 def _addressable(resource: str) -> int | None:
-    """The 64-bit memory regions of a function together, rounded up to a power of two."""
+    """Return the total size of a function's 64-bit memory regions, rounded up to a power of two."""
     total = 0
     for line in resource.splitlines()[:_BARS]:
         with suppress(ValueError):
@@ -414,7 +436,7 @@ def _addressable(resource: str) -> int | None:
 
 
 class VfioModules:
-    """The modules of the kernel that runs, below the host's `/` as this process sees it."""
+    """The modules of the running kernel, below the host's `/` as this process sees it."""
 
     def __init__(self, root: str, sys: str, proc: str) -> None:
         self._root = root
@@ -422,7 +444,7 @@ class VfioModules:
         self._release = Path(proc, "sys/kernel/osrelease")
 
     def best_for(self, modalias: str) -> str:
-        """The module for the function with this `modalias`: the most exact one that the kernel names for it."""
+        """Return the module for the function with this `modalias`: the most specific one that the kernel lists."""
         function = modalias.removeprefix("pci:")
         fitting = [
             (-sum(map(pattern.count, "*?[")), module)
@@ -432,8 +454,9 @@ class VfioModules:
         return max(fitting, default=(0, _VFIO_MODULE))[1]
 
     def driver_of(self, module: str) -> str:
-        """The name of the driver in the module, which need not be the module's. Before the module is loaded nothing
-        tells it."""
+        """Return the name of the module's driver, which may differ from the module's. It is only a guess before
+        loading.
+        """
         for name in names_in(self._sys / "module" / module / "drivers"):
             if name.startswith("pci:"):
                 return name.removeprefix("pci:")
@@ -444,7 +467,7 @@ class VfioModules:
         return (self._sys / "bus/pci/drivers" / driver).is_dir()
 
     def is_installed(self, module: str) -> bool:
-        """Whether the module can be loaded, as far as the kernel's lists of modules tell."""
+        """Whether the module can be loaded, according to the kernel's lists of modules."""
         return module in self._named("modules.dep") or module in self._named("modules.builtin")
 
     def is_there(self, module: str) -> bool:
@@ -465,7 +488,7 @@ class VfioModules:
         return None if found is None else tree.local(found)
 
 
-# The lists have a megabyte, and change when a module is installed.
+# The lists have about a megabyte, and change when a module is installed.
 @lru_cache(maxsize=8)
 def _vfio_aliases(path: str, _changed: Stamp | None) -> tuple[tuple[str, str], ...]:
     return tuple((found[1], found[2]) for found in _ALIAS.finditer(text_of(path)))

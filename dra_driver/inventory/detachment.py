@@ -57,7 +57,7 @@ from dra_driver.errors import (
     NvmlTransientError,
     StateError,
 )
-from dra_driver.host.processes import pid_namespace, start_of_living
+from dra_driver.host.processes import pid_namespace, start_time
 from dra_driver.host.rooted_tree import names_in
 from dra_driver.model.maintenance import Detachment, Maintenance, maintenances
 from dra_driver.model.record import ClaimRecord
@@ -282,7 +282,7 @@ class Detachments:
 
     def _write_pause(self, what: str) -> Pause:
         pid, now = os.getpid(), datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S")
-        started, boot_id = start_of_living(_PROC, pid) or 0, self._boot_id or ""
+        started, boot_id = start_time(_PROC, pid) or 0, self._boot_id or ""
         self._own = own = Pause(boot_id, self._namespace, pid, started, what, self._clock(), now)
         try:
             make_directory(self._pauses, 0o700)
@@ -315,7 +315,7 @@ class Detachments:
             return False
         if pause.pid_namespace != self._namespace:
             return 0 <= self._clock() - pause.began_s < _UNSEEN_S
-        return start_of_living(_PROC, pause.pid) == pause.started
+        return start_time(_PROC, pause.pid) == pause.started
 
     def begin(self, seconds: float) -> Detachment:
         """Keep NVML closed for `seconds` from now on, replacing any earlier detachment. Raises: StateError."""

@@ -225,9 +225,9 @@ def test_a_hook_that_gave_no_answer_is_asked_again_a_while_later(
     with monkeypatch.context() as broken:
         broken.setattr(hook_module, "run_program", Mock(side_effect=error))
         assert cause in finds.find().notes[0]
-    assert (cause in finds.find().notes[0], finds.doubts()) == (True, 0)
+    assert (cause in finds.find().notes[0], finds.expirations()) == (True, 0)
     monkeypatch.setattr(hook_module._Answer, "is_due", property(lambda answer: answer.due_at < math.inf))
-    assert (finds.doubts(), finds.find(), finds.doubts()) == (1, Hook(str(path), HOOK_VERBS), 1)
+    assert (finds.expirations(), finds.find(), finds.expirations()) == (1, Hook(str(path), HOOK_VERBS), 1)
 
 
 def test_a_hook_that_answered_badly_is_not_asked_again(
@@ -239,7 +239,7 @@ def test_a_hook_that_answered_badly_is_not_asked_again(
     finds = finder(driver)
     first = finds.find()
     asked = calls.read_text()
-    assert (finds.find(), finds.doubts(), calls.read_text()) == (first, 0, asked)
+    assert (finds.find(), finds.expirations(), calls.read_text()) == (first, 0, asked)
 
 
 @tabled("script", "reason")
