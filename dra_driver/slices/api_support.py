@@ -1,17 +1,18 @@
-"""What this cluster's API server takes of the slices and keeps of them, and what is published where that is not all.
+"""What the cluster's API server accepts and stores of the slices, and what is published if that is not
+everything.
 
-Servers drop fields without a word if a feature gate is off, and older ones refuse what newer ones take. So the server
-is asked with dry runs: before anything is published, after it refused a slice, and each hour while it lacks something.
-What it answers to writes is compared too, since several servers may differ.
+Servers silently drop fields whose feature gate is off, and older ones reject what newer ones accept. So the
+plugin tests the server with dry runs: before anything is published, after a rejected slice, and hourly while
+something is missing. It also compares the responses to writes, because several servers may differ.
 
-Partitions: a MIG device that is made on demand, and a GPU for virtual machines, are only safe to offer with counters.
-A server that drops them would let the scheduler give the same part of a GPU out many times.
+Partitions: MIG devices on demand and GPUs for virtual machines are safe only with counters. If a server
+dropped these, the scheduler would allocate the same part of a GPU many times.
 
-Compatibility groups: a scheduler without their feature gate passes over every device that has some, and a server whose
-gate was switched off keeps those that are there. So they are published only where a new slice keeps them, and that is
-asked again each hour.
+Compatibility groups: a scheduler without their feature gate skips every device that has some, and a server
+whose gate was switched off keeps existing ones. So they are published only if a new slice keeps them, which
+is tested hourly.
 
-Taints: where they are dropped, a device that must not be given out can only be withdrawn.
+Taints: if they are dropped, a device that must not be used has to be removed from the slices.
 """
 
 from __future__ import annotations
@@ -50,10 +51,10 @@ _log = structlog.get_logger(__name__)
 _ASK_AGAIN_S = 3600.0
 _INVALID = 422
 _COUNTS_SHARES = (1, 36, 2)
-"""The first release of Kubernetes whose scheduler counts what shares take of counters; no release of 1.35 does."""
+"""The first Kubernetes release whose scheduler counts what shares consume of counters; no 1.35 release does."""
 _NUMBERS = re.compile(r"v?(\d+)\.(\d+)\.(\d+)")
 _DISPENSABLE = frozenset({TAINTS_GATE, SHARES_GATE})
-"""Gates whose fields are left out of the slices where they are off."""
+"""Gates whose fields are omitted from the slices if they are off."""
 _REMEDY = (
     f"use Kubernetes 1.36 or newer, where the feature gate {PARTITIONS_GATE} is on unless it is switched off, or 1.35"
     " with it switched on, in API server and scheduler"
@@ -77,9 +78,11 @@ _SHARED: JsonObject = {
 
 @dataclass(frozen=True, slots=True)
 class Support:
-    """What an API server takes and keeps. It drops the fields of devices whose feature gates are `missing`.
-    `no_partitions` says why it cannot count partitions, as a sentence with the remedy; None if it can, or was not
-    asked. `keeps_groups`: also which devices of a counter set go together."""
+    """What an API server accepts and stores. It drops the fields of the feature gates in `missing`.
+
+    `no_partitions` is a sentence with the remedy if it does not support partitionable devices; None if it
+    does or was not tested. `keeps_groups`: it also stores compatibility groups.
+    """
 
     missing: frozenset[str] = frozenset()
     taints: TaintLimits = NEWEST_TAINTS
@@ -88,9 +91,11 @@ class Support:
 
 
 def ask_support(api: ApiClient, owner: Owner, known: Support, *, partitions: bool) -> Support:
-    """What the API server says to dry runs. It remains what is `known` of taints and shares if it refuses to be asked.
+    """Tests the API server with dry runs. If it rejects the test itself, the `known` taints and shares
+    remain.
 
-    Raises: ApiUnavailableError; with `partitions` ApiRejectedError if it refuses to be asked (permissions, admission).
+    Raises: ApiUnavailableError; with `partitions` ApiRejectedError if it rejects the test (permissions,
+    admission).
     """
     missing, limits = _device_fields(api, owner) or (known.missing, known.taints)
     problem = partitions_problem(api, owner) if partitions else None
@@ -99,7 +104,7 @@ def ask_support(api: ApiClient, owner: Owner, known: Support, *, partitions: boo
 
 
 def _device_fields(api: ApiClient, owner: Owner) -> tuple[frozenset[str], TaintLimits] | None:
-    """The feature gates that are missing, and what is taken of taints; None if the server refuses to be asked."""
+    """Returns the missing feature gates and the limits for taints; None if the server rejects the test."""
     for limits in (NEWEST_TAINTS, OLDEST_TAINTS):
         effects = ["NoSchedule"] * limits.most + ["None"] * limits.informational
         taints = [{"key": f"probe-{i}", "effect": effect} for i, effect in enumerate(effects[-limits.most :])]
@@ -115,13 +120,14 @@ def _device_fields(api: ApiClient, owner: Owner) -> tuple[frozenset[str], TaintL
 
 
 def partitions_problem(api: ApiClient, owner: Owner) -> str | None:
-    """Why the API server cannot count partitions, as one sentence with the remedy; None if it can.
+    """Returns why the API server does not support partitionable devices, as a sentence with the remedy; None
+    if it does.
 
-    It is asked to create the two slices of a partitioned pool, counter sets and devices apart, as a dry run: nothing is
-    written. Until Kubernetes 1.34 both had to be in one slice, so the server refuses this. Where the feature gate is
-    off, it takes the slices and drops the fields.
+    A dry run creates the two slices of a partitioned pool, with counter sets and devices separate. Up to
+    Kubernetes 1.34 both had to be in one slice, so the server rejects this. If the feature gate is off, it
+    accepts the slices and drops the fields.
 
-    Raises: ApiUnavailableError; ApiRejectedError if it refuses to be asked (permissions, admission).
+    Raises: ApiUnavailableError; ApiRejectedError if it rejects the test (permissions, admission).
     """
     contents = (SliceContent(shared_counters=(_SET,)), SliceContent(devices=(_COUNTED,)))
     lost = _lost_in_trial(api, owner, "ask the API server for partitionable devices", *contents)
@@ -131,7 +137,7 @@ def partitions_problem(api: ApiClient, owner: Owner) -> str | None:
 
 
 def _keeps_groups(api: ApiClient, owner: Owner) -> bool:
-    """Raises: as `partitions_problem`."""
+    """Raises: the errors of `partitions_problem`."""
     content = SliceContent(devices=(_GROUPED,))
     return not _lost_in_trial(api, owner, "ask the API server for compatibility groups of devices", content)
 
@@ -144,8 +150,11 @@ def _drops_counters(lost: Iterable[Drop]) -> str:
 def _lost_in_trial(
     api: ApiClient, owner: Owner, action: str, *contents: SliceContent
 ) -> tuple[Drop, ...] | ApiRejectedError:
-    """The fields that the API server would drop of the first such slices, each asked about until one loses some; the
-    error if it takes no such slice. Raises: as `partitions_problem`."""
+    """Returns the fields that the API server drops from the first slice that loses any; the error if it
+    rejects a slice as invalid.
+
+    Raises: the errors of `partitions_problem`.
+    """
     try:
         for sent in slice_changes(Pool(owner.node_name, contents), (), owner).creates:
             stored = api.call("POST", "resourceslices", query={"dryRun": "All"}, body=sent, action=action)
@@ -160,9 +169,10 @@ def _lost_in_trial(
 
 
 def sharing_caution(client: ApiClient) -> str | None:
-    """Why shares of devices with counters are given out wrongly in this cluster, as one sentence with the remedy.
+    """Returns why shares of devices with counters are allocated wrongly in this cluster, as a sentence with
+    the remedy.
 
-    None also where the release is not known: a missing warning must not keep slices from being published.
+    None also if the release is unknown: a missing warning must not prevent publishing.
     """
     try:
         release = server_version(client)
@@ -186,18 +196,18 @@ def shares_counters(inventory: Inventory, sharing: SharingPolicy) -> bool:
 
 
 class SupportObserver(Protocol):
-    """Hears from the publisher's thread what the API server cannot do; reporting does. Must not block or raise."""
+    """Receives missing capabilities in the publisher's thread. Must not block or raise."""
 
     def partitions_missing(self, reason: str) -> None:
-        """The server was found not to count partitions."""
+        """The API server does not support partitionable devices."""
 
     def scheduler_outdated(self, reason: str) -> None:
-        """The server was found to count partitions, but the scheduler gives shares of counted devices out wrongly."""
+        """The API server supports partitionable devices, but the scheduler allocates shares of them wrongly."""
 
 
 @dataclass(eq=False)
 class ApiSupport:
-    """Remembers what the server takes and keeps, from what it was asked and from its answers to writes.
+    """Remembers what the server accepts and stores, from dry runs and from its responses to writes.
 
     For the publisher's thread; any thread may read `problem` and `drops_taints`.
     """
@@ -211,16 +221,17 @@ class ApiSupport:
         self._known = Support()
         self._asked_at = -math.inf
         self._is_asked = False
-        self._counts: bool | None = None  # None: it was not asked
-        self._matters = False  # whether there are devices that only counters keep apart
+        self._counts: bool | None = None  # None if not tested
+        self._matters = False  # whether any devices need counters
         self._stored_otherwise: dict[
             str, tuple[JsonObject, JsonObject]
         ] = {}  # specs sent and stored, by name
 
     @property
     def problem(self) -> str | None:
-        """Why MIG devices on demand, and GPUs for virtual machines, are not offered; None where they are, or where none
-        could be."""
+        """Why MIG devices on demand and GPUs for virtual machines are not published; None if they are, or if
+        there are none.
+        """
         return self._known.no_partitions if self._matters else None
 
     @property
@@ -230,14 +241,14 @@ class ApiSupport:
 
     @property
     def ask_at(self) -> float:
-        """When the server should be asked again, as the clock tells it; infinity if there is no need."""
+        """When to test the server again, on the clock; infinity if never."""
         may_change = self._known.missing or self.problem is not None or self._known.keeps_groups
         return self._asked_at + _ASK_AGAIN_S if may_change else math.inf
 
     def of(self, inventory: Inventory, owner: Owner) -> Support:
-        """What the server takes and keeps of such devices.
+        """Returns what the server accepts and stores of the inventory's devices.
 
-        Raises: as `ask_support`, if the server does not answer; nothing must be published then.
+        Raises: the errors of `ask_support`; nothing must be published then.
         """
         self._matters = bool(inventory.cards_by_gpu) or any(
             gpu.partitioning is not None and gpu.partitioning.possible for gpu in inventory.gpus
@@ -256,16 +267,17 @@ class ApiSupport:
         return self._known
 
     def refused(self, error: Exception) -> None:
-        """The server refused a slice. If as invalid, it may have been downgraded, or one of several may be older: it is
-        asked again, and if it does not say what it takes, it gets what every server takes."""
+        """The server rejected a slice. If it is invalid, the server may have been downgraded, or one of
+        several may be older: it is tested again, and until then gets what every server accepts.
+        """
         if isinstance(error, ApiRejectedError) and error.status == _INVALID:
             self._is_asked, self._known = False, replace(self._known, taints=OLDEST_TAINTS)
 
     def stored(self, sent: JsonObject, stored: JsonObject) -> tuple[Drop, ...]:
-        """Compare the answer to a write with what was sent: what the server dropped or changed.
+        """Compares the response to a write with what was sent. Returns what the server dropped or changed.
 
-        What a gate explains is not sent again until the server, asked the next time, says that it keeps it. All else is
-        sent again only if the slice is not any more what the server made of it.
+        Fields whose gate is off are not sent again until a test shows that the server stores them. Other
+        changed fields are sent again only if the slice no longer is what the server made of it.
         """
         name = stored["metadata"]["name"]
         dropped = dropped_fields(sent, stored)
@@ -284,8 +296,11 @@ class ApiSupport:
         return dropped
 
     def as_sent(self, existing: Iterable[JsonObject]) -> list[JsonObject]:
-        """All slices, but as it was sent what the server stored otherwise, while it is still there so. Slices that are
-        not among them are forgotten."""
+        """Returns all slices, but those that the server stored differently as they were sent, if they have
+        not changed since.
+
+        Forgets slices that no longer exist.
+        """
         present = {entry["metadata"]["name"]: entry for entry in existing}
         self._stored_otherwise = {
             name: (sent, stored)
@@ -298,7 +313,7 @@ class ApiSupport:
         ]
 
     def _learn_partitions(self, inventory: Inventory | None) -> None:
-        """Tell what is new of partitions."""
+        """Reports changes in the support for partitionable devices."""
         problem = self._known.no_partitions
         counts, self._counts = self._counts, problem is None
         if counts == self._counts:
@@ -317,5 +332,5 @@ class ApiSupport:
         return ask_support(self.api, owner, known, partitions=self._matters)
 
     def _caution(self, inventory: Inventory) -> str | None:
-        """What is wrong with counters for these devices on a server that keeps them."""
+        """Returns the problem with counters for these devices on a server that stores them."""
         return sharing_caution(self.api) if shares_counters(inventory, self.sharing) else None

@@ -1,8 +1,9 @@
-"""Which instance publishes and speaks for the node while an old and a new one run side by side: the newest.
+"""Decides which instance publishes and speaks for the node while an old and a new one run side by side: the
+newest.
 
-Each instance that the kubelet has accepted keeps a file with its start in the name, and holds an open-file-description
-lock on it. The kernel releases the lock however the process ends. So a file that no one holds is that of a dead
-instance: after a crash, and after a reboot, which starts the clock of the names again.
+Each instance that the kubelet has accepted keeps a file with its start time in the name, and holds an
+open-file-description lock on it. The kernel releases the lock however the process ends. So an unlocked file
+belongs to a dead instance: after a crash, or after a reboot, which resets the clock in the names.
 """
 
 from __future__ import annotations
@@ -25,21 +26,21 @@ from dra_driver.errors import StateError
 _log = structlog.get_logger(__name__)
 
 DIRECTORY = "publishers"
-"""Of the plugin's own directory."""
+"""A subdirectory of the plugin's own directory."""
 _FILE = re.compile(r"\d{20}-([A-Za-z0-9-]+)\.lock", re.ASCII)
-"""When the instance started, so that names are in the order of starts; what follows decides between equal ones."""
+"""The start time, so that names sort by start; the rest of the name decides between equal times."""
 _TRIES = 100
 
 
 class InstanceLeadership:
-    """Whether this instance leads those that share `directory`; safe for several threads.
+    """Whether this instance leads those that share `directory`. Thread-safe.
 
-    `name` is the pod's UID where there is one, as two containers may have the same process ID.
+    `name` is the pod's UID if there is one, because two containers may have the same process ID.
     """
 
     def __init__(self, directory: Path, name: str | None = None) -> None:
         self._directory = directory
-        # Boot time: one clock for all processes, which neither a person nor NTP sets.
+        # Boot time: the same clock for all processes, which neither people nor NTP can set.
         start = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
         called = re.sub(r"[^A-Za-z0-9-]", "-", name or str(os.getpid()))
         self._file = directory / f"{start:020d}-{called}.lock"
@@ -49,10 +50,9 @@ class InstanceLeadership:
         self._held: int | None = None
 
     def announce(self) -> None:
-        """The kubelet has accepted this instance: older ones stand by from now on. Harmless twice.
+        """The kubelet has accepted this instance, so older ones now stand by. Safe to call twice.
 
-        If it fails, the next `is_ours` tries again.
-        Raises: StateError.
+        If it fails, the next `is_ours` retries. Raises: StateError.
         """
         with self._guard:
             if not self._withdrawn:
@@ -60,19 +60,20 @@ class InstanceLeadership:
                 self._hold_file()
 
     def is_ours(self) -> bool:
-        """Whether this instance leads: no newer one lives, and while it is not announced no other at all.
+        """Whether this instance leads: there is no newer living one, and before the announcement none at all.
 
         Removes the files of dead instances. Raises: StateError.
         """
         with self._guard:
             if self._registered:
-                # On a full disk this instance cannot announce itself: then the instance that could leads on.
+                # On a full disk this instance cannot announce itself; the announced one then continues to
+                # lead.
                 with suppress(StateError):
                     self._hold_file()
             return not any(self._held is None or other > self._file.name for other in self._living())
 
     def speaks_for_node(self) -> bool:
-        """As `is_ours`. Where that cannot be told it says yes: better that two instances speak than none."""
+        """Like `is_ours`; True if unknown, because two speakers are better than none."""
         try:
             return self.is_ours()
         except StateError as error:
@@ -80,7 +81,7 @@ class InstanceLeadership:
             return True
 
     def withdraw(self) -> None:
-        """Give up leading, for good. Harmless twice."""
+        """Gives up leading for good. Safe to call twice."""
         with self._guard:
             self._withdrawn, self._registered = True, False
             if self._held is not None:
@@ -90,7 +91,7 @@ class InstanceLeadership:
                 self._held = None
 
     def _hold_file(self) -> None:
-        """Have our file in the directory, locked; again if someone removed it."""
+        """Creates and locks our file in the directory; again if someone removed it."""
         if self._held is not None:
             if _is_at(self._file, self._held):
                 return
@@ -104,9 +105,9 @@ class InstanceLeadership:
         raise StateError(f"cannot create {self._file}: other instances remove it each time; restart them")
 
     def _try_file(self) -> int | None:
-        """The descriptor of our file; None if another try may succeed.
+        """Returns the descriptor of our file; None if another attempt may succeed.
 
-        It is locked under another name and then linked: under its own it is never seen without its lock.
+        The file is locked under a temporary name and then linked, so it is never visible without its lock.
         """
         temporary = self._directory / f".{self._file.name}.{os.getpid()}{TEMPORARY_SUFFIX}"
         try:
@@ -117,7 +118,7 @@ class InstanceLeadership:
         try:
             fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, WHOLE_FILE_WRITE_LOCK)
             os.link(temporary, self._file)
-        except (FileNotFoundError, BlockingIOError):  # someone cleared it before it was locked
+        except (FileNotFoundError, BlockingIOError):  # someone removed it before it was locked
             os.close(descriptor)
             return None
         except OSError as error:
@@ -129,9 +130,9 @@ class InstanceLeadership:
         return descriptor
 
     def _living(self) -> Iterator[str]:
-        """The names of the files of living instances. Raises: StateError."""
+        """Yields the file names of living instances. Raises: StateError."""
         try:
-            names = os.listdir(self._directory)  # noqa: PTH208  no Path objects wanted every second
+            names = os.listdir(self._directory)  # noqa: PTH208  runs every second: avoid Path objects
         except FileNotFoundError:
             return
         except OSError as error:
@@ -149,7 +150,9 @@ class InstanceLeadership:
 
 
 def live_instances(directory: Path) -> frozenset[str]:
-    """The names of the instances that hold a file in the directory, such as pod UIDs. Raises: StateError."""
+    """Returns the names of the instances that hold a file in the directory, such as pod UIDs. Raises:
+    StateError.
+    """
     try:
         names = os.listdir(directory)  # noqa: PTH208  as above
     except FileNotFoundError:
@@ -161,7 +164,7 @@ def live_instances(directory: Path) -> frozenset[str]:
 
 
 def _is_at(path: Path, descriptor: int) -> bool:
-    """Whether the path still leads to the open file."""
+    """Whether the path still refers to the open file."""
     try:
         return os.path.samestat(path.stat(follow_symlinks=False), os.fstat(descriptor))
     except OSError:

@@ -1,7 +1,7 @@
-"""The only writer of ResourceSlices: level-triggered, one thread, no write when nothing differs.
+"""The only writer of ResourceSlices: level-triggered, one thread, no write without a difference.
 
-What has to wait (the leadership, a refused deletion, the next answer to someone who fights over the slices) holds
-nothing else back: the thread sleeps until the earliest of them is due, and any change wakes it before that.
+Whatever has to wait (leadership, a refused deletion, the next answer to a competing writer) delays nothing
+else: the thread sleeps until the earliest is due, and any change wakes it earlier.
 """
 
 from __future__ import annotations
@@ -48,56 +48,56 @@ _BACKOFF_MOST_S = 30.0
 _QUIET_AFTER_WRITE_S = 0.05
 _LEADERSHIP_AGAIN_S = 2.0
 _PROBLEM_AFTER_S = 30.0
-"""What ends by itself before that is no problem of the node."""
+"""A shorter failure is not a problem of the node."""
 
 _NOT_YET = "slices have not been published yet"
 _CONTESTED = "somebody else keeps changing the slices of this node; look for a second publisher of them"
 
 
 class PublishObserver(Protocol):
-    """Hears how publishing goes, from the publisher's thread; reporting does. Must not block or raise."""
+    """Receives the results of publishing in the publisher's thread. Must not block or raise."""
 
     def published(self, lag_s: float) -> None:
-        """Slices were written, `lag_s` after the change that called for it."""
+        """Slices were written, `lag_s` seconds after the change that they show."""
 
     def publish_failed(self, error: Exception) -> None:
-        """Slices could not be brought up to date; it is tried again."""
+        """An update of the slices failed; the publisher retries."""
 
     def contested(self, reason: str) -> None:
-        """Someone else changes our slices again and again."""
+        """Another program changes our slices repeatedly."""
 
     def device_left_out(self, fault: str) -> None:
-        """A device is left out, because the API server would refuse it."""
+        """The slices omit a device because the API server would reject it."""
 
     def fields_dropped(self, gates: str) -> None:
-        """The API server dropped fields of a slice; `gates` names the feature gates that are off."""
+        """The API server dropped fields of a slice; `gates` names the disabled feature gates."""
 
 
 class PublishedNode(Protocol):
-    """What decides what a node publishes; the publisher's thread asks it in each round."""
+    """The source of what a node publishes; called by the publisher's thread in each round."""
 
     def leads(self) -> bool:
-        """Whether this instance publishes; else another one on the node does."""
+        """Whether this instance publishes; otherwise another one on the node does."""
 
     def inventory(self) -> Inventory | None:
-        """The devices of the node; None until they are known."""
+        """The devices of the node; None while unknown."""
 
     def owner(self) -> Owner:
-        """Who publishes, with the UID of the Node object as of now."""
+        """The publisher's identity, with the current UID of the Node object."""
 
     def taints(self, limits: TaintLimits) -> Taints:
-        """How devices are tainted at the moment, within what the API server takes."""
+        """Returns a function for the current taints of a device, within the limits of the API server."""
 
     def left_out(self, dropped: bool) -> Callable[[OfferedDevice], bool]:
-        """Which devices are left out of the slices; `dropped` says whether the API server drops taints."""
+        """Returns which devices to omit from the slices; `dropped` is whether the API server drops taints."""
 
 
 @dataclass(eq=False)
 class Publisher:
-    """Brings the slices of `node` in line with its devices, again and again.
+    """Keeps the slices of `node` up to date with its devices.
 
-    Discovery, the watch, health and MIG only call `mark_dirty`. While `node` does not lead, nothing is written.
-    `support` says what the server takes and keeps.
+    Discovery, the watch, health and MIG only call `mark_dirty`. While `node` does not lead, nothing is
+    written. `support` knows what the server accepts and stores.
     """
 
     node: PublishedNode
@@ -109,7 +109,7 @@ class Publisher:
     def __post_init__(self) -> None:
         self._owner: Owner | None = None
         self._marked_at: float | None = None
-        self._behind_since: float | None = None  # the publisher's thread's own
+        self._behind_since: float | None = None  # used only by the publisher's thread
         self._published = threading.Event()
         self._wrong: tuple[float, str] | None = (time.monotonic(), _NOT_YET)  # since when, and what
         self.standing_by = False
@@ -117,10 +117,10 @@ class Publisher:
         self._known_faults: tuple[str, ...] = ()
         self._known_notes: tuple[str, ...] = ()
         self.withheld: tuple[str, ...] = ()
-        """Names of the devices that were left out when the pool was last built."""
+        """Names of the devices that the last pool omits."""
         self._known_drops: set[Drop] = set()
         self._known_gates: set[str] = set()
-        self._undeleted: dict[str, str] = {}  # why a slice is still there, by UID
+        self._undeleted: dict[str, str] = {}  # by UID, why a slice was not deleted
         self._delete_again_at = 0.0
         self._delete_backoff = Backoff(_BACKOFF_FIRST_S, _BACKOFF_MOST_S)
         self._refused_slices = RefusedSlices()
@@ -133,12 +133,12 @@ class Publisher:
 
     @property
     def problem(self) -> str | None:
-        """Why the published slices are not what they should be; None when they are, or are not our concern."""
+        """Why the published slices are not current; None if they are, or if another instance publishes."""
         wrong = self._wrong
         return None if wrong is None else wrong[1]
 
     def problems(self) -> Sequence[NodeProblem]:
-        """That the slices have not been up to date for half a minute, and who else writes them."""
+        """Reports that the slices have not been current for half a minute, and who else writes them."""
         if self.standing_by:
             return []
         wrong, unseen, now = self._wrong, self.slices.failing, time.monotonic()
@@ -168,7 +168,7 @@ class Publisher:
         return [*found, NodeProblem("slices-not-published", f"The plugin {text}; {remedy}")]
 
     def _has_nothing_to_publish(self, problem: str) -> bool:
-        """Before the first GPUs are found; why there are none is a problem of discovery."""
+        """Whether no GPUs have been found yet; discovery reports the reason."""
         return problem == _NOT_YET and self.node.inventory() is None
 
     def _note(self, problem: str | None) -> None:
@@ -176,16 +176,16 @@ class Publisher:
         self._wrong = None if problem is None else (now if before is None else before[0], problem)
 
     def start(self) -> None:
-        """Begin to publish in the background."""
+        """Starts publishing in the background."""
         self.mark_dirty()
         self._worker.start()
 
     def stop(self) -> None:
-        """Stop; the slices stay, so that a quick restart writes nothing."""
+        """Stops; the slices remain, so that a quick restart writes nothing."""
         self._worker.stop()
 
     def mark_dirty(self) -> None:
-        """Something changed: devices, or slices in the API server."""
+        """Devices, or slices in the API server, have changed."""
         if self._marked_at is None:
             self._marked_at = time.monotonic()
         self._worker.wake()
@@ -195,7 +195,9 @@ class Publisher:
         return self._published.wait(timeout_s)
 
     def _round(self) -> float:
-        """Publish; answers the seconds until something is due, or 0 after an error, which it has waited for."""
+        """Publishes. Returns the seconds until something is due; after an error it waits itself and returns
+        0.
+        """
         marked_at, self._marked_at = self._marked_at, None
         if self._behind_since is None:
             self._behind_since = marked_at
@@ -213,7 +215,7 @@ class Publisher:
         asked = error.retry_after_s if isinstance(error, ApiUnavailableError) else None
         delay = self._backoff.next(asked)
         _log.warning("publish_retried", reason=str(error), retry_in_s=round(delay, 2))
-        self._worker.pause(delay)  # within the round, so that no change of a device or a slice ends the wait
+        self._worker.pause(delay)  # within the round, so that changes do not shorten the wait
 
     def _crashed(self, error: Exception) -> float:
         self.observer.publish_failed(error)
@@ -238,7 +240,8 @@ class Publisher:
             self._worker.pause(_QUIET_AFTER_WRITE_S)
             changes = self._changes(now, owner)
         if changes.creates and known is not None:
-            # Slices vanish with the Node object that owns them, and its successor has another UID.
+            # Slices are deleted together with the Node object that owns them, and a new Node object has
+            # another UID.
             owner = self.node.owner()
             changes = self._changes(now, owner)
         self._owner = owner
@@ -254,7 +257,7 @@ class Publisher:
             self._settle()
 
     def _wanted(self, inventory: Inventory, owner: Owner) -> Pool:
-        """The pool as the API server can take and keep it."""
+        """Returns the pool, reduced to what the API server accepts and stores."""
         support = self.support.of(inventory, owner)
         offered = inventory if support.no_partitions is None else inventory.without_partitions()
         taints = self.node.taints(support.taints)
@@ -270,7 +273,7 @@ class Publisher:
         self._report_faults(pool)
         lost = {gate for gate in support.missing if without_fields(pool, {gate}) != pool}
         if TAINTS_GATE in support.missing and any(taints(device) for device in offered.devices()):
-            lost.add(TAINTS_GATE)  # also where the devices are withheld for that
+            lost.add(TAINTS_GATE)  # including devices that are withheld because of it
         self._report_drops("all", fields_of(lost - self._known_gates))
         return without_fields(pool, support.missing)
 
@@ -286,7 +289,9 @@ class Publisher:
         return ours
 
     def _is_held_back(self, pool: Pool) -> bool:
-        """Whether the write has to wait: a second writer of our slices slows us down, and not the API server."""
+        """Whether the write must wait, because a second writer of our slices must not make us overload the
+        API server.
+        """
         now = time.monotonic()
         wait_s = self._pacing.wait_s(pool, now)
         if wait_s <= 0:
@@ -299,7 +304,7 @@ class Publisher:
         return True
 
     def _settle(self) -> None:
-        """All that the server takes is published; a slice that cannot be deleted may be left."""
+        """Everything that the server accepts is published; slices that cannot be deleted may remain."""
         left = next(iter(self._undeleted.values()), None)
         refused = self._refused_slices.problem
         if refused is not None:
@@ -315,7 +320,7 @@ class Publisher:
             self._published.set()
 
     def _changes(self, now: Publishable, owner: Owner) -> SliceChanges:
-        """What is to be written now; deletions that were refused come back when they are due."""
+        """Returns what to write now. Refused deletions are included when they are due."""
         self._existing = self.support.as_sent(self.slices.current())
         changes = slice_changes(now.pool, self._existing, owner, self._undeleted, now.refused, now.hopeless)
         obsolete = {entry["metadata"]["uid"]: entry for entry in changes.deletes}
@@ -325,7 +330,7 @@ class Publisher:
         return replace(changes, deletes=tuple(due))
 
     def _write(self, changes: SliceChanges, now: Publishable, wanted: Pool, owner: Owner) -> None:
-        """Deletes come first, so that devices that are gone disappear even if what is new is refused."""
+        """Deletes first, so that removed devices disappear even if new slices are refused."""
         started = time.monotonic()
         deleted = self._delete(changes.deletes)
         if deleted < len(changes.deletes):
@@ -341,9 +346,9 @@ class Publisher:
             if self._stores(entry, pool, wanted, write):
                 done.append(entry)
                 continue
-            self.mark_dirty()  # another content is to stand in
+            self.mark_dirty()  # other content takes its place
             if pool.slices[slice_index(entry)].shared_counters:
-                break  # devices must not be published without the counters that they consume
+                break  # devices must not be published without their counters
         written = (*updated, *created)
         if not written and not deleted:
             return
@@ -363,7 +368,7 @@ class Publisher:
     def _stores(
         self, entry: JsonObject, pool: Pool, wanted: Pool, write: Callable[[JsonObject], JsonObject]
     ) -> bool:
-        """Whether the API server takes a slice. One that it refuses does not hold up the others."""
+        """Whether the API server accepts a slice. A refused slice does not delay the others."""
         index = slice_index(entry)
         sent, meant = pool.slices[index], wanted.slices[index]
         try:
@@ -379,13 +384,14 @@ class Publisher:
         dropped = self.support.stored(entry, stored)
         if dropped:
             self._report_drops(stored["metadata"]["name"], dropped)
-            self.mark_dirty()  # it may be built otherwise now
+            self.mark_dirty()  # the pool may be built differently now
         self._refused_slices.written(index, meant, sent)
         return True
 
     def _delete(self, obsolete: Iterable[JsonObject]) -> int:
-        """How many are gone. One that stays is logged once and tried again, and does not hold up other writes: an
-        admission webhook may guard a slice that is not ours."""
+        """Returns the number of deleted slices. A failure is logged once and retried, and does not delay
+        other writes: an admission webhook may protect a slice that is not ours.
+        """
         deleted, failed, asked_s = 0, False, 0.0
         for entry in obsolete:
             metadata = entry["metadata"]
@@ -411,7 +417,7 @@ class Publisher:
         return deleted
 
     def _report_drops(self, name: str, dropped: Iterable[Drop]) -> None:
-        """Report what the API server does not store of a slice, each loss and each feature gate once."""
+        """Reports the fields that the API server does not store, each field and each feature gate once."""
         new = set(dropped) - self._known_drops
         if not new:
             return
@@ -428,7 +434,7 @@ class Publisher:
             self.observer.fields_dropped(", ".join(sorted(gates)))
 
     def _report_faults(self, pool: Pool) -> None:
-        """Report the devices that are left out or otherwise than asked for, each time that they are others."""
+        """Reports devices that are omitted or differ from the configuration, whenever these change."""
         if pool.faults != self._known_faults:
             for fault in pool.faults:
                 _log.error("device_not_publishable", reason=fault)

@@ -1,6 +1,8 @@
-"""Slices that the API server refuses as they should be, remembered: one must not hold up the others, nor be sent
-again at once. What was accepted before stands in for a refused slice, so that the pool stays whole: no device of a
-pool with a slice missing is given out."""
+"""Slices that the API server rejected: one must not delay the others, nor be sent again at once.
+
+The previously accepted content replaces a rejected slice so that the pool stays complete, because the
+scheduler allocates no device of an incomplete pool.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +24,17 @@ _log = structlog.get_logger(__name__)
 _FIRST_S = 1.0
 _MAX_S = 300.0
 _MAX_FORBIDDEN_S = 30.0
-"""An administrator mends a missing permission without a change of the slice, and wants to see that it helped."""
+"""Shorter, because an administrator fixes a missing permission without any change of the slice, and wants to see that
+it helped."""
 _REFUSALS: Final = frozenset({400, 403, 413, 422})
-"""Statuses that speak of the content, as opposed to a slice that is gone or was changed."""
+"""HTTP status codes about the content, as opposed to a slice that is gone or was changed."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Refusal:
-    """`wanted` is refused until `due`; `before` is what the server had accepted. `is_whole` says that it refuses what
-    stands in as well."""
+    """`wanted` is rejected until `due`; `before` is what the server had accepted. `is_whole`: it also rejects
+    the replacement.
+    """
 
     wanted: SliceContent
     before: SliceContent
@@ -42,8 +46,11 @@ class _Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Publishable:
-    """A pool as it can be written now, and the indexes of its slices that the API server refused: to try them again
-    makes no new generation. The `hopeless` ones need not be written now, in whatever form."""
+    """A pool that can be written now.
+
+    `refused` are the indexes of rejected slices, whose retry needs no new generation. `hopeless` slices are
+    not written now in any form.
+    """
 
     pool: Pool
     refused: frozenset[int] = frozenset()
@@ -51,7 +58,7 @@ class Publishable:
 
 
 class RefusedSlices:
-    """Of one pool, by index. For the publisher's thread."""
+    """The rejected slices of one pool, by index. For the publisher's thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -59,17 +66,18 @@ class RefusedSlices:
 
     @property
     def problem(self) -> str | None:
-        """The first refusal in the server's words; None if there is none."""
+        """The first rejection in the server's words; None without any."""
         return next((refusal.reason for refusal in self._refusals.values()), None)
 
     @property
     def due(self) -> float:
-        """When the next one is tried again."""
+        """When the next slice is retried."""
         return min((refusal.due for refusal in self._refusals.values()), default=math.inf)
 
     def publishable(self, pool: Pool) -> Publishable:
-        """Another content stands in for what was refused. What is due is in the pool as it should be, and so is what
-        has changed since."""
+        """Returns the pool with replacements for rejected slices, except those that are due or have changed
+        since.
+        """
         self._refusals = {
             index: refusal
             for index, refusal in self._refusals.items()
@@ -91,8 +99,11 @@ class RefusedSlices:
         stored: JsonObject | None,
         error: Exception,
     ) -> bool:
-        """Remember that `sent` was refused for a slice that should have been `wanted`. `stored` is the slice that is
-        there. Whether this is such a refusal at all; another error has to be dealt with otherwise."""
+        """Records that `sent` was rejected for a slice that should have been `wanted`. `stored` is the
+        existing slice.
+
+        Returns whether `error` is such a rejection; the caller must handle other errors.
+        """
         if not (isinstance(error, ApiRejectedError) and error.status in _REFUSALS):
             return False
         known = self._refusals.get(index)
@@ -119,8 +130,10 @@ def _content(stored: JsonObject | None) -> SliceContent:
 
 
 def with_stand_ins(pool: Pool, accepted: Mapping[int, SliceContent]) -> Pool:
-    """The pool with other content for some slices, by index: of what was `accepted` before, whatever is still wanted
-    there. Devices go if the counters that they consume are not published."""
+    """Returns the pool with replaced slices: of the `accepted` content, by index, whatever is still wanted.
+
+    Devices without their counters are removed.
+    """
     if not accepted:
         return pool
     slices = [

@@ -1,7 +1,7 @@
-"""A device in the wire shape of resource.k8s.io/v1: its attributes and capacities.
+"""A device in the form of resource.k8s.io/v1: its attributes and capacities.
 
-Names and types are those of NVIDIA's own driver, because users' CEL selectors and other schedulers stand on them.
-Every attribute but `type` and `uuid` is best effort: what is unknown is left out, never 0 or "N/A".
+Names and types are those of NVIDIA's own driver, because users' CEL selectors and other schedulers depend on
+them. Every attribute but `type` and `uuid` is best effort: unknown values are omitted, never 0 or "N/A".
 """
 
 from __future__ import annotations
@@ -33,8 +33,10 @@ _IN_BYTES = frozenset({MEMORY, "addressableMemory"})
 
 
 def wire_device(device: OfferedDevice, inventory: Inventory, bound: BoundedRule | None = None) -> JsonObject:
-    """One entry of `spec.devices`: `{"name", "attributes", "capacity"}`. With a rule several claims may hold the
-    device at a time."""
+    """Returns one entry of `spec.devices`: `{"name", "attributes", "capacity"}`.
+
+    With a rule, several claims may hold the device at the same time.
+    """
     attributes, amounts = attributes_of(device, inventory), amounts_of(device)
     if bound is None:
         capacity: JsonObject = {name: {"value": _quantity(name, amount)} for name, amount in amounts.items()}
@@ -48,7 +50,7 @@ def wire_device(device: OfferedDevice, inventory: Inventory, bound: BoundedRule 
 
 
 def attributes_of(device: OfferedDevice, inventory: Inventory) -> JsonObject:
-    """The attributes of a device by name, such as `{"type": {"string": "gpu"}}`."""
+    """Returns the attributes of a device by name, such as `{"type": {"string": "gpu"}}`."""
     match device:
         case WholeGpu():
             found = _whole_gpu_attributes(device.gpu, inventory) | _common_attributes(device.gpu, inventory)
@@ -60,7 +62,7 @@ def attributes_of(device: OfferedDevice, inventory: Inventory) -> JsonObject:
 
 
 def amounts_of(device: OfferedDevice) -> dict[str, int]:
-    """What a device has of each capacity that is known, such as `{"memory": 85520809984}`; memory in bytes."""
+    """Returns the known capacities of a device, such as `{"memory": 85520809984}`; memory in bytes."""
     match device:
         case WholeGpu():
             return _whole_gpu_amounts(device.gpu)
@@ -128,7 +130,7 @@ def _mig_attributes(device: StaticMigDevice | DynamicMigDevice) -> dict[str, Jso
 
 
 def _vfio_attributes(device: VfioDevice) -> dict[str, JsonObject | None]:
-    """What the host says of the card, whichever driver has it."""
+    """Uses only the host's data about the card, which does not depend on its driver."""
     card = device.card
     return {
         "type": {"string": "vfio"},
@@ -145,7 +147,7 @@ def _vfio_attributes(device: VfioDevice) -> dict[str, JsonObject | None]:
 
 
 def _minor(gpu: Gpu) -> JsonObject | None:
-    """None where MIG devices are made on demand: MIG mode changes the number, and each claim changes the mode."""
+    """None with MIG on demand: MIG mode changes the number, and each claim changes the mode."""
     return _int(gpu.minor) if gpu.partitioning is None else None
 
 
@@ -176,7 +178,9 @@ def _engines(profile: MigProfile) -> dict[str, int]:
 
 
 def _string(value: str | None) -> JsonObject | None:
-    """A string value cut to what the API takes; one long product name must not cost the whole slice."""
+    """Returns a string value, truncated to the API's limit, because a long product name must not invalidate
+    the whole slice.
+    """
     if not value:
         return None
     raw = value.encode()
@@ -197,15 +201,15 @@ def _version(text: str | None) -> JsonObject | None:
 
 
 def _standard_bus_id(bus_id: str | None) -> JsonObject | None:
-    """The standard attribute allows four domain digits; larger domains have no standard form."""
+    """The standard attribute has four domain digits; larger domains have no standard form."""
     return {"string": bus_id} if bus_id is not None and len(bus_id) == len("0000:00:00.0") else None
 
 
 def semver(text: str | None) -> str | None:
-    """SemVer 2.0.0 of a driver version: `570.124.06` becomes `570.124.6`; None if there is no number.
+    """Returns a driver version as SemVer 2.0.0: `570.124.06` becomes `570.124.6`; None without a number.
 
-    A fourth component becomes build metadata, which does not take part in comparisons:
-    `6.19.14.31400000` becomes `6.19.14+31400000`. Missing components are zero.
+    A fourth component becomes build metadata, which comparisons ignore: `6.19.14.31400000` becomes
+    `6.19.14+31400000`. Missing components are zero.
     """
     match = _LEADING_NUMBERS.match((text or "").strip())
     if match is None:

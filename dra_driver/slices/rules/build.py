@@ -1,9 +1,9 @@
-"""The only builder of ResourceSlices: an inventory becomes the whole desired pool of this node, within the limits that
-the API server enforces.
+"""The only builder of ResourceSlices: converts an inventory to the desired pool of this node, within the API
+server's limits.
 
-How values, versions, quantities and request policies look is ours alone: tests put every machine and every sharing rule
-before the validation of resource.k8s.io/v1. How many there are, and which names NVML gives, depends on the hardware: a
-device that breaks such a limit must not cost the node its other devices.
+The format of values, versions, quantities and request policies depends only on this code, and tests validate
+it for every machine and sharing rule. The number of devices and NVML's names depend on the hardware: a device
+that exceeds a limit must not cost the node its other devices.
 
 Source of the limits: validation of resource.k8s.io/v1 as of Kubernetes 1.37.
 """
@@ -26,7 +26,7 @@ from dra_driver.slices.rules.attributes import wire_device
 
 _MAX_TAINTS_BEFORE = 4
 MAX_DEVICES_PER_SLICE = 64
-"""The API takes 128 of plain devices but only 64 where one has a taint, which may come at any time."""
+"""The API allows 128 plain devices, but only 64 if any has a taint, which may be added at any time."""
 MAX_COUNTER_SETS_PER_SLICE = 8
 MAX_COUNTERS_PER_SET = 32
 MAX_ATTRIBUTES_AND_CAPACITIES = 32
@@ -39,31 +39,33 @@ Taints = Callable[[OfferedDevice], Sequence[JsonObject]]
 
 @dataclass(frozen=True, slots=True)
 class TaintLimits:
-    """What an API server takes of a device's taints; it refuses the whole slice for more. `informational`: also taints
-    without an effect. `most`: how many."""
+    """The API server's limits for the taints of a device; it rejects the whole slice beyond them.
+
+    `informational`: taints without an effect are allowed. `most`: the maximum number.
+    """
 
     informational: bool = True
     most: int = MAX_TAINTS
 
 
 NEWEST_TAINTS = TaintLimits()
-"""Of Kubernetes 1.35 and newer. All other limits of a slice are those of the tightest release."""
+"""For Kubernetes 1.35 and newer. All other limits of a slice are those of the strictest release."""
 OLDEST_TAINTS = TaintLimits(informational=False, most=_MAX_TAINTS_BEFORE)
 
 
 def untainted(device: OfferedDevice) -> Sequence[JsonObject]:
-    """No taints."""
+    """Returns no taints."""
     return ()
 
 
 def none_withheld(device: OfferedDevice) -> bool:
-    """Every device is given out."""
+    """Withholds no device."""
     return False
 
 
 @dataclass(frozen=True, slots=True)
 class SliceContent:
-    """What one slice of a pool carries: devices or counter sets, never both (Kubernetes 1.35 and newer)."""
+    """The content of one slice of a pool: devices or counter sets, never both (Kubernetes 1.35 and newer)."""
 
     devices: tuple[JsonObject, ...] = ()
     shared_counters: tuple[JsonObject, ...] = ()
@@ -71,9 +73,12 @@ class SliceContent:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """The desired state of one pool: its slices in index order. There is always one, if only an empty one,
-    which tells "no devices" from "no driver". `faults` are the devices that are left out, `notes` those that
-    are otherwise than the node's policy asks for, `withheld` the names of those that must not be given out."""
+    """The desired state of one pool: its slices in index order.
+
+    There is at least one slice, even if it is empty, to distinguish "no devices" from "no driver". `faults`
+    are the omitted devices, `notes` the deviations from the node's sharing policy, `withheld` the names of
+    devices that must not be used.
+    """
 
     name: str
     slices: tuple[SliceContent, ...]
@@ -84,7 +89,7 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Devices that lie in one slice, and how many places they get in it."""
+    """Devices that must be in one slice, and the number of places reserved for them."""
 
     devices: tuple[JsonObject, ...]
     reserved: int
@@ -99,15 +104,15 @@ def build_pool(
     *,
     compatibility_groups: bool = False,
 ) -> Pool:
-    """The pool of a node: counter sets, then devices in PCI order, in slices within the API's limits; same
-    hardware, same bytes.
+    """Returns the pool of a node: counter sets, then devices in PCI order, in slices within the API's limits.
+    The result is deterministic.
 
-    Devices under a rule of `sharing` can be allocated several times, the others are as they are without it;
-    `taints` returns the taints of a device in the wire shape; a device that is `withheld` is left out.
-    A device that the API server would refuse is left out and told in `faults`, so that it never costs
-    the node its other devices. Devices go with the counters that they consume. With `compatibility_groups` each says
-    which devices of its counter set may be given out beside it: the scheduler keeps GPU and MIG devices apart by that
-    too.
+    Devices with a rule in `sharing` can be allocated several times; others do not change. `taints` returns
+    the taints of a device in API form; devices for which `withheld` is True are omitted. A device that the
+    API server would reject is omitted and reported in `faults`, so that it never costs the node its other
+    devices. Devices are published together with their counters. With `compatibility_groups` each device also
+    states which devices of its counter set can be allocated next to it, so that the scheduler separates GPUs
+    from MIG devices.
     """
     faults: list[str] = []
     counters, refused = _counter_sets(inventory, faults)
@@ -146,7 +151,7 @@ def build_pool(
 
 
 def _counter_sets(inventory: Inventory, faults: list[str]) -> tuple[dict[str, JsonObject], set[str]]:
-    """The counter set of each GPU that has one, by its UUID, and the GPUs whose set would be refused."""
+    """Returns the counter set of each GPU that has one, by UUID, and the GPUs whose set would be rejected."""
     sets: dict[str, JsonObject] = {}
     refused: set[str] = set()
     for gpu in inventory.offered_gpus:
@@ -177,8 +182,11 @@ def _entry(
 
 
 def _within_limit(device: JsonObject) -> JsonObject:
-    """A shared device that has one entry too many, as a MIG device as large as its GPU may, without the capacities of
-    which it has nothing: no one can ask for those. If there is none, without the attribute that it is shared."""
+    """Removes entries from a shared device that exceeds the limit, for example a MIG device as large as its
+    GPU.
+
+    First removes capacities of 0, which no claim can request, then the attribute that it is shared.
+    """
     attributes, capacity = device["attributes"], device.get("capacity", {})
     if len(attributes) + len(capacity) > MAX_ATTRIBUTES_AND_CAPACITIES:
         capacity = {name: entry for name, entry in capacity.items() if entry["value"] != "0"}
@@ -206,8 +214,11 @@ def _group(device: OfferedDevice) -> str:
 
 
 def _blocks(gpu: Gpu, devices: Sequence[JsonObject], *, has_card: bool) -> Iterator[_Block]:
-    """A device that is not counted is its own block. Those of one counter set stay together, with room for every
-    device that the GPU could have: what happens to one GPU then moves no device of another between slices."""
+    """Yields a block for each device without counters, and one for all devices of a counter set.
+
+    The latter reserves room for every device that the GPU could have, so that a change of one GPU never moves
+    a device of another GPU to another slice.
+    """
     profiles = gpu.partitioning.profiles if gpu.partitioning is not None and has_counters(gpu) else ()
     if not profiles and not has_card:
         yield from (_Block((device,), 1) for device in devices)
@@ -223,7 +234,7 @@ def _chunks(items: Sequence[T], size: int) -> Iterator[tuple[T, ...]]:
 
 
 def device_faults(device: JsonObject) -> list[str]:
-    """Which limits this device breaks."""
+    """Returns the limits that this device exceeds."""
     name = device["name"]
     faults = [] if is_dns_label(name) else [f"device {name!r}: the name is not a DNS label"]
     count = len(device.get("attributes", {})) + len(device.get("capacity", {}))
@@ -235,7 +246,7 @@ def device_faults(device: JsonObject) -> list[str]:
 
 
 def counter_set_faults(entry: JsonObject) -> list[str]:
-    """Which limits this counter set breaks."""
+    """Returns the limits that this counter set exceeds."""
     count = len(entry["counters"])
     if 0 < count <= MAX_COUNTERS_PER_SET:
         return []
@@ -243,7 +254,9 @@ def counter_set_faults(entry: JsonObject) -> list[str]:
 
 
 def has_its_counters(device: JsonObject, counter_sets: Iterable[JsonObject]) -> bool:
-    """Whether the pool has all counters from which the device consumes; the API server refuses it otherwise."""
+    """Whether the pool has all counters that the device consumes; otherwise the API server rejects the
+    device.
+    """
     known: JsonObject = {entry["name"]: entry["counters"] for entry in counter_sets}
     return all(
         use["counters"].keys() <= known.get(use["counterSet"], {}).keys()

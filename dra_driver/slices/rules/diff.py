@@ -1,9 +1,9 @@
-"""From the slices that exist and the pool that is wanted to the fewest writes; how two slices differ by the meaning of
-their fields; and what an API server silently left out of a slice because a feature gate is off.
+"""Computes the fewest writes from existing slices to a desired pool; compares slices by meaning; and finds
+fields that an API server dropped because a feature gate is off.
 
-The rules are those of the upstream publishing helper, so that a hand-over between drivers writes nothing: the index is
-in the object's name, a pool keeps its generation while no slice is created and at most one changes, and what is
-obsolete is deleted before anything is written.
+The rules are those of the upstream publishing helper, so that a hand-over between drivers writes nothing: the
+index is in the object's name, a pool keeps its generation if no slice is created and at most one changes, and
+obsolete slices are deleted before anything is written.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dra_driver.slices.rules.build import Pool, SliceContent
 
 _MIN_INDEX_DIGITS = 5
 Path = tuple[str | int, ...]
-"""Names of fields and indexes of lists."""
+"""Field names and list indexes."""
 UNKNOWN_GATE: Final = "unknown"
 PARTITIONS_GATE: Final = "DRAPartitionableDevices"
 TAINTS_GATE: Final = "DRADeviceTaints"
@@ -28,7 +28,7 @@ SHARES_GATE: Final = "DRAConsumableCapacity"
 GROUPS_GATE: Final = "DRADeviceCompatibilityGroups"
 
 Drop = tuple[str, str]
-"""The path of a field that the server lacks or has changed, and the feature gate or "unknown"."""
+"""The path of a missing or changed field, and its feature gate or "unknown"."""
 
 _COMPARED = ("devices", "sharedCounters")
 _GATES: Final[Mapping[str, str]] = {
@@ -39,12 +39,12 @@ _GATES: Final[Mapping[str, str]] = {
     "allowMultipleAllocations": SHARES_GATE,
     "requestPolicy": SHARES_GATE,
 }
-"""Of the fields that this plugin writes."""
+"""Only for fields that this plugin writes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Who publishes: driver, node and the UID of the Node object, which owns the slices."""
+    """The publisher's identity: driver, node and the UID of the Node object, which owns the slices."""
 
     driver: str
     node_name: str
@@ -53,7 +53,7 @@ class Owner:
 
 @dataclass(frozen=True, slots=True)
 class SliceChanges:
-    """Writes in the order in which they must happen: deletes, updates, creates (all in v1 shape)."""
+    """Writes in the required order: deletes, updates, creates (all in v1 form)."""
 
     deletes: tuple[JsonObject, ...] = ()
     updates: tuple[JsonObject, ...] = ()
@@ -71,13 +71,13 @@ def slice_changes(
     refused: Container[int] = (),
     hopeless: Container[int] = (),
 ) -> SliceChanges:
-    """What to write so that the node's slices are exactly the pool. `existing` are all slices of this
-    driver on this node, of any pool; those of other pools are obsolete.
+    """Returns the writes after which the node's slices are exactly the pool.
 
-    `undeletable` are UIDs of slices that the API server does not delete. One that is obsolete but of the
-    current generation would count as a part of the pool, so the pool leaves it behind in an older one. `refused` are
-    the indexes of slices that the API server refused: they are tried again without a new generation for all. Those
-    that are `hopeless` are not written.
+    `existing` are all slices of this driver on this node, of any pool; those of other pools are obsolete.
+    `undeletable` are UIDs of slices that the API server does not delete. If such an obsolete slice has the
+    current generation, it would count as part of the pool, so the pool moves to a new generation. `refused`
+    are the indexes of rejected slices: they are retried without a new generation. `hopeless` slices are not
+    written.
     """
     ours = [entry for entry in existing if entry["spec"]["pool"]["name"] == pool.name]
     foreign = [entry for entry in existing if entry["spec"]["pool"]["name"] != pool.name]
@@ -106,7 +106,7 @@ def slice_changes(
 
 
 def slice_index(entry: JsonObject) -> int:
-    """The place in the pool of a slice that is to be written."""
+    """Returns the index in the pool of a slice to write."""
     metadata = entry["metadata"]
     return int((metadata.get("name") or metadata["generateName"]).partition("-")[0], 16)
 
@@ -118,7 +118,7 @@ def _index_digits(count: int) -> int:
 def _match(
     existing: Sequence[JsonObject], generation: int, count: int
 ) -> tuple[dict[int, JsonObject], list[JsonObject]]:
-    """Existing slices by the index in their name, and those that are obsolete."""
+    """Returns existing slices by the index in their name, and obsolete slices."""
     matched: dict[int, JsonObject] = {}
     obsolete: list[JsonObject] = []
     pattern = re.compile(rf"^([0-9a-f]{{{_index_digits(count)}}})-")
@@ -160,7 +160,7 @@ def _updated(entry: JsonObject, pool: Pool, index: int, generation: int, owner: 
 
 
 def _keep_taint_times(existing: Sequence[JsonObject], wanted: Sequence[JsonObject]) -> None:
-    """Carry the time of an unchanged taint over, or each update would make it look new."""
+    """Copies the time of unchanged taints, which would otherwise look new after each update."""
     times = {
         (device["name"], taint["key"], taint.get("value"), taint["effect"]): taint.get("timeAdded")
         for device in existing
@@ -187,7 +187,7 @@ def _created(pool: Pool, index: int, generation: int, owner: Owner) -> JsonObjec
 
 
 def _owner_reference(owner: Owner) -> JsonObject:
-    """Exactly what the garbage collector and the admission of other drivers expect; no more fields."""
+    """Returns exactly the fields that the garbage collector and the admission of other drivers expect."""
     return {
         "apiVersion": "v1",
         "kind": "Node",
@@ -216,7 +216,7 @@ def _spec(pool: Pool, index: int, generation: int, owner: Owner) -> JsonObject:
 
 
 def _copied(device: JsonObject) -> JsonObject:
-    """A copy whose taints may be completed without touching the desired state."""
+    """Returns a copy, so that adding taint times does not change the desired state."""
     copy = dict(device)
     if "taints" in copy:
         copy["taints"] = [dict(taint) for taint in copy["taints"]]
@@ -224,18 +224,18 @@ def _copied(device: JsonObject) -> JsonObject:
 
 
 def same_content(existing: Any, wanted: Any) -> bool:
-    """Whether both mean the same to a consumer."""
+    """Whether both have the same meaning for a consumer."""
     return next(differences(existing, wanted), None) is None
 
 
 def differences(
     existing: Any, wanted: Any, path: Path = (), *, are_quantities: bool = False
 ) -> Iterator[Path]:
-    """Where `existing` lacks or has otherwise what is wanted, or has more.
+    """Yields the paths at which `existing` differs from `wanted`.
 
-    Quantities are compared by value; the order of lists is significant; nothing and empty are the same. The server sets
-    `timeAdded` of a taint where the plugin leaves it out, which is no difference; nor is one second, as it rounds.
-    `are_quantities` says that every text is an amount.
+    Quantities are compared by value; the order of lists matters; absent and empty are equal. A `timeAdded` of
+    a taint that only the server set is not a difference, nor is one second, because the server rounds.
+    `are_quantities`: every text is a quantity.
     """
     if _is_empty(existing) and _is_empty(wanted):
         return
@@ -243,7 +243,7 @@ def differences(
         keys = existing.keys() | wanted.keys()
         for key in sorted(keys):
             pair = existing.get(key), wanted.get(key)
-            # The keys beside it tell a taint, a capacity and a counter apart.
+            # The other keys distinguish a taint, a capacity and a counter.
             if "effect" in keys:
                 if not (key == "timeAdded" and _is_same_second(*pair)):
                     yield from differences(*pair, (*path, key))
@@ -280,7 +280,9 @@ def _is_same_second(existing: Any, wanted: Any) -> bool:
 
 
 def dropped_fields(sent: dict[str, Any], returned: dict[str, Any]) -> tuple[Drop, ...]:
-    """Everything in `sent` that `returned` lacks or has changed, both v1 ResourceSlices. Empty means all was stored."""
+    """Returns everything in `sent` that `returned` lacks or has changed, both v1 ResourceSlices. Empty if all
+    was stored.
+    """
     sent_spec, returned_spec = sent.get("spec") or {}, returned.get("spec") or {}
     found = (
         path
@@ -291,12 +293,12 @@ def dropped_fields(sent: dict[str, Any], returned: dict[str, Any]) -> tuple[Drop
 
 
 def fields_of(gates: Set[str]) -> list[Drop]:
-    """The fields of devices that these gates guard."""
+    """Returns the device fields of these gates."""
     return [(f"spec.devices[].{name}", gate) for name, gate in _GATES.items() if gate in gates]
 
 
 def without_fields(pool: Pool, gates: Set[str]) -> Pool:
-    """The pool without what these feature gates guard in devices and their capacities."""
+    """Returns the pool without the fields of these feature gates in devices and capacities."""
     if not gates:
         return pool
     slices = (
@@ -318,7 +320,9 @@ def _without(fields: dict[str, Any], gates: Set[str]) -> dict[str, Any]:
 
 
 def _text(path: Path) -> str:
-    """`spec.devices[0].taints`; names with dots or slashes are quoted, as the API does in its own field paths."""
+    """Returns `spec.devices[0].taints`; names with dots or slashes are in brackets, as in the API's own field
+    paths.
+    """
     parts = (
         f".{part}" if isinstance(part, str) and part.replace("_", "").isalnum() else f"[{part}]"
         for part in path
@@ -327,7 +331,7 @@ def _text(path: Path) -> str:
 
 
 def _gate(path: Path) -> str:
-    """The gate of the innermost field that one guards."""
+    """Returns the gate of the innermost field that has one."""
     return next(
         (_GATES[part] for part in reversed(path) if isinstance(part, str) and part in _GATES), UNKNOWN_GATE
     )

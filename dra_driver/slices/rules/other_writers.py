@@ -1,5 +1,6 @@
-"""Who else writes the slices of this node, by what the API server records of each write; and how soon the publisher
-may write again, so that a fight over the slices does not load the API server."""
+"""Detects other writers of this node's slices from the API server's managed fields, and limits how soon the
+publisher writes again, so that a conflict does not overload the API server.
+"""
 
 from __future__ import annotations
 
@@ -11,27 +12,28 @@ from dra_driver.model.schema import JsonObject
 from dra_driver.slices.rules.build import Pool
 
 _ONE_TIME_S = 2.0
-"""A driver writes its slices one after the other: what comes within this time of the first is one time."""
+"""A driver writes its slices one after the other, so all writes within this time of the first count as one."""
 _CALM_S = 180.0
-"""A rival may be away for long: upstream's helper waits 30 s, and so does the slowest of our answers."""
-_PROMPT_ANSWERS = 10  # to others who change our slices; a kubelet that starts again is one
+"""Other writers may pause for long: upstream's helper waits 30 s, and so does our slowest answer."""
+_PROMPT_ANSWERS = 10  # to others who change our slices, such as a restarted kubelet, which deletes them
 _CALM_AFTER_S = 60.0
 _LONGEST_WAIT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class OtherWriter:
-    """The field manager of someone else, such as `gpu-kubelet-plugin`, and the slice that it wrote last."""
+    """The field manager of another writer, such as `gpu-kubelet-plugin`, and the last slice that it wrote."""
 
     manager: str
     slice_name: str
 
 
 class OtherWriters:
-    """Recognises a second writer at the second time that it changes or recreates a slice. Moments are seconds of a
-    monotonic clock; `manager` is the field manager of our own writes.
+    """Detects a second writer when it changes or recreates a slice for the second time. `manager` is our own
+    field manager.
 
-    The first time may be a hand-over: another driver wrote the slices before it was removed.
+    The first time may be a hand-over: another driver wrote the slices before it was removed. Times are
+    seconds of a monotonic clock.
     """
 
     def __init__(self, manager: str) -> None:
@@ -42,11 +44,11 @@ class OtherWriters:
         self._writer: OtherWriter | None = None
 
     def settled(self, slices: Iterable[JsonObject]) -> None:
-        """These slices are as they should be, no matter who wrote them."""
+        """These slices are correct, no matter who wrote them."""
         self._seen = frozenset(map(_version, slices))
 
     def differing(self, slices: Iterable[JsonObject], now: float) -> None:
-        """These slices are not what they should be."""
+        """These slices are not correct."""
         for entry in slices:
             manager = None if _version(entry) in self._seen else self._other(entry)
             self._seen |= {_version(entry)}
@@ -60,12 +62,15 @@ class OtherWriters:
             self._writer = OtherWriter(manager, str(entry["metadata"]["name"]))
 
     def current(self, now: float) -> OtherWriter | None:
-        """The writer that has changed slices twice; None once the slices have stayed alone for three minutes."""
+        """Returns the writer that has changed slices twice; None after three minutes without changes."""
         return self._writer if self._times > 1 and now - self._last < _CALM_S else None
 
     def _other(self, entry: JsonObject) -> str | None:
-        """Who wrote this version, if that was someone else. Times are whole seconds: of several writers in one second,
-        the one that is not us, since what we wrote would not differ."""
+        """Returns who wrote this version, if not us.
+
+        Times are whole seconds: of several writers in one second it is the other one, because our own write
+        would not differ.
+        """
         fields = entry["metadata"].get("managedFields") or ()
         newest = max((str(field.get("time") or "") for field in fields), default="")
         managers = {str(field.get("manager")) for field in fields if str(field.get("time") or "") == newest}
@@ -78,11 +83,11 @@ def _version(entry: JsonObject) -> tuple[str, str]:
 
 
 class WritePacing:
-    """When a write may follow the one before. Moments are seconds of a monotonic clock.
+    """When a write may follow the previous one. Times are seconds of a monotonic clock.
 
-    To write a pool again that did not change is to answer someone who changed the slices. The first answers go out at
-    once. Each later one waits twice as long as the one before, until no one touched the slices for a minute. What
-    changed on our side never waits for that.
+    Writing an unchanged pool again is an answer to someone who changed the slices. The first answers are
+    immediate. Each later one waits twice as long as the one before, until nobody has changed the slices for a
+    minute. Our own changes never wait.
     """
 
     def __init__(self) -> None:
@@ -93,19 +98,19 @@ class WritePacing:
 
     @property
     def contested(self) -> bool:
-        """Whether answers are held back."""
+        """Whether answers are delayed."""
         return self._answers >= _PROMPT_ANSWERS
 
     def lately(self, now: float) -> bool:
-        """Whether the last write is so fresh that more may be under way."""
+        """Whether the last write is so recent that others may follow."""
         return now - self._wrote < _CALM_AFTER_S
 
     def not_needed(self) -> None:
-        """The slices are as they should be."""
+        """The slices are correct."""
         self._needed = None
 
     def wait_s(self, pool: Pool, now: float) -> float:
-        """How long the write that is needed now still has to wait."""
+        """Returns how many seconds a write must still wait."""
         if self._needed is None:
             self._needed = now
             if not self.lately(now):
