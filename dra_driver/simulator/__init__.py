@@ -1,8 +1,8 @@
 """Simulated machines with GPUs, for tests and for clusters without GPUs.
 
-`create_machine` writes a host root and keeps the machine's state in a locked file. `SimulatedLibrary` replaces the NVML
-library in the binding, `SimulatedDeviceNodes` reads the machine's device nodes, real or described. See
-machines/README.md for the format.
+`create_machine` writes a host root and keeps the machine's state in a locked file. `SimulatedLibrary`
+replaces the NVML library in the binding, `SimulatedDeviceNodes` reads the machine's device nodes, real or
+described. See machines/README.md for the format.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ __all__ = [
     "open_machine",
 ]
 HOSTILE = "SIMULATE_HOSTILE"
-"""The variable of the environment that makes new machines as unkind as real ones; the project's tests set it."""
+"""An environment variable that makes new machines behave like difficult real ones; the project's tests set it."""
 ELF = "SIMULATE_ELF"
-"""With HOSTILE, a directory of ELF files that take the place of scripts, on machines of this architecture."""
+"""With HOSTILE: a directory of ELF files that replace the scripts, on machines of this architecture."""
 _OWN_FILES = ("machine.", "rendered", "root", ".")
-"""How the names of a machine's files begin; the first of them are there before machine.json."""
+"""Prefixes of a machine's own files; some of them exist before machine.json."""
 
 
 def create_machine(
     name: str, directory: Path, *, device_nodes: str = "auto", cdi_hook: bool | None = None
 ) -> Machine:
-    """Create a machine, or open it if the directory holds one of the same name.
+    """Creates a machine, or opens it if the directory holds one of the same name.
 
-    `name` is one of `machine_names()` or a path to a YAML file. `device_nodes` is "real" (needs root), "described" or
-    "auto". `cdi_hook` puts an nvidia-cdi-hook into the NVIDIA driver's programs.
+    `name` is one of `machine_names()` or a path to a YAML file. `device_nodes` is "real" (needs root),
+    "described" or "auto". `cdi_hook` adds an nvidia-cdi-hook to the NVIDIA driver's programs.
 
-    Raises: InvalidConfigError for an unknown name or a bad file, StateError for a directory that holds another machine
-    or other files.
+    Raises: InvalidConfigError for an unknown name or an invalid file, StateError for a directory that holds
+    another machine or other files.
     """
     state = catalogue.build(name)
     hostile = os.environ.get(HOSTILE) == "true"
@@ -77,18 +77,20 @@ def create_machine(
 
 
 def _make_hostile(state: State) -> None:
-    """Everything that real machines of this kind may do, and that a driver must stand; what users try at first does not
-    need it. The capability nodes of MIG devices are there only when someone makes them, and the first GPU has virtual
-    functions (SR-IOV), where its kind can."""
+    """Enables difficult but legal behaviour of real machines, which first-time users do not need.
+
+    Capability nodes of MIG devices exist only after someone creates them, and the first GPU has virtual
+    functions (SR-IOV) if its product supports them.
+    """
     state.system["cap_nodes"] = False
-    has_some = any(item.physical for item in state.functions)  # of a machine that was recorded
+    has_some = any(item.physical for item in state.functions)  # of a recorded machine
     for gpu in [] if has_some else state.present[:1]:
         if state.model_of(gpu).compute >= FIRST_SRIOV and not gpu.virtualization:
             state.functions += virtual_functions(state, gpu, 2)
 
 
 def open_machine(directory: Path) -> Machine:
-    """The machine in a directory. Raises: StateError if there is none."""
+    """Opens the machine in a directory. Raises: StateError if there is none."""
     machine = Machine(directory.resolve())
     if not (directory / "machine.json").is_file():
         raise StateError(

@@ -1,4 +1,4 @@
-"""Machines as data: YAML files to a machine's first state."""
+"""Machines as data: builds a machine's initial state from YAML files."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ _SYSTEM = {
     "vfio_modules": _VFIO_MODULES,
     "vfio_loaded": _VFIO_MODULES,
 }
-"""The choices for values of `system`. `stopped` takes the socket of nvidia-imex away; `killed` leaves it behind, and no
-one listens."""
+"""Valid values for `system`. `stopped` removes the socket of nvidia-imex; `killed` leaves a socket on which no process
+listens."""
 _REMOTE_PCI = ("real", "placeholder", "not-supported")
 _NAMESPACE = uuid.UUID("0f0c8c0e-5a70-5f0e-9a53-53696d4e5643")
 
@@ -61,7 +61,7 @@ _GPU_KEYS = {
 
 
 def machine_names() -> list[str]:
-    """The machines that ship with the package."""
+    """Returns the machines that ship with the package."""
     return sorted(path.stem for path in MACHINES.glob("*.yaml") if not path.stem.startswith("_"))
 
 
@@ -71,7 +71,7 @@ def machine_summaries() -> list[tuple[str, str]]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        document = pickle.loads(_parsed(path.read_text(encoding="utf-8")))  # noqa: S301 - made below, from plain values
+        document = pickle.loads(_parsed(path.read_text(encoding="utf-8")))  # noqa: S301 - our own plain values
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise InvalidConfigError(f"the machine file {path} cannot be read: {reason}") from error
@@ -82,19 +82,21 @@ def _read(path: Path) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=64)
 def _parsed(text: str) -> bytes:
-    """The values of a YAML text, pickled: every reader gets its own copy, ten times as fast as by parsing."""
+    """Returns the values of a YAML text, pickled, so that every reader gets a copy ten times as fast as by
+    parsing.
+    """
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     return pickle.dumps(yaml.load(text, Loader=loader))  # noqa: S506 - both loaders are the safe ones
 
 
 @functools.cache
 def driver_facts() -> dict[str, Any]:
-    """What the NVIDIA driver installs and tells, whatever the machine."""
+    """Returns what the NVIDIA driver installs and reports on every machine."""
     return _read(MACHINES / "_driver.yaml")
 
 
 def locate(name: str) -> Path:
-    """The file of a machine: a shipped name, or a path to a YAML file."""
+    """Returns the file of a machine: a shipped name, or a path to a YAML file."""
     if name.endswith((".yaml", ".yml")) or "/" in name:
         path = Path(name)
         if not path.is_file():
@@ -109,7 +111,7 @@ def locate(name: str) -> Path:
 
 
 def load_models(extra: dict[str, Any] | None = None, only: set[str] | None = None) -> dict[str, Model]:
-    """GPU products by key; `extra` overrides or adds fields, as a machine's `models:` does."""
+    """Returns GPU products by key; `extra` overrides or adds fields, like a machine's `models:`."""
     catalogue = _read(MACHINES / "_models.yaml")
     for key, fields in (extra or {}).items():
         catalogue[key] = {**catalogue.get(key, {}), **fields}
@@ -142,7 +144,7 @@ def _model(key: str, fields: dict[str, Any], tables: dict[str, Any]) -> Model:
 
 
 def build(name: str) -> State:
-    """The state of a machine when it is first switched on."""
+    """Returns the initial state of a machine."""
     path = locate(name)
     document = _read(path)
     machine = path.stem
@@ -188,7 +190,7 @@ def _check_keys(machine: str, where: str, item: dict[str, Any], known: set[str])
 
 
 def check_system(facts: Mapping[str, Any]) -> None:
-    """Raises: InvalidConfigError. In YAML on and off without quotes are no strings."""
+    """Raises: InvalidConfigError. In YAML, on and off without quotes are not strings."""
     for name, choices in _SYSTEM.items():
         values = facts.get(name, [])
         for value in values if isinstance(values, list) else [values]:
@@ -198,7 +200,7 @@ def check_system(facts: Mapping[str, Any]) -> None:
 
 
 def cuda_of_driver(version: str, otherwise: int) -> int:
-    """The CUDA version that a driver branch brings."""
+    """Returns the CUDA version of a driver branch."""
     return int(driver_facts()["cuda_of_branch"].get(int(version.partition(".")[0]), otherwise))
 
 
@@ -276,7 +278,7 @@ def _wire(state: State) -> None:
 
 
 def _switches(state: State) -> list[str]:
-    """The bus IDs that links report of the switches at their ends; none if links join GPUs."""
+    """Returns the bus IDs of the switches at the ends of links; empty if links join GPUs directly."""
     if state.nvlink.get("topology") != "switched":
         return []
     switches = [item.bus_id for item in state.functions if item.pci_class == 0x068000]
@@ -284,7 +286,7 @@ def _switches(state: State) -> list[str]:
 
 
 def lay_out_mig(gpu: Gpu, model: Model, layout: list[str]) -> None:
-    """A static layout: MIG mode on and one device for each `profile@start`."""
+    """Applies a static layout: MIG mode on, and one device for each `profile@start`."""
     gpu.mig_mode = gpu.mig_pending = 1
     for text in layout:
         name, _, start = str(text).partition("@")
@@ -297,7 +299,9 @@ def lay_out_mig(gpu: Gpu, model: Model, layout: list[str]) -> None:
 
 
 def new_gpu(state: State, model_key: str) -> tuple[Gpu, Model]:
-    """A GPU to be plugged in: next free minor, a bus behind the others, wired to the switches of the machine."""
+    """Returns a GPU to add: with the next free minor number, a bus after the others, and links to the
+    machine's switches.
+    """
     models = load_models(None, {model_key}) if model_key not in state.models else state.models
     model = models[model_key]
     minors = {gpu.minor for gpu in state.gpus if gpu.present}

@@ -1,5 +1,4 @@
-"""Faults that can be injected, and what a GPU reports of its parts, in words that people type: `sram`,
-`nvlinks-down=3,4`."""
+"""Injected faults and health signals of a GPU, by names that users type: `sram`, `nvlinks-down=3,4`."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ _PREFIX = "NVML_ERROR_"
 
 
 WRITES = ("driver_override", "unbind", "bind", "drivers_probe", "modprobe")
-"""What changes the driver of a PCI function. A fault of one of these has an errno, or one of the following codes."""
+"""Writes that change the driver of a PCI function. Their faults have an errno, or one of the following codes."""
 NO_EFFECT, HANG, LATE_USER = -1, -2, -3
 _BEHAVIOURS = {"no-effect": NO_EFFECT, "hang": HANG, "late-user": LATE_USER}
 _LANES = 16
@@ -27,12 +26,12 @@ _REPAIRS = ("channel", "tpc")
 
 
 def error_text(code: int) -> str:
-    """The text of nvmlErrorString for a return code."""
+    """Returns the text of nvmlErrorString for a return code."""
     return str(driver_facts()["errors"].get(code, "Unknown Error"))
 
 
 def code_text(fault: Fault) -> str:
-    """What the code of a fault means, for people."""
+    """Returns the meaning of a fault's code, for display."""
     if fault.function not in WRITES:
         return error_text(fault.code or 0).lower()
     behaviour = next((name for name, code in _BEHAVIOURS.items() if code == fault.code), None)
@@ -40,7 +39,7 @@ def code_text(fault: Fault) -> str:
 
 
 def error_code(value: int | str) -> int:
-    """A return code by number or by name: 15, `gpu-is-lost` or `NVML_ERROR_GPU_IS_LOST`."""
+    """Returns a return code by number or name: 15, `gpu-is-lost` or `NVML_ERROR_GPU_IS_LOST`."""
     if isinstance(value, int) or value.isdigit():
         return int(value)
     codes = {
@@ -54,8 +53,9 @@ def error_code(value: int | str) -> int:
 
 
 def _write_code(value: int | str) -> int:
-    """An errno by number or by name, such as `EBUSY`; or `no-effect`, `hang` until the fault is cleared, `late-user`: a
-    program opens the GPU just before."""
+    """Returns an errno by number or name, such as `EBUSY`; or `no-effect`, `hang` (until the fault is
+    cleared), or `late-user` (a program opens the GPU just before).
+    """
     if isinstance(value, int) or value.isdigit():
         return int(value)
     found = _BEHAVIOURS.get(value, getattr(errno, value.upper(), None))
@@ -76,8 +76,10 @@ def make_fault(
     count: int | None = None,
     blocks_all: bool = False,
 ) -> Fault:
-    """A fault of this function, of one GPU if `gpu` is a UUID, until it is cleared or as often as `count` says. With
-    `blocks_all` no NVML call of the process returns during the delay."""
+    """Returns a fault of this function, for one GPU if `gpu` is a UUID, `count` times or until it is cleared.
+
+    With `blocks_all` no NVML call of the process returns during the delay.
+    """
     if code is None and delay_s <= 0:
         raise InvalidConfigError(f"a fault of {function} needs an error code, a delay, or both")
     if blocks_all and delay_s <= 0:
@@ -95,7 +97,7 @@ def make_fault(
 
 
 def fault_text(fault: Fault) -> str:
-    """What it does to calls or writes, such as `gpu is lost, 3 times`."""
+    """Describes the effect on calls or writes, such as `gpu is lost, 3 times`."""
     parts = [
         *([] if fault.code is None else [code_text(fault)]),
         *([f"after {fault.delay_s:g} s"] if fault.delay_s else []),
@@ -159,14 +161,16 @@ _SIGNALS: Mapping[str, tuple[str, Callable[[str, Model], Any]]] = {
     "repair": ("repairs_pending", _repairs),
     "sram": ("sram_exceeded", _true),
 }
-"""The field of `Gpu` that each one sets, and what makes its value of the text after `=`."""
+"""The field of `Gpu` that each signal sets, and the parser of the text after `=`."""
 _NEW = Gpu("", "", "", 0, "", "")
 _WELL: Mapping[str, Any] = {field: getattr(_NEW, field) for field, _ in _SIGNALS.values()}
 
 
 def signal_facts(signals: Iterable[str], model: Model) -> Mapping[str, Any]:
-    """All fields of `Gpu` that signals set, for a GPU that has these signals and no other. Raises:
-    InvalidConfigError."""
+    """Returns all fields of `Gpu` that signals set, for a GPU with exactly these signals.
+
+    Raises: InvalidConfigError.
+    """
     facts = dict(_WELL)
     for signal in signals:
         name, _, value = signal.partition("=")
@@ -181,5 +185,5 @@ def signal_facts(signals: Iterable[str], model: Model) -> Mapping[str, Any]:
 
 
 def signal_names(gpu: Gpu) -> list[str]:
-    """Those that the GPU has."""
+    """Returns the GPU's signals."""
     return [name for name, (field, _) in _SIGNALS.items() if getattr(gpu, field) != _WELL[field]]

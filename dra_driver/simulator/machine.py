@@ -1,4 +1,4 @@
-"""One simulated machine: its directory, its state, and everything that can happen to it."""
+"""One simulated machine: its directory, its state, and all operations on it."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ XID_RECOVERY_ACTION = 154
 
 
 class Machine:
-    """A machine in a directory. Any number of processes may have it open at once.
+    """A machine in a directory. Several processes may use it at the same time.
 
-    GPUs are selected by index (order of bus ids, as NVML counts them), UUID or PCI bus id.
+    GPUs are selected by index (in bus order, like NVML), UUID or PCI bus ID.
     """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._store = Store(directory)
         self._host = HostRoot(directory)
-        # The directory that stands for `/` of the host.
+        # The directory that represents the host's `/`.
         self.host_root = self._host.root
         self._policies = Policies(self.host_root)
         self._sessions = Sessions(self._policies.directory / "sessions")
@@ -68,11 +68,13 @@ class Machine:
         return self.current().boot_id
 
     def gpu(self, selector: Selector) -> Gpu:
-        """The GPU that a selector names, also one that is lost."""
+        """Returns the selected GPU, even if it is lost."""
         return self._find(self.current(), selector)
 
     def called(self, selector: Selector) -> str:
-        """What to call a GPU: `GPU 1 (gpu-cbe0e302)`. Indices move when a GPU before it goes, names stay."""
+        """Returns a GPU's display name: `GPU 1 (gpu-cbe0e302)`. Indices change when an earlier GPU is
+        removed; names do not.
+        """
         state = self.current()
         gpu = self._find(state, selector)
         name = gpu_device_names(one.uuid for one in state.present)[gpu.uuid]
@@ -96,7 +98,7 @@ class Machine:
     # --- who has it open -----------------------------------------------------------------------
 
     def open_session(self, name: str) -> Session:
-        """A process initialises NVML, and is a client of every GPU from now on."""
+        """Initialises NVML for a process, which is then a client of every GPU."""
         with self._store.locked():
             for gpu in self.current().present:
                 if self._policies.take_reset(gpu.uuid):
@@ -104,8 +106,11 @@ class Machine:
             return self._sessions.open(name)
 
     def close_session(self, session: Session) -> None:
-        """It shuts NVML down. When the last client of a GPU goes, the NVIDIA driver lets go of a GPU without
-        persistence mode, and forgets its settings."""
+        """Shuts NVML down for a process.
+
+        After the last client, the NVIDIA driver releases GPUs without persistence mode and forgets their
+        settings.
+        """
         with self._store.locked():
             session.end()
             if self._sessions.names(with_own=True):
@@ -115,18 +120,20 @@ class Machine:
                     self._policies.forget(gpu.uuid)
 
     def clients(self, *, with_own: bool = False) -> list[str]:
-        """The open sessions of other processes, such as `dcgm (process 4711)`; `with_own` also those of this one."""
+        """Returns the open sessions of other processes, such as `dcgm (process 4711)`; `with_own` includes
+        this process.
+        """
         with self._store.locked():
             return self._sessions.names(with_own=with_own)
 
     # --- changing it ---------------------------------------------------------------------------
 
     def keep_elf_files(self, source: Path) -> None:
-        """Have programs and libraries be the ELF files of `source`; before `setup`."""
+        """Uses the ELF files of `source` as programs and libraries. Call it before `setup`."""
         self._host.elf.keep(source)
 
     def setup(self, state: State) -> None:
-        """Write a new machine, or accept the existing one if it is the same."""
+        """Writes a new machine, or accepts an existing identical one."""
         with self._store.locked():
             if self._store.exists():
                 known = self._store.current()
@@ -142,7 +149,7 @@ class Machine:
             self._store.write(state)
 
     def heal(self) -> None:
-        """Write the tree again if a process died while it changed the tree."""
+        """Writes the tree again if a process died while changing it."""
         if self._host.is_current(self.current()):
             return
         with self._store.locked():
@@ -154,7 +161,7 @@ class Machine:
             yield state
 
     def change_gpu(self, gpu_uuid: str, change: Callable[[Gpu, Model], T]) -> T:
-        """Change one GPU under the lock; if `change` raises, the machine stays as it was."""
+        """Changes one GPU under the lock. If `change` raises, the machine does not change."""
         with self._change() as state:
             gpu = state.by_uuid[gpu_uuid]
             return change(gpu, state.model_of(gpu))
@@ -162,7 +169,7 @@ class Machine:
     # --- GPUs come, go and fail ----------------------------------------------------------------
 
     def lose_gpu(self, selector: Selector) -> None:
-        """The GPU falls off the bus: Xid 79, then every call answers GPU_IS_LOST."""
+        """The GPU falls off the bus: Xid 79, then every call returns GPU_IS_LOST."""
         with self._change() as state:
             gpu = self._find(state, selector)
             if not gpu.lost:
@@ -170,14 +177,14 @@ class Machine:
                 state.add_event(gpu, pynvml.nvmlEventTypeXidCriticalError, XID_OFF_THE_BUS)
 
     def restore_gpu(self, selector: Selector) -> None:
-        """The GPU answers again; a session that was opened without it must be opened again."""
+        """The GPU answers again. Sessions opened without it must be reopened."""
         with self._change() as state:
             gpu = self._find(state, selector)
             gpu.lost = False
             gpu.recovery_action = 0
 
     def add_gpu(self, model: str) -> str:
-        """Plug a GPU in; sessions see it after shutdown and init. Returns its UUID."""
+        """Adds a GPU, which sessions see after shutdown and init. Returns its UUID."""
         with self._change() as state:
             gone = next((gpu for gpu in state.gpus if not gpu.present and gpu.model == model), None)
             if gone is not None:
@@ -191,8 +198,9 @@ class Machine:
             return gpu.uuid
 
     def remove_gpu(self, selector: Selector) -> None:
-        """Pull a GPU out without warning. While a virtual machine has it open, the kernel waits: the GPU has lost its
-        driver, and is there until that ends."""
+        """Removes a GPU without warning. While a virtual machine has it open, the kernel waits: the GPU has
+        no driver until then.
+        """
         with self._change() as state:
             gpu = self._find(state, selector)
             if gpu.vfio is not None and gpu.holders:
@@ -218,12 +226,14 @@ class Machine:
         gpu_instance: int | None = None,
         compute_instance: int | None = None,
     ) -> None:
-        """Queue an Xid event, or one of another `kind`, for every event set that registered before."""
+        """Queues an Xid event, or one of another `kind`, for every event set registered before."""
         with self._change() as state:
             state.add_event(self._find(state, selector), kind, xid, gpu_instance, compute_instance)
 
     def set_recovery_action(self, selector: Selector, action: int) -> None:
-        """The NVIDIA driver requests a reset or the like (NVML_GPU_RECOVERY_ACTION_*), and reports Xid 154."""
+        """The NVIDIA driver requests a reset or another action (NVML_GPU_RECOVERY_ACTION_*), and reports Xid
+        154.
+        """
         with self._change() as state:
             gpu = self._find(state, selector)
             gpu.recovery_action = action
@@ -244,19 +254,21 @@ class Machine:
             self._find(state, selector).remapped_rows = rows
 
     def set_gpu(self, selector: Selector, **facts: Any) -> None:
-        """Set fields of `Gpu`: its counters, links, what holds its clocks down."""
+        """Sets fields of `Gpu`, such as counters, links or slowdowns."""
         with self._change() as state:
             gpu = self._find(state, selector)
             for name, value in facts.items():
                 setattr(gpu, name, value)
 
     def reset_gpu(self, selector: Selector) -> None:
-        """`nvidia-smi --gpu-reset`: pending changes take effect, and volatile counters start again."""
+        """Resets a GPU like `nvidia-smi --gpu-reset`: applies pending changes and clears volatile counters."""
         with self._change() as state:
             self._find(state, selector).reset()
 
     def set_fabric(self, selector: Selector | None = None, **facts: Any) -> None:
-        """Fields of the fabric of one GPU or all: state, status, cluster, clique(s), health_mask, health_summary."""
+        """Sets fields of the fabric of one GPU or all: state, status, cluster, clique(s), health_mask,
+        health_summary.
+        """
         with self._change() as state:
             if selector is None:
                 state.fabric = {**state.fabric, **facts}
@@ -265,13 +277,14 @@ class Machine:
                 gpu.fabric = {**gpu.fabric, **facts}
 
     def hold_gpu(self, selector: Selector, pid: int, name: str, **more: Any) -> None:
-        """A process uses the GPU or one of its instances, so that changes are refused with IN_USE; `more` as in
-        `Holder`."""
+        """A process uses the GPU or one of its instances, so changes are refused with IN_USE; `more` as in
+        `Holder`.
+        """
         with self._change() as state:
             self._find(state, selector).holders.append(Holder(pid, name, **more))
 
     def release_gpu(self, selector: Selector, pid: int | None = None) -> None:
-        """End the process; without a pid end all processes."""
+        """Ends the process; without a PID ends all processes."""
         with self._change() as state:
             gpu = self._find(state, selector)
             gpu.holders = [] if pid is None else [item for item in gpu.holders if item.pid != pid]
@@ -281,9 +294,11 @@ class Machine:
     # --- faults --------------------------------------------------------------------------------
 
     def set_fault(self, function: str, *, gpu: Selector | None = None, **more: Any) -> str:
-        """The next calls of an NVML function (shell pattern) fail with `code`, answer late, or both; so do writes to
-        sysfs where `function` is one of `faults.WRITES`. `more` as in `make_fault`. A delay ends early when the faults
-        are cleared. Returns that in words."""
+        """Makes the next calls of an NVML function (shell pattern) fail with `code`, respond late, or both.
+
+        The same for writes to sysfs if `function` is one of `faults.WRITES`. `more` as in `make_fault`.
+        Clearing the faults ends a delay. Returns a description.
+        """
         with self._change() as state:
             subject = None if gpu is None else self._find(state, gpu).uuid
             state.faults.append(make_fault(function, subject, **more))
@@ -294,7 +309,7 @@ class Machine:
             state.faults = []
 
     def consume_fault(self, fault: Fault) -> bool:
-        """Count a counted fault down by one; False if other calls have used it up meanwhile."""
+        """Decrements a counted fault; returns False if concurrent calls have used it up."""
         key = (fault.function, fault.code, fault.gpu)
         with self._change() as state:
             for item in state.faults:
@@ -305,7 +320,7 @@ class Machine:
         return False
 
     def set_virtual_functions(self, selector: Selector, count: int) -> None:
-        """Give a GPU so many virtual functions (SR-IOV), as `sriov-manage` does; 0 takes them away."""
+        """Sets the number of a GPU's virtual functions (SR-IOV), like `sriov-manage`; 0 removes them."""
         with self._change() as state:
             gpu = self._find(state, selector)
             others = [item for item in state.functions if item.physical != gpu.bus_id]
@@ -314,8 +329,7 @@ class Machine:
     # --- who drives it -------------------------------------------------------------------------
 
     def give_to(self, selector: Selector, driver: str) -> None:
-        """What an administrator does with `driverctl`: the driver gets the GPU and stays with it over reboots, whoever
-        uses it. All other functions of its IOMMU group go with it."""
+        """Binds the GPU and its IOMMU group to a driver permanently, like `driverctl`, even if it is in use."""
         module = next((module for module, name in pci.VFIO_DRIVERS.items() if name == driver), None)
         if module is None and driver != NVIDIA:
             known = ", ".join((NVIDIA, *pci.VFIO_DRIVERS.values()))
@@ -323,7 +337,7 @@ class Machine:
         with self._change() as state:
             gpu = self._find(state, selector)
             if module is not None:
-                # modprobe loads what maps memory after it, where that is installed.
+                # modprobe also loads the installed module for memory mapping
                 after = {pci.MAPS_MEMORY}.intersection(state.system.get("vfio_modules", []))
                 loaded = dict.fromkeys([*state.system.get("vfio_loaded", []), module, *after])
                 state.system["vfio_loaded"] = list(loaded)
@@ -336,7 +350,7 @@ class Machine:
             self._forgotten(gpu)
 
     def change_driver(self, word: str, bus_id: str, driver: str) -> None:
-        """A write to sysfs that has come through: `word` is one of `faults.WRITES`. Raises: OSError."""
+        """Applies a write to sysfs; `word` is one of `faults.WRITES`. Raises: OSError."""
         with self._change() as state:
             if word == "drivers_probe":
                 pci.probe(state, bus_id)
@@ -349,12 +363,12 @@ class Machine:
                 self._forgotten(item)
 
     def _forgotten(self, gpu: Gpu) -> None:
-        """Another driver has the GPU: all that the NVIDIA driver knew of it is gone."""
+        """Another driver has bound the GPU, so the NVIDIA driver's settings are lost."""
         gpu.persistence = 0
         self._policies.forget(gpu.uuid)
 
     def load_module(self, module: str) -> bool:
-        """What modprobe does; False if there is no such module."""
+        """Loads a module like modprobe; returns False if it does not exist."""
         with self._change() as state:
             loaded = state.system.get("vfio_loaded", [])
             if module not in state.system.get("vfio_modules", []):
@@ -364,7 +378,7 @@ class Machine:
         return True
 
     def add_function(self, function: Function) -> None:
-        """Put another PCI function on the bus."""
+        """Adds another PCI function to the bus."""
         with self._change() as state:
             function.boot_driver = function.driver
             state.functions.append(function)
@@ -372,7 +386,7 @@ class Machine:
     # --- what is beside the GPUs ---------------------------------------------------------------
 
     def set_system(self, **facts: Any) -> None:
-        """Change values of `system` in machines/README.md; None leaves one as it is. Raises: InvalidConfigError."""
+        """Changes values of `system` in machines/README.md; None keeps a value. Raises: InvalidConfigError."""
         given = {name: value for name, value in facts.items() if value is not None}
         catalogue.check_system(given)
         with self._change() as state:
@@ -386,7 +400,7 @@ class Machine:
             self._forget(state)
 
     def load_driver(self, version: str | None = None) -> None:
-        """Load the NVIDIA driver, also another version of it."""
+        """Loads the NVIDIA driver, optionally another version."""
         with self._change() as state:
             state.driver_loaded = True
             state.driver_loads += 1
@@ -397,12 +411,12 @@ class Machine:
             pci.after_load(state)
 
     def set_missing_functions(self, *names: str) -> None:
-        """Have NVML's library export none of these functions. It counts for a library that is loaded from now on."""
+        """Removes these functions from NVML's library, for libraries loaded from now on."""
         with self._change() as state:
             state.missing_functions = list(names)
 
     def reboot(self) -> None:
-        """Reboot: instances, processes and settings are gone, lost GPUs are back, pending changes take effect."""
+        """Reboots: instances, processes and settings are lost, lost GPUs return, pending changes take effect."""
         with self._change() as state:
             state.boot_id = str(uuid.uuid4())
             state.driver_loaded = True
@@ -415,7 +429,7 @@ class Machine:
             pci.after_boot(state)
 
     def _forget(self, state: State) -> None:
-        """Forget everything that lives in the NVIDIA driver's memory."""
+        """Clears everything that is in the NVIDIA driver's memory."""
         state.system["confidential_ready"] = False
         for gpu in state.gpus:
             mig.after_reboot(gpu, state.model_of(gpu))
@@ -424,7 +438,7 @@ class Machine:
     # --- MIG and settings ----------------------------------------------------------------------
 
     def set_mig_mode(self, selector: Selector, on: bool) -> int:
-        """Switch MIG mode, whoever has NVML open; the result is NVML's activation status (0: in effect)."""
+        """Switches MIG mode regardless of open sessions; returns NVML's activation status (0: in effect)."""
         gpu = self.gpu(selector)
         try:
             return self.change_mig_mode(gpu.uuid, int(on))
@@ -432,7 +446,7 @@ class Machine:
             raise _refused("switch MIG mode", gpu, refusal) from refusal
 
     def change_mig_mode(self, gpu_uuid: str, on: int, *, has_clients: bool = False) -> int:
-        """As `nvmlDeviceSetMigMode`; `has_clients` says that others have NVML open, which makes the GPU busy."""
+        """Like `nvmlDeviceSetMigMode`; with `has_clients` other sessions are open, which makes the GPU busy."""
         with self._change() as state:
             gpu = state.by_uuid[gpu_uuid]
             before = gpu.mig_mode
@@ -446,7 +460,9 @@ class Machine:
             return status
 
     def create_mig(self, selector: Selector, profile: str, start: int) -> tuple[int, int, str]:
-        """Create a MIG device as an administrator would: (GPU instance id, compute instance id, UUID)."""
+        """Creates a MIG device as an administrator would; returns (GPU instance ID, compute instance ID,
+        UUID).
+        """
         with self._change() as state:
             gpu = self._find(state, selector)
             try:
@@ -456,7 +472,7 @@ class Machine:
             return created.id, compute.id, compute.uuid
 
     def destroy_mig(self, selector: Selector, gi: int) -> None:
-        """Destroy a GPU instance with its compute instances."""
+        """Destroys a GPU instance with its compute instances."""
         with self._change() as state:
             gpu = self._find(state, selector)
             try:
@@ -473,12 +489,12 @@ class Machine:
         self._policies.set(COMPUTE_MODE, gpu_uuid, mode)
 
     def timeslice(self, selector: Selector) -> int:
-        """The time-slice setting of a GPU: 0 default, 1 short, 2 medium, 3 long."""
+        """Returns the time-slice setting of a GPU: 0 default, 1 short, 2 medium, 3 long."""
         return self._policies.get(TIMESLICE, self.gpu(selector).uuid)
 
 
 def virtual_functions(state: State, gpu: Gpu, count: int) -> list[Function]:
-    """PCI functions beside that of the GPU, of the same kind, without a driver."""
+    """Returns virtual PCI functions of the GPU, without a driver."""
     model, place = state.model_of(gpu), gpu.bus_id.partition(".")[0]
     return [
         Function(

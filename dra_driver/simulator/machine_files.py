@@ -1,14 +1,16 @@
-"""The files of a machine: its state, the NVML sessions that are open on it, and the settings that nvidia-smi changes.
+"""The files of a machine: its state, its open NVML sessions, and the settings that nvidia-smi changes.
 
-The machine file is changed under a lock that all processes share. Readers take no lock: a rename replaces the file, and
-its modification time grows with every change. So one stat() shows whether the parsed copy is current.
+The machine file is changed under a lock shared by all processes. Readers take no lock: a rename replaces the
+file, and its modification time grows with every change. So one stat() shows whether the parsed copy is
+current.
 
-The real driver counts a session as a client of every GPU. While one is open, it refuses to be unloaded, to reset a GPU,
-and to switch a MIG mode for anybody else. Here each session is a locked file, so that a process that dies ends its own.
+The real driver counts a session as a client of every GPU. While one is open, it refuses to be unloaded, to
+reset a GPU, and to switch the MIG mode for another session. Here each session is a locked file, so that
+sessions end with their process.
 
-The settings are small files inside the host root, one for each GPU: nvidia-smi, here a shell script, finds them from
-its own path, also after a chroot. So are the sessions, and the resets that nvidia-smi has done: the machine shows a
-reset to the next session.
+The settings are small files inside the host root, one for each GPU: nvidia-smi, here a shell script, finds
+them relative to its own path, even after a chroot. The same applies to the sessions, and to resets by
+nvidia-smi, which the machine applies at the next session.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ RESET = "reset"
 
 
 class Store:
-    """The one way to the machine file of a simulator directory."""
+    """The only access to the machine file of a simulator directory."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -57,7 +59,7 @@ class Store:
         return self.path.is_file()
 
     def current(self) -> State:
-        """The machine as it is now. Costs one stat() while nothing changes."""
+        """Returns the current machine. Costs one stat() while nothing changes."""
         try:
             mtime = os.stat(self._path).st_mtime_ns  # noqa: PTH116 - the hot path of every NVML call
         except FileNotFoundError as error:
@@ -92,7 +94,7 @@ class Store:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Exclusive over threads and processes; may be nested."""
+        """Holds a lock over threads and processes; reentrant."""
         with self._lock:
             if self._depth == 0:
                 self.directory.mkdir(parents=True, exist_ok=True)
@@ -109,7 +111,7 @@ class Store:
 
     @contextmanager
     def change(self, before_write: AfterChange | None = None) -> Iterator[State]:
-        """A private copy to change; written when the block ends without an error.
+        """Yields a private copy to change, which is written if the block succeeds.
 
         `before_write(old, new)` runs under the lock, before other processes can see the new state.
         """
@@ -125,13 +127,13 @@ class Store:
             self.write(new)
 
     def write(self, state: State) -> None:
-        """Replace the file. The caller holds the lock."""
+        """Replaces the file. The caller holds the lock."""
         temporary = self.path.with_suffix(".json.new")
         temporary.write_text(encode(state))
         before = self._cached[0] if self._cached is not None else 0
         mtime = max(time.time_ns(), before + _MTIME_STEP_NS)
         os.utime(temporary, ns=(mtime, mtime))
-        if temporary.stat().st_mtime_ns <= before:  # for a file system that keeps whole seconds only
+        if temporary.stat().st_mtime_ns <= before:  # for file systems with timestamps in whole seconds
             os.utime(temporary, ns=(mtime, before + _COARSE_STEP_NS))
         mtime = temporary.stat().st_mtime_ns
         temporary.replace(self.path)
@@ -139,21 +141,21 @@ class Store:
 
 
 class Session:
-    """One open session. It ends also when no one has the object any more."""
+    """One open session. Also ends when the object is garbage-collected."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._descriptor: int | None = None
 
     def begin(self) -> None:
-        """Make the file and lock it; nothing happens where the directory cannot be written."""
+        """Creates and locks the file; does nothing if the directory is not writable."""
         with suppress(OSError):
             self.path.parent.mkdir(exist_ok=True)
             self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
             fcntl.flock(self._descriptor, fcntl.LOCK_EX)
 
     def end(self) -> None:
-        """Remove the file."""
+        """Removes the file."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             self.path.unlink(missing_ok=True)
@@ -171,14 +173,16 @@ class Sessions:
         self._directory = directory
 
     def open(self, name: str) -> Session:
-        """Begin a session."""
+        """Starts a session."""
         session = Session(self._directory / f"{_PROCESS}.{os.getpid()}.{next(_numbers)}.{name}")
         session.begin()
         return session
 
     def names(self, *, with_own: bool) -> list[str]:
-        """Name and process of every open session of other processes, such as `dcgm (process 4711)`; `with_own` of this
-        one too, though NVML opens the device files once in a process."""
+        """Returns name and process of every open session of other processes, such as `dcgm (process 4711)`.
+
+        `with_own` includes this process, although NVML opens the device files only once in a process.
+        """
         try:
             paths = sorted(self._directory.iterdir())
         except OSError:
@@ -192,7 +196,7 @@ class Sessions:
 
 
 def _is_open(path: Path) -> bool:
-    """Whether a process holds the file; a file that no process holds is removed."""
+    """Whether a process holds the file. Removes a file that no process holds."""
     try:
         with path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -205,7 +209,7 @@ def _is_open(path: Path) -> bool:
 
 
 class Policies:
-    """`<host root>/var/lib/nvidia-simulator/<setting>/<GPU UUID>`; no file means the default, 0."""
+    """`<host root>/var/lib/nvidia-simulator/<setting>/<GPU UUID>`; a missing file means the default, 0."""
 
     def __init__(self, host_root: Path) -> None:
         self.directory = host_root / "var/lib/nvidia-simulator"
@@ -238,12 +242,12 @@ class Policies:
         return True
 
     def forget(self, uuid: str) -> None:
-        """Set the defaults of one GPU again."""
+        """Restores the defaults of one GPU."""
         for setting in (COMPUTE_MODE, TIMESLICE):
             self.set(setting, uuid, 0)
 
     def reset(self) -> None:
-        """Set the defaults again, as a driver reload or a reboot does."""
+        """Restores all defaults, like a driver reload or a reboot."""
         for setting in (COMPUTE_MODE, TIMESLICE, RESET):
             shutil.rmtree(self.directory / setting, ignore_errors=True)
         self.prepare()

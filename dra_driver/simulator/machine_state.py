@@ -1,6 +1,7 @@
-"""The state of a simulated machine: plain values that one JSON file keeps, and what follows from its wiring.
+"""The state of a simulated machine: plain values that are stored in one JSON file, and values derived from
+its wiring.
 
-Constant facts (models, buses, wiring) and everything that can change (MIG, loss, faults, events) are in the same
+Constant facts (models, buses, wiring) and variable state (MIG, loss, faults, events) are in the same
 document, so a second process needs only the file.
 """
 
@@ -79,7 +80,7 @@ class Model:
 
 @dataclass(slots=True)
 class ComputeInstance:
-    """`index` is that of the MIG device; it stays while others come and go, so indices have holes."""
+    """`index` is the MIG device's index, which does not change when others come and go, so indexes have gaps."""
 
     id: int
     index: int
@@ -100,7 +101,7 @@ class GpuInstance:
 
 @dataclass(slots=True)
 class Holder:
-    """A process that uses a GPU (or one of its instances), and keeps it busy for `utilisation` percent of the time."""
+    """A process that uses a GPU or an instance, and keeps it busy for `utilisation` percent of the time."""
 
     pid: int
     name: str
@@ -113,8 +114,9 @@ class Holder:
 
 @dataclass(slots=True)
 class Gpu:
-    """`driver` is the kernel driver that has it while that is loaded, `boot_driver` the one after a boot, `override`
-    the only one that may take it, `vfio` the number of its vfio device."""
+    """A GPU. `driver` is its current kernel driver while that is loaded, `boot_driver` the one after a boot,
+    `override` the only driver that may bind it, `vfio` the number of its vfio device.
+    """
 
     uuid: str
     model: str
@@ -159,7 +161,7 @@ class Gpu:
     vfio: int | None = None
 
     def reset(self) -> None:
-        """Pending changes take effect, and volatile counters start again."""
+        """Applies pending changes, and clears volatile counters."""
         self.recovery_action = self.retired_pending = self.ecc_uncorrected = self.ecc_corrected = 0
         self.remapped_rows[2] = 0
         self.bank_remap_pending, self.repairs_pending, self.nvlink_errors = False, [0, 0], {}
@@ -170,15 +172,18 @@ class Gpu:
 
     @property
     def mig_devices(self) -> list[tuple[GpuInstance, ComputeInstance]]:
-        """In the order of the MIG device index."""
+        """Returns the MIG devices in index order."""
         found = [(gi, ci) for gi in self.instances for ci in gi.compute]
         return sorted(found, key=lambda pair: pair[1].index)
 
 
 @dataclass(slots=True)
 class Fault:
-    """What the next matching NVML calls, or writes to sysfs, do before they answer, or instead of the answer. With
-    `blocks_all` no other NVML call of the process returns during the delay, as if the kernel driver held its lock."""
+    """The effect on the next matching NVML calls or writes to sysfs.
+
+    With `blocks_all` no other NVML call of the process returns during the delay, as if the kernel driver held
+    its lock.
+    """
 
     function: str
     code: int | None = None
@@ -200,9 +205,12 @@ class Event:
 
 @dataclass(slots=True)
 class Function:
-    """Another PCI function, such as an NVSwitch, an audio function, or a virtual function of a GPU, whose bus ID is
-    `physical` then. `beside` is the bus ID of a GPU in whose IOMMU group it is; functions of the same slot are anyway.
-    For the others see `Gpu`."""
+    """Another PCI function, such as an NVSwitch, an audio function, or a virtual function of the GPU with bus
+    ID `physical`.
+
+    `beside` is the bus ID of a GPU that shares its IOMMU group; functions of the same slot always do. For
+    other fields see `Gpu`.
+    """
 
     bus_id: str
     pcie: str
@@ -220,7 +228,7 @@ class Function:
 
 @dataclass
 class State:
-    """One machine. Values are never changed in place outside `Store.change`."""
+    """One machine. Values are changed in place only in `Store.change`."""
 
     machine: str
     version: int
@@ -253,12 +261,12 @@ class State:
 
     @cached_property
     def present(self) -> list[Gpu]:
-        """GPUs on the bus, in the order in which NVML numbers them."""
+        """GPUs on the bus, in NVML's order."""
         return sorted((gpu for gpu in self.gpus if gpu.present), key=lambda gpu: gpu.bus_id)
 
     @cached_property
     def shown(self) -> list[Gpu]:
-        """Those of `present` that NVML shows: the NVIDIA driver has them."""
+        """GPUs that NVML lists, because the NVIDIA driver has bound them."""
         return [gpu for gpu in self.present if gpu.driver == NVIDIA]
 
     def model_of(self, gpu: Gpu) -> Model:
@@ -324,7 +332,7 @@ def decode(text: str | bytes) -> State:
 
 
 def parse_pairs(pairs: dict[str, int]) -> Wiring:
-    """`{"0-1": 2}` as {(0, 1): 2}."""
+    """Parses `{"0-1": 2}` to {(0, 1): 2}."""
     wiring: Wiring = {}
     for key, count in pairs.items():
         first, _, second = key.partition("-")
@@ -333,12 +341,14 @@ def parse_pairs(pairs: dict[str, int]) -> Wiring:
 
 
 def switch_links(gpu: Gpu, model: Model, switches: list[str]) -> None:
-    """All links of the GPU lead to switches; `switches` are their addresses, or one placeholder."""
+    """Connects all links of the GPU to switches; `switches` are their addresses, or one placeholder."""
     gpu.links = [[REMOTE_SWITCH, switches[link % len(switches)]] for link in range(model.nvlinks)]
 
 
 def wire_pairs(gpus: list[Gpu], models: dict[str, Model], wiring: Wiring) -> None:
-    """Direct links between GPUs, numbered in the order of the pairs; the other links are not connected."""
+    """Connects GPUs directly, with links numbered in the order of the pairs; the other links are not
+    connected.
+    """
     for gpu in gpus:
         gpu.links = []
     for (first, second), count in wiring.items():
@@ -350,7 +360,7 @@ def wire_pairs(gpus: list[Gpu], models: dict[str, Model], wiring: Wiring) -> Non
 
 
 def active_links(gpu: Gpu) -> list[tuple[int, int, str | None]]:
-    """(link, remote type, remote address) of the links that are up."""
+    """Returns (link, remote type, remote address) of the active links."""
     if gpu.lost or not gpu.present:
         return []
     return [
@@ -361,7 +371,7 @@ def active_links(gpu: Gpu) -> list[tuple[int, int, str | None]]:
 
 
 def nvlink_count(state: State, first: Gpu, second: Gpu) -> int:
-    """How many NVLinks join two GPUs; over switches, all links of the narrower one."""
+    """Returns the number of NVLinks between two GPUs; through switches, all links of the GPU with fewer."""
     ours, theirs = active_links(first), active_links(second)
     direct = sum(kind == REMOTE_GPU and remote == second.bus_id for _, kind, remote in ours)
     if direct:
@@ -373,14 +383,14 @@ def nvlink_count(state: State, first: Gpu, second: Gpu) -> int:
 
 
 def nvlink_peers(state: State, first: Gpu, second: Gpu) -> bool:
-    """Whether the two can address each other over NVLink now."""
+    """Whether the two GPUs can currently address each other over NVLink."""
     if first.mig_mode or second.mig_mode:
         return False
     return nvlink_count(state, first, second) > 0
 
 
 def sysfs_bus_id(text_form: str) -> str:
-    """`00000000:1B:00.0` and its relatives as `0000:1b:00.0`."""
+    """Converts `00000000:1B:00.0` and similar forms to `0000:1b:00.0`."""
     domain, _, rest = text_form.strip().lower().rpartition(":")[0].rpartition(":")
     tail = text_form.strip().lower().rpartition(":")[2]
     return f"{domain[-4:].rjust(4, '0') if domain else '0000'}:{rest}:{tail}"

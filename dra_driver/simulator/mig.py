@@ -1,7 +1,8 @@
-"""The rules of MIG: which instances fit, which IDs they get, which profiles a GPU instance offers.
+"""The rules of MIG: which instances fit, their IDs, and the profiles within a GPU instance.
 
-All functions work on a private copy of the machine; they raise a `Refusal` with the NVML code that the NVIDIA driver
-would return."""
+All functions change a private copy of the machine, and raise a `Refusal` with the return code of the real
+NVIDIA driver.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +15,11 @@ from dra_driver.errors import InvalidConfigError
 from dra_driver.simulator.machine_state import ComputeInstance, Gpu, GpuInstance, MigProfile, Model
 
 NAMESPACE = uuid.UUID("6a1b63f4-08f2-5d10-9d8b-4c2f2c0e7a11")
-# Compute slices of each compute instance profile enum; the enum doubles as the profile id inside an instance.
+# Compute slices by compute instance profile enum, which is also the profile ID inside an instance.
 COMPUTE_SLICES = {0: 1, 1: 2, 2: 3, 3: 4, 4: 7, 5: 8, 6: 6}
 
 
-class Refusal(Exception):  # noqa: N818 - a return code of the NVIDIA driver, not a fault of ours
+class Refusal(Exception):  # noqa: N818 - a return code of the NVIDIA driver, not our error
     """The NVIDIA driver refuses with this NVML return code."""
 
     def __init__(self, code: int) -> None:
@@ -50,7 +51,7 @@ def max_devices(model: Model) -> int:
 
 
 def compute_profiles(model: Model, profile: MigProfile) -> list[ComputeProfile]:
-    """The compute instance profiles that fit a GPU instance of this profile."""
+    """Returns the compute instance profiles that fit a GPU instance of this profile."""
     unit = min((row.multiprocessors for row in model.mig), default=0)
     offered = []
     for enum, slices in COMPUTE_SLICES.items():
@@ -70,7 +71,7 @@ def compute_profiles(model: Model, profile: MigProfile) -> list[ComputeProfile]:
 
 
 def free_placements(gpu: Gpu, model: Model, profile: MigProfile) -> list[int]:
-    """Starts at which one more instance of this profile fits now."""
+    """Returns the starts at which one more instance of this profile fits."""
     same = sum(item.profile_id == profile.id for item in gpu.instances)
     if same >= profile.max_instances or not _engines_left(gpu, model, profile):
         return []
@@ -79,7 +80,7 @@ def free_placements(gpu: Gpu, model: Model, profile: MigProfile) -> list[int]:
 
 
 def _engines_left(gpu: Gpu, model: Model, wanted: MigProfile) -> bool:
-    """Whether enough slices and engines are free; only the media extensions can run out before the memory."""
+    """Whether enough slices and engines are free. Only media extensions can run out before the memory."""
     rows = [wanted]
     for item in gpu.instances:
         row = profile_by_id(model, item.profile_id)
@@ -118,7 +119,7 @@ def create_gpu_instance(
 
 
 def _instance_ids(model: Model, profile: MigProfile, start: int) -> list[int]:
-    """Ids that the NVIDIA driver prefers: the bigger the instance, the lower its id."""
+    """Returns the IDs that the NVIDIA driver prefers: larger instances get lower IDs."""
     total = max(row.size for row in model.mig)
     if profile.size == total:
         return [0]
@@ -188,7 +189,7 @@ def destroy_compute_instance(gpu: Gpu, gi: int, ci: int) -> None:
 
 
 def set_mode(gpu: Gpu, model: Model, on: int, *, has_clients: bool = False) -> int:
-    """Change the mode; the result is the activation status, which may be an error code."""
+    """Changes the mode, and returns the activation status, which may be an error code."""
     if not model.mig:
         raise Refusal(pynvml.NVML_ERROR_NOT_SUPPORTED)
     if on not in (0, 1):
@@ -204,14 +205,14 @@ def set_mode(gpu: Gpu, model: Model, on: int, *, has_clients: bool = False) -> i
         gpu.mig_pending = on
         if busy:
             return int(pynvml.NVML_ERROR_IN_USE)
-        if gpu.virtualization:  # a guest cannot reset its GPU; the mode waits for a reboot
+        if gpu.virtualization:  # a guest cannot reset its GPU, so the mode waits for a reboot
             return int(pynvml.NVML_ERROR_RESET_REQUIRED)
     gpu.mig_mode = gpu.mig_pending = on
     return int(pynvml.NVML_SUCCESS)
 
 
 def after_reboot(gpu: Gpu, model: Model) -> None:
-    """After a reboot: no instance survives; the mode survives only if the board's memory keeps it."""
+    """Applies a reboot: no instance survives, and the mode only if the board stores it."""
     gpu.instances = []
     gpu.holders = []
     gpu.mig_mode = 0 if model.resetless_mig else gpu.mig_pending
@@ -219,14 +220,15 @@ def after_reboot(gpu: Gpu, model: Model) -> None:
 
 
 def cap_minor(gpu_minor: int, gi: int, ci: int | None = None) -> int:
-    """The minor number of the capability device of an instance."""
+    """Returns the minor number of an instance's capability device."""
     minor = 3 + 135 * gpu_minor + 9 * gi
     return minor if ci is None else minor + 1 + ci
 
 
 def make_device(gpu: Gpu, model: Model, name: str, start: int) -> tuple[GpuInstance, ComputeInstance]:
-    """A MIG device as an administrator makes it. Raises: InvalidConfigError for a profile that is not in the table;
-    Refusal."""
+    """Creates a MIG device as an administrator would. Raises: InvalidConfigError for an unknown profile;
+    Refusal.
+    """
     row = next((profile for profile in model.mig if profile.name == name), None)
     if row is None:
         known = ", ".join(item.name for item in model.mig) or "none"

@@ -1,6 +1,7 @@
-"""Who drives a PCI function: the rules of the kernel, for the NVIDIA driver, vfio and others.
+"""Drivers of PCI functions: the kernel's rules for the NVIDIA driver, vfio and others.
 
-All functions work on a private copy of the machine, and raise an OSError as a write to sysfs does."""
+All functions change a private copy of the machine, and raise an OSError as a write to sysfs does.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +11,22 @@ import os
 from dra_driver.simulator.machine_state import NVIDIA, Function, Gpu, State
 
 VFIO_DRIVERS = {"vfio_pci": "vfio-pci", "nvgrace_gpu_vfio_pci": "nvgrace-gpu-vfio-pci"}
-"""The driver in each module."""
+"""The driver of each module."""
 MAPS_MEMORY = "vfio_iommu_type1"
-"""The module without which no virtual machine can map its memory by the node of an IOMMU group. Nothing loads it by
-itself."""
+"""Virtual machines need this module to map memory through the node of an IOMMU group. It is not loaded
+automatically."""
 _BY_CLASS = {0x0403: "snd_hda_intel", 0x0C03: "xhci_hcd"}
 _FIRST_GROUP, _FIRST_OTHER_GROUP = 20, 60
 
 
 def functions(state: State) -> dict[str, Gpu | Function]:
-    """Everything on the bus, by bus ID."""
+    """Returns everything on the bus, by bus ID."""
     found: list[Gpu | Function] = [*state.present, *state.functions]
     return {item.bus_id: item for item in found}
 
 
 def groups(state: State) -> dict[str, int]:
-    """The IOMMU group of every function by bus ID; empty without an IOMMU."""
+    """Returns the IOMMU group of every function by bus ID; empty without an IOMMU."""
     if not state.system.get("iommu", True):
         return {}
     found = {gpu.bus_id: _FIRST_GROUP + index for index, gpu in enumerate(state.present)}
@@ -37,14 +38,14 @@ def groups(state: State) -> dict[str, int]:
 
 
 def gpu_of(state: State, bus_id: str) -> Gpu | None:
-    """The GPU that the function is, or in whose IOMMU group it is."""
+    """Returns the GPU that is the function, or shares its IOMMU group."""
     known = groups(state)
     group = known.get(bus_id, bus_id)
     return next((gpu for gpu in state.present if group in (known.get(gpu.bus_id), gpu.bus_id)), None)
 
 
 def drivers(state: State) -> set[str]:
-    """The PCI drivers that the kernel has now."""
+    """Returns the kernel's current PCI drivers."""
     modules = state.system.get("vfio_loaded", [])
     loaded = {name for module, name in VFIO_DRIVERS.items() if module in modules}
     others = {item.boot_driver for item in state.functions if item.boot_driver}
@@ -53,19 +54,21 @@ def drivers(state: State) -> set[str]:
 
 
 def driver_of(state: State, bus_id: str) -> str:
-    """The driver that has the function now; empty if none has."""
+    """Returns the current driver of the function; empty if none."""
     driver = functions(state)[bus_id].driver
     return driver if driver in drivers(state) else ""
 
 
 def is_leaving(item: Gpu | Function) -> bool:
-    """Whether the function is being removed, and the kernel waits for the virtual machine that has it open. Until then
-    every write to the function waits too."""
+    """Whether the function is being removed and the kernel waits for the virtual machine that has it open.
+
+    Until then every write to the function waits too.
+    """
     return item.vfio is not None and not item.driver
 
 
 def after_boot(state: State) -> None:
-    """Each function goes to the driver that gets it at every boot; modules that this needs are loaded."""
+    """Gives each function the driver of a boot, and loads the modules for it."""
     everything = functions(state).values()
     wanted = {item.boot_driver for item in everything}
     state.system["vfio_loaded"] = [
@@ -78,25 +81,25 @@ def after_boot(state: State) -> None:
 
 
 def come_up(state: State, item: Gpu | Function) -> None:
-    """As after a boot."""
+    """Resets a function as after a boot."""
     item.driver, item.override, item.vfio = "", "", None
     if item.boot_driver:
         _take(state, item, item.boot_driver)
 
 
 def after_load(state: State) -> None:
-    """The NVIDIA driver was loaded: it takes what no one has."""
+    """Gives the newly loaded NVIDIA driver all functions without a driver."""
     for gpu in state.present:
         probe(state, gpu.bus_id)
 
 
 def override(state: State, bus_id: str, driver: str) -> None:
-    """Have only this driver take the function; an empty name: any."""
+    """Allows only this driver to bind the function; an empty name allows any."""
     _known(state, bus_id).override = driver
 
 
 def unbind(state: State, bus_id: str, driver: str) -> None:
-    """Take the function from this driver, which forgets the GPU's settings."""
+    """Detaches the function from this driver, which forgets the GPU's settings."""
     item = _known(state, bus_id)
     _registered(state, driver)
     if driver_of(state, bus_id) != driver:
@@ -105,7 +108,7 @@ def unbind(state: State, bus_id: str, driver: str) -> None:
 
 
 def bind(state: State, bus_id: str, driver: str) -> None:
-    """Give the function to this driver."""
+    """Attaches the function to this driver."""
     item = _known(state, bus_id)
     _registered(state, driver)
     if (item.override or _natural(item)) != driver:
@@ -116,7 +119,9 @@ def bind(state: State, bus_id: str, driver: str) -> None:
 
 
 def probe(state: State, bus_id: str) -> None:
-    """Give the function to a driver that takes it, if there is one; the kernel does not say."""
+    """Attaches the function to a matching driver, if there is one; like the kernel, it does not report the
+    result.
+    """
     item = _known(state, bus_id)
     wanted = item.override or _natural(item)
     if not driver_of(state, bus_id) and wanted in drivers(state):
@@ -124,12 +129,12 @@ def probe(state: State, bus_id: str) -> None:
 
 
 def driver_by_class(item: Gpu | Function) -> str:
-    """The driver that takes such a function by its class."""
+    """Returns the driver that matches the function's class."""
     return NVIDIA if isinstance(item, Gpu) else _BY_CLASS.get(item.pci_class >> 8, "")
 
 
 def _natural(item: Gpu | Function) -> str:
-    """The driver that takes such a function without an override: none of vfio does."""
+    """Returns the driver that matches without an override, which is never vfio."""
     is_vfio = item.boot_driver in VFIO_DRIVERS.values()
     return driver_by_class(item) if is_vfio or not item.boot_driver else item.boot_driver
 

@@ -1,4 +1,6 @@
-"""Writes to a machine's sysfs, carried out as the kernel does it: also those that block, fail or have no effect."""
+"""Writes to a machine's sysfs with the kernel's behaviour, including writes that block, fail or have no
+effect.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ _POLL_S = 0.02
 _PERSISTENCED = "nvidia-persistenced (process 801)"
 _LATE_PID = 4243
 _OURS = ("gpu-dra-driver", "main.py", program())
-"""The last but one is `python -m dra_driver.cli.main`."""
+"""`main.py` is for `python -m dra_driver.cli.main`."""
 
 
 class SimulatedPciControl:
@@ -29,7 +31,9 @@ class SimulatedPciControl:
         self._machine = machine
 
     def write(self, path: str, text: str) -> None:
-        """Write to a file of the machine's sysfs. Unbinding blocks while someone uses the GPU. Raises: OSError."""
+        """Writes to a file of the machine's sysfs. Unbinding blocks while a program uses the GPU. Raises:
+        OSError.
+        """
         try:
             place = Path(path).relative_to(self._machine.host_root / "sys/bus/pci").parts
             match place:
@@ -45,7 +49,7 @@ class SimulatedPciControl:
             raise OSError(errno.ENOENT, os.strerror(errno.ENOENT)) from error
 
     def load_module(self, module: str, timeout_s: float) -> None:
-        """Raises: RetryableError with what modprobe says; TimeoutError."""
+        """Raises: RetryableError with modprobe's message; TimeoutError."""
         fault = self._fault("modprobe", None)
         if fault is not None and fault.code == HANG:
             time.sleep(timeout_s)
@@ -57,12 +61,15 @@ class SimulatedPciControl:
             raise RetryableError(f"modprobe says 'FATAL: Module {module} not found in directory {directory}'")
 
     def maps_memory(self) -> bool:
-        """As the kernel answers VFIO_CHECK_EXTENSION."""
+        """The kernel's result of VFIO_CHECK_EXTENSION."""
         return pci.MAPS_MEMORY in self._machine.current().system.get("vfio_loaded", [])
 
     def users_of(self, nodes: Sequence[str], *, others_only: bool = False) -> list[str] | None:
-        """Name and process of each program that has one of these nodes open: NVML opens those of all GPUs. With
-        `others_only` without nvidia-persistenced and processes of this program."""
+        """Returns name and process of each program that has one of these nodes open. NVML opens those of all
+        GPUs.
+
+        `others_only` excludes nvidia-persistenced and processes of this program.
+        """
         state = self._machine.current()
         groups = pci.groups(state)
         found: list[str] = []
@@ -77,8 +84,9 @@ class SimulatedPciControl:
         return list(dict.fromkeys(found))
 
     def _users(self, state: State, gpu: Gpu) -> list[str]:
-        """Who keeps the driver from letting go of the GPU: programs that use it, of the NVIDIA driver also
-        nvidia-persistenced, and everybody who has NVML open."""
+        """Returns the programs that prevent the driver from releasing the GPU: its users, and for the NVIDIA
+        driver also nvidia-persistenced and all open NVML sessions.
+        """
         found = [f"{holder.name} (process {holder.pid})" for holder in gpu.holders]
         if pci.driver_of(state, gpu.bus_id) == NVIDIA:
             found += [*([_PERSISTENCED] if gpu.persistence else []), *self._machine.clients(with_own=True)]
@@ -111,8 +119,9 @@ class SimulatedPciControl:
         return isinstance(item, Gpu) and has_it and bool(self._users(state, item))
 
     def _fault(self, word: str, bus_id: str | None) -> Fault | None:
-        """The fault that this write meets; one that is counted is counted down. One that hangs counts till it is
-        cleared."""
+        """Returns the fault that applies to this write, and decrements its count. A fault that hangs applies
+        until it is cleared.
+        """
         state = self._machine.current()
         gpu = None if bus_id is None else pci.gpu_of(state, bus_id)
         for fault in state.faults:

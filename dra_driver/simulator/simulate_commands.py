@@ -19,11 +19,11 @@ Rows = list[dict[str, str]]
 
 
 def done(machine: Machine, method: str, said: str, values: Mapping[str, Any], held_by: str = "") -> str:
-    """Call a method of the machine with these values by their names, and say so.
+    """Calls a method of the machine with these values as arguments, and returns a message.
 
-    In `said` stand the names of values, `called` for the GPU that `selector` means, `made` for what the method
-    returned, and `machine`. What other programs can prevent by having NVML open is refused then, unless `force` is
-    among the values: `held_by` says what that is.
+    `said` is a format string with the names of values, `called` for the GPU of `selector`, `made` for the
+    method's result, and `machine`. An operation that open NVML sessions can prevent is then refused, unless
+    `force` is among the values; `held_by` describes it.
     """
     called = machine.called(values["selector"]) if "selector" in values else ""
     if held_by:

@@ -1,5 +1,6 @@
-"""The files, links and device nodes by which a host shows its GPUs: a tree below one directory, kept equal to the
-machine."""
+"""The files, links and device nodes that represent a host's GPUs: a directory tree that is kept in line with
+the machine.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ _PATHS = "rendered.paths"
 class HostRoot:
     """`<directory>/root`. The caller of each method holds the machine's lock.
 
-    The marker names the version of the machine that the tree shows. A process that died half-way leaves no marker; then
-    the next process writes the whole tree again.
+    The marker names the machine version that the tree shows. A process that dies during a change leaves no
+    marker; the next process then writes the whole tree again.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -49,7 +50,7 @@ class HostRoot:
             return False
 
     def render(self, old: State | None, new: State) -> None:
-        """Show `new`; if the tree shows `old`, only the differences are written."""
+        """Shows `new`; if the tree shows `old`, writes only the differences."""
         wanted = self.entries(new)
         known = self._shown(old) if old is not None and self.is_current(old) else None
         stale: list[str] = []
@@ -66,7 +67,7 @@ class HostRoot:
         self._last = (new.boot_id, new.version, wanted)
 
     def _forget_made_nodes(self, wanted: Entries) -> None:
-        """/dev is empty after a boot: what someone made there is gone."""
+        """Removes nodes that someone created, because /dev is empty after a boot."""
         for path in (self.root / "dev/nvidia-caps").glob("nvidia-cap*"):
             if str(path.relative_to(self.root)) not in wanted:
                 path.unlink()

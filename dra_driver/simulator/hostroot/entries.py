@@ -1,4 +1,4 @@
-"""The kinds of entries of the tree, and how to write them with as few writes as possible."""
+"""The kinds of entries of the tree, written with as few system calls as possible."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A character device. Without privileges it is a file that describes it."""
+    """A character device, or without privileges a file that describes it."""
 
     major: int
     minor: int
@@ -55,7 +55,7 @@ Entries = dict[str, Entry]
 
 
 class Tree:
-    """A directory that is kept equal to a set of entries. Foreign files in it are left alone."""
+    """A directory that is kept equal to a set of entries. Foreign files in it are not touched."""
 
     def __init__(self, root: Path, *, real_nodes: bool) -> None:
         self.root = root
@@ -64,8 +64,7 @@ class Tree:
         self._known_directories: set[str] = set()
 
     def sync(self, old: Entries | None, new: Entries, stale: list[str]) -> None:
-        """Make it equal to `new`. With `old`, only the differences between both are written; without it, everything
-        is."""
+        """Makes the directory equal to `new`. With `old`, writes only the differences between them."""
         for path in stale if old is None else [path for path in old if path not in new]:
             if path not in new:
                 self._remove(path, new)
@@ -83,7 +82,7 @@ class Tree:
             os.chmod(full, entry.mode)  # noqa: PTH101
             return
         self._directory(full.rpartition("/")[0])
-        # Not beside it, where a program that lists the directory would find it.
+        # Not next to it, where a program that lists the directory would see it.
         new = full if self._fresh else f"{self.root}/.new~"
         if not self._fresh:
             _unlink(new)
@@ -95,10 +94,10 @@ class Tree:
             _bind(new)
         else:
             os.mknod(new, stat.S_IFCHR | entry.mode, os.makedev(entry.major, entry.minor))
-            os.chmod(new, entry.mode)  # noqa: PTH101 - strings all along, this runs for every file
+            os.chmod(new, entry.mode)  # noqa: PTH101 - strings for speed: runs for every file
             if entry.gid:
                 os.chown(new, 0, entry.gid)
-        if self._fresh:  # no process looks yet, so nothing has to be replaced in one step
+        if self._fresh:  # not in use yet, so no atomic replacement is needed
             return
         try:
             os.replace(new, full)  # noqa: PTH105
@@ -147,7 +146,7 @@ def _unlink(path: str) -> None:
 
 
 def _bind(path: str) -> None:
-    """A socket file; a plain file if the path is too long for a socket address."""
+    """Creates a socket file, or a plain file if the path is too long for a socket address."""
     try:
         with socket.socket(socket.AF_UNIX) as sock:
             sock.bind(path)
@@ -156,7 +155,7 @@ def _bind(path: str) -> None:
 
 
 def can_make_nodes(directory: Path) -> bool:
-    """Whether device nodes can be made here (privileges, and a file system that takes them)."""
+    """Whether device nodes can be created here, which depends on privileges and the file system."""
     probe = directory / ".node-probe"
     try:
         os.mknod(probe, stat.S_IFCHR | 0o600, os.makedev(1, 3))

@@ -1,10 +1,10 @@
-"""The NVIDIA driver's installation: libraries by name, programs, firmware, sockets; nvidia-smi with its facts; the
-programs of MPS; and nvidia-imex, its configuration and its control socket, on machines in a fabric.
+"""The NVIDIA driver's installation: libraries by name, programs, firmware, sockets; nvidia-smi with its data;
+the MPS programs; and nvidia-imex with its configuration and control socket, on machines in a fabric.
 
-A machine may have its programs and libraries as ELF files (`SIMULATE_ELF`). Real ones are ELF files that need libraries
-of the NVIDIA driver, and the C library beside those is not the container's. `program` is all programs, and becomes the
-simulator's script: the text behind its end, or the file of its name in usr/libexec. `library` is libnvidia-ml and
-libcuda, `libc` a C library that no program of a container can use.
+A machine may have its programs and libraries as ELF files (`SIMULATE_ELF`), like real ones, which need the
+NVIDIA driver's libraries and a C library that differs from the container's. `program` is used for all
+programs, and runs the simulator's script: the text behind its end, or the file of its name in usr/libexec.
+`library` is libnvidia-ml and libcuda, `libc` a C library that does not work in containers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ IMEX_CMD_UNIX_DOMAIN_PATH=/{_IMEX_SOCKET}
 """
 _FILES = ("program", "library", "libc")
 _ALONE = "nvidia-smi"
-"""Runs in containers too, which have nothing but this file."""
+"""Also runs in containers, which have no other file of it."""
 _IN_LIBEXEC = ("nvidia-cuda-mps-control", "nvidia-cuda-mps-server")
 
 
@@ -59,7 +59,7 @@ def driver_files(state: State) -> Entries:
 
 @functools.lru_cache(maxsize=16)
 def _installed(version: str, arch: str, programs: tuple[str, ...]) -> Entries:
-    """What no change of a machine but another driver changes."""
+    """Returns the entries that depend only on the driver."""
     facts = driver_facts()
     libraries = f"usr/lib/{arch}-linux-gnu"
     entries: Entries = {}
@@ -101,7 +101,7 @@ def _placeholder(name: str) -> Text:
 
 
 def nvidia_smi(state: State) -> Entries:
-    """The script with the facts of the machine, as containers and the host run it."""
+    """Returns the script with the machine's data, for containers and the host."""
     version, cuda = state.driver_version, state.cuda_version
     lines = [
         f"MACHINE={quoted(state.machine)}",
@@ -157,7 +157,7 @@ def _mig_facts(state: State, gpu: Gpu) -> list[str]:
 
 
 def mps_programs(version: str) -> Entries:
-    """The control program of the driver's branch, the server, and a client to try them with."""
+    """Returns the control program of the driver's branch, the server, and a test client."""
     control = script("nvidia-cuda-mps-control.py").replace("#@BRANCH@", version.partition(".")[0])
     return {
         "usr/bin/nvidia-cuda-mps-control": Text(control, 0o755),
@@ -181,20 +181,20 @@ def imex(state: State) -> Entries:
 
 
 class ElfFiles:
-    """What a machine's directory has of them; without any, its programs stay scripts and its libraries placeholders."""
+    """The ELF files in a machine's directory; without them, programs are scripts and libraries placeholders."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory / "elf"
         self._known: dict[str, bytes] = {}
 
     def keep(self, source: Path) -> None:
-        """Make them part of the machine, which other containers than this may open."""
+        """Copies them to the machine, which other containers may open."""
         self._directory.mkdir(exist_ok=True)
         for name in _FILES:
             shutil.copy(source / name, self._directory / name)
 
     def replace_in(self, entries: Entries, state: State) -> None:
-        """Put them in the place of scripts and placeholders."""
+        """Replaces scripts and placeholders with them."""
         if not self._known:
             if not self._directory.is_dir():
                 return

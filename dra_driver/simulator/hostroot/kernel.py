@@ -1,5 +1,6 @@
-"""/proc, /sys and /dev: what the kernel and the NVIDIA driver show of the GPUs; IOMMU groups and vfio; nodes of other
-kernel modules that serve a GPU (GPUDirect Storage, RDMA, GDRCopy); and a reader of nodes that could not be made."""
+"""/proc, /sys and /dev: the kernel's and NVIDIA driver's view of the GPUs; IOMMU groups and vfio; nodes of
+related kernel modules (GPUDirect Storage, RDMA, GDRCopy); and a reader for nodes that are only described.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ _VFIO_MINOR, _IOMMU_MINOR = 196, 125
 _GRACE_MODULE = "nvgrace_gpu_vfio_pci"
 _GRACE_GPUS = (0x2342, 0x2345, 0x2348, 0x2941, 0x31C2)
 FIRST_SRIOV = [8, 0]
-"""Compute capability of the first GPUs with virtual functions."""
+"""The lowest compute capability of GPUs with virtual functions."""
 _REGISTERS_MIB, _LAST_MIB = 16, 32
 
 
@@ -129,7 +130,7 @@ def _information(state: State, gpu: Gpu) -> str:
 
 
 def sysfs(state: State) -> Entries:
-    """Below sys; and the lists of modules below lib."""
+    """The entries below sys, and the module lists below lib."""
     entries: Entries = {
         "sys/module/firmware_class/parameters/path": Text("\n"),
         **{f"sys/bus/pci/drivers/{driver}": Directory() for driver in pci.drivers(state)},
@@ -144,7 +145,7 @@ def sysfs(state: State) -> Entries:
 
 
 def _function(state: State, item: Gpu | Function, group: int | None) -> Entries:
-    """The directory of a PCI function, and the links that lead there."""
+    """Returns the directory of a PCI function, and the links to it."""
     bus_id, place, driver = (
         item.bus_id,
         f"devices/{item.pcie}/{item.bus_id}",
@@ -196,7 +197,7 @@ def _of_a_gpu(state: State, gpu: Gpu, device: str, driver: str) -> Entries:
 
 @functools.lru_cache(maxsize=1024)
 def _identity(device: str, vendor: int, number: int, pci_class: int, subsystem: int) -> Entries:
-    """What does not change while the device is there."""
+    """Returns the constant files of a device."""
     header = struct.pack("<HHHHI", vendor, number, 0x0406, 0x0010, pci_class << 8 | 0xA1).ljust(0x2C, b"\0")
     config = (header + struct.pack("<HH", subsystem & 0xFFFF, subsystem >> 16)).ljust(64, b"\0")
     modalias = (
@@ -219,7 +220,7 @@ def host_devices(state: State) -> list[str]:
 
 
 def host_device_nodes(state: State) -> Entries:
-    """A few storage nodes, and an adapter for each GPU."""
+    """Returns a few storage nodes, and an adapter for each GPU."""
     kinds = host_devices(state)
     entries: Entries = {}
     if "gds" in kinds:
@@ -237,7 +238,7 @@ def host_device_nodes(state: State) -> Entries:
 
 
 def vfio_nodes(state: State) -> Entries:
-    """Below dev. A group has a node while vfio has a function of it."""
+    """The entries below dev. A group has a node while vfio has one of its functions."""
     groups = pci.groups(state)
     bound = [item for item in pci.functions(state).values() if item.vfio is not None]
     entries: Entries = {
@@ -288,7 +289,9 @@ def _module_lists(state: State) -> Entries:
 
 
 def _regions(state: State, gpu: Gpu) -> str:
-    """Registers below 4 GiB, then the memory and a small region above: start, end, flags, as the kernel lists them."""
+    """Returns registers below 4 GiB, then the memory and a small region above: start, end, flags, in the
+    kernel's format.
+    """
     memory = state.model_of(gpu).memory_bytes or 0
     size = 1 << (memory - 1).bit_length() if memory else 0
     number = state.present.index(gpu) + 1
@@ -309,10 +312,12 @@ _NO_REGION = " ".join(["0x" + "0" * 16] * 3)
 
 
 def devices(state: State) -> Entries:
-    """While the NVIDIA driver is unloaded, its nodes stay, as on a host; the nodes of the DRM subsystem disappear."""
+    """While the NVIDIA driver is unloaded, its nodes remain, as on a real host; those of the DRM subsystem
+    disappear.
+    """
     system = state.system
     entries: Entries = {
-        "dev/char": Directory(),  # udev makes links there, but none to the nodes of the NVIDIA driver
+        "dev/char": Directory(),  # udev creates links here, but not to the NVIDIA driver's nodes
         "dev/nvidiactl": Node(NVIDIA_MAJOR, 255),
         "dev/nvidia-modeset": Node(NVIDIA_MAJOR, 254),
         "dev/nvidia-uvm": Node(system["uvm_major"], 0),
@@ -347,7 +352,7 @@ def devices(state: State) -> Entries:
 class SimulatedDeviceNodes:
     """Reads device nodes below the host root, real or described.
 
-    It has the interface of the reader in `host`. A path may be one below the host root, or one as containers see it
+    It has the interface of the reader in `host`. A path may be below the host root, or as containers see it
     (`/dev/nvidia0`).
     """
 
@@ -355,7 +360,7 @@ class SimulatedDeviceNodes:
         self._root = str(host_root)
 
     def read(self, path: str) -> DeviceNode | None:
-        """The node at the path, or None where there is none."""
+        """Returns the node at the path, or None."""
         full = self._full(os.path.normpath(path))
         try:
             status = full.lstat()
@@ -375,8 +380,7 @@ class SimulatedDeviceNodes:
         return None if described is None else DeviceNode(path=path, type="c", uid=0, **described)
 
     def make(self, path: str, node: DeviceNode) -> None:
-        """Make a node as someone on the host would: a file that describes it where nodes cannot be made. Raises:
-        FileExistsError; OSError."""
+        """Creates a node, or a file that describes it. Raises: FileExistsError; OSError."""
         full = self._full(path)
         full.parent.mkdir(parents=True, exist_ok=True)
         if can_make_nodes(Path(self._root).parent):
@@ -386,7 +390,7 @@ class SimulatedDeviceNodes:
                 file.write(Node(node.major, node.minor, node.mode, node.gid).described.raw)
 
     def remove(self, path: str) -> None:
-        """Remove a node as someone on the host would. Raises: OSError."""
+        """Removes a node. Raises: OSError."""
         self._full(path).unlink()
 
     def _full(self, path: str) -> Path:
@@ -394,7 +398,7 @@ class SimulatedDeviceNodes:
 
 
 def _description(path: Path) -> dict[str, Any] | None:
-    """What the file says that stands for a node; None for any other file."""
+    """Returns the content of a file that describes a node; None for any other file."""
     try:
         said = json.loads(path.read_bytes())
     except (OSError, ValueError):

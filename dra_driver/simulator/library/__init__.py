@@ -1,4 +1,4 @@
-"""A Python object in the place of the NVML library, with every C function that the simulated driver version has."""
+"""A Python object that replaces the NVML library, with every C function of the simulated driver version."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class _Topics(System, Device, Gpm, Instances, Links, Waiting):
 class SimulatedLibrary:
     """Replaces the ctypes library in the binding.
 
-    A function that the driver's version does not have is not an attribute, like a missing symbol. The version is fixed
-    when the object is made; after a driver upgrade only a new object works.
+    A function that the driver version lacks is not an attribute, like a missing symbol. The version is fixed
+    when the object is created; after a driver upgrade a new object is needed.
     """
 
     def __init__(self, machine: Any) -> None:
@@ -34,5 +34,5 @@ class SimulatedLibrary:
             if name not in missing.union(state.missing_functions):
                 setattr(self, name, topics.entry(name, function))
 
-    # The binding sets `restype` on this one, which a bound method would refuse.
+    # The binding sets `restype` on this function, which a bound method does not allow.
     nvmlErrorString = staticmethod(lambda code: error_text(number(code)).encode())  # noqa: N815

@@ -1,5 +1,6 @@
-"""The base of all simulated functions: arguments as they arrive from the binding (numbers, byref() objects, arrays,
-handles), the session, and the checks before each call."""
+"""The base of all simulated functions: arguments from the binding (numbers, byref() objects, arrays,
+handles), the session, and the checks before each call.
+"""
 
 from __future__ import annotations
 
@@ -33,22 +34,22 @@ KIND_GPU, KIND_MIG, KIND_GI, KIND_CI = range(4)
 _BASE = 0x7F3A_0000_0000
 _SLOTS = 0xFFF
 _LOOK_S = 0.1
-"""How often a call that hangs looks whether its fault was cleared."""
+"""How often a hanging call checks whether its fault was cleared."""
 
 
 def number(argument: Any) -> int:
-    """An integer argument, plain or in a ctypes box."""
+    """Returns an integer argument, plain or as a ctypes object."""
     return int(getattr(argument, "value", argument))
 
 
 def text(argument: Any) -> str:
-    """A string argument: c_char_p, bytes or str."""
+    """Returns a string argument: c_char_p, bytes or str."""
     value = getattr(argument, "value", argument)
     return value.decode(errors="replace") if isinstance(value, bytes) else str(value or "")
 
 
 def target(argument: Any) -> Any:
-    """The object that an out argument points to."""
+    """Returns the object that an out argument points to."""
     inner = getattr(argument, "_obj", None)
     if inner is not None:
         return inner
@@ -62,7 +63,7 @@ def put(argument: Any, value: int) -> None:
 
 
 def put_text(buffer: Any, size: Any, value: str) -> None:
-    """Fill a char buffer, or refuse when it is too small."""
+    """Fills a char buffer; refuses if it is too small."""
     raw = value.encode()
     if number(size) <= len(raw):
         raise Refusal(pynvml.NVML_ERROR_INSUFFICIENT_SIZE)
@@ -70,7 +71,7 @@ def put_text(buffer: Any, size: Any, value: str) -> None:
 
 
 def address(handle: Any) -> int:
-    """The number inside an opaque handle; 0 for null."""
+    """Returns the number in an opaque handle; 0 for null."""
     inner = getattr(handle, "_obj", None)
     if inner is not None:
         handle = inner
@@ -91,14 +92,14 @@ def as_handle(value: int, kind: Any) -> Any:
 
 
 def program() -> str:
-    """The name that this process has as a client of NVML."""
+    """Returns this process's name as a client of NVML."""
     name = Path(sys.argv[0]).name
     return "python" if not name or name.startswith("-") else name
 
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """The object that an opaque handle means."""
+    """The object that an opaque handle refers to."""
 
     kind: int
     gpu: str
@@ -111,7 +112,7 @@ class Handle:
 
 
 class Core:
-    """Session, handle table and access to the machine. Topics derive from it."""
+    """Session, handle table and access to the machine; base class of the topics."""
 
     def __init__(self, machine: Any) -> None:
         self.machine = machine
@@ -156,7 +157,7 @@ class Core:
         return int(pynvml.NVML_SUCCESS)
 
     def state(self) -> State:
-        """The machine, if this session may talk to its driver."""
+        """Returns the machine, if this session may use its driver."""
         if self._references == 0:
             raise Refusal(pynvml.NVML_ERROR_UNINITIALIZED)
         state = self._read()
@@ -188,14 +189,14 @@ class Core:
         return gpu
 
     def gpu(self, handle: Any) -> tuple[State, Gpu]:
-        """A full GPU; like the real library, it refuses handles of MIG devices."""
+        """Returns a full GPU; like the real library, it refuses handles of MIG devices."""
         state, gpu, parsed = self.device(handle)
         if parsed.kind != KIND_GPU:
             raise Refusal(pynvml.NVML_ERROR_NOT_SUPPORTED)
         return state, gpu
 
     def device(self, handle: Any) -> tuple[State, Gpu, Handle]:
-        """A GPU or a MIG device, with the GPU that it is on."""
+        """Returns a GPU or a MIG device, with its GPU."""
         state = self.state()
         parsed = self.parse(handle)
         gpu = self.gpu_of(state, parsed.gpu)
@@ -215,7 +216,7 @@ class Core:
     # --- entry ---------------------------------------------------------------------------------
 
     def entry(self, name: str, method: Callable[..., int | None]) -> Callable[..., Any]:
-        """The exported function: applies faults, turns refusals into return codes."""
+        """Returns the exported function: applies faults, converts refusals to return codes."""
 
         def call(*arguments: Any) -> int:
             try:
@@ -242,7 +243,7 @@ class Core:
         until = time.monotonic() + fault.delay_s
         while (left := until - time.monotonic()) > 0:
             time.sleep(min(_LOOK_S, left))
-            # A fault that is counted is gone as soon as its last call has begun.
+            # A counted fault no longer applies when its last call has begun.
             if fault.remaining is None and fault not in self._read().faults:
                 break
         if fault.code:
@@ -254,7 +255,7 @@ class Core:
         return fault.gpu is None or fault.gpu == self._subject(name, arguments)
 
     def _subject(self, name: str, arguments: tuple[Any, ...]) -> str | None:
-        """The UUID of the GPU that a call is about, or None."""
+        """Returns the UUID of the GPU that a call refers to, or None."""
         if not arguments:
             return None
         if name.startswith("nvmlDeviceGetHandleByIndex"):

@@ -1,5 +1,6 @@
-"""One device: its properties, processes, health counters, and the values of nvmlDeviceGetFieldValues that this plugin
-reads; samples of a GPU instance (GPM) and the metrics between two of them; NVLinks, peer access and fabric."""
+"""One device: its properties, processes, health counters and field values (nvmlDeviceGetFieldValues); GPM
+samples and metrics; NVLinks, peer access and fabric.
+"""
 
 from __future__ import annotations
 
@@ -36,13 +37,13 @@ _RECOVERY_ACTION_SINCE = 570
 _LAST_FIELD = 512
 _BLACKWELL = 10
 _NVLINK_ERRORS = {38: "crc", 45: "crc data", 52: "replay", 59: "recovery"}
-"""The totals of all links, which GPUs have had until Blackwell; since then they count for each link."""
+"""Totals over all links, on GPUs before Blackwell; later GPUs count for each link."""
 _LINK_RECOVERIES = 215
 _HOPPER = 9
 _UNLIKE = 4711.0
 
 _Read = Callable[[Model, Gpu], int | Sequence[int] | Mapping[str, int] | None]
-"""The value, those of several out arguments, or the fields of a struct; None if the GPU does not support the call."""
+"""Returns the value, several out arguments, or the fields of a struct; None if the GPU does not support the call."""
 _OF_GPUS: Mapping[str, _Read] = {
     "nvmlDeviceGetCurrPcieLinkGeneration": lambda _, gpu: gpu.pcie_link[2],
     "nvmlDeviceGetCurrPcieLinkWidth": lambda _, gpu: gpu.pcie_link[0],
@@ -86,11 +87,11 @@ _VERSIONS = {
     "nvmlDeviceGetAddressingMode": pynvml.nvmlDeviceAddressingMode_v1,
     "nvmlDeviceGetSramEccErrorStatus": pynvml.nvmlEccSramErrorStatus_v1,
 }
-"""Of the structs whose version the library checks."""
+"""Versions of the structs whose version the library checks."""
 
 
 def busy(holders: Iterable[Holder]) -> int:
-    """Percent of the time."""
+    """Returns the percentage of the time."""
     return min(100, sum(holder.utilisation for holder in holders))
 
 
@@ -103,7 +104,7 @@ class Device(Core):
 
     @property
     def getters(self) -> dict[str, Callable[..., None]]:
-        """The functions that return values of a GPU, by their names."""
+        """Returns the functions that return values of a GPU, by name."""
         return {name: partial(self._get, name, read) for name, read in {**_OF_GPUS, **_OF_MIG_TOO}.items()}
 
     def _get(self, name: str, read: _Read, handle: Any, *arguments: Any) -> None:
@@ -186,7 +187,7 @@ class Device(Core):
         return 0
 
     def nvmlDeviceGetProcessUtilization(self, handle: Any, out: Any, count: Any, since: Any) -> int:  # noqa: N802
-        """Of clients of MPS there are no samples. Each sample is of now."""
+        """MPS clients have no samples. Each sample has the current time."""
         _, gpu = self.gpu(handle)
         if gpu.mig_mode:
             raise _unsupported()
@@ -256,7 +257,7 @@ class Device(Core):
         if model.nvlinks and model.architecture < _BLACKWELL and field in _NVLINK_ERRORS:
             return gpu.nvlink_errors.get(_NVLINK_ERRORS[field], 0)
         if scope < model.nvlinks and model.architecture >= _BLACKWELL and field == _LINK_RECOVERIES:
-            # All of them were of the first link.
+            # The values were totals, reported for the first link.
             return gpu.nvlink_errors.get("recovery", 0) if scope == 0 else 0
         raise Refusal(
             pynvml.NVML_ERROR_INVALID_ARGUMENT if field >= _LAST_FIELD else pynvml.NVML_ERROR_NOT_SUPPORTED
@@ -264,14 +265,14 @@ class Device(Core):
 
 
 class _Taken(NamedTuple):
-    """What a sample shows: the MIG devices that there were in the GPU instance, and how busy they were."""
+    """The content of a sample: the MIG devices of the GPU instance, and their utilisation."""
 
     devices: tuple[str, ...]
     percent: int
 
 
 class Gpm(Core):
-    """nvmlGpm*. Of two samples of different instances with the same ID a metric comes out that no device can have."""
+    """nvmlGpm*. Two samples of different instances with the same ID give an impossible metric."""
 
     def __init__(self, machine: Any) -> None:
         super().__init__(machine)
@@ -338,7 +339,7 @@ class Links(Core):
         return state, gpu, model, number(link)
 
     def _active(self, handle: Any, link: Any) -> tuple[State, Gpu, Model, int, str]:
-        """(…, remote type, remote address) of a link that is up."""
+        """Returns (…, remote type, remote address) of an active link."""
         state, gpu, model, wanted = self._link(handle, link)
         for index, kind, remote in active_links(gpu):
             if index == wanted:
@@ -433,7 +434,7 @@ class Links(Core):
 
 
 def _cliques(fabric: dict[str, Any]) -> list[list[int]]:
-    """(type, number) of each clique, in NVML's order."""
+    """Returns (type, number) of each clique, in NVML's order."""
     return sorted(fabric.get("cliques") or [[_UNICAST_POINTER, fabric.get("clique", 0)]])
 
 
@@ -442,7 +443,7 @@ def _first_clique(fabric: dict[str, Any]) -> int:
 
 
 def _health(fabric: dict[str, Any]) -> tuple[int, int]:
-    """The mask and the summary."""
+    """Returns the mask and the summary."""
     summary = fabric.get("health_summary", 0)
     is_complete = fabric.get("state") == pynvml.NVML_GPU_FABRIC_STATE_COMPLETED
     return fabric.get("health_mask", 0), summary or int(is_complete)

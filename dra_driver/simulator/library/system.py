@@ -1,5 +1,6 @@
-"""The whole machine: versions of library and driver, enumeration, identity, and events. The wait for events sees
-those that other processes raise."""
+"""The whole machine: versions of library and driver, enumeration, identity, and events, including those that
+other processes raise.
+"""
 
 from __future__ import annotations
 
@@ -32,15 +33,15 @@ from dra_driver.simulator.mig import Refusal
 _SET_BASE = 0x7E10_0000_0000
 _set_numbers = itertools.count(1)
 _device_files: dict[int, Session] = {}
-"""By event set: the real driver keeps a GPU's device file open from its registration until the set is freed. A shutdown
+"""By event set. The real driver keeps a GPU's device file open from its registration until the set is freed. A shutdown
 does not close it."""
 _POLL_S = 0.2
 
 
 class System(Core):
-    """nvmlInit, nvmlSystem*, and the ways to get a handle."""
+    """nvmlInit, nvmlSystem*, and the functions that return handles."""
 
-    # mypy: names below are C symbols; they are looked up by name
+    # the names below are C symbols, looked up by name
     def nvmlInit_v2(self) -> int:  # noqa: N802
         return self.init()
 
@@ -75,14 +76,14 @@ class System(Core):
         put(out, int(self.state().system.get("confidential_ready", False)))
 
     def _confidential(self, architecture: int) -> str:
-        """The mode; refused unless a GPU is of this architecture or a newer one."""
+        """Returns the mode; refused unless a GPU has this architecture or a newer one."""
         state = self.state()
         if all(state.model_of(gpu).architecture < architecture for gpu in state.present):
             raise Refusal(pynvml.NVML_ERROR_NOT_SUPPORTED)
         return str(state.system.get("confidential_compute", "off"))
 
     def _put_confidential(self, out: Any, mode: str) -> None:
-        """With protected PCIe the feature itself is off, as real GPUs say."""
+        """With protected PCIe the feature itself is off, as on real GPUs."""
         out.environment = (
             pynvml.NVML_CC_SYSTEM_ENVIRONMENT_UNAVAILABLE
             if mode == "off"
@@ -165,8 +166,9 @@ class System(Core):
 
 @dataclass(slots=True)
 class _EventSet:
-    """`masks` holds, for each GPU, the event types, the last event before its registration, and how often the GPU had
-    been reset then. `checked` is the version of the machine that was looked at last."""
+    """An event set. For each GPU, `masks` has the event types, the last event before its registration, and
+    its number of resets at that time. `checked` is the last checked version of the machine.
+    """
 
     masks: dict[str, tuple[int, int, int]] = field(default_factory=dict)
     seen: int = 0
@@ -177,8 +179,8 @@ class _EventSet:
 class Waiting(Core):
     """nvmlEventSet*, nvmlDeviceRegisterEvents.
 
-    A reset of a GPU, and a change of its MIG mode, which resets it, ends its registrations without a word. A lost GPU
-    makes the wait answer GPU_IS_LOST once for each set and GPU, after the events before it.
+    A reset of a GPU, or a change of its MIG mode, which resets it, silently ends its registrations. After a
+    GPU is lost, the wait returns GPU_IS_LOST once for each set and GPU, after the earlier events.
     """
 
     def __init__(self, machine: Any) -> None:

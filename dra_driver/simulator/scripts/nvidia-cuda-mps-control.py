@@ -2,10 +2,10 @@
 # ruff: noqa: PTH100, PTH101, PTH103, PTH105, PTH107, PTH108, PTH110, PTH120, PTH123, S103, S108
 """The MPS control program of a simulated machine: the daemon (-f), and the command line to it (no option).
 
-It answers what the plugin and the MPS host ask of it, and knows no limits of clients; NVIDIA's own program is in
-tests/mps_host/test_real_programs.py. It needs nothing but Python's standard library. A file of the machine says what
-the daemon is to do otherwise, by "*" and by the device's UUID: `say` lines, `sleep_s`, `exit` with a code instead of
-serving; `answers` by command; or be `silent`.
+It supports only the queries of the plugin and the MPS host, and has no limits for clients;
+tests/mps_host/test_real_programs.py uses NVIDIA's own program. It needs only Python's standard library. A
+file of the machine overrides its behaviour, for "*" or a device's UUID: `say` lines, `sleep_s`, `exit` with a
+code instead of serving; `answers` by command; or be `silent`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 import time
 
 MYPY = False
-if MYPY:  # the module typing takes as long to import as all others together
+if MYPY:  # importing typing takes as long as all other modules together
     from typing import Any
 
 BRANCH = int("#@BRANCH@")
@@ -31,7 +31,7 @@ LONGEST_SOCKET = 106
 
 
 def command_line() -> int:
-    """Pass the lines of standard input on, one answer each."""
+    """Sends the lines of standard input to the daemon, and prints an answer for each."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.connect(f"{PIPE}/control")
@@ -54,7 +54,7 @@ def command_line() -> int:
 
 
 def rules() -> dict[str, Any]:
-    """What the daemon is to do otherwise now."""
+    """Returns the current overrides of the daemon's behaviour."""
     try:
         with open(f"{ROOT}/var/lib/nvidia-simulator/mps.json") as file:
             known = json.load(file)
@@ -68,7 +68,7 @@ def log(text: str) -> None:
 
 
 class Daemon:
-    """Its limits, and one server with its clients, which does not compute."""
+    """The default limits, and one server with its clients, which does no work."""
 
     def __init__(self) -> None:
         self.percentage = 100.0
@@ -112,7 +112,7 @@ class Daemon:
             self.server = subprocess.Popen([program], stdin=subprocess.PIPE)
 
     def greet(self, line: str) -> None:
-        """A line of the FIFO: `connect NAME PID` or `disconnect NAME`."""
+        """Handles a line of the FIFO: `connect NAME PID` or `disconnect NAME`."""
         words = [*line.split(), "", ""]
         self.clients.pop(words[1], None)
         if words[0] == "connect" and "/" not in words[1]:
@@ -125,7 +125,7 @@ class Daemon:
             os.replace(f"{path}.new", path)
 
     def talk(self, connection: socket.socket) -> bool:
-        """Answer what a program has sent; False if it has gone."""
+        """Answers what a program has sent; returns False if it has left."""
         try:
             lines = connection.recv(65536).decode(errors="replace").splitlines()
             if rules().get("silent"):
@@ -138,7 +138,7 @@ class Daemon:
         return bool(lines)
 
     def serve(self, listener: socket.socket, fifo: int) -> None:
-        """Talk with one program at a time, until `quit`. Another one gets no answer, as with the real program."""
+        """Serves one program at a time, until `quit`. Other programs get no answer, as with the real daemon."""
         import select
 
         talk: Any = None
@@ -158,7 +158,9 @@ class Daemon:
 
 
 def listen(name: str) -> socket.socket:
-    """A socket in the pipe directory. The real program leaves its sockets behind."""
+    """Returns a socket in the pipe directory. Replaces an old one, because the real program leaves its
+    sockets behind.
+    """
     if os.path.lexists(f"{PIPE}/{name}"):
         os.unlink(f"{PIPE}/{name}")
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -169,7 +171,7 @@ def listen(name: str) -> socket.socket:
 
 
 def daemon() -> int:
-    """Be the daemon; returns its exit code."""
+    """Runs the daemon; returns its exit code."""
     import signal
 
     known = rules()
@@ -179,13 +181,13 @@ def daemon() -> int:
     if "exit" in known or len(os.fsencode(f"{PIPE}/control_privileged")) > LONGEST_SOCKET:
         return int(known.get("exit", 1))
     log("Starting control daemon")
-    fifo = f"{PIPE}/simulated/connect"  # clients without Python connect through it
+    fifo = f"{PIPE}/simulated/connect"  # for clients without Python
     os.makedirs(os.path.dirname(fifo), exist_ok=True)
     os.chmod(os.path.dirname(fifo), 0o777)
     if not os.path.exists(fifo):
         os.mkfifo(fifo)
     os.chmod(fifo, 0o666)
-    listen("control_privileged").close()  # nothing here uses it, but it has the longest path
+    listen("control_privileged").close()  # unused, but it has the longest path
     me = Daemon()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
@@ -204,7 +206,9 @@ def daemon() -> int:
 
 
 def main(options: list[str]) -> int:
-    """The exit code. Before R555 the program takes one option; with any other it looks for a daemon and ends."""
+    """Returns the exit code. Before R555 the program accepts one option; with others it looks for a daemon
+    and exits.
+    """
     if options == ["-f"] or (options == ["-f", "-multiuser-server"] and BRANCH >= 555):
         return daemon()
     if not options:
