@@ -25,6 +25,8 @@ from tests.fakes.tables import tabled
 
 MANUAL = Path(__file__).parents[1] / "docs/log-events.md"
 BEGIN, END = "<!-- log events -->\n", "<!-- end of log events -->\n"
+COMMON_FIELDS = {"claim_uid", "device", "gpu_uuid", "reason", "error", "remedy", "exception"}
+"""The table at the top of the manual has them."""
 SECRET = "s3cr3t-0123456789-abcdef"
 log = structlog.get_logger(__name__)
 
@@ -86,11 +88,11 @@ def event_table(meanings: dict[str, str]) -> Iterator[str]:
             used = used - {"exception"} | ({"error"} if "exception" in used else set())
         *lower, level = [level for level in LEVELS if level in used] or ["info"]
         also = f" (or {', '.join(lower)})" if lower else ""
-        named = ", ".join(f"`{field}`" for field in sorted(fields))
+        named = ", ".join(f"`{field}`" for field in sorted(fields - COMMON_FIELDS))
         rows[level].append(f"| `{event}`{also} | {named} | {meanings.get(event, '?')} |\n")
     for level, lines in rows.items():
         if lines:
-            yield f"### {level.title()}\n\n| Event | Fields | Meaning |\n|---|---|---|\n"
+            yield f"### {level.title()}\n\n| Event | More fields | Meaning |\n|---|---|---|\n"
             yield from [*lines, "\n"]
 
 

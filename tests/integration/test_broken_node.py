@@ -381,8 +381,8 @@ def test_broken_nodes_are_shown_as_the_manual_says(
 
 
 def _row(site: Site, name: str) -> list[str]:
-    """The break, what `doctor` says and what to do, and the other tools that show it, with their first sentence if
-    `doctor` does not say the same."""
+    """The break, what `doctor` says and what to do, the other tools that show it, and the event with its first sentence
+    if `doctor` does not say the same."""
     expected = BREAKS[name]
     checks = [one for one in site.answer("doctor")["checks"] if one["check"] != "nvidia-cdi-hook"]
     worst = next(one for status in ("FAIL", "WARN") for one in checks if one["status"] == status)
@@ -400,15 +400,15 @@ def _row(site: Site, name: str) -> list[str]:
     devices = site.answer("cluster", "--kubeconfig", str(site.node.root / "kubeconfig"))["rows"]
     problems = [one["problem"] for one in devices if one["problem"] != "-"]
     events = sorted(one["message"] for one in site.node.events(expected.event or ""))
-    event = "event" if expected.event is None else f"event `{expected.event}`"
+    event = f"event `{expected.event}`"
     told = site.for_manual(doctor)
-    others: dict[str, list[str]] = {}
-    for place, texts in (("`top`", seen), ("`claims`", of_claims), ("`cluster`", problems), (event, events)):
-        if texts:
-            text = site.for_manual(texts[0].partition("; ")[0])
-            others.setdefault("" if _says_the_same(text, told) else f": {text}", []).append(place)
-    also = "; ".join(f"{', '.join(places)}{text}" for text, places in others.items())
-    return [name, *map(_breakable, (told, also))]
+    also = [
+        place for place, texts in (("`top`", seen), ("`claims`", of_claims), ("`cluster`", problems)) if texts
+    ]
+    if events:
+        text = site.for_manual(events[0].partition("; ")[0])
+        also.append(event if _says_the_same(text, told) else f"{event}: {text}")
+    return [name, *map(_breakable, (told, ", ".join(also)))]
 
 
 def _breakable(text: str) -> str:
