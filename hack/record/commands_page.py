@@ -32,6 +32,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import forked_commands
 from recorded_node import RecordedNode
 
+from dra_driver.app.settings import FLAGS
+from dra_driver.cli.commands import ROOT as COMMANDS
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/commands.md"
 PICTURES = ROOT / "docs/pictures"
@@ -61,7 +64,7 @@ _THEME = TerminalTheme((30, 33, 39), (215, 218, 224), _COLORS, [_GREY, *_COLORS[
 _SVG = Path(__file__).with_name("picture.svg.in").read_text()
 
 Command = dict[str, Any]
-"""Of commands.yaml: the `question` that it answers, its `arguments`, `where` the node is, and its `exit_code`."""
+"""Of commands.yaml: `arguments`, `where` the node is, `exit_code`, and the `text` and `lines` of the page."""
 
 
 def recorded() -> dict[Path, str]:
@@ -72,18 +75,38 @@ def recorded() -> dict[Path, str]:
         RecordedNode(Path(directory)) as node,
         ThreadPoolExecutor(2) as pool,
     ):
-        texts = list(pool.map(lambda command: _run(command, node), _TABLE["commands"]))
+        shown = [command for command in _TABLE["commands"] if "text" in command]
+        texts = list(pool.map(lambda command: _run(command, node), shown))
         node.grow_old()
         pictures = dict(pool.map(lambda one: _picture(one[0], one[1], node), _TABLE["pictures"]))
-    parts, title = [_TABLE["introduction"]], ""
-    for command, text in zip(_TABLE["commands"], texts, strict=True):
-        if _name(command) != title:
-            title = _name(command)
-            parts.append(f"## {title}\n")
+    parts = [_TABLE["introduction"], _table(), _TABLE["more"]]
+    for command, printed in zip(shown, texts, strict=True):
+        kept = command.get("lines")
+        text = printed if kept is None else "".join(printed.splitlines(keepends=True)[:kept]) + "…\n"
         parts.append(
-            f"{command['question']}\n\n```text\n$ gpu-dra-driver {command['arguments']}\n{text}```\n"
+            f"## {_name(command)}\n\n{command['text']}\n\n"
+            f"```text\n$ gpu-dra-driver {command['arguments']}\n{text}```\n"
         )
     return {PAGE: "\n".join(parts), **pictures}
+
+
+def _table() -> str:
+    """Every command with its arguments and with the flags that are not settings of `run`."""
+    settings = {spelling for flag in FLAGS.values() for spelling in flag.spellings}
+    rows = ["| Command | What it does | Flags of its own |", "|---|---|---|"]
+    for name, command in COMMANDS.commands.items():
+        loaded = command.loaded()
+        arguments = [flag.metavar or flag.name.upper() for flag in loaded.flags if flag.count]
+        own = [
+            flag.spellings[-1]
+            for flag in loaded.flags
+            if not flag.count and not flag.hidden and not settings & {*flag.spellings}
+        ]
+        flags = ", ".join(f"`{flag}`" for flag in own)
+        if loaded.commands:
+            flags = "commands: " + ", ".join(f"`{below}`" for below in loaded.commands)
+        rows.append(f"| `{' '.join([name, *arguments])}` | {command.summary} | {flags} |")
+    return "\n".join(rows) + "\n"
 
 
 def _name(command: Command) -> str:
