@@ -1,4 +1,5 @@
-"""NVIDIA's own CDI hook on a simulated host: containers find the libraries of its driver only by the links it makes.
+"""NVIDIA's CDI hook on a simulated host: containers find the driver's libraries only through the links it
+creates.
 
 python hack/cdi_hook.py HOST_ROOT
 """

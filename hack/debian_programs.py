@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""What tests take from Debian: a C compiler, C libraries of the releases before and after this machine's, and NVIDIA's
-own nvidia-smi, MPS programs, libnvidia-ml and libcuda of each branch of the driver.
+"""Programs from Debian for tests: a C compiler, C libraries of the releases before and after this machine's,
+and NVIDIA's own nvidia-smi, MPS programs, libnvidia-ml and libcuda of each driver branch.
 
-NVIDIA's start without a GPU, so tests can hear what they say. Nothing of them is committed, nor put into an image or a
-release. With compiler and C libraries the programs and libraries of a simulated machine's driver are ELF files, linked
-against the C library of the release before this machine's, so they run beside any newer one.
+NVIDIA's programs start without a GPU, so tests can check their messages. None of them is committed, or added
+to an image or a release. With compiler and C libraries the programs and libraries of a simulated machine's
+driver are ELF files, linked against the C library of the release before this machine's, so they run with any
+newer one.
 
-python3 hack/debian_programs.py    install and fetch what is missing; it is kept in the user's cache
+python3 hack/debian_programs.py    install and download what is missing, to the user's cache
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-# The cluster beside us has what fetches packages.
+# hack/cluster has the code that downloads packages.
 sys.path.insert(0, str(Path(__file__).resolve().parent / "cluster"))
 
 from localcluster import debian, shell
@@ -116,7 +117,7 @@ def _beside_one_another(tree: Path) -> Path:
 
 
 def hostile() -> dict[str, str]:
-    """What makes new simulated machines as unkind as real ones, unlike those of users: variables of the environment."""
+    """Returns the environment variables that make new simulated machines behave like difficult real ones."""
     elf = elf_directory()
     return {"SIMULATE_HOSTILE": "true"} | ({} if elf is None else {"SIMULATE_ELF": str(elf)})
 

@@ -1,21 +1,22 @@
-"""`make e2e`: cluster, image, driver, tests, and everything taken away again, whatever happens in between.
+"""`make e2e`: starts a cluster, builds the image, installs the driver, runs the tests, and always removes
+everything again.
 
-A cluster that is up already is used and left in place, and so is its simulated machine.
+A cluster that is already running is used and kept, including its simulated machine.
 
-python hack/e2e.py            all tests of tests/e2e, on clusters side by side
-python hack/e2e.py --one-cluster   all of them one after the other
-python hack/e2e.py --keep     leave the cluster up afterwards
-python hack/e2e.py --ip-family ipv6   a cluster that has no IPv4 address
-python hack/e2e.py -- -k mig  arguments for pytest
-python hack/e2e.py --matrix   the core of the tests on each release of Kubernetes, as it is by default, with the
+python hack/e2e.py            all tests of tests/e2e, on several clusters in parallel python hack/e2e.py
+--one-cluster   all of them one after the other python hack/e2e.py --keep     keep the cluster running
+afterwards python hack/e2e.py --ip-family ipv6   a cluster that has no IPv4 address python hack/e2e.py -- -k
+mig  arguments for pytest python hack/e2e.py --matrix   the core of the tests on each release of Kubernetes,
+with its defaults, with the
                               kubelet as a node, and with IPv6 only
 
-Most of the time a test waits for the cluster. So some of the tests run on two more clusters at the same time, which are
-apart from the first and from the network (hack/e2e.yaml, hack/cluster/localcluster/apart.py). A selection runs on
-one cluster.
+Most of the time a test waits for the cluster. So some of the tests run at the same time on two more clusters,
+which are isolated from the first one and from the network (hack/e2e.yaml,
+hack/cluster/localcluster/apart.py). A selection of tests runs on one cluster.
 
-A kubelet that acts as a node loses a race against the node authorizer for about one claim in eight. The pod then waits
-for the kubelet's second try, a minute or more. That is not the driver's, and the tests allow for it there.
+A kubelet that acts as a node loses a race with the node authorizer for about one claim in eight. The pod then
+waits for the kubelet's second attempt, a minute or more. The driver does not cause this, and the tests allow
+for it.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ import yaml
 ROOT = Path(__file__).resolve().parent.parent
 CLUSTER = [sys.executable, "hack/cluster/cluster.py"]
 QUICK = ["--sync-frequency", "10s"]
-"""A kubelet that tries a Prepare that failed again after 10 to 15 s, not 60 to 90 s. Where a test asks that the first
-one works, it looks at the pod's events instead of the time."""
+"""A kubelet that retries a failed Prepare after 10 to 15 s, not 60 to 90 s. Tests that require success at the first
+attempt check the pod's events, not the time."""
 SIMULATOR_STATE = Path("/var/lib/gpu-dra-simulator")
 INSTALL = [sys.executable, "hack/cluster/install.py"]
 MACHINE = [sys.executable, "-m", "dra_driver.cli.main", "simulate", "create", "dgx-h100"]
@@ -58,13 +59,13 @@ MATRIX = (
 APART = tuple(map(tuple, yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())))
 """The tests of each further cluster."""
 _SUMMARY = re.compile(r"(FAILED|ERROR) .*|=+ \d+ .* in [\d.]+s.* =+")
-"""What pytest says at the end of its run."""
+"""The summary lines of pytest."""
 TESTS = ("tests/e2e", "tests/kube", "tests/deploy", "tests/playground")
 IMAGE = [sys.executable, "hack/image.py"]
 
 
 class Interrupted(Exception):  # noqa: N818  a signal is no error
-    """SIGINT or SIGTERM came in."""
+    """SIGINT or SIGTERM was received."""
 
 
 def main() -> int:
@@ -102,7 +103,7 @@ def main() -> int:
                 and arguments.part is None
             ):
                 return _run_side_by_side(["--ip-family", arguments.ip_family])
-            _clear_away()  # an interrupted run may have left pods, claims and records, and a machine broken on purpose
+            _clear_away()  # an interrupted run may have left pods, claims and records, and a machine with faults
         return _run_all(
             ["--ip-family", arguments.ip_family, *QUICK],
             arguments.pytest_args,
@@ -136,7 +137,7 @@ def _run_matrix(only: str | None, pytest_args: list[str]) -> int:
     for release, flags in MATRIX:
         if only not in (None, release):
             continue
-        # The usual programs are those of the newest release.
+        # The default programs are those of the newest release.
         os.environ["GPU_DRA_KUBERNETES"] = "" if release == MATRIX[-1][0] else release
         os.environ["GPU_DRA_KUBELET_AS_NODE"] = "true" if "--kubelet-as-node" in flags else ""
         _clear_away()
@@ -152,12 +153,16 @@ def _tests_of(part: int | None) -> list[str]:
     if part:
         return list(APART[part - 1])
     elsewhere = [] if part is None else [path for paths in APART for path in paths]
-    here = [path for path in TESTS if path not in elsewhere]  # pytest takes what it is told, ignored or not
+    here = [
+        path for path in TESTS if path not in elsewhere
+    ]  # pytest also collects ignored paths if they are given
     return [*here, *(f"--ignore={path}" for path in elsewhere)]
 
 
 def _run_side_by_side(flags: list[str]) -> int:
-    """All tests, on clusters whose lines begin with their number; the first failure's exit code."""
+    """Runs all tests on several clusters, whose lines begin with their number; returns the first failing exit
+    code.
+    """
     for title, command in (
         ("build the image", IMAGE),
         ("build and fetch for the clusters", [*CLUSTER, "fetch"]),
@@ -220,7 +225,8 @@ def _run_all(flags: Sequence[str], pytest_args: list[str], tests: Sequence[str] 
     # The contract tests of the API client run against the real API server too.
     os.environ["DRA_TEST_KUBECONFIG"] = str(_cluster().kubeconfig())
     pytest = [sys.executable, "-m", "pytest", "-m", "cluster", *tests]
-    # A limit for what hangs: each wait in the tests has one of its own, which tells what it was.
+    # A limit for tests that hang. Each wait in the tests has its own limit, whose error says what it waited
+    # for.
     pytest += ["--timeout=1800", "-v", "-s", "--no-header", "--durations=10"]
     return _step("run the tests", [*pytest, *pytest_args])
 

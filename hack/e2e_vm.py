@@ -71,7 +71,7 @@ def main() -> int:
     )
     parser.add_argument("pytest_args", nargs="*", help="arguments for pytest, after --")
     given = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the guest ends with this process
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the guest ends with this process
     try:
         tree = _fetched()
     except ClusterError as error:
@@ -190,7 +190,7 @@ def _boot(tree: Path, folder: Path, tests: Sequence[str]) -> int:
 
 
 def _lines(guest: subprocess.Popen[bytes], until: float) -> Iterable[str]:
-    """What the guest prints, until it ends or the time is over."""
+    """Yields the guest's output, until it ends or the time is over."""
     assert guest.stdout is not None
     with selectors.DefaultSelector() as ready:
         ready.register(guest.stdout, selectors.EVENT_READ)
@@ -239,7 +239,7 @@ def _qemu(tree: Path, folder: Path, initrd: Path) -> list[str]:
 
 
 def _initial_files(tree: Path, made: Path, tests: Sequence[str]) -> dict[str, bytes]:
-    """What the guest begins with: busybox, the modules that its root needs, and what it does then."""
+    """Returns the guest's initial files: busybox, the modules for its root, and its first script."""
     gpus = catalogue.build(str(MACHINE)).gpus
     settings = {
         "KERNEL": str(tree),
@@ -264,7 +264,7 @@ def _initial_files(tree: Path, made: Path, tests: Sequence[str]) -> dict[str, by
 
 
 def _modules(tree: Path) -> list[Path]:
-    """The files of the modules that the root needs, each after those that it needs itself."""
+    """Returns the files of the modules that the root needs, each after its dependencies."""
     folder = tree / "lib/modules" / _version(tree)
     needs = {}
     for line in (folder / "modules.dep").read_text().splitlines():

@@ -1,7 +1,7 @@
-"""Commands of the driver as processes of their own that start in a moment: forks of one that has imported what they
-import. Most of what a short command costs is that.
+"""Starts commands of the driver as separate processes in a few milliseconds, by forking a process that has
+already imported their modules, which is most of the cost of a short command.
 
-For commands that end. The daemons import less than this, and are started as they are in a pod.
+Only for short commands. Daemons import less, and are started as in a pod.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _command(
     for number, file in enumerate(files):
         os.dup2(file.descriptor, number)
         os.close(file.descriptor)
-    # They find out anew whether they are a terminal.
+    # so that they detect again whether they are a terminal
     sys.stdin = os.fdopen(0, closefd=False)
     sys.stdout = os.fdopen(1, "w", closefd=False)
     sys.stderr = os.fdopen(2, "w", 1, errors="backslashreplace", closefd=False)

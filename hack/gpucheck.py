@@ -82,7 +82,7 @@ def main(arguments: list[str]) -> int:
 
 
 class ReadOnlyLibrary:
-    """Stands between the binding and the NVML library, and passes on getters and events; `refused` has the others."""
+    """Wraps the NVML library and allows only getters and events; `refused` records other calls."""
 
     def __init__(self, library: object) -> None:
         self.refused: set[str] = set()
@@ -115,7 +115,7 @@ class View:
 
 @contextmanager
 def opened(settings: Settings) -> Iterator[View]:
-    """Discover the devices of the machine that the settings name; a simulated one lives as long as the view.
+    """Discovers the devices of the machine in the settings; a simulated machine exists as long as the view.
 
     Raises: DraDriverError if there is no NVML.
     """
@@ -191,7 +191,9 @@ def check(view: View, smi: str | None = None) -> Report:
 
 
 def _check_shutdown(report: Report, view: View) -> None:
-    """Listen to events as the plugin does, then shut NVML down: a device file that stays open makes resets fail."""
+    """Listens to events like the plugin, then shuts NVML down: a device file that stays open makes resets
+    fail.
+    """
     events = view.reader.health_source()
     events.open_events()
     for gpu in view.inventory.gpus:
@@ -203,9 +205,9 @@ def _check_shutdown(report: Report, view: View) -> None:
 
 
 def ask_smi(program: str, arguments: tuple[str, ...], library_dir: str | None = None) -> str:
-    """The answer of nvidia-smi; a lost GPU makes the exit code bad, but the others are listed all the same.
+    """Returns the output of nvidia-smi. Its exit code is ignored if only some GPUs are lost.
 
-    `library_dir` is where it finds NVML if that is in no usual place. Raises: ValueError, OSError.
+    `library_dir` is the directory of NVML, if that is not a default one. Raises: ValueError, OSError.
     """
     if arguments not in READS:
         raise AssertionError(f"nvidia-smi {' '.join(arguments)} is not known to change nothing")
@@ -299,7 +301,7 @@ def _plain(value: object) -> str | None:
 
 
 def _compare_domains(report: Report, inventory: Inventory, answer: str) -> None:
-    """The domains must be those that follow from the matrix of `topo -m`."""
+    """Checks that the domains are those that the matrix of `topo -m` implies."""
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).split() for line in answer.splitlines()]
     columns = next((line for line in lines if line[:1] == ["GPU0"] and "X" not in line), [])
     links = {

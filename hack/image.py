@@ -37,7 +37,7 @@ _EPOCH = 315532800
 """1980: no file in a wheel may be older."""
 _MAX_IMAGES = 60
 _LEFT_OUT = ("etc/hostname", "etc/resolv.conf", "etc/apt/sources.list")
-"""What a published base does not have of the machine that it was made on."""
+"""Files of the build machine that a published base image does not have."""
 
 
 def archive() -> Path:
@@ -58,11 +58,10 @@ def archive() -> Path:
 
 
 def build(*options: str, folder: Path, epoch: int = _EPOCH) -> None:
-    """Build an image from a checkout, with all times in it at `epoch`, by which two builds are equal.
+    """Builds an image from a checkout, with all its times set to `epoch`, so that two builds are identical.
 
-    `options` are those of `docker build`, such as `--file` and `--tag`.
-
-    Raises: ClusterError with the end of what buildah said.
+    `options` are those of `docker build`, such as `--file` and `--tag`. Raises: ClusterError with the end of
+    buildah's output.
     """
     if not debian.is_debian():
         raise ClusterError(
@@ -86,7 +85,7 @@ def save(name: str, target: Path) -> None:
 
 
 def _clear() -> None:
-    """Drop the base and all steps that were kept, once there are many: each change of the driver leaves three."""
+    """Removes the base and all cached steps if there are many: each change of the driver adds three."""
     debian.install_missing(_PACKAGES)
     if len(_buildah("images", "--quiet", "--all").split()) > _MAX_IMAGES:
         _buildah("rmi", "--all", "--force")
@@ -108,13 +107,13 @@ def _inputs() -> Iterator[Path]:
 
 
 def _buildah(*words: str, folder: Path | None = None) -> str:
-    """What buildah prints; it runs in `folder`, with images of our own, apart from those of this machine."""
+    """Returns buildah's output; it runs in `folder`, with a separate image store."""
     place = ["--root", str(_cache() / "store"), "--runroot", str(_cache() / "run")]
     return shell.run(["buildah", *place, *words], cwd=folder)
 
 
 def _bootstrap() -> None:
-    """Make the base, as far as its packages go what is published under its name."""
+    """Creates a base whose packages match those of the published image."""
     with tempfile.TemporaryDirectory(dir=_cache()) as name:
         root = Path(name, "root")
         shell.run(["debootstrap", "--variant=minbase", _RELEASE, root, debian.sources(_RELEASE)[_RELEASE]])

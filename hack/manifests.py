@@ -1,14 +1,14 @@
-"""`make manifests`: what follows from the chart in daemonset/chart, and from what it is made of.
+"""`make manifests`: generates files from the chart in daemonset/chart and from its sources.
 
 It writes
 
-- daemonset/install.yaml, the chart's objects with its default values (Helm renders them);
+- daemonset/install.yaml, the chart's objects with its default values (rendered by Helm);
 - the admission policy for parameters, from their fields in dra_driver/api;
-- the parts of values.schema.json that the driver's configuration file decides, and that each value may be null;
+- the parts of values.schema.json that the driver's configuration file determines, and that each value may be null;
 - files/defaults.json, with which the templates complete the values;
 - the table of values in daemonset/README.md.
 
-python hack/manifests.py --check    writes nothing, and needs no Helm; fails if something would change
+python hack/manifests.py --check    writes nothing and needs no Helm; fails if something would change
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Json = Any
 INSTALL = DAEMONSET / "install.yaml"
 OF_OTHER_VALUES = frozenset(yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text()))
 NOTHING = "Null: none."
-"""At the end of a comment in values.yaml: null means nothing at all there, and not the default."""
+"""At the end of a comment in values.yaml: null there means nothing at all, not the default."""
 _HEAD = """\
 # The chart with its default values, for `kubectl apply --filename`. `make manifests` writes this file.
 # SHA-256 of the chart: {}
@@ -157,7 +157,7 @@ def _values(node: Json, lines: list[str], above: str) -> Iterator[tuple[str, str
 
 
 def between(text: str, name: str, content: str) -> str:
-    """A text with what stands between the markers of a name replaced."""
+    """Returns a text with the part between the markers of a name replaced."""
     begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
     before, _, rest = text.partition(begin)
     _, found, after = rest.partition(end)

@@ -1,7 +1,8 @@
-"""The admission policy for opaque parameters, from their fields in dra_driver/api; `make manifests` writes it.
+"""The admission policy for opaque parameters, generated from their fields in dra_driver/api by `make
+manifests`.
 
-The expressions keep to what API servers since 1.34 compile. Each variable is a list: of places, which are maps of a
-path (`at`) and the value there (`is`), or of faults as the driver words them.
+The expressions use only what API servers since 1.34 compile. Each variable is a list: of places, which are
+maps of a path (`at`) and its value (`is`), or of faults in the driver's words.
 """
 
 from __future__ import annotations
@@ -52,8 +53,9 @@ class Policy:
         self.faults.append(self.add(name, expression))
 
     def fields(self, name: str, section: Object, places: str, others: tuple[str, ...] = ()) -> None:
-        """What `faults` says of an object: `places` are objects with these fields, and with others that are looked at
-        elsewhere."""
+        """Like `faults` for an object: `places` are objects with these fields, and possibly others that are
+        checked elsewhere.
+        """
         for field, kind in section.fields.items():
             if field in section.required:
                 missing = f"{places}.filter(p, p.is.?{field}.orValue(null) == null)"
@@ -162,7 +164,7 @@ def _gives(devices: set[DeviceType]) -> str:
 
 
 def _asked(name: str) -> str:
-    """CEL: a list with the list of what a request, or one of its alternatives, asks for."""
+    """CEL: a list with the part of what a request, or one of its alternatives, requests."""
     return (
         f"[variables.bodies[?{name}.split('/')[0]].orValue([])"
         f".filter(b, !{name}.contains('/') || b.?name.orValue('') == {name}.split('/')[1])]"
@@ -183,8 +185,9 @@ def _misfits(kind: str) -> str:
 
 
 def _without_admin(kind: str) -> tuple[str, str]:
-    """As `_without_admin` of `validate`, for the places of one kind: for those that name requests, and for the
-    others."""
+    """Like `_without_admin` of `validate`, for the places of one kind: those that name requests, and the
+    others.
+    """
     is_all = kind == "MaintenanceConfig"
     what, at = (kind, "kind") if is_all else ("management", "management")
     asks = "" if is_all else "p.is.?management.orValue(false) == true && "

@@ -37,7 +37,7 @@ Nothing is signed: `cosign sign-blob --bundle dist/SHA256SUMS.sigstore.json dist
 # What Python's packages, the chart and the image's tag can all be named by: PEP 440 and semantic versioning.
 _VERSION = re.compile(r"(0|[1-9]\d*)\.(0|[1-9]\d*)\.(0|[1-9]\d*)(-(alpha|beta|rc)\.(0|[1-9]\d*))?")
 _UMASK = 0o022
-"""The permissions of files in archives are the same for everybody who makes a release."""
+"""The permissions of files in archives are the same for everyone who builds a release."""
 
 
 class RefusedError(Exception):
@@ -159,7 +159,7 @@ def release(root: Path, version: str, image_name: str) -> Path:
 
 
 def chart(tree: Path, epoch: str) -> bytes:
-    """The chart as `helm package` makes it, but for the time of day that helm writes into it."""
+    """Returns the chart as `helm package` builds it, but without helm's timestamps."""
     owners = ["--sort=name", "--owner=0", "--group=0", "--numeric-owner", f"--mtime=@{epoch}"]
     place = [f"--transform=s,^chart,{NAME},", "--directory", str(tree / "daemonset"), "chart"]
     return gzip.compress(_run(["tar", "--create", *owners, *place]), mtime=0)

@@ -23,7 +23,7 @@ MODES = {"bench": "budgets", "soak": "soak", "scale": "scale"}
 def main(arguments: list[str]) -> int:
     """The exit code of the mode: 0 if all that it judges is as it should be."""
     mode = arguments.pop(0) if arguments[:1] and arguments[0] in MODES else "bench"
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended as well
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # also stops the child processes
     return int(import_module(MODES[mode]).main(arguments))
 
 

@@ -1,12 +1,12 @@
 """`make bench`: the budgets of docs/decisions.md, measured on this machine and printed as a table.
 
-The daemon runs as a process of its own on a simulated DGX H100, with the playground's API server and kubelet in
+The daemon runs as a separate process on a simulated DGX H100, with the playground's API server and kubelet in
 this one. Every figure is the median of several runs; the exit code is 1 if a budget is not met.
 
     python hack/bench             everything that takes seconds
-    python hack/bench --cycles N  as well N prepare/unprepare cycles, looking for what they leave behind
-    python hack/bench --cluster   instead under the real kubelet of `make cluster` (root): its own measurements, beside
-                                  the same pods without claims, and a churn in the shape of the test for DRA in
+    python hack/bench --cycles N  also N prepare/unprepare cycles, to find leaks
+    python hack/bench --cluster   instead under the real kubelet of `make cluster` (root): its own figures, compared
+                                  with the same pods without claims, and a churn like the DRA test of
                                   kubernetes/perf-tests, whose limits its rows have
 """
 
@@ -62,7 +62,7 @@ class Row:
 
 
 def measure(runs: int, cycles: int) -> list[Row]:
-    """All rows; prints a dot for each run, since the whole takes a while."""
+    """Returns all rows; prints a dot for each run, because all of them take a while."""
     started: list[tuple[float, float]] = []
     memory: list[float] = []
     for _ in range(runs):
@@ -70,7 +70,7 @@ def measure(runs: int, cycles: int) -> list[Row]:
             started.append((node.registered_s, node.published_s))
         print(".", end="", flush=True, file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="gpu-dra-bench-") as scratch, Node(Path(scratch)) as node:
-        time.sleep(2.0)  # a driver that was installed a second ago is looked through at each Prepare
+        time.sleep(2.0)  # a driver that was just installed is searched at each Prepare
         alone, unprepared = single_prepares(node, 20 * runs)
         bursts = parallel_prepares(node, 4 * runs)
         cpu_ms = [cpu_of_prepares(node, 40) for _ in range(runs)]

@@ -38,7 +38,7 @@ class Life:
 
 
 class Claims:
-    """Claims of kinds drawn by lot: how they are made, given devices and deleted."""
+    """Claims of random kinds: creation, allocation and deletion."""
 
     kinds: Sequence[str] = ("whole", "whole", "slices", "mig", "mig", "share", "mps")
 
@@ -54,7 +54,7 @@ class Claims:
         return self._new(self._choose.choice(self.kinds))
 
     def _new(self, kind: str) -> Life | None:
-        """A claim that the scheduler gave devices; None if there was nothing left."""
+        """Returns an allocated claim; None if no devices are left."""
         self._number += 1
         name = f"{self._prefix}-{self._number}"
         stored = self._node.server.add(
@@ -156,7 +156,7 @@ class Churn(Claims):
         self._each(self._unprepare, going)
 
     def calm(self) -> None:
-        """Everything is mended and every claim goes; then the node has nothing to do any more."""
+        """Ends all faults and claims, so that the node is idle."""
         while self._broken:
             self._mend()
         self._each(self._unprepare, list(self._alive))
@@ -235,7 +235,7 @@ class Churn(Claims):
         self._broken.append(self._node.machine.load_driver)
 
     def _reboot(self) -> None:
-        """Processes and kernel state are gone, and so is /var/run; the disk stays."""
+        """Processes, kernel state and /var/run are gone; the disk remains."""
         node = self._node
         node.end()
         node.stop_mps_daemons()
@@ -263,7 +263,7 @@ class Churn(Claims):
         self._broken.append(lambda: self._node.machine.reset_gpu(gpu))
 
     def _lose(self) -> None:
-        """Off the bus, and back by a reset, which nobody does before it was noticed."""
+        """A GPU falls off the bus, and returns by a reset after the loss was noticed."""
         gpu = self._gpu_to_break(index for index in range(8) if index not in PARTITIONED_GPUS)
         if gpu is None:
             return

@@ -43,9 +43,11 @@ def cpu_of_prepares(node: Node, count: int) -> float:
 
 
 def crowded(node: Node, few: int, many: int, count: int) -> tuple[list[float], list[float], list[float]]:
-    """How many times as long a Prepare takes beside `many` prepared claims as beside `few`, the same for an Unprepare,
-    and for a Prepare while a record is unreadable. The base is measured before and after: the speed of a machine
-    changes."""
+    """Returns how many times longer a Prepare takes with `many` prepared claims than with `few`, the same for
+    an Unprepare, and for a Prepare while a record is unreadable.
+
+    The baseline is measured before and after, because the speed of a machine varies.
+    """
     name = node.devices()[0]["name"]
     others: list[ClaimRef] = []
 
@@ -111,7 +113,7 @@ def idle(node: Node, duration_s: float) -> tuple[float, float]:
 
 
 def growth_over_cycles(node: Node, cycles: int) -> tuple[Wear, int]:
-    """What many cycles of Prepare and Unprepare leave behind: of the process, and files."""
+    """Returns the growth of the process and its files over many cycles of Prepare and Unprepare."""
     names = [device["name"] for device in node.devices()]
     refs = [node.add_claim(name) for name in names]
 
@@ -171,7 +173,7 @@ def _all_devices(node: MeasuredNode) -> list[str] | None:
 
 
 def _cpu_of_one(driver: Driver) -> float:
-    time.sleep(1.1)  # a look that comes sooner takes no samples
+    time.sleep(1.1)  # earlier readings take no samples
     before = time.process_time()
     page = generate_latest(driver.metrics.registry)
     used = time.process_time() - before

@@ -28,7 +28,9 @@ _WAIT_S = 60.0
 
 
 class DaemonNode(PlaygroundNode):
-    """Everything of one node below `root`; the daemon runs from `start` to `end` or `kill`, any number of times."""
+    """Everything of one node below `root`; the daemon runs from `start` to `end` or `kill`, any number of
+    times.
+    """
 
     process: subprocess.Popen[bytes] | None = None
     log: IO[bytes] | None = None
@@ -54,7 +56,7 @@ class DaemonNode(PlaygroundNode):
         self.kubelet.wait_registered(DRIVER, timeout_s=_WAIT_S)
 
     def end(self) -> None:
-        """End the daemon as a kubelet does."""
+        """Stops the daemon like a kubelet."""
         self._stop(signal.SIGTERM)
 
     def kill(self) -> None:
@@ -68,7 +70,7 @@ class DaemonNode(PlaygroundNode):
             self.process = None
 
     def stop(self) -> None:
-        """End everything."""
+        """Stops everything."""
         self.end()
         super().stop()
 
@@ -83,7 +85,7 @@ def memory_directory(root: Path) -> Path:
 
 
 class MeasuredNode(PlaygroundNode):
-    """A node as it is measured: a kubelet that looks often, real device nodes where they can be made."""
+    """A node for measurements: with a kubelet that polls often, and real device nodes if possible."""
 
     def __init__(self, root: Path) -> None:
         kubelet = KubeletSettings(poll_s=0.002)
@@ -92,14 +94,14 @@ class MeasuredNode(PlaygroundNode):
         )
 
     def stop(self) -> None:
-        """End everything."""
+        """Stops everything."""
         super().stop()
         shutil.rmtree(self.cdi)
 
     def add_claim(
         self, device: str, *, share: bool = False, looks: bool = False, of: str = "gpu"
     ) -> ClaimRef:
-        """A claim that is allocated one device, a share of it, or a look at it with admin access."""
+        """Adds a claim with one device, a share of it, or admin access to it."""
         name = f"claim-{uuid.uuid4()}"
         result: JsonObject = {"request": "gpu", "driver": DRIVER, "pool": self.name, "device": device}
         if looks:
@@ -165,7 +167,7 @@ class Node(MeasuredNode, DaemonNode):
 
 
 class SoakNode(DaemonNode):
-    """A node with GPUs that are shared, GPUs that are cut and whole ones, and a look at all that it holds."""
+    """A node with shared, partitioned and whole GPUs, and a view of all its state."""
 
     cards: Sequence[int] = ()
     """Indices of the GPUs that virtual machines may get."""
@@ -204,7 +206,7 @@ class SoakNode(DaemonNode):
         return bool(pools) and pools[0]["resourceSliceCount"] == len(pools)
 
     def state(self) -> dict[str, Any]:
-        """Everything that claims, crashes and faults may have left."""
+        """Returns everything that claims, crashes and faults may have left behind."""
         claims, cdi = self.plugin_dir / "claims", self.cdi
         gpus = [self.machine.gpu(index) for index in range(8)]
         every_function = functions(self.machine.current())
@@ -248,7 +250,9 @@ class SoakNode(DaemonNode):
         return found
 
     def stop_mps_daemons(self) -> None:
-        """They, their host and their mounts end with the boot. Only those of this node's own directory are touched."""
+        """Stops them, their host and their mounts, as a reboot does. Affects only those in this node's
+        directory.
+        """
         self.stop_mps_host()
         for pid in self._mps_pids():
             with contextlib.suppress(ProcessLookupError):

@@ -1,8 +1,9 @@
-"""The driver as a DaemonSet under a real kubelet: what the kubelet measures, beside pods without claims.
+"""The driver as a DaemonSet under a real kubelet: the kubelet's measurements, compared with pods without
+claims.
 
-The cluster is that of `make cluster`, with the driver on a simulated machine. It gets the image of this checkout.
-Rounds with claims and rounds of the same pods without claims (the control) alternate, so that a busy machine weighs on
-both.
+The cluster is that of `make cluster`, with the driver on a simulated machine and the image of this checkout.
+Rounds with claims and rounds of the same pods without claims (the control) alternate, so that a busy machine
+affects both.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class Cluster:
                 raise
 
     def slices(self) -> list[Json]:
-        """Those of the driver."""
+        """The slices of the driver."""
         return [one for one in self.get(_SLICES)["items"] if one["spec"]["driver"] == DRIVER]
 
     def has_devices(self) -> bool:
@@ -97,7 +98,7 @@ class Cluster:
         )
 
     def start_pods(self, count: int, *, claims: bool) -> list[str]:
-        """Make pods of one container that sleeps, each with a GPU of its own or none; their names."""
+        """Creates pods of one sleeping container, each with its own GPU or none; returns their names."""
         names = []
         for _ in range(count):
             self._made += 1
@@ -113,7 +114,7 @@ class Cluster:
         wait_for(lambda: wanted <= {one["metadata"]["name"] for one in self._pods() if _is_running(one)})
 
     def claim_of(self, pod: str) -> Json:
-        """The claim that was made for a pod from the template; empty while there is none."""
+        """The claim that was created for a pod from the template; empty if there is none."""
         for claim in self.get(_CLAIMS)["items"]:
             if any(owner["name"] == pod for owner in claim["metadata"].get("ownerReferences", ())):
                 return dict(claim)
@@ -124,7 +125,9 @@ class Cluster:
         return "allocation" in (self.claim_of(pod).get("status") or {})
 
     def end_pods(self, names: Sequence[str], *, others: int = 0) -> None:
-        """Delete them, and see them gone and their claims unprepared; `others` are claims that stay."""
+        """Deletes them, and waits until they are gone and their claims unprepared; `others` are claims that
+        stay.
+        """
         for name in names:
             self.delete(f"{_PODS}/{name}", grace_s=0)
         wait_for(lambda: not {one["metadata"]["name"] for one in self._pods()} & {*names})
@@ -209,7 +212,7 @@ def _age_s(pid: int) -> float:
 
 
 def prepare_cluster() -> Cluster:
-    """The cluster with this checkout's driver; brought up if it is not there. Raises: CalledProcessError."""
+    """Returns the cluster with this checkout's driver; starts it if necessary. Raises: CalledProcessError."""
     for command in (
         ["hack/image.py"],
         ["hack/cluster/cluster.py", "up"],
@@ -270,7 +273,7 @@ class _Spent:
         self.cpu_s, self.took_s = -ticks_cpu_s(daemon()), -time.monotonic()
 
     def stop(self) -> None:
-        """End."""
+        """Stops measuring."""
         self.cpu_s += ticks_cpu_s(daemon())
         self.took_s += time.monotonic()
 
@@ -316,7 +319,7 @@ def _was_called(cluster: Cluster, before: tuple[float, float]) -> bool:
 
 
 def _replace(cluster: Cluster, *, claims: bool) -> float:
-    """Seconds from the forced deletion of eight pods, with eight new ones made at once, until those run."""
+    """Returns the seconds from the forced deletion of eight pods until eight new ones, created at once, run."""
     old = cluster.start_pods(GPUS, claims=claims)
     cluster.wait_running(old)
     started = time.monotonic()
@@ -344,10 +347,10 @@ def _is_gone(pid: int) -> bool:
 
 
 def starts(cluster: Cluster, runs: int) -> list[float]:
-    """Seconds from the start of a daemon process until its node's slices are there.
+    """Returns the seconds from the start of a daemon process until its node's slices exist.
 
-    No instance runs before, and no slice is there: the next instance starts while the last one ends, so slices that are
-    deleted when the last one has ended would be measured from then on.
+    No instance runs before, and no slice exists: the next instance starts while the last one exits, so
+    otherwise slices deleted at the exit would be measured.
     """
     found = []
     for _ in range(runs):
@@ -367,7 +370,7 @@ def starts(cluster: Cluster, runs: int) -> list[float]:
 def idle_percent(duration_s: float) -> float:
     """Percent of a core that the daemon uses while nothing happens."""
     pid = daemon()
-    time.sleep(12)  # workers of the last calls end, and the alert after the last change
+    time.sleep(12)  # so that workers of the last calls exit, and the last change is published
     before = threads_cpu_s(pid)
     time.sleep(duration_s)
     return (threads_cpu_s(pid) - before) / duration_s * 100

@@ -39,13 +39,15 @@ def resident_mib(pid: int) -> float:
 
 
 def ticks_cpu_s(pid: int) -> float:
-    """Processor seconds that a process has used, also in threads that have ended, to a hundredth of a second."""
+    """Returns the CPU seconds of a process, including threads that have exited, with a resolution of 0.01 s."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def threads_cpu_s(pid: int) -> float:
-    """Processor seconds of the threads that live, to a nanosecond: at rest a clock tick is a tenth of the budget."""
+    """Returns the CPU seconds of the living threads in nanosecond resolution: when idle a clock tick is a
+    tenth of the budget.
+    """
     threads = Path(f"/proc/{pid}/task").iterdir()
     return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
 

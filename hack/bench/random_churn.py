@@ -1,7 +1,8 @@
-"""`make soak ARGS="--random SECONDS"`: threads of a kubelet prepare and unprepare claims of every kind, and meanwhile
-daemons are killed and run in pairs, and nvidia-smi, the MPS host, NVML and the kernel fail or hang for a while.
+"""`make soak ARGS="--random SECONDS"`: threads of a kubelet prepare and unprepare claims of every kind, while
+daemons are killed and run in pairs, and nvidia-smi, the MPS host, NVML and the kernel fail or hang
+temporarily.
 
-At no time may two claims hold what they do not share, or a prepared one lose what it has.
+Two claims must never hold what they do not share, and a prepared claim must never lose its devices.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from dra_driver.model.claim import Prepared
 _PODS = 10
 _LEFT_AFTER_S = 60.0
 _PATIENCE_S, _NOTICED_S = 45.0, 2.0
-"""The kubelet's for a call; and after so long it knows that a daemon has ended."""
+"""The kubelet's timeout for a call; and the time in which it notices that a daemon has exited."""
 _MAX_MORE = 6
 """Descriptors and threads that a daemon may have more than after its first claims: connections and pools."""
 _CALLS = (
@@ -53,7 +54,7 @@ class RandomNode(SoakNode):
 
     def start(self) -> None:
         """Start one more daemon, and wait until the kubelet has it."""
-        if not self._pods:  # later another thread ends and starts it
+        if not self._pods:  # another thread will end and start it
             self.start_mps_host()
         self._pods += 1
         uid = f"pod-{self._pods}"
@@ -69,7 +70,7 @@ class RandomNode(SoakNode):
         self.changed_at = time.monotonic()
 
     def finish(self, daemon: subprocess.Popen[bytes], how: signal.Signals) -> None:
-        """End one of them."""
+        """Ends one of them."""
         self.changed_at = time.monotonic()
         daemon.send_signal(how)
         daemon.wait(60)
@@ -77,7 +78,7 @@ class RandomNode(SoakNode):
         self.process = self.daemons[-1] if self.daemons else None
 
     def end(self) -> None:
-        """Kill those that are left."""
+        """Kills the remaining ones."""
         for daemon in list(self.daemons):
             self.finish(daemon, signal.SIGKILL)
 
@@ -104,7 +105,7 @@ class RandomNode(SoakNode):
 
 
 class Holders:
-    """Which claim holds what, by the answers of Prepare that were given and not yet taken back."""
+    """Which claim holds what, according to the answers of Prepare that were not unprepared."""
 
     def __init__(self, node: RandomNode) -> None:
         self._node = node
@@ -123,8 +124,9 @@ class Holders:
         self.faults: list[str] = []
 
     def take(self, life: Life, answer: Prepared) -> None:
-        """A claim has been given devices. One that is gone from the API server may have lost them without a call of
-        the kubelet: then it has no CDI spec any more."""
+        """A claim was prepared. A claim that is deleted in the API server may have lost its devices without a
+        call of the kubelet; it then has no CDI spec.
+        """
         names = [device.device for device in answer.devices if life.kind != "admin"]
         units = {unit for name in names for unit in self._units.get(name, ())}
         with self._lock:
@@ -185,7 +187,7 @@ class Pods(Claims):
                 self._check(life, answer)
             if (
                 is_deleted := choose.random() < 0.1
-            ):  # by force: others get its devices before the kubelet ends it
+            ):  # by force: others get its devices before the kubelet has ended it
                 self._delete(life.ref)
                 is_over.wait(choose.uniform(0.0, 5.0))
             self._unprepare(life)
@@ -281,13 +283,13 @@ class Trouble:
         self._node.start()
 
     def _roll(self) -> None:
-        """The new instance is there before the old one ends."""
+        """The new instance runs before the old one exits."""
         self._node.start()
         time.sleep(self._choose.uniform(0.0, 6.0))
         self._node.finish(self._node.daemons[0], self._choose.choice((signal.SIGTERM, signal.SIGKILL)))
 
     def _roll_back(self) -> None:
-        """The new instance dies, and the old one is asked again."""
+        """The new instance dies, and the kubelet calls the old one again."""
         self._node.start()
         time.sleep(self._choose.uniform(0.0, 6.0))
         self._node.finish(self._node.daemons[-1], signal.SIGKILL)

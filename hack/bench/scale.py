@@ -1,12 +1,13 @@
-"""`make scale`: what the publishers of many nodes cost the API server, measured.
+"""`make scale`: measures what the publishers of many nodes cost the API server.
 
-The real client, slice cache and publisher of the daemon run once for each node, all in this process; the rest of it
-says nothing to the API server while its node is quiet. The exit code is 1 if a restart of all of them wrote anything.
+The daemon's real client, slice cache and publisher run once for each node, all in this process; other parts
+of the daemon send nothing to the API server while the node is idle. The exit code is 1 if a restart of all of
+them wrote anything.
 
     hack/bench scale                            1,000 nodes against the playground's API server
-    hack/bench scale --kubeconfig FILE          against a server that runs; --pid kube-apiserver=N to measure it
+    hack/bench scale --kubeconfig FILE          against a running server; --pid kube-apiserver=N to measure it
     hack/bench scale --dynamic-mig --nodes 200  with MIG devices on demand, whose slices are the largest
-    hack/bench scale --forget 60                in the end the playground's server answers each watch with 410
+    hack/bench scale --forget 60                finally the playground's server answers each watch with 410
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def inventory_of(machine: str, *, dynamic_mig: bool) -> Inventory:
 
 
 class _KeepsAll(ApiSupport):
-    """Asks nothing: the dry runs of a daemon's start are not measured."""
+    """Sends no dry runs: those of a daemon's start are not measured."""
 
     def _ask(self, _known: Support, _owner: Owner) -> Support:
         return Support()
@@ -120,7 +121,7 @@ class NodePublisher:
         return none_withheld
 
     def stop(self) -> None:
-        """As a daemon that ends: the slices stay."""
+        """Stops like a daemon; the slices remain."""
         self.publisher.stop()
         self.cache.stop()
         self._client.close()
@@ -157,7 +158,7 @@ class Fleet:
                 raise TimeoutError(f"not published in time: {node.publisher.problem}")
 
     def stop(self) -> None:
-        """They end."""
+        """Stops all publishers."""
         for node in self._nodes:
             node.stop()
 
@@ -231,7 +232,7 @@ def make_node(client: ApiClient, name: str) -> None:
 
 
 def clean(client: ApiClient, names: Sequence[str]) -> None:
-    """Delete what was made for the measurement, and nothing else."""
+    """Deletes only what was created for the measurement."""
     slices = "/apis/resource.k8s.io/v1/resourceslices"
     wanted = set(names)
     for entry in client.request("GET", slices, action="list slices")["items"]:

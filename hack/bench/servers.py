@@ -68,7 +68,9 @@ def _wait_ready(kubeconfig: Path) -> None:
 
 
 def _serve(kubeconfig: Path) -> None:
-    """The playground's API server until it is killed; from the end of standard input on it forgets its history."""
+    """Runs the playground's API server until it is killed. After the end of standard input it forgets its
+    history.
+    """
     with PlaygroundApiServer(history=100_000) as server:
         server.write_kubeconfig(kubeconfig)
         sys.stdin.read()

@@ -1,14 +1,14 @@
-"""`make soak`: a week of churn in minutes on a simulated node, and what is left of it.
+"""`make soak`: a week of churn in minutes on a simulated node, and a check of what remains.
 
-Claims of every kind come and go while the daemon is restarted and killed, the kubelet restarts, NVIDIA's driver is
-reloaded, GPUs fail, the API server is away and the machine boots. At the end records, CDI files, MIG instances, modes
-and settings of GPUs, MPS daemons and slices must be those of a fresh node; the exit code is 1 if they are not, or if
-a claim failed while nothing was broken.
+Claims of every kind come and go while the daemon is restarted and killed, the kubelet restarts, NVIDIA's
+driver is reloaded, GPUs fail, the API server is unreachable and the machine reboots. Finally records, CDI
+files, MIG instances, modes and settings of GPUs, MPS daemons and slices must be those of a fresh node; the
+exit code is 1 if they are not, or if a claim failed without a fault.
 
     python hack/bench soak               about five minutes
     python hack/bench soak --minutes 60  longer
     python hack/bench soak --seed 7      the same choices again
-    python hack/bench soak --random 600  calls, kills and failing tools side by side, for ten minutes
+    python hack/bench soak --random 600  calls, kills and failing tools in parallel, for ten minutes
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def soak(node: SoakNode, minutes: float, seed: int) -> bool:
 
 
 def judged(fresh: dict[str, object], after: dict[str, object], faults: Sequence[str]) -> bool:
-    """Whether there are no faults, and nothing is left; what is wrong is printed."""
+    """Whether there are no faults and nothing remains; prints what is wrong."""
     left = differences(fresh, after)
     for fault in faults[:_MAX_SHOWN]:
         print(f"  {fault}")

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""A real Kubernetes on this machine; see README.md beside this file."""
+"""A real Kubernetes on this machine; see README.md in this directory."""
 
 import sys
 

@@ -1,6 +1,7 @@
-"""Load the driver's image into the cluster of hack/cluster and install the chart with the values of `values/e2e.yaml`.
+"""Loads the driver's image into the cluster of hack/cluster and installs the chart with the values of
+`values/e2e.yaml`.
 
-Waits until the driver is ready and its slices are there, and says how to look at them.
+Waits until the driver is ready and its slices exist, and prints how to list them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _READY_S = 600
 
 
 def kubectl(*arguments: str, stdin: str | None = None) -> str:
-    """What kubectl prints; its error message ends the program."""
+    """Returns kubectl's output; exits with its error message if it fails."""
     command = [str(localcluster.kubectl()), *arguments]
     environment = {**os.environ, "KUBECONFIG": str(localcluster.kubeconfig())}
     done = subprocess.run(

@@ -1,4 +1,6 @@
-"""`make demo`: a GPU node at work, scene by scene as the machine has it, then nothing is left of it."""
+"""`make demo`: shows a GPU node in operation, with the scenes that the machine supports, and removes
+everything again.
+"""
 
 from __future__ import annotations
 
@@ -40,9 +42,10 @@ def demo(machine: str) -> None:
 
 
 def _partition_one_gpu(node: PlaygroundNode) -> None:
-    """Two MIG devices, as an administrator would make them before the driver starts, unless the machine has some.
+    """Creates two MIG devices before the driver starts, as an administrator would, unless the machine has
+    some.
 
-    The last GPU that is capable of MIG gets the smallest device, and at its end one of half the GPU.
+    The last MIG-capable GPU gets the smallest device, and at its end one with half the GPU.
     """
     machine, state = node.machine, node.machine.current()
     capable = [gpu for gpu in state.present if state.model_of(gpu).mig]
@@ -58,7 +61,7 @@ def _partition_one_gpu(node: PlaygroundNode) -> None:
 
 
 class _Demo:
-    """One run of the demo; an expectation that does not hold ends it with an error."""
+    """One run of the demo; a failed expectation ends it with an error."""
 
     def __init__(self, node: PlaygroundNode, driver: Driver) -> None:
         self._node, self._driver = node, driver
@@ -166,7 +169,7 @@ class _Demo:
     ) -> None:
         """A claim for devices of a class, and the driver's answer."""
         self._add_claim(name, of_devices or {}, {}, deviceClassName=of, **exactly)
-        # A claim that no pod uses would be about to leave its devices.
+        # A claim without a pod would be about to release its devices.
         pod = {"metadata": {"name": name, "uid": f"{name}-pod"}}
         self._node.scheduler.allocate_claim(_NAMESPACE, name, pod=pod)
         started = time.monotonic()

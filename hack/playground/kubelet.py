@@ -89,14 +89,14 @@ class PlaygroundKubelet:
     # ---- life ---------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Walks the directory and goes on watching it."""
+        """Reads the directory and starts to watch it."""
         self._stopping.clear()
         self._on_start()
         self._thread = threading.Thread(target=self._run, name="playground-kubelet", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Drops all plugins without telling them, like a kubelet that ends."""
+        """Drops all plugins without notice, like a kubelet that exits."""
         self._stopping.set()
         if self._thread is not None:
             self._thread.join(_JOIN_S)

@@ -61,7 +61,7 @@ def call_method(
         return call(request, timeout=timeout_s, wait_for_ready=wait_for_ready)
     except grpc.RpcError as error:
         raise KubeletError(f"{error.details()}", error.code()) from error
-    except ValueError as error:  # the channel was closed meanwhile
+    except ValueError as error:  # the channel was closed during the call
         raise KubeletError(f"connection closed: {error}", grpc.StatusCode.CANCELLED) from error
 
 
@@ -91,10 +91,10 @@ class Instance:
         return self.look()
 
     def look(self) -> bool:
-        """Whether there is a connection; asks for one if not, so it has to be called now and then.
+        """Whether there is a connection. If not, starts to connect, so it must be called from time to time.
 
-        gRPC's public way, subscribe(), starts a thread per channel that dies of a ValueError when the
-        channel is closed while it looks.
+        gRPC's public alternative, subscribe(), starts a thread per channel that dies of a ValueError if the
+        channel is closed at the wrong moment.
         """
         with self._lock:
             if self.closed:

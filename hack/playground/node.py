@@ -49,12 +49,12 @@ JsonObject = dict[str, Any]
 
 
 class PlaygroundNode:
-    """Everything of a node but the daemon; at work from the constructor until `stop`, which `with` calls too.
+    """A whole node except the daemon; runs from the constructor until `stop` or the end of `with`.
 
-    `machine` is a name from `gpu-dra-driver simulate list` or a YAML file, `name` that of the Node object. `cdi` is
-    the directory of CDI specs, `device_nodes` and `cdi_hook` are those of `create_machine`. The root's path must be
-    short: the path of a socket has 107 bytes at most, that of an MPS daemon 106. Raises: InvalidConfigError for an
-    unknown machine.
+    `machine` is a name from `gpu-dra-driver simulate list` or a YAML file, `name` that of the Node object.
+    `cdi` is the directory of CDI specs, `device_nodes` and `cdi_hook` are those of `create_machine`. The
+    root's path must be short: the path of a socket has 107 bytes at most, that of an MPS daemon 106. Raises:
+    InvalidConfigError for an unknown machine.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class PlaygroundNode:
         self.stop()
 
     def stop(self) -> None:
-        """End kubelet, API server and MPS host. The daemon must have ended."""
+        """Stops kubelet, API server and MPS host. The daemon must have exited."""
         self.stop_mps_host()
         self.kubelet.stop()
         self.server.stop()
@@ -165,7 +165,7 @@ class PlaygroundNode:
             self._mps_host = MpsHostProcess(command, mps_layout(self.plugin_dir), self.root / "mps-host.log")
 
     def stop_mps_host(self) -> None:
-        """End the MPS host, if it runs; its daemons run on."""
+        """Stops the MPS host, if it runs; its daemons keep running."""
         if self._mps_host is not None:
             self._mps_host.stop()
             self._mps_host = None
@@ -183,10 +183,10 @@ class PlaygroundNode:
 
 
 class MpsHostProcess:
-    """An MPS host at work from the constructor until `stop`. Its control daemons run on after it.
+    """An MPS host that runs from the constructor until `stop`. Its control daemons keep running after it.
 
-    `command` is `gpu-dra-driver mps-host` with the flags that lead to `layout`. The process has a session of its own,
-    so Ctrl-C in a terminal does not reach it; its output goes to the file `log`.
+    `command` is `gpu-dra-driver mps-host` with the flags for `layout`. The process has its own session, so
+    Ctrl-C in a terminal does not reach it; its output goes to the file `log`.
     """
 
     def __init__(self, command: Sequence[str], layout: MpsLayout, log: Path) -> None:
@@ -202,7 +202,7 @@ class MpsHostProcess:
             time.sleep(0.01)
 
     def stop(self) -> None:
-        """End the process; harmless twice."""
+        """Stops the process. Safe to call twice."""
         self.process.terminate()
         try:
             self.process.wait(_STOP_S)

@@ -23,9 +23,10 @@ _OVER = ("Succeeded", "Failed")
 
 
 class PodLoop:
-    """Does for the pods of one node what scheduler, claim controller, kubelet and garbage collector do.
+    """Acts as scheduler, claim controller, kubelet and garbage collector for the pods of one node.
 
-    Runs in a thread inside `with`; at its end all claims are unprepared. `report` gets a line for each step of a pod.
+    Runs in a thread inside `with`, and finally unprepares all claims. `report` gets a line for each step of a
+    pod.
     """
 
     def __init__(self, node: PlaygroundNode, report: Callable[[str], object]) -> None:
@@ -69,7 +70,7 @@ class PodLoop:
                 self._attempt(pod["metadata"]["uid"], _name(pod), partial(step, pod), pod)
 
     def _attempt(self, uid: str, name: str, step: Callable[[], object], pod: Pod | None = None) -> None:
-        """One step of a pod; what prevents it is reported once, and tried again after a while."""
+        """Performs one step of a pod. Reports a failure once, and retries later."""
         if time.monotonic() < self._again_at.get(uid, 0.0):
             return
         try:
@@ -86,7 +87,7 @@ class PodLoop:
             self._troubles.pop(name, None)
 
     def _report(self, pod: Pod, error: str) -> None:
-        """Where kubectl shows it: an event, and a condition of a pod that has no node."""
+        """Reports where kubectl shows it: an event, and a condition of a pod without a node."""
         node = pod.get("spec", {}).get("nodeName")
         if node:
             self._event(pod, "Warning", "FailedPrepareDynamicResources", error, "kubelet")
@@ -112,7 +113,7 @@ class PodLoop:
             self._node.server.add("events", event)
 
     def _set_status(self, pod: Pod, changes: Pod) -> None:
-        """Unless it was deleted meanwhile; what others wrote since `pod` was read stays."""
+        """Sets the status unless the pod was deleted, and keeps concurrent changes."""
         server, metadata = self._node.server, pod["metadata"]
         resource, key = server.resource("pods", group=""), (metadata["namespace"], metadata["name"])
         with server.store.changed:
@@ -161,7 +162,7 @@ class PodLoop:
         self._say(f"pod {_name(pod)} running")
 
     def _end_pods(self, staying: Iterable[str]) -> None:
-        """Unprepare what only pods have that are not there any more."""
+        """Unprepares claims whose pods no longer exist."""
         for uid in self._prepared.keys() - set(staying):
             self._attempt(uid, self._prepared[uid][0], partial(self._end, uid))
 
@@ -176,12 +177,12 @@ class PodLoop:
         self._say(f"pod {name} ended" + (", its claims are unprepared" if left else ""))
 
     def _take_claims_back(self, pods: set[str]) -> None:
-        """Drop the reservations of pods that are gone, and delete the claims that were made for them."""
+        """Drops the reservations of deleted pods, and deletes the claims created for them."""
         server = self._node.server
         for claim in server.objects("resourceclaims"):
             key = (claim["metadata"]["namespace"], claim["metadata"]["name"])
             owners = [owner["uid"] for owner in claim["metadata"].get("ownerReferences") or ()]
-            with contextlib.suppress(AllocationError, ApiFailure):  # it was deleted meanwhile
+            with contextlib.suppress(AllocationError, ApiFailure):  # it was deleted in between
                 for entry in (claim.get("status") or {}).get("reservedFor") or ():
                     if entry["uid"] not in pods:
                         self._node.scheduler.release_claim(*key, pod={"metadata": entry})

@@ -42,7 +42,9 @@ class PlaygroundScheduler:
             return self._write_status("resourceclaims", _GROUP, claim)
 
     def release_claim(self, namespace: str, name: str, *, pod: Object | None = None) -> Object:
-        """Drop the reservation of `pod`, or all, and deallocate once none is left; the stored claim."""
+        """Drops the reservation of `pod`, or all, deallocates the claim if none is left, and returns the
+        stored claim.
+        """
         with self._server.store.changed:
             claim = self._get("resourceclaims", namespace, name)
             uid = pod["metadata"]["uid"] if pod is not None else None
@@ -52,9 +54,10 @@ class PlaygroundScheduler:
             return self._write_status("resourceclaims", _GROUP, claim)
 
     def schedule_pod(self, namespace: str, name: str, *, node: str | None = None) -> Object:
-        """Make the pod's claims, allocate and reserve all of them on one node, bind the pod; the stored pod.
+        """Creates the pod's claims, allocates and reserves all of them on one node, binds the pod, and
+        returns the stored pod.
 
-        Raises: AllocationError, and then nothing but claims made from templates has changed.
+        Raises: AllocationError; then only claims from templates were created.
         """
         with self._server.store.changed:
             pod = self._get("pods", namespace, name, group="")
@@ -79,8 +82,11 @@ class PlaygroundScheduler:
             return self._server.operations.update(resource, (namespace, name), pod)
 
     def _extended_claim(self, pod: Object) -> list[Object]:
-        """The claim for the extended resources of a pod, if it asks for some; kube-scheduler stores it only once it has
-        found a node. Raises: AllocationError for a resource that no class serves."""
+        """Returns the claim for the extended resources of a pod, if it requests any; kube-scheduler stores it
+        only when it has found a node.
+
+        Raises: AllocationError for a resource without a class.
+        """
         served = served_resources(self._server.objects("deviceclasses"))
         asked = {name for one in pod["spec"].get("containers") or () for name in asked_resources(one)}
         unknown = sorted(name for name in asked - served.keys() if "/" in name)
@@ -109,7 +115,7 @@ class PlaygroundScheduler:
         raise failure
 
     def _claims_of(self, pod: Object) -> list[str]:
-        """Claim names of a pod; those from templates are made now, as the claim controller does."""
+        """Returns the claim names of a pod; creates those from templates, like the claim controller."""
         namespace, known = pod["metadata"]["namespace"], {}
         for entry in (pod.get("status") or {}).get("resourceClaimStatuses") or ():
             known[entry["name"]] = entry.get("resourceClaimName")
@@ -159,7 +165,7 @@ class PlaygroundScheduler:
 
 
 def _owned(pod: Object, entry: str, metadata: Object) -> Object:
-    """The metadata of a claim that is made for a pod and ends with it."""
+    """Returns the metadata of a claim that is created for a pod and deleted with it."""
     owner = {
         "apiVersion": "v1", "kind": "Pod", "name": pod["metadata"]["name"], "uid": pod["metadata"]["uid"],
         "controller": True, "blockOwnerDeletion": True,

@@ -2,11 +2,10 @@
 """Generates dra_driver/kubelet/pb from proto/.
 
     hack/proto/generate.py           writes the modules and their .pyi
-    hack/proto/generate.py --check   exits 1 when the committed files differ from what it would write
+    hack/proto/generate.py --check   exits 1 if the committed files differ
 
-The modules get a descriptor pool of their own: several of these protos share names with each other and with
-the ones other packages bring along (`v1.UNKNOWN`), and in the default pool the second one to be imported
-fails.
+The modules have their own descriptor pool: several of these protos share names with each other and with those
+of other packages (`v1.UNKNOWN`), and in the default pool the second import fails.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""`make docs`: writes docs/commands.md with what the commands print on a node at work, and pictures of three of them.
+"""`make docs`: writes docs/commands.md with the output of the commands on a running node, and images of three
+of them.
 
-    python hack/record/commands_page.py            write page and pictures
-    python hack/record/commands_page.py --check    compare them, exit code 1 if they would be others
+    python hack/record/commands_page.py            write page and images
+    python hack/record/commands_page.py --check    compare them; exit code 1 if they differ
 
-What differs from run to run (times, ports, UIDs of claims, temporary directories) is replaced.
+Values that change from run to run (times, ports, UIDs of claims, temporary directories) are replaced.
 """
 
 from __future__ import annotations
@@ -139,7 +140,7 @@ def _picture(name: str, columns: int, node: RecordedNode) -> tuple[Path, str]:
 
 
 def _on_terminal(command: Command, columns: int, node: RecordedNode) -> str:
-    """What a command that ends by itself prints, with its colours."""
+    """Returns the output of a command that exits without input, with its colours."""
     ours, its = pty.openpty()
     termios.tcsetwinsize(its, (_LINES, columns))
     environment = {**_ENVIRONMENT, "TERM": "xterm-256color"}

@@ -36,7 +36,7 @@ dynamicMig:
 
 
 class RecordedNode(PlaygroundNode):
-    """The node is at work once it is made; `uids` are those of its claims, in the order of their making."""
+    """A node that runs from the constructor on; `uids` are those of its claims, in creation order."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root, MACHINE, name=NODE, cdi_hook=True)
@@ -126,7 +126,7 @@ class RecordedNode(PlaygroundNode):
             time.sleep(0.01)
 
     def stop(self) -> None:
-        """End everything; no MPS daemon may outlive the node."""
+        """Stops everything; no MPS daemon may outlive the node."""
         try:
             if self.uids:
                 self.kubelet.unprepare(DRIVER, [ClaimRef(_NAMESPACE, "any", uid) for uid in self.uids])

@@ -1,4 +1,6 @@
-"""What the site needs beside mkdocs.yml: pages from outside docs/, mermaid from here, Markdown as GitHub reads it."""
+"""Additions to mkdocs.yml for the site: pages from outside docs/, a local mermaid, Markdown as GitHub reads
+it.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,7 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
 
 
 def _dialect(text: str) -> list[str]:
-    """Items of lists go on after four columns here, and code in tables needs no backslash before `|`."""
+    """List items continue after four columns here, and code in tables needs no backslash before `|`."""
     lines: list[str] = []
     shift = ""
     for written in text.splitlines(keepends=True):

@@ -22,7 +22,7 @@ _CODE = re.compile(r"`[^`]*`")
 
 
 def prose(markdown: str) -> Iterator[tuple[str, bool]]:
-    """The lines of a page with their line breaks, and whether each stands outside blocks of code."""
+    """Yields the lines of a page with their line breaks, and whether each is outside of code blocks."""
     fenced = False
     for line in markdown.splitlines(keepends=True):
         mark = _FENCE.match(line) is not None
@@ -92,9 +92,9 @@ def text_of(path: str) -> str | None:
 
 
 def outside(pages: list[str], lost: Callable[[str, str], None]) -> list[str]:
-    """What pages link to outside docs/, and what that links to in turn.
+    """Returns the files outside docs/ that pages link to, directly or indirectly.
 
-    `lost` hears of the page and the link where one leads nowhere.
+    `lost` is called with the page and the link for each broken link.
     """
     found: list[str] = []
     waiting = list(pages)

@@ -1,7 +1,7 @@
 """`make site`: the manuals as a web site in build/site.
 
-Nothing of it is loaded from elsewhere: mermaid comes with it, checked by its hash, and a policy in each page forbids
-the rest. A warning of mkdocs is an error.
+It loads nothing from other sites: mermaid is included, verified by its hash, and a policy in each page
+forbids the rest. A warning of mkdocs is an error.
 """
 
 from __future__ import annotations

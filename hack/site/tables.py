@@ -12,12 +12,14 @@ _AFTER = re.compile(r"(?<=[\w>)}\]][_./,=@|])(?=[\w$<{\[(&-])")
 
 
 def with_places_to_break(html: str) -> str:
-    """A page whose names in tables have a `<wbr>` wherever they may be broken, which nobody sees or copies."""
+    """Returns a page whose names in tables have an invisible `<wbr>` where they may be broken, which is not
+    copied.
+    """
     return _CELL.sub(lambda cell: _CODE.sub(lambda code: _AFTER.sub("<wbr>", code[0]), cell[0]), html)
 
 
 def pieces(code: str) -> list[str]:
-    """The parts of a name that stay whole in a cell. A browser breaks after a hyphen by itself."""
+    """Returns the parts of a name that stay together in a cell. A browser breaks after a hyphen anyway."""
     return [
         piece for word in code.split() for part in _AFTER.split(word) for piece in re.split(r"(?<=\w-)", part)
     ]

@@ -41,7 +41,7 @@ def fetch() -> None:
 
 
 def up(options: Options | None = None) -> None:
-    """Bring the cluster up, or complete it; returns when the node is ready."""
+    """Starts the cluster, or completes it; returns when the node is ready."""
     lifecycle.up(_layout(), options or Options())
 
 
@@ -81,7 +81,7 @@ def load_image(archive: Path) -> list[str]:
 
 
 def addresses() -> Addresses:
-    """Those of the IP family that the cluster was brought up with."""
+    """The addresses of the IP family that the cluster was started with."""
     return lifecycle.options_of(_layout()).addresses
 
 

@@ -1,8 +1,8 @@
-"""A place on this machine where one more cluster comes up, unseen by the first.
+"""An isolated place on this machine for another cluster.
 
-A command runs in namespaces of its own: it has its own processes, mounts, network and control groups, and keeps in
-memory all that a cluster writes outside the cache. No network leads out of it. When the command ends, or this program
-is asked to end, every process there is killed, and nothing is left.
+A command runs in new namespaces, with its own processes, mounts, network and control groups, and everything
+that a cluster writes outside the cache is in memory. No network connects it to the outside. When the command
+exits, or this program is stopped, every process there is killed, and nothing remains.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def run(argv: Sequence[str]) -> int:
             path.mkdir(exist_ok=True)
         for group in groups:
             _make_group(group)
-        # A namespace of control groups begins at those of the process that makes it.
+        # A cgroup namespace starts at the groups of the process that creates it.
         command = ["bash", "-euc", _JOIN, "join", *map(str, groups), "--", "unshare", *_NAMESPACES, *inside]
         with subprocess.Popen(command) as process:
             for number in (signal.SIGINT, signal.SIGTERM):
@@ -60,7 +60,9 @@ def run(argv: Sequence[str]) -> int:
 
 
 def begin(argv: Sequence[str]) -> None:
-    """In the new namespaces: make what a cluster needs of a machine; the command then takes this process' place."""
+    """Creates what a cluster needs of a machine in the new namespaces, then executes the command in this
+    process.
+    """
     hierarchies = _hierarchies()
     _mount("sysfs", Path("/sys"))  # that of before shows the network of before
     if len(hierarchies) > 1:
@@ -96,7 +98,7 @@ def _own_library() -> None:
 
 
 def _hierarchies() -> list[_Hierarchy]:
-    """Those that are mounted: one of version 2, or one for each controller, or both."""
+    """The mounted hierarchies: one of version 2, or one for each controller, or both."""
     found = []
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         before, _, after = line.partition(" - ")
@@ -110,9 +112,10 @@ def _hierarchies() -> list[_Hierarchy]:
 
 
 def _make_group(group: Path) -> None:
-    """A control group that takes processes at once, and has all controllers.
+    """Creates a control group that can contain processes at once, with all controllers.
 
-    One of version 1 begins without processors, and one of version 2 with those controllers that its parent hands on.
+    A version 1 group starts without processors, and a version 2 group with those controllers that its parent
+    delegates.
     """
     if (group.parent / "cgroup.controllers").exists():
         controllers = (group.parent / "cgroup.controllers").read_text().split()

@@ -1,4 +1,4 @@
-"""The few questions this program asks the cluster's servers."""
+"""This program's requests to the cluster's servers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _object(layout: Layout, path: str) -> dict[str, Any]:
 
 
 def _get(layout: Layout, url: str, certificate: str) -> bytes:
-    """The body of a good answer; a proxy from the environment is never asked."""
+    """Returns the body of a successful response; ignores a proxy in the environment."""
     handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
     if url.startswith("https:"):
         context = ssl.create_default_context(cafile=str(layout.certificate("ca")))

@@ -1,7 +1,7 @@
-"""Building the programs of the cluster from pinned Go modules.
+"""Builds the programs of the cluster from pinned Go modules.
 
-Each folder below ``go/`` is one module whose ``tool`` lines, or whose own ``main.go``, are the programs;
-they are apart because their dependencies ask for different versions.
+Each folder below ``go/`` is one module whose ``tool`` lines, or own ``main.go``, are the programs; they are
+separate because their dependencies need different versions.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ of one builds nothing else again."""
 HELM = {3: "helm", 4: "helm4"}
 """By major version."""
 COMPUTE_DOMAINS = ("compute-domains", "sigs.k8s.io/dra-driver-nvidia-gpu")
-"""NVIDIA's DRA driver, of which the tests want the chart: its part for compute domains runs beside this driver."""
+"""NVIDIA's DRA driver, for tests of its chart: its part for compute domains can run next to this driver."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ def _provide_part(part: Part, layout: Layout, target: Path) -> None:
 
 
 def _build_part(part: Part, target: Path) -> None:
-    """Build beside and rename, so that an interrupted build leaves no half file."""
+    """Builds to a temporary name and renames, so that an interrupted build leaves no incomplete file."""
     unfinished = target / f".{part.name}.unfinished"
     done = _run_go(["go", "build", *_flags(part.module), "-o", str(unfinished), part.package], part.module)
     if done.returncode != 0:
@@ -114,7 +114,7 @@ def _build_part(part: Part, target: Path) -> None:
 
 
 def _run_go(argv: list[str], module: str) -> subprocess.CompletedProcess[str]:
-    # Go gives up at the first module that does not come; those that came are kept for the next try.
+    # Go fails at the first module that it cannot download, but keeps the others for the next attempt.
     for tries_left in (2, 1, 0):
         done = subprocess.run(
             argv,
@@ -165,7 +165,7 @@ def _machine() -> str:
 
 
 def _require_go() -> None:
-    """Ask inside a module: an older Go may fetch the toolchain the module names."""
+    """Runs inside a module, because an older Go may download the toolchain that the module names."""
     wanted = ".".join(map(str, _OLDEST_GO))
     if shell.find_program("go") is None:
         raise ClusterError(f"Go {wanted} or newer is needed to build the cluster's programs.")

@@ -61,9 +61,10 @@ def template(
 
 
 def manifests(*files: str) -> str:
-    """The objects of the chart with the values of files in `hack/cluster/values`, such as `e2e`, and their namespace.
+    """Returns the chart's objects with the values of files in `hack/cluster/values`, such as `e2e`, and their
+    namespace.
 
-    The labels that name Helm as the owner are left out: `helm upgrade` would take the objects for its own.
+    Omits the labels that name Helm as the owner, because `helm upgrade` would adopt the objects.
     """
     chosen = [word for file in files for word in ("-f", str(VALUES / f"{file}.yaml"))]
     return f"{_NAMESPACE}{_HELMS_LABELS.sub('', template({}, *chosen))}"

@@ -58,7 +58,7 @@ def _run(parsed: argparse.Namespace) -> int:
 
 
 def _environment() -> str:
-    """Shell lines that make kubectl talk to this cluster."""
+    """Returns shell lines that configure kubectl for this cluster."""
     programs = shlex.quote(str(localcluster.kubectl().parent))
     return f"export KUBECONFIG={shlex.quote(str(localcluster.kubeconfig()))}\nexport PATH={programs}:$PATH"
 

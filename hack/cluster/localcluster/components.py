@@ -24,8 +24,8 @@ class Options:
     kubelet_as_node: bool = False
     ip_family: str = "ipv4"
     sync_frequency: str = "1m"
-    """How often the kubelet looks at a pod again for which nothing happened, and half as long more by chance. A
-    Prepare that failed is tried again then, and the health of devices shown."""
+    """How often the kubelet syncs a pod without events, plus up to half as much at random. It then retries a failed
+    Prepare, and shows the health of devices."""
 
     @property
     def addresses(self) -> Addresses:
@@ -42,7 +42,7 @@ class Component:
 
 
 def values(layout: Layout, options: Options) -> dict[str, Any]:
-    """What the names in components.toml and in the configuration files stand for."""
+    """The values of the names in components.toml and in the configuration files."""
     return {
         "state": layout.state,
         "config": layout.config,

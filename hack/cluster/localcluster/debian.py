@@ -1,4 +1,4 @@
-"""The Debian packages that the cluster, the image build and the tests of ELF programs stand on."""
+"""The Debian packages that the cluster, the image build and the tests of ELF programs need."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ def is_debian() -> bool:
 
 
 def unpack(packages: Sequence[str], release: str, folder: Path, component: str = "main") -> None:
-    """Unpack packages of any release that this machine's mirror has below ``folder``, which is new.
+    """Unpacks packages of any release on this machine's mirror to ``folder``, which is new.
 
-    Nothing is installed, root is not needed, and apt's own lists stay as they are. Raises: ClusterError if the mirror
+    Installs nothing, needs no root, and does not change apt's own lists. Raises: ClusterError if the mirror
     has no such release, component or package, or if no key of this machine has signed it.
     """
     with tempfile.TemporaryDirectory() as name:
@@ -87,10 +87,10 @@ def keep(
     arrange: Callable[[Path], Path],
     component: str = "main",
 ) -> None:
-    """Have what ``arrange`` makes of packages as ``target`` in the cache: once, however many ask for it.
+    """Caches what ``arrange`` creates from packages as ``target``; concurrent callers do so only once.
 
-    It gets the folder of their files, as `unpack` has them, and returns the folder or file to keep.
-    Raises: ClusterError as `unpack` does.
+    ``arrange`` gets the folder of their files from `unpack`, and returns the folder or file to keep. Raises:
+    the errors of `unpack`.
     """
     with shell.exclusive(target.parent / "lock", wait=True):
         if target.exists():

@@ -62,7 +62,7 @@ def remember(layout: Layout) -> None:
 
 
 def recall(layout: Layout) -> Before | None:
-    """What ``remember`` wrote, or None when ``up`` never came that far."""
+    """Returns what ``remember`` wrote, or None if ``up`` did not get that far."""
     try:
         return Before(**json.loads((layout.state / "before.json").read_text()))
     except FileNotFoundError:
@@ -95,10 +95,10 @@ def holds_kubelet_root(layout: Layout) -> bool:
 
 
 def mount_kubelet_root(layout: Layout) -> None:
-    """Lay our directory over /var/lib/kubelet, as a shared mount of its own.
+    """Mounts our directory over /var/lib/kubelet, as a separate shared mount.
 
-    Manifests name the real path. Shared, because a container may mount into it
-    with Bidirectional propagation; private first, to leave the host's peer group.
+    Manifests name the real path. The mount is shared, because a container may mount into it with
+    Bidirectional propagation; it is private first, to leave the host's peer group.
     """
     layout.kubelet.mkdir(parents=True, exist_ok=True)
     if holds_kubelet_root(layout):
@@ -110,9 +110,9 @@ def mount_kubelet_root(layout: Layout) -> None:
 
 
 def share_mounts() -> None:
-    """Let containers ask for mount propagation from the host, as under systemd.
+    """Allows containers to use mount propagation from the host, as under systemd.
 
-    Without it a volume with HostToContainer propagation is refused.
+    Otherwise a volume with HostToContainer propagation is refused.
     """
     for point in _private_mounts():
         shell.run(["mount", "--make-shared", point])
@@ -181,7 +181,7 @@ def _cdi_specs() -> list[Path]:
 
 
 def _private_mounts() -> list[str]:
-    """Those of the mounts that pods take from the host which do not propagate."""
+    """Returns the host mounts that pods use and that do not propagate."""
     private: dict[str, bool] = {}
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         fields = line.split()
@@ -191,7 +191,7 @@ def _private_mounts() -> list[str]:
 
 
 def mount_points() -> list[Path]:
-    """Mount points of this namespace in the order they were made."""
+    """Returns the mount points of this namespace in creation order."""
     lines = Path("/proc/self/mountinfo").read_text().splitlines()
     return [Path(line.split()[4].replace("\\040", " ")) for line in lines]
 
@@ -214,7 +214,7 @@ def make_network(addresses: Addresses) -> None:
     if not _bridge_exists():
         shell.run(["ip", "link", "add", "name", BRIDGE, "address", BRIDGE_MAC, "type", "bridge"])
     length = addresses.pods.partition("/")[2]
-    # Nobody else is on the bridge yet who could have the address, and a check would hold the kubelet up.
+    # The bridge has no other member that could use the address, and a check would delay the kubelet.
     unchecked = ["nodad"] if ":" in addresses.node else []
     shell.run(["ip", "address", "replace", f"{addresses.node}/{length}", "dev", BRIDGE, *unchecked])
     shell.run(["ip", "link", "set", BRIDGE, "up"])

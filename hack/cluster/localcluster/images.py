@@ -1,5 +1,6 @@
-"""Images made without a registry: a static shell, and the C library that the driver's programs need, under the names
-that examples use."""
+"""Images built without a registry: a static shell, and the C library that the driver's programs need, under
+the names that the examples use.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ WORKLOAD_TAGS = (
     "nvcr.io/nvidia/cuda:12.4.1-base-ubuntu22.04",
 )
 _BASH = Path("/bin/bash-static")
-# Stands for a CUDA program on a simulated machine, to show which MPS limits a container gets.
+# Replaces a CUDA program on a simulated machine, to show which MPS limits a container gets.
 _MPS_CLIENT = Path(__file__).resolve().parents[3] / "dra_driver/simulator/scripts/mps-client.sh"
 _C_LIBRARY = ("libc.so.6", "libm.so.6", "libpthread.so.0", "libdl.so.2", "librt.so.1")
 _LOADERS = (Path("/lib64"), Path("/lib"))
@@ -97,7 +98,7 @@ def _busybox(tree: Path) -> Path:
 
 
 def _layer(busybox: Path) -> bytes:
-    """Busybox with all its applets, bash, a C library, and the few files programs look for."""
+    """Busybox with all its applets, bash, a C library, and the few files that programs need."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as layer:
         for name in _EMPTY_DIRECTORIES:
@@ -119,7 +120,9 @@ def _layer(busybox: Path) -> bytes:
 
 
 def _c_library() -> list[Path]:
-    """This machine's, which images of its distribution have too, with the loader where programs look for it."""
+    """This machine's C library, as in images of its distribution, with the loader in the path that programs
+    use.
+    """
     folder = Path(f"/lib/{os.uname().machine}-linux-gnu")
     loaders = [top / loader.name for loader in folder.glob("ld-linux*") for top in _LOADERS]
     found = [path for path in [*loaders, *(folder / name for name in _C_LIBRARY)] if path.is_file()]

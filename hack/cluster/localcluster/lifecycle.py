@@ -1,7 +1,7 @@
-"""Bringing the cluster up, taking it down, starting single components, and how each does.
+"""Starts and stops the cluster and single components, and reports their state.
 
-Every step of ``up`` makes sure of something instead of doing it: run on half a
-cluster, whatever broke it, ``up`` completes it.
+Every step of ``up`` ensures a state instead of performing an action: on an incomplete cluster, whatever the
+reason, ``up`` completes it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _READY_SECONDS = 300.0
 
 
 def up(layout: Layout, options: Options) -> None:
-    """Bring the cluster up and return when a pod could be created on it."""
+    """Starts the cluster and returns when a pod can be created on it."""
     shell.require_root("A cluster")
     debian.install_missing(debian.CLUSTER_PACKAGES)
     built = binaries.build(layout)
@@ -51,7 +51,7 @@ def up(layout: Layout, options: Options) -> None:
 
 
 def down(layout: Layout) -> None:
-    """Take everything away that ``up`` made, however far it came; twice is fine."""
+    """Removes everything that ``up`` created, even if it failed half-way. Can be repeated."""
     if not layout.state.exists():
         return
     shell.require_root("Taking the cluster down")
@@ -61,7 +61,7 @@ def down(layout: Layout) -> None:
 
 
 def change(layout: Layout, name: str, *, stop: bool, start: bool) -> None:
-    """Stop one component, or start it unless it runs and wait until it serves, or both; pods go on running."""
+    """Stops one component, or starts it if necessary and waits until it serves, or both; pods keep running."""
     shell.require_root("Changing a component")
     if name not in NAMES:
         raise ClusterError(f"There is no component {name}: choose one of {', '.join(NAMES)}.")
@@ -155,7 +155,7 @@ def _wait(complaint: str, condition: Callable[[], bool]) -> None:
 
 
 def _take_down(layout: Layout) -> None:
-    """Kill rather than ask: all state goes, so there is nothing to save."""
+    """Kills processes without asking them to exit: all state is deleted, so there is nothing to save."""
     running = [process for name in NAMES if (process := find(layout, name))]
     processes.stop(running, grace_seconds=0)
     processes.kill_all(layout)
@@ -174,7 +174,7 @@ def _save_options(layout: Layout, options: Options) -> None:
 
 
 def options_of(layout: Layout) -> Options:
-    """What the cluster was brought up with; the defaults where there is none."""
+    """Returns the options that the cluster was started with; the defaults without a cluster."""
     try:
         return Options(**json.loads((layout.state / "options.json").read_text()))
     except FileNotFoundError:

@@ -20,7 +20,7 @@ from localcluster.shell import ClusterError
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One process, told apart from a later one with the same number."""
+    """One process, distinguished from a later one with the same PID."""
 
     pid: int
     start_ticks: int
@@ -32,15 +32,15 @@ class Process:
 
 
 def identify(pid: int) -> Process | None:
-    """The live process with this number; a zombie counts as gone once all its threads are.
+    """Returns the live process with this PID; a zombie counts as gone when all its threads are.
 
-    The first thread of a process that was killed may be a zombie while others still end, and hold ports meanwhile.
+    The first thread of a killed process may be a zombie while other threads still exit and hold ports.
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    # The command name may hold spaces and parentheses: count from its end.
+    # The command name may contain spaces and parentheses, so count from its end.
     fields = stat.rpartition(")")[2].split()
     is_gone = fields[0] == "Z" and int(fields[17]) <= 1
     return None if is_gone else Process(pid, int(fields[19]))
@@ -83,7 +83,7 @@ def recall(pid_file: Path) -> Process | None:
 
 
 def stop(processes: Sequence[Process], *, grace_seconds: float = 4.0) -> None:
-    """Ask all of them to end, wait together, then kill what is left."""
+    """Sends all of them SIGTERM, waits for all, then kills the remaining ones."""
     if grace_seconds > 0:
         _signal(processes, signal.SIGTERM)
         if _wait_gone(processes, grace_seconds):
@@ -226,7 +226,7 @@ def _descendants(tree: dict[int, list[int]], pid: int) -> list[int]:
 
 
 def _remove_tree(root: Path) -> bool:
-    """Remove a tree of control groups from its leaves; False while one is in use."""
+    """Removes a tree of control groups from its leaves; returns False while one is in use."""
     try:
         for child in root.iterdir():
             if child.is_dir() and not _remove_tree(child):

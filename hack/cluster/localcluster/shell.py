@@ -105,9 +105,9 @@ def run(
     cwd: Path | None = None,
     stdin: str | None = None,
 ) -> str:
-    """What the program wrote to its standard output.
+    """Returns the program's standard output.
 
-    Raises: ClusterError with the end of what it wrote when it fails.
+    Raises: ClusterError with the end of its output if it fails.
     """
     program = find_program(str(argv[0]))
     if program is None:

@@ -42,10 +42,10 @@ def check_manager(manager: str) -> None:
 def applied_status(
     resource: Resource, current: Object, patch: Object, *, manager: str, force: bool
 ) -> Object:
-    """The claim after `manager` applied `patch`, both in stored form: a field that `manager` owned, no longer names and
-    shares with no other manager is gone.
+    """Returns the claim after `manager` applied `patch`, both in stored form.
 
-    Raises: ApiFailure 400, 409 (others own a field with another value, without `force`), 422.
+    Removes fields that only `manager` owned and the patch no longer names. Raises: ApiFailure 400, 409
+    (others own a field with another value, without `force`), 422.
     """
     check_manager(manager)
     uid = (patch.get("metadata") or {}).get("uid")

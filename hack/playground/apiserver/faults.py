@@ -39,7 +39,7 @@ class Faults:
         self.silenced = 0
         """How often open connections were silenced; one that is from before that answers nothing."""
         self.watch_events: list[dict[str, Any]] | None = None
-        """All that a new watch brings before it ends; None if it is to be served."""
+        """All events of a new watch before it ends; None for a normal watch."""
 
     def fail(
         self,
@@ -57,12 +57,12 @@ class Faults:
             self._failures.append(Failure(count, status, reason, path, method, retry_after, body))
 
     def slow(self, path: str, seconds: float) -> None:
-        """Hold back answers to paths that contain `path`; 0 ends it."""
+        """Delays responses to paths that contain `path`; 0 ends it."""
         with self._lock:
             self._slow[path] = seconds
 
     def drip(self, path: str, pause_s: float) -> None:
-        """Answer paths that contain `path` byte by byte, with a pause before each; 0 ends it."""
+        """Responds to paths that contain `path` byte by byte, with a pause before each; 0 ends it."""
         with self._lock:
             self._drips[path] = pause_s
 
@@ -73,13 +73,15 @@ class Faults:
         self._wake()
 
     def silence_connections(self) -> None:
-        """Answer nothing on the connections that are open now; new ones work. So it is behind a load balancer that
-        keeps them although the server behind it is gone."""
+        """Stops responding on the currently open connections; new ones work.
+
+        This simulates a load balancer that keeps connections although the server behind it is gone.
+        """
         with self._lock:
             self.silenced += 1
 
     def end_watches(self, *events: dict[str, Any]) -> None:
-        """Answer each new watch with 200, these raw events and its end in order, at once."""
+        """Responds to each new watch with 200, these raw events and a regular end, at once."""
         self.watch_events = [*events]
 
     def clear(self) -> None:

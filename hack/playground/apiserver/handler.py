@@ -43,7 +43,7 @@ class _Drip:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """One connection; `api` is set by the server that made this class."""
+    """One connection; the server sets `api` in a subclass."""
 
     api: PlaygroundApiServer
     protocol_version = "HTTP/1.1"
@@ -52,7 +52,7 @@ class Handler(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
 
     def setup(self) -> None:
-        """A connection begins."""
+        """A connection starts."""
         super().setup()
         self._silenced = self.api.faults.silenced
 
@@ -167,13 +167,16 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class WatchCutError(Exception):
-    """The connection is to be dropped without a proper end."""
+    """The connection must be dropped without a proper end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """What a watch request asked for; `start` is the version to begin after, None for "from the list". With `is_list` a
-    bookmark shows where the list ends, which kubectl 1.36 waits for (`sendInitialEvents`)."""
+    """The parameters of a watch request. `start` is the version after which it begins, None for "from the
+    list".
+
+    With `is_list` a bookmark marks the end of the list, for which kubectl 1.36 waits (`sendInitialEvents`).
+    """
 
     route: Route
     selected: Predicate
@@ -184,7 +187,7 @@ class Watch:
 
     @classmethod
     def from_query(cls, route: Route, query: Mapping[str, str]) -> Watch:
-        """Raises: ApiFailure 400 for parameters that make no sense."""
+        """Raises: ApiFailure 400 for invalid parameters."""
         version = query.get("resourceVersion", "")
         seconds = query.get("timeoutSeconds", "")
         if (version and not version.isdigit()) or (seconds and not seconds.isdigit()):
@@ -206,12 +209,12 @@ class WatchServer:
     def __init__(self, store: Store, faults: Faults, bookmark_s: float, running: Callable[[], bool]) -> None:
         self._store = store
         self._faults = faults
-        self._cuts = faults.cuts  # made before the client knows of its watch: no cut is missed
+        self._cuts = faults.cuts  # read before the client knows of its watch, so that no cut is missed
         self._bookmark_s = bookmark_s
         self._running = running
 
     def serve(self, watch: Watch, write: Callable[[bytes], None]) -> None:
-        """Return at the watch's timeout. Raises: WatchCutError; OSError if the client left."""
+        """Returns at the watch's timeout. Raises: WatchCutError; OSError if the client disconnected."""
         if self._faults.watch_events is not None:
             for event in self._faults.watch_events:
                 write(_line(event["type"], event["object"]))

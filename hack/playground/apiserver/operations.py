@@ -74,7 +74,7 @@ class Operations:
     def delete(
         self, resource: Resource, key: Key, preconditions: Mapping[str, str], *, dry_run: bool = False
     ) -> Object:
-        """The object, which is gone at once, whatever its finalizers. Raises: ApiFailure 404, 409."""
+        """Deletes the object at once, whatever its finalizers, and returns it. Raises: ApiFailure 404, 409."""
         with self.store.changed:
             before = self._existing(resource, key)
             _check_preconditions(resource, before, preconditions)

@@ -122,7 +122,7 @@ def document(path: str, served: tuple[str, ...], minor: int) -> dict[str, Any] |
 
 
 def _schema(group: str, version: str) -> dict[str, Any]:
-    """As much of an OpenAPI document as `kubectl apply` looks for: it leaves validation to this server."""
+    """Returns the parts of an OpenAPI document that `kubectl apply` needs if the server does the validation."""
     patches = {
         f"/{resource.plural}/{{name}}": {
             "patch": {

@@ -159,8 +159,11 @@ def _list_document(route: Route, items: list[Object], version: int) -> dict[str,
 
 
 def _page(document: dict[str, Any], query: Mapping[str, str]) -> dict[str, Any]:
-    """The part of a list that `limit` and `continue` ask for. Like the real server it refuses to go on with a list
-    whose objects have changed too long ago; here, at all: clients have to know that answer."""
+    """Returns the part of a list for `limit` and `continue`.
+
+    Like the real server, it rejects `continue` if the list's objects have changed; here even after any
+    change, because clients must handle that.
+    """
     items, metadata = document["items"], document["metadata"]
     version, start = metadata["resourceVersion"], 0
     if query.get("continue"):

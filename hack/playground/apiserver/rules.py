@@ -1,6 +1,8 @@
-"""Validation of slices, claims and events, as far as a driver meets it, to the limits of Kubernetes 1.34 to 1.37.
+"""Validation of slices, claims and events, as far as a driver needs it, with the limits of Kubernetes 1.34 to
+1.37.
 
-Source: the API's validation. It knows more rules; `make e2e` asks a real API server about all that we publish.
+Source: the API's validation, which has more rules; `make e2e` checks everything that we publish with a real
+API server.
 """
 
 from __future__ import annotations
@@ -69,10 +71,10 @@ _SEMVER = re.compile(
 _CONDITION_REASON = re.compile(r"[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?")
 _WORDS = Words(names_found=False)
 _NOT_DECODED = ("must be an object", "must be a list")
-"""What the API server refuses before it looks at values."""
+"""Errors that the API server reports before it checks values."""
 
 _KINDS = {"items, at most": "Too many", "may not be more than": "Too long", "is required": "Required value"}
-"""By a part of a fault's text: how the API server begins."""
+"""By a part of a fault's text: the start of the API server's message."""
 
 
 def generated_name(prefix: str) -> str:

@@ -35,7 +35,7 @@ __all__ = ["PlaygroundApiServer", "RecordedRequest", "self_signed"]
 _random = random.SystemRandom()  # tests that seed the common one would all choose the same port
 _LASTING_PORTS = (20000, 30000)  # below the range from which a kernel takes ports for outgoing connections
 _TLS_HANDSHAKE = b"\x16"
-_SO_ATTACH_FILTER = 26  # of Linux; the module socket has no name for it
+_SO_ATTACH_FILTER = 26  # Linux; the module socket has no name for it
 _WRITES = ("POST", "PUT", "PATCH", "DELETE")
 
 
@@ -53,9 +53,9 @@ class RecordedRequest:
 class PlaygroundApiServer:
     """An API server on loopback; a context manager, or `start()` and `stop()`.
 
-    Objects survive `stop()` and a later `start()`, which takes the same port again. `tokens` None lets
-    everybody in. `minor` is that of the release of Kubernetes, from 34 on; `gates` override its defaults.
-    `tls` is (certificate file, key file); once there is one, the port answers plain HTTP and TLS alike.
+    Objects survive `stop()` and a later `start()`, which uses the same port again. `tokens` None allows
+    everyone. `minor` is that of the Kubernetes release, from 34 on; `gates` override its defaults. `tls` is
+    (certificate file, key file); with them, the port serves both plain HTTP and TLS.
     """
 
     def __init__(
@@ -127,8 +127,10 @@ class PlaygroundApiServer:
             self._http = None
 
     def vanish(self) -> None:
-        """Lose every packet that comes on the connections that are open now; new ones work. So it is when a server
-        loses its network and another one takes over its address. Needs root."""
+        """Drops every packet on the currently open connections; new ones work. Needs root.
+
+        This simulates a server that loses its network while another one takes over its address.
+        """
         assert self._http is not None
         self._http.drop_packets()
 
@@ -137,7 +139,7 @@ class PlaygroundApiServer:
         return not self._stopping.is_set()
 
     def pause(self, seconds: float) -> None:
-        """Hold an answer back; a stop ends the wait."""
+        """Delays a response; `stop` ends the delay."""
         if seconds:
             self._stopping.wait(seconds)
 
@@ -255,7 +257,7 @@ class _Http(ThreadingHTTPServer):
         self.server_close()
 
     def close_all(self) -> None:
-        """End the accept loop and break every connection."""
+        """Ends the accept loop and breaks every connection."""
         _shut(self.socket)
         with self._open_lock:
             self._closing = True
@@ -302,7 +304,7 @@ class _Http(ThreadingHTTPServer):
 
 
 def _on_a_lasting_port(handler: Any) -> _Http:
-    """On a port that no outgoing connection can take while the server is stopped, unlike those of port 0."""
+    """Uses a port that no outgoing connection can take while the server is stopped, unlike those of port 0."""
     while True:
         try:
             return _Http(("127.0.0.1", _random.randrange(*_LASTING_PORTS)), handler)
@@ -313,7 +315,7 @@ def _on_a_lasting_port(handler: Any) -> _Http:
 
 def _shut(connection: socket.socket) -> None:
     with contextlib.suppress(OSError):
-        socket.socket.shutdown(connection, socket.SHUT_RDWR)  # below TLS: its reader may be at work
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)  # below TLS, whose reader may be busy
 
 
 def _tls_context(files: tuple[Path, Path] | None) -> ssl.SSLContext | None:

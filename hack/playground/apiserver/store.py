@@ -105,16 +105,16 @@ class Store:
             return list(newest_first)[::-1]
 
     def wait_after(self, version: int, timeout_s: float, unless: Callable[[], bool]) -> None:
-        """Return once there is something after `version`, at a `wake`, or after `timeout_s`.
+        """Returns when there is something after `version`, at a `wake`, or after `timeout_s`.
 
-        `unless` is asked under the lock, so that a change is not missed in between.
+        `unless` is called under the lock, so that no change is missed in between.
         """
         with self.changed:
             if self._version == version and not unless():
                 self.changed.wait(timeout_s)
 
     def wake(self) -> None:
-        """Let all watchers look around."""
+        """Wakes all watchers."""
         with self.changed:
             self.changed.notify_all()
 
@@ -128,7 +128,7 @@ class Store:
 
 
 def copy_json(value: _T) -> _T:
-    """A deep copy, as if the value had gone over the wire."""
+    """Returns a deep copy, as if the value had been sent over the network."""
     return json.loads(json.dumps(value))  # type: ignore[no-any-return]
 
 

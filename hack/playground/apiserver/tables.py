@@ -1,4 +1,4 @@
-"""Objects as `kubectl get` asks for them: columns and rows, with the metadata of each object."""
+"""Tables for `kubectl get`: columns and rows, with the metadata of each object."""
 
 from __future__ import annotations
 
