@@ -189,8 +189,17 @@ def _kept_taints(
         return device_taints(device, states, instances, policy, pending, layouts.get(device.gpu.uuid))
 
     withdraws = settings.unhealthy_devices == "withdraw"
-    withheld = withdrawals(taints, state.records, settings.sharing) if withdraws else none_withheld
-    return taints, withheld, [*state.notes, *state.faults]
+    ill = withdrawals(taints, state.records, settings.sharing) if withdraws else none_withheld
+    serviced = {uuid: one for one in state.maintenances for uuid in one.gpu_uuids}
+    notes = [
+        f"{uuid}: withdrawn for maintenance claim {one.claim.namespace}/{one.claim.name}, {one.text}"
+        for uuid, one in serviced.items()
+    ]
+    return (
+        taints,
+        lambda device: device.gpu.uuid in serviced or ill(device),
+        [*notes, *state.notes, *state.faults],
+    )
 
 
 def possible_profiles(settings: Settings) -> tuple[list[MigProfile], list[str]]:

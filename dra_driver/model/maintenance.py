@@ -111,8 +111,8 @@ def overdue_problems(found: Iterable[Maintenance]) -> list[NodeProblem]:
     return [
         NodeProblem(
             "maintenance-overdue",
-            f"Maintenance claim {one.claim.namespace}/{one.claim.name} is {one.text}: NVML is open again, but "
-            f"{', '.join(one.gpu_uuids)} stays withdrawn until the claim ends; delete its pod",
+            f"Maintenance claim {one.claim.namespace}/{one.claim.name} is {one.text}: NVML is open again, but its GPUs "
+            f"({', '.join(one.gpu_uuids)}) stay withdrawn until the claim ends; delete its pod",
             one.claim.uid,
             one.claim,
         )

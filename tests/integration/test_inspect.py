@@ -6,12 +6,16 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from dra_driver.journal.records import RecordStore
+from dra_driver.model.record import StartMaintenance
+from tests.fakes.samples import record
 from tests.fakes.waiting import eventually
 from tests.host.trees import VERSION, driver_root, put_elf_libraries
 from tests.integration.conftest import Node, poll_all
@@ -79,6 +83,19 @@ def test_taints_and_sharing_are_shown_as_published(node: Node, tmp_path: Path) -
     assert set(names) - set(left) == {names[3], names[5]}
     # A machine that is simulated for this command alone is well.
     assert "TAINTS" not in call("inspect", "--simulate", "dgx-h100").stdout
+
+
+def test_gpu_in_maintenance_is_left_out_and_named(node: Node) -> None:
+    names = [device["name"] for device in node.devices()]
+    uuid = node.machine.gpu(2).uuid
+    service = replace(record(phase="preparing"), steps=(StartMaintenance((uuid,), "Wait", 900),))
+    RecordStore(node.settings.plugin_directory / "claims").save(service)
+    done = call("inspect", "-o", "json", *options(node))
+    shown = [
+        device["name"] for entry in json.loads(done.stdout)["items"] for device in entry["spec"]["devices"]
+    ]
+    assert set(names) - set(shown) == {names[2]}
+    assert f"{uuid}: withdrawn for maintenance claim default/claim-uid-other, waiting" in done.stderr
 
 
 @pytest.mark.parametrize(

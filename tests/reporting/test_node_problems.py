@@ -99,8 +99,8 @@ def test_problem_of_a_claim_has_an_event_on_the_claim_once(bench: Bench) -> None
     ]
     [problem] = overdue_problems(found)
     text = (
-        "Maintenance claim ops/reset is overdue since 20:05: NVML is open again, but GPU-1, GPU-2 stays withdrawn "
-        "until the claim ends; delete its pod"
+        "Maintenance claim ops/reset is overdue since 20:05: NVML is open again, but its GPUs "
+        "(GPU-1, GPU-2) stay withdrawn until the claim ends; delete its pod"
     )
     assert bench.turn(problem) == [
         ("MaintenanceOverdue", text, True),
