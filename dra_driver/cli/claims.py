@@ -1,4 +1,4 @@
-"""`gpu-dra-driver claims`: what is prepared on this node, by whom, since when."""
+"""`gpu-dra-driver claims`: the prepared claims on this node, their pods and ages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _STEPS = {
     "leave_mig_mode": "MIG mode", "start_maintenance": "maintenance", "write_device_metadata": "device metadata",
     "write_cdi_spec": "CDI spec",
 }  # fmt: skip
-"""The steps of a Prepare, for people."""
+"""The steps of a Prepare, as text for people."""
 
 
 def claims(given: Namespace) -> None:
@@ -54,7 +54,7 @@ def _lines(found: NodeClaims, directory: Path, width: int | None) -> list[str]:
 
 
 def _failing(one: FailingClaim, width: int | None) -> str:
-    """`team/train  PREPARE FAILING for 10m, 7 tries: why`."""
+    """Return a line such as `team/train  PREPARE FAILING for 10m, 7 tries: why`."""
     tries = "1 try" if one.count == 1 else f"{one.count} tries"
     lasted = age_text(max(0.0, time.time() - one.since))
     head = f"{one.ref.namespace}/{one.ref.name}  {one.operation.upper()} FAILING for {lasted}, {tries}: "
@@ -62,7 +62,7 @@ def _failing(one: FailingClaim, width: int | None) -> str:
 
 
 def _state(claim: PreparedClaim, running: RunningStep | None) -> Iterator[str]:
-    """`Prepared 3s ago`, or what is being done for the claim, and then only what is wrong or unknown."""
+    """Yield `Prepared 3s ago` or the running step, and then only what is wrong or unknown."""
     if claim.phase == "prepared":
         yield "Prepared" if claim.age_s is None else f"Prepared {age_text(claim.age_s)} ago"
     elif running is not None:
@@ -78,7 +78,7 @@ def _state(claim: PreparedClaim, running: RunningStep | None) -> Iterator[str]:
 
 
 def pods_text(pods: Pods) -> str:
-    """`pod a`, `pods a, b, c, d and 12 more`, `no pod`, or `pods unknown`."""
+    """Return `pod a`, `pods a, b, c, d and 12 more`, `no pod`, or `pods unknown`."""
     if pods is None:
         return "pods unknown"
     if not pods:

@@ -1,4 +1,4 @@
-"""`gpu-dra-driver cleanup`: the pending cleanup of claims, and another try."""
+"""`gpu-dra-driver cleanup`: lists pending cleanups, and retries them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`gpu-dra-driver cluster`, also `kubectl gpus`: the GPUs of the cluster, who has them, and who waits for them."""
+"""`gpu-dra-driver cluster`, also `kubectl gpus`: the cluster's GPUs, the claims that hold them, and the pods
+that wait.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ _TIMEOUT_S = 60.0
 _PAGE = 500
 _PAGE_OF_SLICES = 100
 _FORGOTTEN = 410
-"""A list took so long that the server forgot how it looked at its beginning."""
+"""The list took so long that the server no longer has the version of its beginning."""
 _MAX_UNKNOWN = 5
 _GROUP = "/apis/resource.k8s.io/v1"
 _METRICS_AT_ONCE = 16
@@ -72,7 +74,7 @@ def cluster(given: Namespace) -> None:
     shown = {"totals": asdict(totals), "rows": [asdict(row) for row in rows], "unknown": look.unknown}
     answer(given.output, partial(_lines, rows, totals), lambda: shown)
     if given.output.is_for_people:
-        sys.stdout.flush()  # in this order also where both go into one pipe
+        sys.stdout.flush()  # keeps the order if both go into one pipe
         left = len(look.unknown) - _MAX_UNKNOWN
         more = [f"{left} more (-o json has all)"] if left > 0 else []
         for text in (*look.unknown[:_MAX_UNKNOWN], *more):
@@ -95,8 +97,11 @@ def _pods(row: Row) -> str:
 
 
 class _Look:
-    """Reads the cluster. `unknown` says what could not be read, and why: objects that break the rules of the API are
-    among it, which an API server does not let happen but a proxy may."""
+    """Reads the cluster. `unknown` lists what could not be read, and why.
+
+    It includes objects that violate the rules of the API, which an API server does not allow but a proxy may
+    return.
+    """
 
     def __init__(self, client: ApiClient, driver: str) -> None:
         self._client = client
@@ -104,8 +109,10 @@ class _Look:
         self.unknown: list[str] = []
 
     def read(self, *, with_usage: bool) -> tuple[list[Row], Totals]:
-        """Rows and totals. Raises: FatalError that names the right that is missing; ApiUnavailableError,
-        ApiRejectedError."""
+        """Return rows and totals.
+
+        Raises: FatalError that names the missing permission; ApiUnavailableError, ApiRejectedError.
+        """
         driver = self._driver
         of_driver = {"fieldSelector": f"spec.driver={driver}"}
         slices = self._list(f"{_GROUP}/resourceslices", rules.seen_slice, _PAGE_OF_SLICES, of_driver)
@@ -127,7 +134,9 @@ class _Look:
         limit: int = _PAGE,
         query: dict[str, str] | None = None,
     ) -> list[T]:
-        """What `seen` makes of each object; read in one piece if the server forgets the list before its end."""
+        """Return `seen` of each object. If the server drops the list before its end, it is read again in one
+        piece.
+        """
         plural, more = path.rpartition("/")[2], {"limit": str(limit)}
         found: list[T] = []
         while True:
@@ -160,7 +169,7 @@ class _Look:
             self.unknown.append(f"{plural} {name or 'without a name'} is left out, it cannot be read: {why}")
 
     def _loads(self) -> dict[Slot, Used]:
-        """The use of each device of a claim, by pool and device name."""
+        """Return the use of each device of a claim, by pool and device name."""
         plugins = {"labelSelector": "app.kubernetes.io/component=node"}
         listed = self._list("/api/v1/pods", partial(rules.plugin_pod, driver=self._driver), query=plugins)
         pods = [pod for pod in listed if pod is not None]
@@ -183,7 +192,7 @@ class _Look:
             except (ApiRejectedError, ApiUnavailableError, ValueError) as error:
                 problems[pod.node] = _why_unmeasured(error, pod)
             else:
-                # In a rolling update a node has two pods, of which one may be about to end.
+                # During a rolling update a node has two pods, one of which may be about to exit.
                 answered.add(pod.node)
                 loads |= {(pod.node, device): load for device, load in found.items()}
         left = [f"node {node}: {text}" for node, text in problems.items() if node not in answered]
@@ -192,7 +201,7 @@ class _Look:
 
 
 def _explained(error: ApiRejectedError, resource: str) -> Exception:
-    """With what to do about it."""
+    """Return the error with a remedy."""
     if error.status == 401:
         return FatalError(
             "the API server does not accept these credentials; they may have expired: log in again"

@@ -1,4 +1,4 @@
-"""The commands of `gpu-dra-driver`. The module of one is imported when it is called."""
+"""The commands of `gpu-dra-driver`. A command's module is imported when it is called."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Final
 
 from dra_driver import __version__
 from dra_driver.app.settings import Flag
-from dra_driver.cli.flags import Command, Parser, near, read
+from dra_driver.cli.flags import Command, Parser, read, suggestion
 from dra_driver.errors import DraDriverError, InvalidConfigError
 from dra_driver.model.schema import Choice
 
 DAEMONS = ("run", "mps-host")
-"""Commands that stay."""
+"""Commands that run until they are stopped."""
 _PROGRAM = "gpu-dra-driver"
 _EXIT_USAGE = 2
 
@@ -34,7 +34,7 @@ def _completion(given: argparse.Namespace) -> None:
 
 
 def _complete_values(parser: argparse.ArgumentParser, files: object) -> None:
-    """What may stand for the values of all flags: words, or files."""
+    """Set the completions of all flag values: words, or files."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for child in action.choices.values():
@@ -90,10 +90,12 @@ def _parser(command: Command, prog: str, *, is_whole: bool = False) -> Parser:
 
 
 def call(arguments: Sequence[str], called: str | None = None) -> int:
-    """Carry one command out; its exit code. `called` is the name of the command for its help, if that is another one.
-    Raises: InvalidConfigError for what was mistyped, and as the command."""
+    """Run one command; returns its exit code. `called` replaces the command's name in its help.
+
+    Raises: InvalidConfigError for wrong usage; the errors of the command.
+    """
     if arguments and arguments[0] in DAEMONS:
-        # structlog imports rich for coloured tracebacks, which a daemon never draws: 7 MiB and 45 ms.
+        # structlog imports rich for coloured tracebacks, which a daemon never prints: 7 MiB and 45 ms.
         sys.modules["rich"] = None  # type: ignore[assignment]
         return _carried_out(arguments, called)
     if threading.current_thread() is threading.main_thread():
@@ -107,7 +109,7 @@ def call(arguments: Sequence[str], called: str | None = None) -> int:
     except OSError as error:
         if error.filename is not None:
             raise DraDriverError(f"{error.filename} cannot be used: {error.strerror}") from error
-        # What is left in the buffer would fail once more when Python ends.
+        # Otherwise flushing the buffer would fail again when Python exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         if isinstance(error, BrokenPipeError):
             return 1
@@ -115,7 +117,7 @@ def call(arguments: Sequence[str], called: str | None = None) -> int:
 
 
 def _ended(number: int, _frame: object) -> None:
-    """End as Ctrl-C does, so that nothing is left behind."""
+    """Exit like Ctrl-C, so that everything is cleaned up."""
     raise SystemExit(128 + number)
 
 
@@ -130,10 +132,10 @@ def _carried_out(arguments: Sequence[str], called: str | None) -> int:
         if word.startswith("-"):
             parser.parse_args([word])
         if word not in command.commands:
-            parser.error(f"there is no command {word}{near(word, command.commands)}")
+            parser.error(f"there is no command {word}{suggestion(word, command.commands)}")
         command, prog = command.commands[word].loaded(), f"{prog} {word}"
     given = read(_parser(command, called or prog), command.flags, words)
     faults = tuple(given.faults.values())
-    if faults and not hasattr(given, "config"):  # with a configuration `resolve` reports them all
+    if faults and not hasattr(given, "config"):  # with a configuration file, `resolve` reports them all
         raise InvalidConfigError("; ".join(faults), faults=faults)
     return command.act(given) or 0

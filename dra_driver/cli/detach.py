@@ -1,4 +1,4 @@
-"""`gpu-dra-driver detach`: close NVML on this node for a while."""
+"""`gpu-dra-driver detach`: closes NVML on this node for a while."""
 
 from __future__ import annotations
 
@@ -66,11 +66,12 @@ def _seconds(duration: str) -> int:
 
 
 def detach_node(settings: Settings, seconds: int, gpus: Sequence[str], *, force: bool) -> str:
-    """Have every instance of gpu-dra-driver on this node close NVML for `seconds`; returns a text for the user. `gpus`
-    are those whose claims count, all if empty.
+    """Close NVML in every instance of gpu-dra-driver on this node for `seconds`; returns a text for the user.
 
-    Raises: ClaimsInTheWayError, unless `force`; InvalidConfigError if there is no such GPU; NvmlInUseError if an
-    instance does not close it; StateError.
+    Only claims on `gpus` count, or all claims if it is empty.
+
+    Raises: ClaimsInTheWayError, unless `force`; InvalidConfigError for an unknown GPU; NvmlInUseError if an
+    instance does not close NVML; StateError.
     """
     machine = CommandMachine(settings)
     chosen = chosen_gpus(machine, gpus) if gpus and not force else None
@@ -98,8 +99,11 @@ def detach_node(settings: Settings, seconds: int, gpus: Sequence[str], *, force:
 
 
 def chosen_gpus(machine: CommandMachine, names: Sequence[str]) -> frozenset[str]:
-    """The UUIDs of named GPUs, also of one that was lost, and while NVML is closed, which is only opened for names that
-    the files do not have: a GPU may hang. Raises: InvalidConfigError."""
+    """Return the UUIDs of the named GPUs, including lost ones.
+
+    NVML is opened only for names that the files do not have, because a GPU may hang. Raises:
+    InvalidConfigError.
+    """
     known, inventory = known_gpus(machine), None
     with suppress(InvalidConfigError):
         return named_gpus(names, None, known, is_whole=True)
@@ -111,7 +115,9 @@ def chosen_gpus(machine: CommandMachine, names: Sequence[str]) -> frozenset[str]
 
 
 def known_gpus(machine: CommandMachine) -> Mapping[str, str]:
-    """The UUIDs that files of the plugin and of the NVIDIA driver know, by device name, PCI bus ID and UUID."""
+    """Return the UUIDs known from files of the plugin and the NVIDIA driver, by device name, PCI bus ID and
+    UUID.
+    """
     known: dict[str, str] = {}
     state = machine.state()
     for record in state.records:
@@ -129,7 +135,7 @@ def known_gpus(machine: CommandMachine) -> Mapping[str, str]:
 
 
 def attach_node(settings: Settings) -> str:
-    """End what `detach_node` began. Raises: StateError."""
+    """End a detachment. Raises: StateError."""
     detachments = CommandMachine(settings).detachments
     was = detachments.now()
     detachments.end()

@@ -1,4 +1,4 @@
-"""`gpu-dra-driver device-classes`: DeviceClasses for the MIG profiles of a machine or a fleet."""
+"""`gpu-dra-driver device-classes`: prints DeviceClasses for the MIG profiles of a machine or a fleet."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def device_classes(given: Namespace) -> None:
 
 
 def _yaml(classes: list[JsonObject]) -> str:
-    """Documents with expressions as block text, as a person would write them."""
+    """Return the documents, with expressions as block text, as a person would write them."""
     import yaml
 
     class Dumper(yaml.SafeDumper):

@@ -1,4 +1,4 @@
-"""`gpu-dra-driver doctor`: is everything there that the node needs, is every GPU well, and if not, what to do."""
+"""`gpu-dra-driver doctor`: checks what the node needs and the health of its GPUs, and suggests remedies."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def doctor(given: Namespace) -> int:
 
 
 _LAST = ("OK", "SKIP", "WARN", "FAIL")
-"""Problems come last, where a person looks first."""
+"""Problems come last, where people look first."""
 
 
 def _print(outcomes: Sequence[Outcome], output: Output, *, is_colored: bool) -> None:
@@ -94,8 +94,8 @@ def _print(outcomes: Sequence[Outcome], output: Output, *, is_colored: bool) -> 
             if finding.remedy is not None:
                 yield hanging(f"      {'':<{names}}  -> ", finding.remedy, width)
         bad = counts["FAIL"] + counts["WARN"]
-        told = f"{counted(bad, 'problem')}: " if bad else "no problem: "
-        yield "\n" + told + ", ".join(f"{count} {status}" for status, count in counts.items())
+        summary = f"{counted(bad, 'problem')}: " if bad else "no problem: "
+        yield "\n" + summary + ", ".join(f"{count} {status}" for status, count in counts.items())
 
     checks = [{"check": outcome.check, **asdict(outcome.finding)} for outcome in outcomes]
     verdicts = verified([(outcome.check, outcome.finding) for outcome in outcomes])
@@ -104,14 +104,14 @@ def _print(outcomes: Sequence[Outcome], output: Output, *, is_colored: bool) -> 
 
 _API_TIMEOUT_S = 4.0
 _NVML_WAIT_S = 4.0
-"""Less than a check may take: what is written down is shown also while NVML hangs."""
+"""Less than a check may take, so that kept state is shown even if NVML hangs."""
 
 
 def doctor_checks(settings: Settings) -> list[Check]:
-    """All checks of `doctor`, in the order in which it prints them."""
+    """Return all checks of `doctor`, in output order."""
     machine = CommandMachine(settings)
     snapshot = NodeSnapshot(machine)
-    # NVML is opened once: in one process, one session would shut down the other's.
+    # NVML is opened only once, because in one process one session would shut down the other's.
     inventory = Shared(lambda: bounded("NVML", snapshot.read_inventory, _NVML_WAIT_S))
     state = Shared(machine.state)
 
@@ -140,7 +140,7 @@ def doctor_checks(settings: Settings) -> list[Check]:
         lambda: gpu_users(
             "/proc",
             {pod.uid for one in state.get().records for pod in one.claim.pods or ()},
-            # The processes are those of this host, and use other GPUs than those of a simulated machine.
+            # The processes are the host's, and use other GPUs than those of a simulated machine.
             None if settings.simulate is None else os.path.realpath(machine.paths.host_driver_root),
         ),
         settings.extra_devices,

@@ -1,4 +1,6 @@
-"""Commands as data: the argparse parser of their flags, and the values of what was typed or is in the environment."""
+"""Commands as data: the argparse parser of their flags, and their values from the command line and the
+environment.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ CLUSTER_KUBECONFIG = Flag(
 
 
 def of_run(*names: str) -> tuple[Flag, ...]:
-    """The flags of `run` that another command takes too."""
+    """Return those flags of `run` that another command shares."""
     return tuple(FLAGS[name] for name in names)
 
 
@@ -41,16 +43,16 @@ OF_NODE = of_run(
     "driver_name", "kubelet_plugins_directory_path", "cdi_root", "config", "nvidia_driver_root",
     "container_driver_root", "simulate", "simulator_dir", "device_names", "http_endpoint",
 )  # fmt: skip
-"""Of each command that reads what gpu-dra-driver has on a node."""
+"""Shared by all commands that read the plugin's state on a node."""
 
 
 def switch(name: str, help_text: str, *spelled: str) -> Flag:
-    """A flag that is given or not."""
+    """Return a flag without a value."""
     return Flag(name, help_text, Scalar(bool), spelled, env=(), default=False)
 
 
 def usual_kubeconfig() -> str | None:
-    """Where kubectl looks; None in a pod."""
+    """Return kubectl's default kubeconfig; None if there is none, as in a pod."""
     if named := os.environ.get("KUBECONFIG", "").strip(os.pathsep):
         return named
     usual = Path("~/.kube/config").expanduser()
@@ -58,7 +60,7 @@ def usual_kubeconfig() -> str | None:
 
 
 class Parser(argparse.ArgumentParser):
-    """Argparse's, with one sentence for what it cannot understand, and help as wide as the terminal."""
+    """An argument parser with one-sentence errors, and help as wide as the terminal."""
 
     def __init__(self, prog: str, about: str, usage: str, **more: Any) -> None:
         super().__init__(
@@ -76,7 +78,7 @@ class Parser(argparse.ArgumentParser):
         self.flags.add_argument("-h", "--help", action="help", help="Show this message and exit.")
 
     def error(self, message: str) -> NoReturn:
-        """Raises: InvalidConfigError."""
+        """Raise InvalidConfigError."""
         raise InvalidConfigError(f"{message}; `{self.prog} --help` says more")
 
 
@@ -109,11 +111,12 @@ class _HelpText(argparse.HelpFormatter):
 
 @dataclass(frozen=True)
 class Command:
-    """One command, or a group of `commands` by their names. `about` is what its help says beside the summary, and
-    `examples` are words after its name.
+    """A command, or a group of `commands` by name. Its help shows `about` after the summary; `examples` are
+    arguments.
 
-    `act` carries it out with the values of its flags and returns the exit code, None for 0. With a `module` of `cli`
-    all but the summary is there: FLAGS, EXAMPLES, a function of the module's name with its docstring, COMMANDS.
+    `act` runs it with the values of its flags and returns the exit code (None for 0). A `module` of `cli`
+    provides everything except the summary: FLAGS, EXAMPLES, COMMANDS, and a function of the module's name whose
+    docstring is `about`.
     """
 
     summary: str
@@ -125,7 +128,7 @@ class Command:
     examples: Sequence[str] = ()
 
     def loaded(self) -> Command:
-        """With what its module says."""
+        """Return the command with the content of its module."""
         if not self.module:
             return self
         module = importlib.import_module(f"dra_driver.cli.{self.module}")
@@ -135,7 +138,7 @@ class Command:
         return Command(self.summary, self.about or act.__doc__ or "", flags, act, commands, examples=examples)
 
     def parser(self, prog: str, *, is_whole: bool = False) -> Parser:
-        """For its help and what was typed, and if it is whole for all commands below it."""
+        """Return the parser of this command; with `is_whole`, including all commands below it."""
         parser = Parser(prog, *self._texts())
         if self.examples:
             parser.epilog = "\n".join([_EXAMPLES, *(f"  {prog} {words}".rstrip() for words in self.examples)])
@@ -174,13 +177,13 @@ def _add(parser: Parser, flag: Flag) -> None:
     if flag.count:
         parser.arguments.add_argument(flag.name, help=text, **form)
     else:
-        # Names of NVIDIA's own driver, which have underscores, come after ours.
+        # Names of NVIDIA's own driver, which contain underscores, come last.
         spelled = sorted(flag.spellings, key=lambda name: "_" in name)
         parser.flags.add_argument(*spelled, dest=flag.name, help=text, **form)
 
 
 def _help(flag: Flag) -> str:
-    """What it is, its range, its default and its environment variables."""
+    """Return the flag's help: description, range, default and environment variables."""
     parts = [flag.help or ""]
     if isinstance(flag.kind, Scalar) and flag.kind.type in (int, float):
         bounds = [(flag.kind.least, "from"), (flag.kind.most, "to")]
@@ -198,7 +201,7 @@ def _called(flag: Flag) -> str:
 
 
 def _kind(flag: Flag) -> str:
-    """What stands for the value in the help."""
+    """Return the placeholder of the value in the help."""
     if flag.metavar is not None:
         return flag.metavar
     if isinstance(flag.kind, Choice):
@@ -213,19 +216,19 @@ def _is_switch(flag: Flag) -> bool:
 def read(
     parser: Parser, flags: Sequence[Flag], arguments: Sequence[str], environ: Mapping[str, str] = os.environ
 ) -> argparse.Namespace:
-    """The value of each flag by its name; `faults` are what is wrong with flags and variables, by the flag.
+    """Return the value of each flag by name. `faults` has what is wrong with flags and variables, by flag.
 
-    A flag wins over its environment variable. Raises: InvalidConfigError for what argparse refuses, SystemExit for
-    --help.
+    A flag overrides its environment variable. Raises: InvalidConfigError for what argparse refuses; SystemExit
+    for --help.
     """
     found, unknown = parser.parse_known_intermixed_args(arguments)
     faults: dict[str, str] = {}
     for word in unknown:
         name = word.partition("=")[0]
         if name.strip("-") and name.startswith("-"):
-            meant = near(name, parser._option_string_actions) or f"; `{parser.prog} --help` says more"
+            meant = suggestion(name, parser._option_string_actions) or f"; `{parser.prog} --help` says more"
             faults[word] = f"there is no flag {name}{meant}"
-        elif name != "--" and not faults:  # else it may be the value of a flag that does not exist
+        elif name != "--" and not faults:  # otherwise it may be the value of an unknown flag
             faults[word] = f"there is no argument {word}"
     given = argparse.Namespace(faults=faults)
     for flag in flags:
@@ -256,7 +259,7 @@ def _value(flag: Flag, found: Mapping[str, Any], environ: Mapping[str, str], fau
 
 
 def _typed(flag: Flag, text: Any) -> Any:
-    """A number or a switch if the text is one; else the text, and what checks it says what is wrong."""
+    """Convert a number or a switch; other texts are returned unchanged, and validated later."""
     kind = flag.kind.type if isinstance(flag.kind, Scalar) else str
     if kind is bool and isinstance(text, str):
         word = text.strip().lower()
@@ -267,8 +270,8 @@ def _typed(flag: Flag, text: Any) -> Any:
         return text
 
 
-def near(word: str, known: Iterable[str]) -> str:
-    """Which of those may be meant, in brackets; empty if none."""
+def suggestion(word: str, known: Iterable[str]) -> str:
+    """Return a suggestion in brackets for a misspelt word; empty if there is none."""
     import difflib
 
     found = difflib.get_close_matches(word, [*known], 1)

@@ -1,4 +1,4 @@
-"""`gpu-dra-driver inspect`: the slices that this machine would publish, without a cluster."""
+"""`gpu-dra-driver inspect`: prints the slices that this machine would publish, without a cluster."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from dra_driver.slices.rules.build import Taints, build_pool, none_withheld, unt
 from dra_driver.slices.rules.diff import Owner, slice_changes
 
 WIDTH = 100
-"""Of a drawing at most."""
+"""The maximum width of a drawing."""
 _WIDEST_CELL = 18
 _MAX_SLICES = 16
 
@@ -76,7 +76,7 @@ def inspect(given: Namespace) -> None:
     output, mig = given.output, given.mig
     if mig and not output.is_for_people:
         raise InvalidConfigError(f"--mig prints a drawing for people; leave out -o {output}, or --mig")
-    # A machine that is simulated just for this command has no past.
+    # A machine that is simulated only for this command has no earlier state.
     is_empty = given.simulate is not None and given.simulator_dir is None
     with scratch_settings("inspect", vars(given), given.config, "error") as settings:
 
@@ -85,7 +85,7 @@ def inspect(given: Namespace) -> None:
             more: list[str] = []
             with ExitStack() as session:
                 if output.is_for_people:
-                    # Without --mig a node without NVML has its slices, or its error, all the same.
+                    # Without --mig, a node without NVML still shows its slices or its error.
                     with nullcontext() if mig else suppress(NvmlUnavailableError):
                         maps, more = mig_maps(settings, session)
                 slices, notes = ([], []) if mig else slices_to_publish(settings, is_empty=is_empty)
@@ -125,7 +125,7 @@ def inspect(given: Namespace) -> None:
 
 
 def _names(device: JsonObject) -> set[str]:
-    """All names that people give a device, and for a MIG device the GPU that it is part of."""
+    """Return all names of a device, and for a MIG device those of its GPU."""
     name, attributes = str(device["name"]), device.get("attributes", {})
     keys = ("index", "uuid", "resource.kubernetes.io/pciBusID", "parentIndex", "parentUUID")
     return {
@@ -136,12 +136,15 @@ def _names(device: JsonObject) -> set[str]:
 
 
 class OwnershipUnknownError(StateError):
-    """It is not known which of a machine's MIG devices gpu-dra-driver made."""
+    """It is unknown which of the machine's MIG devices gpu-dra-driver created."""
 
 
 def slices_to_publish(settings: Settings, *, is_empty: bool = False) -> tuple[list[JsonObject], list[str]]:
-    """The slices that `run` would publish on this machine, and what is not published as asked for. An empty machine has
-    no ill devices, no claims and no pending cleanup, and what gpu-dra-driver made for claims is gone.
+    """Return the slices that `run` would publish on this machine, and notes about what is not published as
+    requested.
+
+    An empty machine has healthy devices, no claims, no pending cleanup, and no MIG devices that were created
+    for claims.
 
     Raises: NvmlUnavailableError; for an empty machine OwnershipUnknownError.
     """
@@ -150,7 +153,7 @@ def slices_to_publish(settings: Settings, *, is_empty: bool = False) -> tuple[li
     ownership = Ownership(state, ended=is_empty)
 
     def on_demand(gpu: Gpu) -> bool:
-        # MIG devices come back where gpu-dra-driver made some, also if this command is run without that setting.
+        # MIG devices that gpu-dra-driver created come back, even if this command runs without that setting.
         return machine.is_on_demand(gpu) or (is_empty and ownership.makes_devices_of(gpu.uuid))
 
     reader = machine.nvml_reader(on_demand)
@@ -176,8 +179,10 @@ def slices_to_publish(settings: Settings, *, is_empty: bool = False) -> tuple[li
 def _kept_taints(
     machine: CommandMachine, state: NodeState
 ) -> tuple[Taints, Callable[[OfferedDevice], bool], list[str]]:
-    """The taints that devices have, and which ones are withdrawn, by what gpu-dra-driver keeps on disk; and what of
-    that could not be read. The API server is not asked whether it keeps taints."""
+    """Return the taints of devices and the withdrawn ones, from the plugin's files, and what could not be read.
+
+    Whether the API server keeps taints is not checked.
+    """
     settings = machine.settings
     states = {entry.target: entry for entry in state.health}
     instances = instances_by_device(state.owned)
@@ -203,9 +208,8 @@ def _kept_taints(
 
 
 def possible_profiles(settings: Settings) -> tuple[list[MigProfile], list[str]]:
-    """The MIG profiles of this machine's GPUs, each once, and what could not be read.
-
-    Raises: NvmlUnavailableError.
+    """Return the MIG profiles of this machine's GPUs without duplicates, and what could not be read. Raises:
+    NvmlUnavailableError.
     """
     with ExitStack() as session:
         CommandMachine(settings).open_nvml(session)
@@ -214,9 +218,11 @@ def possible_profiles(settings: Settings) -> tuple[list[MigProfile], list[str]]:
 
 
 def mig_maps(settings: Settings, session: ExitStack) -> tuple[list[GpuMap], list[str]]:
-    """What to draw of each GPU that is in MIG mode or whose MIG devices are made on demand, and what could not be read.
+    """Return the content of the drawings, for GPUs in MIG mode or with MIG on demand, and what could not be
+    read.
 
-    NVML stays open until `session` is closed: opening it anew after its last client takes seconds.
+    NVML stays open until `session` is closed, because reopening it after its last client takes seconds.
+
     Raises: NvmlUnavailableError.
     """
     machine = CommandMachine(settings)
@@ -235,8 +241,10 @@ def mig_maps(settings: Settings, session: ExitStack) -> tuple[list[GpuMap], list
 
 
 def draw_gpus(maps: Iterable[GpuMap], width: int | None = None) -> str:
-    """The drawings of several GPUs with empty lines between them, for a terminal of so many columns; empty without
-    GPUs. GPUs that nobody uses have one drawing together if they are equal."""
+    """Return the drawings of several GPUs, separated by empty lines, for a terminal of `width` columns.
+
+    Equal GPUs that no one uses share one drawing.
+    """
     alike: dict[GpuMap, list[str]] = {}
     for entry in maps:
         is_free = not entry.instances and entry.whole_owner is None
@@ -246,9 +254,9 @@ def draw_gpus(maps: Iterable[GpuMap], width: int | None = None) -> str:
 
 
 def draw_gpu(entry: GpuMap, width: int | None = None) -> str:
-    """A headline, the memory slices, a line for each instance, and what there is room for.
+    """Return a headline, the memory slices, a line for each instance, and what there is room for.
 
-      0           1           2           3
+    0           1           2           3
     +-----------+-----------+-----------------------+
     | 1g.6gb    | free      | 2g.12gb               |
     | GI3 CI0   |           | GI1 CI0               |
@@ -268,7 +276,7 @@ def draw_gpu(entry: GpuMap, width: int | None = None) -> str:
 
 
 def _boxes(entry: GpuMap, width: int) -> list[str]:
-    """The slices' numbers and a row of boxes; none where that would be too wide."""
+    """Return the slice numbers and a row of boxes; empty if they would be too wide."""
     if not 0 < entry.memory_slices <= _MAX_SLICES:
         return []
     pitch = min(_WIDEST_CELL, (width - 1) // entry.memory_slices)
@@ -283,7 +291,7 @@ def _boxes(entry: GpuMap, width: int) -> list[str]:
 
 
 def _row(entry: GpuMap) -> Iterator[tuple[int, str, str]]:
-    """Boxes from left to right: slices, title, IDs; each slice that no instance covers is a box of its own."""
+    """Yield the boxes from left to right: width in slices, title, IDs. Each free slice is a separate box."""
     if entry.whole_owner is not None and not entry.instances:
         yield entry.memory_slices, "whole GPU", ""
         return

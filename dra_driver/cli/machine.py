@@ -1,4 +1,4 @@
-"""The machine of a command other than `run`: no daemon is needed, and nothing is changed."""
+"""The machine of a command other than `run`. It needs no daemon, and changes nothing."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ _SHOWS_WHY = "`dmesg | grep -i nvrm` on the node shows why"
 
 
 class CommandMachine:
-    """The machine that the settings name. Its NVML stays closed while the node is detached.
+    """The machine that the settings select. NVML stays closed while the node is detached.
 
-    Raises: InvalidConfigError, StateError if a simulated machine cannot be made.
+    Raises: InvalidConfigError; StateError if a simulated machine cannot be created.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -52,18 +52,21 @@ class CommandMachine:
         self.load_nvml = self.detachments.guarded(platform.load_nvml)
 
     def is_on_demand(self, gpu: Gpu) -> bool:
-        """Whether MIG devices are made on demand on a GPU."""
+        """Whether MIG devices are created on demand on a GPU."""
         return self.settings.on_demand is not None and self.settings.on_demand(gpu)
 
     def state(self) -> NodeState:
-        """What gpu-dra-driver wrote down, read now."""
+        """Read the plugin's state from its files."""
         settings = self.settings
         specs = CdiDirectory(settings.cdi_root, settings.driver_name)
         return read_state(settings.plugin_directory, self.boot_id, specs)
 
     def cards(self, gpus: Sequence[Gpu], selected: Callable[[Gpu], bool] | None = None) -> tuple[Card, ...]:
-        """The GPUs for virtual machines that the settings select, or `selected`, and those that gpu-dra-driver has
-        bound; `gpus` are those that NVML shows. Raises: StateError."""
+        """Return the GPUs for virtual machines that the settings (or `selected`) select, and those that the
+        plugin has bound.
+
+        `gpus` are the GPUs that NVML lists. Raises: StateError.
+        """
         wanted = selected or self.settings.for_virtual_machines
         directory = self.settings.plugin_directory
         records = RecordStore(directory / "claims", self.boot_id, reader=lambda _unread: None)
@@ -73,28 +76,30 @@ class CommandMachine:
             return KnownCards(self.vfio, ledger, wanted).read(gpus)
         except StateError:
             if wanted is None:
-                return ()  # `state` says why the ledger cannot be read
+                return ()  # `state` reports why the ledger cannot be read
             raise
 
     def cards_under_vfio(self, gpus: Sequence[Gpu]) -> tuple[Card, ...]:
-        """Every card that a vfio driver has, whatever is selected. Raises: StateError."""
+        """Return all cards bound to a vfio driver, selected or not. Raises: StateError."""
         if not any(is_vfio(gpu.driver) for gpu in self.sysfs.gpus()):
             return ()
         return tuple(card for card in self.cards(gpus, lambda _gpu: True) if card.is_bound)
 
     def nvml_reader(self, on_demand: Callable[[Gpu], bool]) -> NvmlReader:
-        """NVML, not opened yet. GPUs have the names that the plugin gives them."""
+        """Return an NVML reader that is not opened yet. It names GPUs like the plugin."""
 
         def names() -> Mapping[str, str]:
             return held_gpu_names(self.state().known_records)
 
         by_minor = self.settings.device_names == "minor"
         lock = self.settings.plugin_directory / LOCK_FILE
-        mark = UseMark(lock) if lock.exists() else None  # where no plugin ever ran, no process reads it
+        mark = (
+            UseMark(lock) if lock.exists() else None
+        )  # no plugin has run here, so no process reads the lock
         return NvmlReader(self.load_nvml, on_demand, mark=mark, kept_names=names if by_minor else None)
 
     def open_nvml(self, session: ExitStack) -> NvmlReader:
-        """NVML until the session is closed. Raises: NvmlUnavailableError."""
+        """Return NVML, open until `session` is closed. Raises: NvmlUnavailableError."""
         reader = self.nvml_reader(lambda gpu: gpu.mig_enabled or self.is_on_demand(gpu))
         reader.reopen()
         session.callback(reader.session.close)
@@ -102,10 +107,12 @@ class CommandMachine:
 
 
 def answered(settings: Settings, read: Callable[[], T]) -> T:
-    """What `read` returns of NVML. One that hangs is left behind after five seconds. Where no plugin runs, NVML may
-    first wake each GPU, which takes seconds each: then a line on standard error says so, and the wait goes on.
+    """Return what `read` reads from NVML. If it hangs, it is left behind after five seconds.
 
-    Raises: what `read` raises, and NotAnsweredError.
+    Without a running plugin, NVML may first wake each GPU, which takes seconds each. Then a line on stderr says
+    so, and the wait continues.
+
+    Raises: the errors of `read`; NotAnsweredError.
     """
     try:
         return bounded("NVML", read, _HANGS_S)
@@ -124,5 +131,5 @@ def answered(settings: Settings, read: Callable[[], T]) -> T:
 
 
 def unread(inventory: Inventory) -> list[str]:
-    """What could not be read of a machine."""
+    """Return what could not be read of a machine."""
     return [f"{fault.subject}: {fault.text}" for fault in inventory.faults]

@@ -1,4 +1,4 @@
-"""`gpu-dra-driver` and its commands. Errors are one line and an exit code, never a traceback."""
+"""The entry points of `gpu-dra-driver`. Errors are one line and an exit code, never a traceback."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from dra_driver.model.ids import printable
 EXIT_USAGE = 2
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
-"""128 and the number of SIGINT, as shells have it."""
+"""128 plus the number of SIGINT, as in shells."""
 
 
 def main(arguments: Sequence[str] | None = None, called: str | None = None) -> None:
-    """Entry point, of the words on the command line or others. `called` is the name that the help of the command has.
-    Exit codes: 0 done, 1 failed, 2 wrong usage or configuration, 130 Ctrl-C."""
+    """Run the command in `arguments`, or on the command line. `called` replaces the command's name in its help.
+
+    Exit codes: 0 done, 1 failed, 2 wrong usage or configuration, 130 Ctrl-C.
+    """
     words = sys.argv[1:] if arguments is None else arguments
     _open_what_is_closed()
     try:
@@ -40,14 +42,16 @@ def main(arguments: Sequence[str] | None = None, called: str | None = None) -> N
 
 
 def kubectl_gpus() -> None:
-    """Entry point of `kubectl gpus`, and of `kubectl gpus top NODE`."""
+    """Run `kubectl gpus`, or `kubectl gpus top NODE`."""
     words = sys.argv[1:]
     main(words if words[:1] == ["top"] else ["cluster", *words], "kubectl gpus")
 
 
 def _top_of(words: Sequence[str]) -> None:
-    """`top` in the plugin's pod on a node: kubectl runs it, with the context of the user.
-    Raises: DraDriverError if there is no such pod."""
+    """Run `top` in the plugin's pod on a node, through kubectl and with the user's context.
+
+    Raises: DraDriverError if there is no such pod.
+    """
     if not words or words[0].startswith("-"):
         raise InvalidConfigError("kubectl gpus top NODE [FLAGS of top]: the node is missing")
     node, *flags = words
@@ -66,7 +70,7 @@ def _top_of(words: Sequence[str]) -> None:
         sys.exit(done.returncode)
     if not (pods := done.stdout.split()):
         raise DraDriverError(f"no pod of gpu-dra-driver runs on node {node}")
-    namespace, _, pod = pods[-1].partition("/")  # either of two in a rolling update
+    namespace, _, pod = pods[-1].partition("/")  # either of two during a rolling update
     terminal = ["--tty"] if sys.stdin.isatty() and sys.stdout.isatty() else []
     of_pod = ["-n", namespace, pod, "-c", "driver", "--", "gpu-dra-driver", "top"]
     command = [*kubectl, "exec", "--stdin", *terminal, *of_pod, *flags]
@@ -74,7 +78,9 @@ def _top_of(words: Sequence[str]) -> None:
 
 
 def _open_what_is_closed() -> None:
-    """After `>&-` the next file that is opened would be standard output, and Python has None for it."""
+    """Reopen closed standard streams. After `>&-`, Python has None for stdout, and the next opened file would
+    be stdout.
+    """
     for number, name, flags in (
         (0, "stdin", os.O_RDONLY),
         (1, "stdout", os.O_WRONLY),

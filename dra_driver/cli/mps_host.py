@@ -87,7 +87,8 @@ def mps_host(given: Namespace) -> None:
     layout = mps_layout(plugins.absolute() / (given.driver_name or DEFAULT_DRIVER_NAME))
     if given.simulate is None:
         root = _driver_root(given.nvidia_driver_root, given.container_driver_root)
-        # CUDA in this container opens the nodes of this container's /dev, wherever the NVIDIA driver is installed.
+        # CUDA in this container opens the nodes of the container's /dev, wherever the NVIDIA driver is
+        # installed.
         nodes = CapabilityNodes(MigCaps(), "/", Mknod())
         boot = Sysfs()
     else:
@@ -130,14 +131,15 @@ def _serve(tools: HostTools, watch: SignalWatch) -> None:
 
 
 def _driver_root(host: str | None, inside: str | None) -> str:
-    """As this process sees it: the container's view, unless only the other is there. The NVIDIA driver may come
-    later."""
+    """Return the driver root as this process sees it: the container's path, unless only the host's path exists."""
     container, root = inside or _CONTAINER_ROOT, host or "/"
     return root if Path(root).is_dir() and not Path(container).is_dir() else container
 
 
 def _simulated_root(name: str, directory: str | None) -> tuple[str, DeviceNodeMaker]:
-    """The host root of the machine, and who makes its nodes; made by whoever comes first, this process or `run`."""
+    """Return the host root of the simulated machine, and its node maker. Created by this process or `run`,
+    whichever is first.
+    """
     from dra_driver.simulator import SimulatedDeviceNodes, create_machine
 
     machine = create_machine(name, Path(directory or DEFAULT_SIMULATOR_DIR))

@@ -1,5 +1,8 @@
-"""What `top`, `claims`, `doctor` and `cleanup` find out about this node: NVML, the records and kept health of
-gpu-dra-driver, the MPS host. A call that hangs is not waited for."""
+"""Reads this node for `top`, `claims`, `doctor` and `cleanup`: NVML, the plugin's records and kept health, the
+MPS host.
+
+It does not wait for a call that hangs.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,7 @@ from dra_driver.sharing.steps import MpsSteps, TimeSliceSteps
 
 @dataclass(eq=False)
 class NodeSnapshot:
-    """Reads the node of a machine, as often as wanted. NVML stays open in between; `close` shuts it down."""
+    """Reads the node of a machine, any number of times. NVML stays open in between; `close` closes it."""
 
     machine: CommandMachine
     clock: Callable[[], datetime] = lambda: datetime.now(UTC)
@@ -63,12 +66,12 @@ class NodeSnapshot:
         self._mps = MpsHostFiles(mps_layout(machine.settings.plugin_directory))
 
     def close(self) -> None:
-        """Shut NVML down, unless it hangs."""
+        """Close NVML, unless it hangs."""
         if not self._facts.is_running:
             self.nvml.session.close()
 
     def view(self, wait_s: float) -> NodeView:
-        """All that can be had. NVML is waited for no longer than `wait_s` seconds."""
+        """Return all that can be read, waiting up to `wait_s` seconds for NVML."""
         settings, now, notes = self.machine.settings, self.clock(), list[str]()
         self._facts.start()
         daemons: Sequence[MpsDaemonStatus] = ()
@@ -94,21 +97,23 @@ class NodeSnapshot:
         return node_view(node, driver, now, nvml, claims.claims, state, daemons, notes, problems)
 
     def read_inventory(self) -> Inventory:
-        """All GPUs that NVML shows. Raises: DraDriverError if it does not answer."""
-        # While the node is detached, gpu-dra-driver has closed NVML, and this must not keep it open.
+        """Return all GPUs that NVML lists. Raises: DraDriverError if NVML does not answer."""
+        # While the node is detached, gpu-dra-driver has closed NVML, and this process must not keep it open.
         if self._is_open and self.machine.detachments.problem() is not None:
             self.nvml.session.close()
             self._is_open = False
         if not self._is_open:
             self.nvml.reopen()
-        # Set only by success: after a failure, or for a GPU that came back, only a new session helps.
+        # Only success sets it: after a failure, or for a GPU that came back, a new session is needed.
         self._is_open = False
         found = self.nvml.read_inventory()
         return replace(found, cards=self.machine.cards_under_vfio(found.gpus))
 
     def read_gpus(self, inventory: Inventory) -> NvmlFacts:
-        """What NVML reports of GPUs that it has just shown. Raises: DraDriverError if it does not answer; then it is
-        opened again the next time."""
+        """Return what NVML reports for the GPUs of a fresh inventory.
+
+        Raises: DraDriverError if NVML does not answer; it is then reopened next time.
+        """
         loads: dict[str, GpuLoad] = {}
         polled: dict[str, PolledHealth] = {}
         processes: dict[str, Sequence[GpuProcess]] = {}
@@ -130,12 +135,12 @@ class NodeSnapshot:
                 raise
             except DraDriverError:
                 continue
-        # Copies, since a call that hangs may return at any moment.
+        # Copies, because a call that hangs may return at any moment.
         loads, polled, processes = dict(loads), dict(polled), dict(processes)
         self._is_open = None not in self.nvml.nvml_fingerprint()
         proc = self.machine.paths.proc
         pids = {process.pid for listed in processes.values() for process in listed}
-        # A GPU that answers no query has a UUID and no PCI bus ID.
+        # A GPU that answers no query has a UUID but no PCI bus ID.
         shown = {known for gpu in inventory.gpus for known in (gpu.pci_bus_id, gpu.uuid) if known}
         bound = self.machine.sysfs.gpus_of_the_nvidia_driver()
         hidden = {bus_id: uuid for bus_id, uuid in bound.items() if shown.isdisjoint((bus_id, uuid))}
@@ -144,9 +149,9 @@ class NodeSnapshot:
 
 
 def prepared_claims(settings: Settings) -> NodeClaims:
-    """What is prepared on this node, from its files alone."""
-    # A simulated machine has its own boot ID. It is read here directly, because making the platform would repair the
-    # machine.
+    """Return the prepared claims on this node, from its files only."""
+    # A simulated machine has its own boot ID. It is read directly, because creating the platform would repair
+    # the machine.
     proc = "/proc" if settings.simulator_dir is None else f"{settings.simulator_dir}/root/proc"
     directory = settings.plugin_directory
     specs = CdiDirectory(settings.cdi_root, settings.driver_name)
@@ -159,8 +164,10 @@ def prepared_claims(settings: Settings) -> NodeClaims:
 
 
 def _running_steps(state: NodeState, uses: Iterable[LockUse]) -> Mapping[str, RunningStep]:
-    """The step under way on the GPUs of each claim that is being prepared, by claim UID. A record of an earlier boot
-    has none: nothing has begun for it in this boot."""
+    """Return the running step on the GPUs of each claim that is being prepared, by claim UID.
+
+    A record of an earlier boot has none, because nothing has begun for it in this boot.
+    """
     now, by_gpu = time.monotonic(), {use.gpu_uuid: use for use in uses}
     return {
         record.ref.uid: RunningStep(by_gpu[uuid].what, uuid, max(0.0, now - by_gpu[uuid].began))
@@ -171,8 +178,10 @@ def _running_steps(state: NodeState, uses: Iterable[LockUse]) -> Mapping[str, Ru
 
 
 def pending_cleanup(settings: Settings, *, now: bool) -> tuple[Sequence[PendingCleanup], Sequence[str]]:
-    """The pending cleanups, and what could not be read of them. With `now` everything is tried first. Raises:
-    StateError if that needs rights that this process does not have."""
+    """Return the pending cleanups and what could not be read. With `now`, everything is retried first.
+
+    Raises: StateError if this process lacks the permissions for that.
+    """
     machine, directory = CommandMachine(settings), settings.plugin_directory
     state = machine.state()
     if not now or not state.cleanups:
@@ -192,7 +201,7 @@ def pending_cleanup(settings: Settings, *, now: bool) -> tuple[Sequence[PendingC
         nvml,
         nvml_pause(nvml.session, machine.detachments),
         PersistenceModes(partial(nvml.session.operation, nvml_wait_s)),
-        # NVML shows a GPU that has come back when it is opened.
+        # NVML must be reopened to list a GPU that came back.
         lambda wait_s: None if wait_s is None else nvml.reopen(),
         machine.detachments.detached,
         lanes,

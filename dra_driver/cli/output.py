@@ -1,4 +1,4 @@
-"""The forms in which commands print what they found: tables and texts that fit the terminal, JSON, YAML."""
+"""The output formats of commands: tables and texts that fit the terminal, JSON, YAML."""
 
 from __future__ import annotations
 
@@ -22,21 +22,24 @@ if TYPE_CHECKING:
 
 _WIDE = 1 << 16
 _MIN_TEXT = 24
-"""What the last column of a table, and a text behind a prefix, keep at least."""
+"""The minimum width of a table's last column, and of a text after a prefix."""
 _DEEPER = 4
 _STYLES = {
     "ok": "green", "information": "cyan", "degraded": "yellow", "unhealthy": "bold red", "lost": "bold red",
     "unknown": "bold red", "ready": "green", "starting": "cyan", "failed": "bold red", "fault": "bold red",
 }  # fmt: skip
-"""By the word with which a cell begins."""
+"""By the first word of a cell."""
 
 
 def table(
     columns: Mapping[str, int], rows: Iterable[Sequence[object]], width: int | None
 ) -> list[RenderableType]:
-    """A table with a line for each row; nothing without rows. `width` is how many columns a terminal has, None for all
-    there is. Where there is too little room, the columns with the highest number go first, and those with 0 stay; one
-    with `?` also goes if no row has something in it. What still does not fit goes on below itself."""
+    """Return a table with a line for each row; empty without rows. `width` is that of the terminal; None means
+    unlimited.
+
+    If the table is too wide, the columns with the highest numbers are dropped first; columns with 0 stay. A
+    column with `?` is also dropped if it is empty. What still does not fit is wrapped.
+    """
     from rich.table import Table
     from rich.text import Text
 
@@ -71,7 +74,7 @@ def table(
 
 
 def drawn(picture: Iterable[RenderableType], width: int | None, *, is_colored: bool = False) -> Iterator[str]:
-    """The lines of a picture for a terminal of so many columns, None for a pipe."""
+    """Return the lines of a picture for a terminal of `width` columns; None for a pipe."""
     from rich.console import Group
 
     text = io.StringIO()
@@ -80,7 +83,7 @@ def drawn(picture: Iterable[RenderableType], width: int | None, *, is_colored: b
 
 
 def console(file: IO[str] | None, width: int | None, *, is_colored: bool) -> Console:
-    """Of rich, which reads nothing as markup."""
+    """Return a rich console that does not interpret markup."""
     from rich.console import Console
 
     return Console(
@@ -96,10 +99,10 @@ def console(file: IO[str] | None, width: int | None, *, is_colored: bool) -> Con
 
 
 def hanging(prefix: str, text: str, width: int | None) -> str:
-    """The text after its prefix, and what is too long for `width` below the text's beginning; None is one line.
+    """Return the text after its prefix, wrapped and indented to the prefix; None as width means one line.
 
-    Where the prefix leaves too little room, the text begins on a line of its own. Words stay whole: a path, a name or a
-    command can be copied.
+    If the prefix leaves too little room, the text begins on a new line. Words are never broken, so paths, names
+    and commands can be copied.
     """
     prefix, words = printable(prefix), [printable(word) for word in text.split()]
     line = (prefix + " ".join(words)).rstrip()
@@ -124,12 +127,12 @@ _DEVICE_COLUMNS = {
     "NVLINK DOMAIN": 4, "SHARED?": 2, "TAINTS?": 0, "UUID": 5,
 }  # fmt: skip
 _PCI = [*_DEVICE_COLUMNS].index("PCI BUS ID")
-"""Here and in the next column is its place in the machine."""
+"""This column and the next are the device's place in the machine."""
 _EACH_GPU = "gpu-*"
 
 
 def value_of(entry: JsonObject | None) -> str:
-    """The one value of an attribute as text; `-` where it is absent."""
+    """Return the value of an attribute as text; `-` if it is missing."""
     if not entry:
         return "-"
     value = next(iter(entry.values()))
@@ -137,10 +140,10 @@ def value_of(entry: JsonObject | None) -> str:
 
 
 def device_table(devices: Iterable[JsonObject], width: int | None) -> Iterator[str]:
-    """Lines with one row a device: name, index, type, product, memory, where it is, and its NVLink domain.
+    """Yield lines with one row per device: name, index, type, product, memory, place, and NVLink domain.
 
-    The MIG devices of one profile that are made on demand share a row, also those of GPUs that differ in nothing else:
-    there are dozens a GPU.
+    MIG devices on demand of one profile share a row, even across GPUs that are otherwise equal, because there
+    are dozens per GPU.
     """
     rows, starts = [_row(device) for device in devices], dict[str, list[int]]()
     for row in filter(_is_on_demand, rows):
@@ -163,13 +166,13 @@ def _is_on_demand(row: Sequence[str]) -> bool:
 
 
 def _common(rows: Sequence[Sequence[str]], starts: Mapping[str, Sequence[int]]) -> tuple[str, ...]:
-    """The row of the MIG devices of one profile, of one GPU or of several."""
+    """Return the row of the MIG devices of one profile, on one or several GPUs."""
     gpus = [*dict.fromkeys(row[0].partition("-mig-")[0] for row in rows)]
     stem = rows[0][0].rpartition("-")[0]
     first, *others = found = sorted(starts[stem])
     where = ",".join(map(str, found))
     if len(others) > 1 and found == [*range(first, found[-1] + 1)]:
-        where = f"{first}..{found[-1]}"  # as the shell writes it
+        where = f"{first}..{found[-1]}"  # shell notation
     name = f"{stem}-{{{where}}}" if others else f"{stem}-{where}"
     cells = [column[0] if len({*column}) == 1 else "-" for column in zip(*rows, strict=True)]
     if len(gpus) > 1:
@@ -203,14 +206,14 @@ def _row(device: JsonObject) -> tuple[str, ...]:
 
 
 def terminal_width(*, all_columns: bool = False) -> int | None:
-    """How wide a table may be: that of the terminal, and None for a pipe or where all columns are asked for."""
+    """Return the terminal's width; None for a pipe, or if all columns are requested."""
     if all_columns or not sys.stdout.isatty():
         return None
     return shutil.get_terminal_size().columns
 
 
 class Output(StrEnum):
-    """Forms of output."""
+    """The formats of output."""
 
     table = "table"
     wide = "wide"
@@ -219,19 +222,21 @@ class Output(StrEnum):
 
     @property
     def is_for_people(self) -> bool:
-        """A table or a text, of which `wide` shows every column at full length on any terminal."""
+        """Whether the output is a table or text. `wide` shows every column at full length on any terminal."""
         return self in (Output.table, Output.wide)
 
 
 class Color(StrEnum):
-    """When to colour."""
+    """When to use colour."""
 
     auto = "auto"
     always = "always"
     never = "never"
 
     def is_on(self) -> bool:
-        """With auto on a terminal that is not dumb, unless NO_COLOR is set (no-color.org)."""
+        """Whether to use colour: with auto, on a terminal that is not dumb, unless NO_COLOR is set
+        (no-color.org).
+        """
         if self is not Color.auto:
             return self is Color.always
         return sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and not os.environ.get("NO_COLOR")
@@ -244,7 +249,7 @@ _COLORS = {
 
 
 def colored(status: str, line: str, *, is_on: bool) -> str:
-    """A line that begins with a status, with that in its color."""
+    """Return the line with its leading status coloured."""
     return f"{_COLORS[status]}{status}\x1b[0m{line.removeprefix(status)}" if is_on else line
 
 
@@ -262,7 +267,9 @@ OUTPUT = Flag(
 
 
 def answer(output: Output, lines: Callable[[int | None], Iterable[str]], content: Callable[[], Any]) -> None:
-    """For people the lines, made for the width of the terminal, None for any; else the content as JSON or YAML."""
+    """Print the lines for people, at the terminal's width (None: unlimited); otherwise the content as JSON or
+    YAML.
+    """
     if output.is_for_people:
         print("\n".join(lines(terminal_width(all_columns=output is Output.wide))))
     else:
@@ -270,18 +277,18 @@ def answer(output: Output, lines: Callable[[int | None], Iterable[str]], content
 
 
 def print_object(content: Any, output: Output) -> None:
-    """One object as JSON or YAML; tuples become lists."""
+    """Print an object as JSON or YAML. Tuples become lists."""
     if output is Output.json:
         print(json.dumps(content, indent=2))
     else:
         import yaml
 
-        # Through JSON, because YAML would write a value that occurs twice as an anchor and an alias.
+        # Converted through JSON, because YAML would write a repeated value as an anchor and an alias.
         print(yaml.safe_dump(json.loads(json.dumps(content)), sort_keys=False), end="")
 
 
 def print_objects(objects: list[dict[str, Any]], output: Output) -> None:
-    """Kubernetes objects: a List in JSON, or several YAML documents."""
+    """Print Kubernetes objects: a List in JSON, or several YAML documents."""
     if output is Output.json:
         print(json.dumps({"apiVersion": "v1", "kind": "List", "items": objects}, indent=2))
     else:

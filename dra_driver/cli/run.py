@@ -13,7 +13,7 @@ from dra_driver.app.settings import GATES, Flag, resolve
 from dra_driver.model.schema import Scalar
 
 _IGNORED = ("namespace", "image_name", "image_pull_secrets", "image_pull_policy", "service_account_name")
-"""Flags of NVIDIA's own DRA driver that have no meaning here; its manifests still start."""
+"""Flags of NVIDIA's own DRA driver that have no effect here, so that its manifests still work."""
 
 FLAGS = (
     *SETTINGS.values(),
@@ -36,7 +36,7 @@ def run(given: Namespace) -> None:
 
     Flags and environment variables have the names that NVIDIA's own DRA driver uses, so its manifests work.
     """
-    # Else the C library gives each thread its own heap, which costs 2 MiB.
+    # Otherwise the C library creates a heap for each thread, which costs 2 MiB.
     ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 2)
     settings = resolve(vars(given), given.config)
     from dra_driver.app.daemon import Driver
@@ -46,7 +46,7 @@ def run(given: Namespace) -> None:
     logs = configure_logs(level, settings.log_format)
     logs.log_crashes()
     watch = watch_signals(logs)
-    _tell_ignored(vars(given))
+    _warn_ignored(vars(given))
 
     driver = Driver(settings)
     watch.on(driver.end, signal.SIGTERM, signal.SIGINT)
@@ -63,9 +63,11 @@ _CHANGES_BEHAVIOUR = {
 }
 
 
-def _tell_ignored(given: Mapping[str, Any]) -> None:
-    """Warn of a flag that has no effect but that a user may count on. Flags that only served the Deployments of the
-    other driver are passed over in silence."""
+def _warn_ignored(given: Mapping[str, Any]) -> None:
+    """Warn about a flag that has no effect but that a user may rely on.
+
+    Flags that only concern the other driver's Deployments are ignored silently.
+    """
     import structlog
 
     log = structlog.get_logger(__name__)

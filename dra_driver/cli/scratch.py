@@ -1,4 +1,4 @@
-"""For commands that leave nothing behind: a directory, and settings whose simulated machine lives in it."""
+"""Settings and a temporary directory for commands that leave nothing behind."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ if TYPE_CHECKING:
 
 @contextmanager
 def scratch_directory(purpose: str) -> Iterator[str]:
-    """The path of a fresh directory, which is removed at the end, with those that killed commands left. Raises:
-    FatalError if none can be made."""
+    """Yield the path of a new directory, which is removed at the end, with those of killed commands.
+
+    Raises: FatalError if it cannot be created.
+    """
     try:
         _remove_left_ones(Path(tempfile.gettempdir()))
         made = tempfile.TemporaryDirectory(prefix=f"{_PREFIX}{purpose}-")
@@ -38,14 +40,14 @@ def scratch_directory(purpose: str) -> Iterator[str]:
 
 
 _PREFIX = "gpu-dra-tmp-"
-"""Short: sockets of MPS daemons lie below, and their paths have at most 106 bytes."""
+"""Short, because it contains sockets of MPS daemons, whose paths have at most 106 bytes."""
 _YOUNG_S = 60.0
-"""A directory is locked a moment after it is made."""
+"""A directory is locked a moment after it is created."""
 
 
 @contextmanager
 def _locked(directory: Path) -> Iterator[bool]:
-    """Whether this process holds the lock of a directory, which ends with the process."""
+    """Yield whether this process holds the lock of a directory. The lock ends with the process."""
     descriptor = os.open(directory, os.O_RDONLY)
     is_mine = True
     try:
@@ -59,7 +61,7 @@ def _locked(directory: Path) -> Iterator[bool]:
 
 
 def _remove_left_ones(where: Path) -> None:
-    """The directories of commands that were killed: nobody has them locked."""
+    """Remove directories of killed commands, which no process has locked."""
     for left in where.glob(f"{_PREFIX}*"):
         with suppress(OSError):
             if left.is_dir() and time.time() - left.stat().st_mtime > _YOUNG_S:
@@ -72,9 +74,11 @@ def _remove_left_ones(where: Path) -> None:
 def scratch_settings(
     purpose: str, given: Mapping[str, Any], config: Path | None, log_level: str = "critical"
 ) -> Iterator[Settings]:
-    """Logs for people, and settings as `resolve` makes them. The node has the name of this machine, and a simulated
-    machine is kept in a fresh directory, unless something else is given; no driver keeps state for such a machine.
-    Raises: as `resolve`, and FatalError."""
+    """Configure logs for people, and yield settings as from `resolve`.
+
+    By default the node has the name of this machine, and a simulated machine is kept in a new directory,
+    without state of a driver. Raises: like `resolve`; FatalError.
+    """
     from dra_driver.app.logs import configure_logs
     from dra_driver.app.settings import resolve
 
@@ -88,7 +92,7 @@ def scratch_settings(
 
 
 def node_settings(given: Namespace, node: str = "this-node") -> Settings:
-    """What a command that looks at this node begins with: logs for people, and the settings. Raises: as `resolve`."""
+    """Configure logs for people, and return the settings of a command for this node. Raises: like `resolve`."""
     from dra_driver.app.logs import configure_logs
     from dra_driver.app.settings import resolve
 
@@ -97,5 +101,5 @@ def node_settings(given: Namespace, node: str = "this-node") -> Settings:
 
 
 def this_machine() -> str:
-    """The name of the node if nothing else is given: that of the host, as the name of a node may be."""
+    """Return the default name of the node: the host's name, made valid as a node name."""
     return re.sub(r"[^a-z0-9.-]+", "-", socket.gethostname().lower()).strip("-.") or "this-node"

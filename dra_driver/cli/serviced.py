@@ -1,4 +1,4 @@
-"""`gpu-dra-driver serviced`: say that a GPU was reset or replaced."""
+"""`gpu-dra-driver serviced`: records that a GPU was reset or replaced."""
 
 from __future__ import annotations
 
@@ -40,10 +40,11 @@ _POLL_S = 0.1
 
 
 def serviced_gpu(settings: Settings, name: str) -> str:
-    """Have the plugin end the reasons of a GPU that wait for a reset, and wait for it; returns a text for the user.
+    """Make the plugin end those reasons of a GPU that wait for a reset, and wait for it; returns a text for the
+    user.
 
-    Raises: InvalidConfigError if there is no such GPU; RetryableError if the plugin does not run, or does not end the
-    reasons; PermanentError if no reason waits for a reset; StateError.
+    Raises: InvalidConfigError for an unknown GPU; RetryableError if the plugin is not running, or does not end
+    the reasons; PermanentError if no reason waits for a reset; StateError.
     """
     machine = CommandMachine(settings)
     [uuid] = chosen_gpus(machine, [name])
@@ -74,7 +75,7 @@ def serviced_gpu(settings: Settings, name: str) -> str:
 
 
 def _reasons(machine: CommandMachine, uuid: str) -> Sequence[Reason]:
-    """Those of the GPU and of its instances."""
+    """Return the reasons of the GPU and of its instances."""
     return [
         reason
         for state in machine.state().health

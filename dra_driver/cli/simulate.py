@@ -1,4 +1,4 @@
-"""`gpu-dra-driver simulate`: create simulated machines, and do to them what happens to real ones."""
+"""`gpu-dra-driver simulate`: creates simulated machines, and simulates faults and changes on them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dra_driver.model.schema import Scalar
 
 _LONGEST_S = 365 * 86400.0
 _DROPPED = {"uuid": 3, "minor": 2, "model": 1}
-"""Columns that go where the terminal is narrow."""
+"""Columns that are dropped on a narrow terminal, the highest number first."""
 
 _DIRECTORY = Flag(
     "directory",
@@ -43,8 +43,10 @@ def _option(name: str, help_text: str, kind: type = str, **more: Any) -> Flag:
 
 
 def _calls(function: str, said: str = "", held_by: str = "", **fixed: Any) -> Callable[[Namespace], None]:
-    """What prints the lines or the table that a function of `simulate_commands` returns; it takes the machine and the
-    values of the command's flags by their names. With `said` it is a method of the machine, as `done` has it.
+    """Return a function that prints what a function of `simulate_commands` returns: lines or a table.
+
+    The function receives the machine and the command's flags by name. With `said`, `function` is a method of
+    the machine, as for `done`.
     """
 
     def act(given: Namespace) -> None:
@@ -78,7 +80,7 @@ def _print_table(rows: list[dict[str, str]]) -> None:
     print("\n".join(drawn(table(columns, ([*row.values()] for row in rows), width), width)))
 
 
-def _be_a_client(given: Namespace) -> None:
+def _run_client(given: Namespace) -> None:
     import signal
 
     from dra_driver.simulator import open_machine
@@ -104,7 +106,7 @@ def _does(
     held_by: str = "",
     **fixed: Any,
 ) -> Command:
-    """A command of a machine, which a function carries out, or `_calls` with one of that name."""
+    """Return a command for a machine, run by a function, or through `_calls` by its name."""
     act = _calls(function, said, held_by, **fixed) if isinstance(function, str) else function
     return Command(summary, about, (*flags, _DIRECTORY), act, examples=(example,))
 
@@ -151,7 +153,7 @@ COMMANDS = {
         "and modprobe. They end with EBUSY, ENODEV or another errno, with no-effect, with hang until the fault is "
         "cleared, or with late-user: a program opens the GPU just before."),
     "clear-faults": _does("clear_faults", "Remove all injected faults.", "", said="no faults any more"),
-    "client": _does(_be_a_client, "Simulate a program that keeps NVML open, until Ctrl-C.", "dcgm --for 60",
+    "client": _does(_run_client, "Simulate a program that keeps NVML open, until Ctrl-C.", "dcgm --for 60",
         _argument("name", "Name of the program, such as dcgm."),
         _option("seconds", "Seconds after which it ends.", float, least=0, spelled=("--for",), shown="never"),
         about="A monitoring agent does this. While it runs, the NVIDIA driver cannot be unloaded, no GPU can be "

@@ -1,5 +1,6 @@
-"""What the plugin of a node wrote down and what it reports, read by another process: nothing is created, renamed or
-locked."""
+"""Reads what the plugin of a node has written and reports, from another process. It creates, renames and locks
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ from dra_driver.reporting.node_problems import Reported, read_problems
 from dra_driver.reporting.node_problems import decode as decode_problems
 
 _ANSWER_S = 0.5
-"""The plugin is on the same node; it answers within milliseconds unless the node is in trouble itself."""
+"""The plugin runs on the same node, so it answers within milliseconds unless the node is in trouble."""
 _LONGEST = 1 << 22
 NOT_RUNNING = (
     "gpu-dra-driver is not running on this node, so no pod with a GPU can start here or end; "
@@ -45,13 +46,13 @@ NOT_RUNNING = (
 
 
 def plugin_problems(directory: Path, http_endpoint: str) -> Reported:
-    """The problems of the node and the failing claims as the plugin sees them; that no plugin runs is one of the
-    problems.
+    """Return the node's problems and the failing claims as the plugin reports them. A missing plugin is itself
+    a problem.
 
-    `directory` is that of the plugin, `http_endpoint` the address where it serves HTTP, empty if it serves none. A full
-    disk keeps the file old, so the answer of the plugin comes first.
+    `directory` is that of the plugin; `http_endpoint` is its HTTP address, empty if it serves none. The
+    plugin's answer is preferred to its file, which is outdated while the disk is full.
     """
-    answered = _asked(http_endpoint)
+    answered = _plugin_answer(http_endpoint)
     if answered is not None:
         return answered
     try:
@@ -64,8 +65,8 @@ def plugin_problems(directory: Path, http_endpoint: str) -> Reported:
     return Reported((_of_now(NodeProblem("plugin-not-running", NOT_RUNNING)),), written.failing)
 
 
-def _asked(http_endpoint: str) -> Reported | None:
-    """What the plugin answers; None if it does not."""
+def _plugin_answer(http_endpoint: str) -> Reported | None:
+    """Return the plugin's answer; None if it does not answer."""
     if not http_endpoint:
         return None
     try:
@@ -92,9 +93,11 @@ _REMEDY = "read it as root, or restart gpu-dra-driver, which replaces a damaged 
 def read_state(
     plugin_directory: Path, boot_id: str | None = None, specs: CdiDirectory | None = None
 ) -> NodeState:
-    """All that can be read; a directory that is not there holds nothing. With `boot_id` None records are as they were
-    written, and all pending cleanups and all kept health count as of this boot. Without `specs` nothing is pending of a
-    claim whose record is unreadable."""
+    """Read everything that can be read. A missing directory counts as empty.
+
+    With `boot_id` None, records are returned as written, and all pending cleanups and kept health count as of
+    this boot. Without `specs`, a claim whose record is unreadable has no pending cleanup.
+    """
     faults: list[str] = []
     claims, ledgers = (plugin_directory / name for name in ("claims", LEDGER))
 
@@ -128,7 +131,7 @@ def read_state(
 
 
 def _without_record(records: RecordStore, specs: CdiDirectory | None) -> Collection[str]:
-    """UIDs of claims whose record is unreadable and that have not ended."""
+    """Return the UIDs of claims that have an unreadable record and have not ended."""
     if specs is None:
         return {path.name.partition(".json")[0] for path in records.quarantined()}
     return specs.uids() - records.all().keys()
@@ -145,7 +148,7 @@ def _read_layouts(path: Path, faults: list[str]) -> Sequence[GpuLayout]:
 
 
 def _read_health(path: Path, boot_id: str | None) -> tuple[Iterable[HealthState], tuple[str, ...]]:
-    """What gpu-dra-driver wrote down of the GPUs, and what is wrong with that. The file is left as it is."""
+    """Return the kept health of the GPUs, and what is wrong with it. The file is not changed."""
     try:
         kept = decode(read_plain(path))
     except FileNotFoundError:
@@ -162,7 +165,7 @@ def _read_health(path: Path, boot_id: str | None) -> tuple[Iterable[HealthState]
 
 
 def read_claims(state: NodeState, settings: Settings, now: datetime) -> NodeClaims:
-    """What is prepared on this node, by its state, the CDI specs, and the files that were set aside."""
+    """Return the prepared claims on this node, from its state, the CDI specs, and the files that were set aside."""
     specs: Mapping[str, Sequence[str]] | None = None
     problems = [*state.faults, *([BOOT_UNKNOWN] if state.records and state.boot_id is None else ())]
     try:
@@ -179,8 +182,11 @@ def read_claims(state: NodeState, settings: Settings, now: datetime) -> NodeClai
 
 
 def set_aside_files(plugin_directory: Path, cdi_root: Path | None, driver: str) -> list[Path]:
-    """The files that gpu-dra-driver renamed because it could not read them, or because they had the name of one of its
-    own files. A directory that cannot be read has none."""
+    """Return the files that gpu-dra-driver renamed because they were unreadable, or in the place of one of its
+    files.
+
+    An unreadable directory counts as empty.
+    """
     found: list[Path] = []
     places = ["", "claims", LEDGER, "locks", "mps", f"{METADATA}/*/*"]
     globs = [(plugin_directory, f"{place}/*{QUARANTINE}*".lstrip("/")) for place in places]

@@ -1,4 +1,4 @@
-"""`gpu-dra-driver top`: the node's GPUs, the claims that hold them, and their health, drawn again and again."""
+"""`gpu-dra-driver top`: a live view of the node's GPUs, their claims and their health."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 Order = Literal["index", "memory", "utilisation", "health"]
 
 _WAIT_ONCE_S = 25.0
-"""Without another client NVML wakes every GPU first, which takes seconds each. A GPU that hangs takes 15 s."""
+"""If NVML has no other client it wakes every GPU first, which takes seconds each. A GPU that hangs takes 15 s."""
 _WAIT_LIVE_S = 2.0
 _WAIT_FIRST_S = 0.3
-"""The first screen appears after this time even if NVML hangs or still wakes GPUs."""
+"""The first screen appears after this time, even if NVML hangs or is still waking GPUs."""
 _MIB = 1 << 20
 _SAMPLES = 12
 _LEVELS = " .:-=+*#%@"
@@ -113,11 +113,11 @@ def node_picture(
     text: str = "",
     history: Mapping[str, Sequence[int]] | None = None,
 ) -> list[RenderableType]:
-    """The whole view: GPUs, what is wrong, claims, pods, MPS daemons.
+    """Return the whole view: GPUs, problems, claims, pods, MPS daemons.
 
-    `order` is that of GPUs and processes: by memory or utilisation the busiest come first, by health the worst.
-    `text` is what was searched: a GPU or claim that is the only one left has its details. `history` are the
-    utilisations of each GPU in percent, by device name, the newest last.
+    `order` sorts GPUs and processes: busiest first by memory or utilisation, worst first by health. `text` is
+    the search text: a GPU or claim that is the only match is shown in detail. `history` has the utilisations of
+    each GPU in percent, by device name, newest last.
     """
     sections = [
         [_head(view), *_problems(view)],
@@ -184,19 +184,19 @@ def _gpu(gpu: SeenGpu, history: Sequence[int]) -> list[object]:
 
 
 def _fraction(load: GpuLoad | None) -> float | None:
-    """How much of the memory is in use."""
+    """Return the fraction of memory in use."""
     if load is None or load.memory_used_bytes is None or not load.memory_total_bytes:
         return None
     return load.memory_used_bytes / load.memory_total_bytes
 
 
 def _word(severity: str) -> str:
-    """What needs a person is in capitals, so that it stands out without colours."""
+    """Return what needs attention in capitals, so that it stands out without colours."""
     return severity.upper() if severity in ("degraded", "unhealthy", "lost", "unknown") else severity
 
 
 def _details(view: NodeView) -> Iterator[RenderableType]:
-    """Of a GPU that was searched and is the only one, and of a claim."""
+    """Yield the details of a GPU or claim that is the only match of the search."""
     if len(view.gpus) == 1:
         gpu = view.gpus[0]
         shown = [gpu.name, gpu.uuid, gpu.product, gpu.pci_bus_id, f"MIG {gpu.mode}" if gpu.mode else None]
@@ -228,7 +228,7 @@ def _health(view: NodeView, width: int | None) -> list[RenderableType]:
 
 
 def _why(view: NodeView, unknown: Sequence[str]) -> str:
-    """Why the health of GPUs is not known."""
+    """Return why the health of GPUs is unknown."""
     for problem in view.problems:
         if problem.problem == "nvml-unavailable" or problem.subject in unknown:
             return problem.text
@@ -266,7 +266,7 @@ def _since(seconds: float | None, unknown: str = "unknown") -> str:
 
 
 def _pods(view: NodeView, width: int | None, order: Order) -> list[RenderableType]:
-    """Memory and utilisation of each pod, and of each process that is not in one."""
+    """Return memory and utilisation of each pod, and of each process outside pods."""
     of_pods: dict[object, list[SeenProcess]] = {}
     for process in view.processes:
         of_pods.setdefault(process.pod or process.pid, []).append(process)
@@ -275,7 +275,7 @@ def _pods(view: NodeView, width: int | None, order: Order) -> list[RenderableTyp
         return sum(one.memory_bytes or 0 for one in processes)
 
     def percent(processes: Iterable[SeenProcess]) -> int | None:
-        """The mean of its GPUs; None if it is not known of one of them."""
+        """Return the mean over the GPUs; None if one of them is unknown."""
         of_gpus: dict[str, list[int | None]] = {}
         for one in processes:
             of_gpus.setdefault(one.gpu, []).append(one.utilisation_percent)
@@ -321,8 +321,9 @@ def _mps(view: NodeView, width: int | None) -> list[RenderableType]:
 
 @dataclass
 class Screen:
-    """What a person sees of a node, and how the keys change it. `first` is the line at the top; `typing` says that keys
-    make up the text that is searched."""
+    """The state of the screen, which keys change. `first` is the top line; `typing` means that keys edit the
+    search text.
+    """
 
     order: Order = "index"
     text: str = ""
@@ -330,7 +331,7 @@ class Screen:
     typing: bool = False
 
     def press(self, key: str, height: int) -> bool:
-        """Whether the screen stays."""
+        """Handle a key; returns whether the screen stays open."""
         if self.typing:
             self.typing = key not in "\r\n\x1b"
             self.text = "" if key == "\x1b" else self.text[:-1] if key in "\x7f\b" else self.text + key
@@ -345,7 +346,7 @@ class Screen:
     def picture(
         self, view: NodeView, console: Console, history: Mapping[str, Sequence[int]]
     ) -> RenderableType:
-        """The lines from `first` on, and below them the keys; as large as the terminal."""
+        """Return the lines from `first` on, and the keys below them, in the size of the terminal."""
         from rich.console import Group
         from rich.segment import Segment, Segments
 
@@ -365,7 +366,7 @@ class Screen:
 
 
 def _run_live(snapshot: NodeSnapshot, interval_s: float, screen: Screen, *, is_colored: bool) -> None:
-    """Draw until q, Ctrl-C or SIGTERM; the terminal is left as it was found."""
+    """Draw until q, Ctrl-C or SIGTERM, then restore the terminal."""
     from rich.live import Live
 
     terminal, wait_nvml_s = console(None, None, is_colored=is_colored), _WAIT_FIRST_S
@@ -392,7 +393,7 @@ def _run_live(snapshot: NodeSnapshot, interval_s: float, screen: Screen, *, is_c
 
 @contextmanager
 def _keys() -> Iterator[int | None]:
-    """Where to read keys from: they come at once and unseen. SIGTERM ends as Ctrl-C does."""
+    """Yield a descriptor for unbuffered key input without echo. SIGTERM acts like Ctrl-C."""
     import termios
     import tty
 
@@ -414,7 +415,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _typed(keys: int | None, wait_s: float) -> str | None:
-    """What is typed within that time; None for nothing, and q where the terminal has gone away."""
+    """Return the keys typed within `wait_s` seconds; None if there are none, and q if the terminal is gone."""
     ready, _, _ = select.select([] if keys is None else [keys], [], [], wait_s)
     if not ready or keys is None:
         return None

@@ -1,4 +1,4 @@
-"""`gpu-dra-driver validate`: are claims and configurations right, and do they fit a machine?"""
+"""`gpu-dra-driver validate`: checks claims and configurations, and whether they fit a machine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from dra_driver.cli.validation.manifest_check import DocumentReport
 
 EXIT_NOT_READ = 3
-"""Nothing is wrong, but the cluster could not be read."""
+"""No faults were found, but the cluster could not be read."""
 _INDENT = " " * 9
 
 
@@ -100,7 +100,9 @@ def _machines(
     config: Path | None,
     simulate: Sequence[str] | None,
 ) -> tuple[list[MachineFit], str, Mapping[int, Sequence[str]], str]:
-    """The machines to try, the name of our DRA driver, faults of configuration files, a sentence on the machines."""
+    """Return the machines to try, the driver's name, faults of configuration files, and a sentence about the
+    machines.
+    """
     names: list[str | None] = [*simulate] if simulate else [None]
     if len(set(names)) > 1 and given["simulator_dir"] is not None:
         raise InvalidConfigError("--simulator-dir is the directory of one machine; give --simulate once")
@@ -167,7 +169,7 @@ def _print(
 
 
 def machine_to_try(settings: Settings) -> tuple[MachineFit | None, str]:
-    """The machine on which `validate` tries claims, None if there is none; and why there is none, or how large it is.
+    """Return the machine on which `validate` tries claims (None if there is none), and a sentence about it.
 
     Raises: NvmlUnavailableError if a simulated machine has no NVML.
     """
@@ -188,7 +190,7 @@ def machine_to_try(settings: Settings) -> tuple[MachineFit | None, str]:
 
 
 def gpus_for_layouts(settings: Settings) -> list[MigGpu]:
-    """The GPUs of the machine in the order of their PCI addresses, with what each can be cut into."""
+    """Return the machine's GPUs in PCI order, with their possible MIG profiles."""
     from dra_driver.nvml.mig_changes import MigHardware
 
     machine, found = CommandMachine(settings), []
@@ -206,7 +208,7 @@ def gpus_for_layouts(settings: Settings) -> list[MigGpu]:
 
 
 def configured_among(documents: Sequence[Document]) -> tuple[JsonObject, Mapping[int, tuple[str, ...]]]:
-    """The settings in those of the documents that are configuration files, and the faults of these by their number."""
+    """Return the settings of those documents that are configuration files, and their faults by document number."""
     values: JsonObject = {}
     faults: dict[int, tuple[str, ...]] = {}
     for number, document in enumerate(documents):

@@ -22,7 +22,7 @@ from playground.apiserver.server import PlaygroundApiServer
 
 from dra_driver.base.file_lock import hold_file
 from dra_driver.cli.checks.check import Check, Outcome, Shared, folded, not_written, run_checks
-from dra_driver.cli.checks.cluster import ClusterChecks, needed_permissions
+from dra_driver.cli.checks.cluster import ClusterChecks, required_permissions
 from dra_driver.cli.checks.driver import DriverChecks
 from dra_driver.cli.checks.kubelet import KubeletChecks
 from dra_driver.cli.checks.runtime import RuntimeChecks
@@ -758,7 +758,7 @@ def test_what_is_asked_is_exactly_what_the_cluster_role_gives(
         for name in rule.get("resourceNames", [None])
     }
     assert asked == given
-    assert len(asked) == len(needed_permissions(DRIVER))
+    assert len(asked) == len(required_permissions(DRIVER))
 
 
 def node_with(**status: Any) -> dict[str, Any]:

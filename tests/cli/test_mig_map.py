@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dra_driver.cli.inspect import WIDTH, draw_gpu, draw_gpus
-from dra_driver.cli.rules.mig_map import GpuMap, SeenInstance, gpu_maps, room_beside
+from dra_driver.cli.rules.mig_map import GpuMap, SeenInstance, gpu_maps, remaining_room
 from dra_driver.cli.rules.node_state import NodeState
 from dra_driver.journal.rules.cleanups import PendingCleanup
 from dra_driver.model.claim import AllocatedClaim, ClaimRef
@@ -97,7 +97,7 @@ def test_room_is_what_the_silicon_takes(model: Any) -> None:
             free = sorted(silicon.free())
             if free:
                 silicon.create(choose.choice(free))
-        counted = dict(room_beside(table(model), silicon.instances))
+        counted = dict(remaining_room(table(model), silicon.instances))
         for row in model.mig:
             filled = Silicon(model)
             for instance in silicon.instances:

@@ -1,1 +1,1 @@
-"""The checks of `doctor`: functions that look at one thing each and return what they saw."""
+"""The checks of `doctor`. Each function checks one thing and returns what it found."""

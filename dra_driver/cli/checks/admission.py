@@ -1,4 +1,4 @@
-"""Do the admission policies refuse what a node must not do? Dry runs of such requests prove it."""
+"""Checks by dry runs that the admission policies refuse what a node must not do."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ _FORBIDDEN = 403
 MARK_RESOURCE = "drivers"
 MARK_VERB = "confine"
 EXEMPT_VERB = "exempt"
-"""Of the API group with the name of our DRA driver. The policies apply to who may do the first and not the second."""
+"""Permissions in the API group named like the driver. The policies apply to accounts that have the first but
+not the second.
+"""
 
 _BY_POLICY = re.compile(
     r"ValidatingAdmissionPolicy '(?P<policy>[^']*)' with binding '[^']*' denied request: (?P<text>.*)"
@@ -33,11 +35,13 @@ _OURS = (
     "may not change the allocation of a claim or who uses it",
 )
 _OWN_CHECK = re.compile(r'requires resource="?resourceclaims/')
-"""How Kubernetes 1.36 and newer refuse the status of a claim, before they ask any policy."""
+"""How Kubernetes 1.36 and newer refuse a claim's status, before any policy runs."""
 
 
 def refusal_finding(error: ApiRejectedError, what: str) -> Finding:
-    """What a refusal of `what` proves: OK if a policy of gpu-dra-driver or Kubernetes itself refused it."""
+    """Return what the refusal of `what` proves: OK if a policy of gpu-dra-driver or Kubernetes itself refused
+    it.
+    """
     text = str(error)
     policy, webhook = _BY_POLICY.search(text), _BY_WEBHOOK.search(text)
     is_ours = policy is not None and any(part in policy["text"] for part in _OURS)
@@ -75,9 +79,9 @@ _CONSUMER = {"resource": "pods", "name": "gpu-dra-driver-probe", "uid": "gpu-dra
 
 @dataclass(frozen=True, slots=True)
 class AdmissionProof:
-    """Asks with the token of gpu-dra-driver; an account to which the policies do not apply proves nothing.
+    """Checks with the token of gpu-dra-driver, because an account without the policies proves nothing.
 
-    `claims` are those that gpu-dra-driver has prepared on this node. Raises from both: as ApiClient.
+    `claims` returns the claims that are prepared on this node. The checks raise the errors of ApiClient.
     """
 
     client: ApiClient
@@ -85,7 +89,7 @@ class AdmissionProof:
     claims: Callable[[], Sequence[ClaimRef]]
 
     def slices(self) -> Finding:
-        """May gpu-dra-driver write a slice of another node?"""
+        """Check that gpu-dra-driver cannot write a slice of another node."""
         if self._may(EXEMPT_VERB):
             return self._exempt()
         pool = {"name": _FOREIGN, "generation": 1, "resourceSliceCount": 1}
@@ -102,7 +106,7 @@ class AdmissionProof:
         return self._accepted("publish slices of other nodes")
 
     def claim_status(self) -> Finding:
-        """May gpu-dra-driver change to whom a claim's devices are given?"""
+        """Check that gpu-dra-driver cannot change who may use a claim's devices."""
         if self._may(EXEMPT_VERB):
             return self._exempt()
         claim = self._allocated_claim()
@@ -125,7 +129,7 @@ class AdmissionProof:
         return self._accepted("change who gets which device")
 
     def _accepted(self, what: str) -> Finding:
-        """The server took what it should refuse."""
+        """Return the finding for a request that the server should have refused."""
         why = "the policy is missing, not bound, or its binding does not deny"
         if not self._may(MARK_VERB):
             why = f"its role lacks the mark ({MARK_VERB} {MARK_RESOURCE}.{self.driver}) that the policies look for"
@@ -143,7 +147,7 @@ class AdmissionProof:
         return is_allowed(self.client, Permission(verb, MARK_RESOURCE, self.driver))
 
     def _allocated_claim(self) -> JsonObject | None:
-        """One that this node has prepared, with a device of gpu-dra-driver."""
+        """Return a claim that is prepared on this node, with a device of gpu-dra-driver."""
         lookup = ClaimClient(self.client)
         for ref in self.claims():
             claim = lookup.find(ref)

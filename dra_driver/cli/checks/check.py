@@ -1,4 +1,4 @@
-"""What a check of `doctor` is. Checks run side by side, each with a time limit, so that none spoils another."""
+"""The checks of `doctor`. They run in parallel, each with a time limit, so that they do not affect each other."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Look = Callable[[], Finding | Sequence[Finding]]
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A check under its name. `look` may raise anything; what it checks one by one has a finding each."""
+    """A named check. `look` may raise anything; it returns one finding, or one for each thing that it checked."""
 
     name: str
     look: Look
@@ -41,7 +41,7 @@ class Outcome:
 
 
 class Shared(Generic[T]):
-    """A value that several checks need. It is read once; if that fails, each of them gets the error."""
+    """A value that several checks need. It is read once; an error is raised in each of them."""
 
     def __init__(self, read: Callable[[], T]) -> None:
         self._read = read
@@ -49,17 +49,17 @@ class Shared(Generic[T]):
         self._answer: Future[T] = Future()
 
     def get(self) -> T:
-        """Raises: what the reading raised."""
+        """Return the value. Raises: the error of reading it."""
         with self._lock:
             if not self._answer.done():
                 try:
                     self._answer.set_result(self._read())
-                except Exception as error:  # noqa: BLE001  raised below, each time the value is asked for
+                except Exception as error:  # noqa: BLE001  raised below, for each caller
                     self._answer.set_exception(error)
         return self._answer.result()
 
     def or_none(self) -> T | None:
-        """None if the reading failed as it may. Raises: a surprise."""
+        """Return the value; None after a DraDriverError. Raises: any other error."""
         try:
             return self.get()
         except DraDriverError:
@@ -67,9 +67,9 @@ class Shared(Generic[T]):
 
 
 def run_checks(checks: Sequence[Check], bound_s: float = BOUND_S) -> list[Outcome]:
-    """All outcomes in the order of the checks, after `bound_s` seconds at the latest.
+    """Return all outcomes in the order of the checks, after at most `bound_s` seconds.
 
-    A check that raises, or does not end in time, fails itself and no other.
+    A check that raises or does not end in time fails only itself.
     """
     answers = run_in_parallel([partial(_looked, check) for check in checks], len(checks), bound_s)
     late = warn(
@@ -88,7 +88,7 @@ def _listed(found: Finding | Sequence[Finding]) -> Sequence[Finding]:
 
 
 def folded(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """For people: one line, where the first was, for all checks that cannot run for the same cause."""
+    """Merge checks that were skipped for the same cause into one line, at the place of the first."""
     names: dict[Finding, list[str]] = {}
     for outcome in outcomes:
         if outcome.finding.status == "SKIP":
@@ -113,7 +113,7 @@ def _looked(check: Check) -> Finding | Sequence[Finding]:
             f"{error.filename or check.name}: {error.strerror or error}",
             "run doctor in the plugin's pod (`kubectl exec`), or as root on the node",
         )
-    except Exception as error:  # noqa: BLE001  one surprise must not hide what the other checks see
+    except Exception as error:  # noqa: BLE001  an unexpected error must not hide the other checks' results
         text = " ".join(str(error).split())
         return fail(
             f"the check itself failed: {type(error).__name__}: {text}", "please report this with the output"
@@ -121,15 +121,17 @@ def _looked(check: Check) -> Finding | Sequence[Finding]:
 
 
 def of_text(text: str, *, fails: bool) -> Finding:
-    """From a sentence with `; ` before what to do."""
+    """Return a finding from a sentence with `; ` before the remedy."""
     seen, _, remedy = text.rpartition("; ")
     seen, remedy = (seen, remedy) if seen else (text, logs())
     return fail(seen, remedy) if fails else warn(seen, remedy)
 
 
 def not_written(directory: Path) -> Finding | None:
-    """Why no file can be written to a directory and synced; None if one could. The file is removed again. Its name
-    begins with a dot, so that neither the kubelet nor a runtime reads it."""
+    """Return why no file can be written to a directory and synced; None if one can.
+
+    The test file is removed again. Its name begins with a dot, so neither the kubelet nor a runtime reads it.
+    """
     try:
         with tempfile.NamedTemporaryFile(prefix=".doctor-", dir=directory) as file:
             file.write(b"doctor" * 1000)

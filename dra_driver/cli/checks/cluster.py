@@ -1,4 +1,4 @@
-"""The cluster as gpu-dra-driver needs it: its API, permissions, the node, admission, classes, slices, feature gates."""
+"""Checks the cluster: API, permissions, node, admission, classes, slices, feature gates."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ from dra_driver.slices.api_support import Support, ask_support
 from dra_driver.slices.rules.diff import PARTITIONS_GATE, SHARES_GATE, TAINTS_GATE, Owner
 
 _SLOW = ("did not answer in time", "no time was left")
-"""How a client says that it waited and nothing was refused."""
+"""Parts of client errors that mean a timeout, not a refusal."""
 
 
-def needed_permissions(driver: str, *, mig_layouts: bool = False) -> tuple[Permission, ...]:
-    """What the ClusterRole of gpu-dra-driver gives, with `mig_layouts` to a plugin that follows the labels of its
-    node."""
+def required_permissions(driver: str, *, mig_layouts: bool = False) -> tuple[Permission, ...]:
+    """Return the permissions of the ClusterRole; `mig_layouts` adds those for following the node's labels."""
     slices = ("list", "watch", "create", "update", "delete")
     return (
         Permission("get", "resourceclaims", GROUP),
@@ -45,8 +44,9 @@ def needed_permissions(driver: str, *, mig_layouts: bool = False) -> tuple[Permi
 
 @dataclass(frozen=True, slots=True)
 class ClusterChecks:
-    """Checks against one API server. `client` raises what kept it from being made; `configured` says whether there
-    is anything to make it from."""
+    """Checks one API server. `client` raises the error that prevented its creation; `configured` is whether
+    there is a configuration at all.
+    """
 
     client: Shared[ApiClient]
     driver: str
@@ -58,7 +58,7 @@ class ClusterChecks:
     claims: Callable[[], Sequence[ClaimRef]] = tuple
 
     def api_server(self) -> Finding:
-        """Does it answer, and does it serve the API?"""
+        """Check that the API server answers and serves the API."""
         if not self.configured:
             return warn(
                 "not asked: this is not a pod, and no kubeconfig was given", "give one with --kubeconfig"
@@ -79,8 +79,8 @@ class ClusterChecks:
         return ok(f"Kubernetes {release} at {client.endpoint.server}, {GROUP_VERSION} is used")
 
     def permissions(self) -> Finding:
-        """Is gpu-dra-driver allowed what it needs?"""
-        needed = needed_permissions(self.driver, mig_layouts=self.mig_layouts)
+        """Check the permissions of gpu-dra-driver."""
+        needed = required_permissions(self.driver, mig_layouts=self.mig_layouts)
         client = self.client.get()
         denied = [wanted for wanted in needed if not is_allowed(client, wanted)]
         hard = [str(permission) for permission in denied if not permission.optional]
@@ -95,7 +95,7 @@ class ClusterChecks:
         return ok(f"all {len(needed)} that gpu-dra-driver needs")
 
     def node_object(self) -> Finding:
-        """Is there a node of this name, and does nobody else offer its GPUs?"""
+        """Check that the node exists, and that nothing else offers its GPUs."""
         try:
             node = read_node(self.client.get(), self.node)
         except ApiRejectedError as error:
@@ -137,7 +137,7 @@ class ClusterChecks:
         return AdmissionProof(self.client.get(), self.driver, self.claims)
 
     def device_classes(self) -> Finding:
-        """Are there classes by which pods ask for devices?"""
+        """Check that the DeviceClasses exist."""
         listed = self._list("deviceclasses")
         names = [str(item["metadata"]["name"]) for item in listed.get("items") or ()]
         ours = [name for name in names if name.endswith("nvidia.com")]
@@ -152,7 +152,7 @@ class ClusterChecks:
         return ok(named(ours))
 
     def slices(self) -> Finding:
-        """What is published of this node?"""
+        """Check the published slices of this node."""
         query = {"fieldSelector": f"spec.driver={self.driver},spec.nodeName={self.node}"}
         items = self._list("resourceslices", query=query).get("items") or []
         foreign = sorted({item["spec"]["pool"]["name"] for item in items} - {self.node})
@@ -175,7 +175,7 @@ class ClusterChecks:
         return ok(f"{counted(count, 'device')} in {counted(len(items), 'slice')}{note}")
 
     def feature_gates(self) -> Finding:
-        """Does the API server keep what gpu-dra-driver publishes as it is configured? Dry runs show it."""
+        """Check by dry runs that the API server keeps what gpu-dra-driver publishes with this configuration."""
         client = self.client.get()
         owner = Owner(self.driver, self.node, node_uid(client, self.node))
         support = ask_support(client, owner, Support(), partitions=True)
@@ -200,21 +200,24 @@ class ClusterChecks:
         return ok("partitions, shares and taints are kept")
 
     def all(self) -> list[Check]:
-        """By name."""
+        """Return the checks by name."""
         return [
             Check("API server", self.api_server),
-            Check("permissions", self._asked(self.permissions)),
-            Check("node", self._asked(self.node_object)),
-            Check("admission policy", self._asked(lambda: self._proof().slices())),
-            Check("claim policy", self._asked(lambda: self._proof().claim_status())),
-            Check("DeviceClasses", self._asked(self.device_classes)),
-            Check("slices", self._asked(self.slices)),
-            Check("feature gates", self._asked(self.feature_gates)),
+            Check("permissions", self._skipping(self.permissions)),
+            Check("node", self._skipping(self.node_object)),
+            Check("admission policy", self._skipping(lambda: self._proof().slices())),
+            Check("claim policy", self._skipping(lambda: self._proof().claim_status())),
+            Check("DeviceClasses", self._skipping(self.device_classes)),
+            Check("slices", self._skipping(self.slices)),
+            Check("feature gates", self._skipping(self.feature_gates)),
         ]
 
-    def _asked(self, ask: Callable[[], Finding]) -> Callable[[], Finding]:
-        """As `ask`, but SKIP if the API server is away or these credentials may not ask: the checks `API server` and
-        `permissions` report that, once."""
+    def _skipping(self, ask: Callable[[], Finding]) -> Callable[[], Finding]:
+        """Wrap `ask` so that it returns SKIP if the API server is unavailable, or these credentials may not
+        query it.
+
+        The checks `API server` and `permissions` report those problems once.
+        """
 
         def looked() -> Finding:
             try:
@@ -239,6 +242,6 @@ class ClusterChecks:
 
 
 def _is_renamed(name: str, other: str) -> bool:
-    """Whether a class looks like another one to whose name something was added."""
+    """Whether the class's name is another one with something added."""
     before, found, behind = other.partition(name)
     return bool(found and (before or behind)) and not before.endswith(".")

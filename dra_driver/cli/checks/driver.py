@@ -1,4 +1,4 @@
-"""The NVIDIA driver on the host: kernel module, files, NVML, device nodes, hook, MIG."""
+"""Checks the NVIDIA driver on the host: kernel module, files, NVML, device nodes, hook, MIG."""
 
 from __future__ import annotations
 
@@ -49,32 +49,32 @@ from dra_driver.reporting.rules.claim_usage import unclaimed_text
 
 _KERNEL_VERSION = re.compile(r"NVRM version:.*?\s(\d+\.\d+(?:\.\d+)*)\s")
 _WITHOUT_PCI = {"microsoft": "Windows Subsystem for Linux (WSL2)", "tegra": "an NVIDIA Jetson"}
-"""By a word in the release of the kernel."""
+"""By a word in the kernel's release."""
 _GPU_NODE = re.compile(r"nvidia(\d+)\Z")
 
 
 class _NotKnownError(Exception):
-    """What a check needs is not known without NVML; the check `NVML` says why."""
+    """A check needs NVML, which does not answer; the check `NVML` reports why."""
 
 
 @dataclass(frozen=True, slots=True)
 class DriverChecks:
-    """Checks of one host. `inventory` raises why NVML does not answer; `node_view` is what `top` shows too."""
+    """Checks one host. `inventory` raises the error of NVML; `node_view` is the data of `top`."""
 
     paths: HostPaths
     nodes: DeviceNodeReader
     inventory: Shared[Inventory]
     node_view: Callable[[], NodeView]
-    """With the profiles of the GPUs in MIG mode, as far as they can be read."""
+    """Includes the profiles of GPUs in MIG mode, as far as they can be read."""
     hook: str | None = None
     dynamic_mig: bool = False
     gpu_users: Callable[[], Sequence[str] | None] = lambda: None
-    """Programs besides gpu-dra-driver and the pods of claims that have a GPU open; None if that is not known."""
+    """Programs, other than gpu-dra-driver and pods of claims, that have a GPU open; None if unknown."""
     extra_devices: ExtraDevices = NO_EXTRA_DEVICES
     passthrough: bool = False
 
     def gpus_on_the_bus(self) -> Finding:
-        """Are there GPUs, and are they bound to the NVIDIA driver?"""
+        """Check that there are GPUs, and that they are bound to the NVIDIA driver."""
         functions = self._sysfs.gpus()
         for sign, name in _WITHOUT_PCI.items() if not functions else ():
             if sign in self._kernel_release():
@@ -114,7 +114,7 @@ class DriverChecks:
         return ok(f"{len(functions)} on the PCI bus, all bound to nvidia")
 
     def kernel_driver(self) -> Finding:
-        """Is the kernel module loaded?"""
+        """Check that the kernel module is loaded."""
         version = self._loaded_version()
         if version is None:
             path = f"{self.paths.proc}/driver/nvidia/version"
@@ -125,7 +125,7 @@ class DriverChecks:
         return ok(f"{version} loaded", version)
 
     def driver_root(self) -> Finding:
-        """Are the files of the NVIDIA driver below the driver root, of the version that is loaded?"""
+        """Check that the driver root has the NVIDIA driver's files, in the version that is loaded."""
         root = self.paths.driver_root
         where = (
             "set --nvidia-driver-root (and --container-driver-root) to where the NVIDIA driver is installed"
@@ -166,7 +166,7 @@ class DriverChecks:
         return ok(found)
 
     def nvml(self) -> Finding:
-        """Does NVML answer, and for every GPU?"""
+        """Check that NVML answers, for every GPU."""
         try:
             inventory = self.inventory.get()
         except NvmlDetachedError as error:
@@ -213,11 +213,11 @@ class DriverChecks:
         )
 
     def health(self) -> list[Finding]:
-        """Is every GPU and every MIG device well?"""
+        """Check the health of every GPU and MIG device."""
         return health_findings(self.node_view(), has_nvml=self.inventory.or_none() is not None)
 
     def device_nodes(self) -> Finding:
-        """Are the nodes there through which containers reach the GPUs?"""
+        """Check that the nodes exist through which containers access the GPUs."""
         dev = DevRoot(self.paths, self.nodes)
         if dev.node("/dev/nvidiactl") is None:
             return fail(
@@ -237,7 +237,7 @@ class DriverChecks:
             )
         strays = sorted(self._node_minors(dev) - minors)
         functions = Sysfs(self.paths.sys, self.paths.proc).nvidia_functions()
-        # The NVIDIA driver leaves the node of such a GPU behind.
+        # The NVIDIA driver does not remove the node of such a GPU.
         passed = self._under_vfio([item for item in functions if item.is_gpu])
         unknown = [gpu for gpu in gpus.gpus if gpu.minor is None]
         if len(strays) > len(passed) + len(unknown) and not self._silent_gpus(gpus):
@@ -248,8 +248,9 @@ class DriverChecks:
         return ok(f"/dev/nvidiactl, /dev/nvidia-uvm and those of {counted(len(minors), 'GPU')}")
 
     def dev_char_links(self) -> Finding:
-        """Does systemd find the NVIDIA driver's device nodes, so that a reload of its units takes no GPU from a
-        container?"""
+        """Check that systemd finds the NVIDIA driver's device nodes; otherwise reloading its units takes GPUs
+        from containers.
+        """
         if DevRoot(self.paths, self.nodes).node("/dev/nvidiactl") is None:
             return skip("there are no device nodes of the NVIDIA driver")
         links = DevCharLinks(self.paths, self.nodes)
@@ -264,7 +265,7 @@ class DriverChecks:
         return ok("systemd finds the NVIDIA driver's device nodes")
 
     def mig_mode(self) -> Finding:
-        """GPUs in MIG mode without a MIG device: they are offered neither whole nor in parts."""
+        """Check for GPUs in MIG mode without MIG devices, which are offered neither whole nor in parts."""
         inventory = self._known()
         on = [gpu for gpu in inventory.gpus if gpu.mig_enabled]
         empty = {gpu.uuid: gpu.pci_bus_id or gpu.uuid for gpu in on if not gpu.mig_devices}
@@ -286,7 +287,7 @@ class DriverChecks:
         return ok(f"{len(on)} of {counted(len(inventory.gpus), 'GPU')} in MIG mode")
 
     def gpu_agents(self) -> Finding:
-        """Do other programs keep GPUs open, so that MIG mode cannot be switched, or no virtual machine can get one?"""
+        """Check for programs that keep GPUs open, and so prevent switching MIG mode or passthrough."""
         if not self.dynamic_mig and not self.passthrough:
             return skip("MIG devices are not made on demand")
         users = self.gpu_users()
@@ -305,7 +306,7 @@ class DriverChecks:
         return ok("no other program keeps a GPU open")
 
     def imex(self) -> Finding:
-        """Do claims on GPUs in a fabric get their IMEX channel?"""
+        """Check that claims on GPUs in a fabric get their IMEX channel."""
         wanted = self.extra_devices.imex
         if wanted is None:
             return skip("claims get no IMEX channels")
@@ -360,7 +361,7 @@ class DriverChecks:
         return ok(f"nvidia-imex is ready, claims get {_channels(wanted)} of {count}")
 
     def host_devices(self) -> Finding:
-        """Is there what every claim is to get beside its GPUs?"""
+        """Check that the host has the extra devices that every claim should get."""
         kinds = self.extra_devices.host_devices
         finder = HostDeviceFinder(self.paths, nodes=self.nodes)
         missing = [kind for kind in kinds if not finder.find(kind).nodes]
@@ -372,7 +373,7 @@ class DriverChecks:
         return ok(f"{named(kinds)}: their nodes are there")
 
     def cdi_hook(self) -> Finding:
-        """Is nvidia-cdi-hook there, which makes the links to libraries in containers?"""
+        """Check nvidia-cdi-hook, which creates the links to libraries in containers."""
         try:
             hook = HookFinder(self.paths, self.hook).find()
         except RetryableError as error:
@@ -390,7 +391,7 @@ class DriverChecks:
         return ok(f"{hook.host_path} ({', '.join(hook.verbs)})")
 
     def gpu_processes(self) -> list[Finding]:
-        """Is there memory on GPUs that nobody claims?"""
+        """Check for GPU memory without a claim."""
         self._known()
         found = [one for one in self.node_view().processes if one.is_unclaimed]
         texts = (unclaimed_text(one.gpu, GpuProcess(one.pid, one.name, one.memory_bytes)) for one in found)
@@ -398,7 +399,7 @@ class DriverChecks:
         return findings or [ok("No unknown processes on the GPUs")]
 
     def persistence(self) -> Finding:
-        """Does something keep the state of the NVIDIA driver while nobody uses a GPU?"""
+        """Check that something keeps the NVIDIA driver's state while no one uses a GPU."""
         roots = dict.fromkeys(filter(None, (self.paths.driver_root, self.paths.host_root)))
         for root in roots:
             tree = RootedTree(root)
@@ -414,14 +415,14 @@ class DriverChecks:
         )
 
     def _loss_at_the_end(self) -> str:
-        """What a GPU without persistence mode loses with its last program."""
+        """Return what a GPU without persistence mode loses when its last program exits."""
         inventory = self.inventory.or_none()
         if inventory is None or inventory.confidential_compute in (None, "off"):
             return "lose their settings"
         return "with confidential computing end with their last program, until they are reset"
 
     def gpu_memory(self) -> Finding:
-        """Is the memory of GPUs memory of the host too?"""
+        """Check whether GPU memory is also host memory."""
         gpus = self._known().gpus
         nodes = [str(gpu.memory_numa_node) for gpu in gpus if gpu.memory_numa_node is not None]
         if not nodes:
@@ -434,7 +435,7 @@ class DriverChecks:
         )
 
     def all(self) -> list[Check]:
-        """In the order in which one thing rests on another. On a node without GPU only the first can fail."""
+        """Return the checks, each after those it depends on. On a node without GPUs only the first can fail."""
         looks: dict[str, Look | None] = {
             "kernel driver": self.kernel_driver,
             "driver root": self.driver_root,
@@ -482,14 +483,14 @@ class DriverChecks:
         return [item.bus_id for item in functions if is_vfio(item.driver)]
 
     def _known(self) -> Inventory:
-        """Raises: _NotKnownError without NVML."""
+        """Return the inventory. Raises: _NotKnownError without NVML."""
         inventory = self.inventory.or_none()
         if inventory is None:
             raise _NotKnownError
         return inventory
 
     def _silent_gpus(self, inventory: Inventory) -> list[str]:
-        """PCI bus IDs of the GPUs that the NVIDIA driver is bound to, and that NVML does not show."""
+        """Return the PCI bus IDs of GPUs that are bound to the NVIDIA driver but missing from NVML."""
         bound = self._sysfs.gpus_of_the_nvidia_driver()
         return sorted(bound.keys() - {gpu.pci_bus_id for gpu in inventory.gpus})
 

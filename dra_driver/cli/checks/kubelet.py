@@ -1,4 +1,4 @@
-"""What the plugin reports, the kubelet's directories on this node, and the records of gpu-dra-driver."""
+"""Checks what the plugin reports, the kubelet's directories on this node, and the plugin's records."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ from dra_driver.sharing.rules.client_limits import notes_of
 
 @dataclass(frozen=True, slots=True)
 class KubeletChecks:
-    """`registry` is the kubelet's plugin registry, `plugins` its plugin directory, `driver` the name of our DRA driver.
+    """Checks the kubelet's side of a node.
 
-    `node_state` reads what gpu-dra-driver wrote down, `cdi` is the directory with CDI specs. `reported` asks the plugin
-    for its problems; None where there can be no plugin.
+    `registry` is the kubelet's plugin registry, `plugins` its plugin directory, `driver` the driver's name.
+    `node_state` reads the plugin's files, and `cdi` is the directory of CDI specs. `reported` queries the
+    plugin for its problems; None if there can be no plugin.
     """
 
     driver: str
@@ -42,11 +43,11 @@ class KubeletChecks:
 
     @property
     def state(self) -> Path:
-        """The directory of gpu-dra-driver."""
+        """The plugin's directory."""
         return self.plugins / self.driver
 
     def plugin(self) -> list[Finding]:
-        """What does the plugin itself report, and whose Prepare fails?"""
+        """Check the problems that the plugin reports, and the claims that fail."""
         if self.reported is None:
             return [skip("a machine that is simulated for this command has no plugin")]
         problems, failing = self.reported()
@@ -60,14 +61,14 @@ class KubeletChecks:
         ]
         for shown in problems:
             problem = shown.problem
-            # The check `health` reports what GPUs do not answer, and what failing claims say is above.
+            # The check `health` reports GPUs that do not answer, and failing claims are listed above.
             if problem.code not in ("gpu-unresponsive", *(["claims-failing"] if failing else [])):
                 found.append(of_text(problem.text, fails=problem.code in CODES_THAT_FAIL))
         return found or [ok("the plugin runs and reports no problem")]
 
     def directories(self) -> Finding:
-        """Can a file be written into the kubelet's directories?"""
-        # A pod without privileges has its own directory mounted, and not those of other plugins.
+        """Check that the kubelet's directories are writable."""
+        # A pod without privileges has only its own plugin directory mounted.
         plugins = self.state if self.state.is_dir() else self.plugins
         for path, flag in (
             (self.registry, "--kubelet-registrar-directory-path"),
@@ -84,7 +85,7 @@ class KubeletChecks:
         return ok(f"a file can be written to {self.registry} and {plugins}")
 
     def records(self) -> Finding:
-        """Can the records be read?"""
+        """Check that the records are readable."""
         state = self.node_state()
         if state.faults:
             more = f" (and {len(state.faults) - 1} more)" if len(state.faults) > 1 else ""
@@ -110,7 +111,7 @@ class KubeletChecks:
         return ok(counted(len(state.records), "prepared claim"))
 
     def cleanup(self) -> Finding:
-        """Is cleanup pending?"""
+        """Check for pending cleanup."""
         found = self.node_state().cleanups
         if found:
             more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
@@ -119,7 +120,7 @@ class KubeletChecks:
         return ok("no cleanup is pending")
 
     def mig_layout(self) -> Finding:
-        """Is the node's MIG layout on its GPUs?"""
+        """Check that the node's MIG layout is applied to its GPUs."""
         found = self.node_state().layouts
         if not found:
             return ok("the node has no MIG layout")
@@ -131,14 +132,14 @@ class KubeletChecks:
         return ok(f"layout {found[0].layout} is on {counted(len(found), 'GPU')}")
 
     def mps_host(self) -> Finding:
-        """Does the MPS host run, and do what is wanted? Claims with MPS wait for it."""
+        """Check that the MPS host runs and does what is wanted. Claims with MPS wait for it."""
         layout = mps_layout(self.state)
         if not layout.lock.exists():
             return ok("no MPS host; only claims with MPS need one (mps.enabled of the chart)")
         files = MpsHostFiles(layout)
         problem = files.host_problem()
         if problem is not None:
-            # A host that starts needs no help, and one that is gone hurts no one where no claim has a daemon.
+            # A starting host needs no action, and a stopped one matters only if a claim has a daemon.
             is_there = is_locked(layout.lock)
             return of_text(problem, fails="is starting" not in problem and (is_there or files.is_in_use()))
         waiting = files.unseen()
@@ -154,7 +155,7 @@ class KubeletChecks:
         return ok(f"the MPS host runs; it has {counted(len(daemons), 'daemon')}")
 
     def all(self) -> list[Check]:
-        """By name."""
+        """Return the checks by name."""
         return [
             Check("plugin", self.plugin),
             Check("kubelet directories", self.directories),

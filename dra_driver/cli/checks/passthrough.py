@@ -1,4 +1,4 @@
-"""Whether GPUs can be given to virtual machines, and back."""
+"""Checks whether GPUs can be given to virtual machines, and returned."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from dra_driver.model.units import counted, named
 
 @dataclass(frozen=True, slots=True)
 class PassthroughChecks:
-    """Checks of one host. `cards` are the selected ones and those that gpu-dra-driver has bound; none is selected where
-    passthrough is off."""
+    """Checks one host. `cards` returns the selected cards and those that gpu-dra-driver has bound. Without
+    passthrough, none is selected.
+    """
 
     host: VfioCards
     cards: Callable[[], Sequence[Card]]
@@ -25,7 +26,9 @@ class PassthroughChecks:
     is_on: bool
 
     def passthrough(self) -> list[Finding]:
-        """A finding for each card that no virtual machine can get, and for what is under vfio without a claim."""
+        """Return a finding for each card that no virtual machine can get, and for each card in vfio without a
+        claim.
+        """
         cards = self.cards()
         if not cards:
             return [
@@ -56,7 +59,7 @@ class PassthroughChecks:
         return [*found, ok(summary)] if fit else found
 
     def all(self) -> list[Check]:
-        """None on a node where this is off and no card of gpu-dra-driver is under vfio."""
+        """Return the checks; empty if passthrough is off and gpu-dra-driver has no card in vfio."""
         is_needed = self.is_on or bool(self._steps())
         return [Check("passthrough", self.passthrough)] if is_needed else []
 

@@ -1,4 +1,4 @@
-"""The container runtime: does it read CDI specs, from the directory that gpu-dra-driver writes to?"""
+"""Checks that the container runtime reads CDI specs from gpu-dra-driver's directory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CONTAINERD = (
     "/etc/k0s/containerd.toml",
     "/etc/containerd/config.toml",
 )
-"""That of a distribution comes first: where there is one, the last file is Docker's."""
+"""Files of distributions come first, because the last one is Docker's if there is another."""
 _CRI_PLUGINS = ("io.containerd.cri.v1.runtime", "io.containerd.grpc.v1.cri", "cri")
 _CRIO_FILE = "/etc/crio/crio.conf"
 _CRIO_DIRECTORIES = ("/usr/share/crio/crio.conf.d", "/etc/crio/crio.conf.d")
@@ -37,7 +37,7 @@ _SOCKETS = (
     ("crio", "/run/crio/crio.sock"),
     ("docker", "/run/cri-dockerd.sock"),
 )
-"""In the order of the files. RKE2 has the socket of k3s."""
+"""In the order of the files. RKE2 uses the socket of k3s."""
 _ANSWER_WITHIN_S = 2.0
 DOCKER = (
     "the runtime is Docker (cri-dockerd), which gives containers no devices of claims",
@@ -49,8 +49,11 @@ Toml = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class RuntimeConfig:
-    """What a runtime says of CDI, by its answer or its configuration. `enabled` None: not said; `file` is a path on the
-    host, and `version` that of containerd's configuration."""
+    """CDI settings of a runtime, from its answer or its configuration.
+
+    `enabled` is None if it is not set; `file` is a path on the host, and `version` that of containerd's
+    configuration.
+    """
 
     runtime: str
     file: str
@@ -61,13 +64,15 @@ class RuntimeConfig:
 
 @dataclass(frozen=True, slots=True)
 class RuntimeChecks:
-    """`host` is where this process sees the host's `/`, None if nowhere; `cdi_root` is the directory of our specs."""
+    """`host` is where this process sees the host's `/`; None if it does not. `cdi_root` is the directory of the
+    specs.
+    """
 
     cdi_root: str
     host: str | None
 
     def runtime(self) -> Finding:
-        """Does the runtime read specs from the directory of ours?"""
+        """Check that the runtime reads specs from `cdi_root`."""
         if self.host is None:
             return skip(
                 "the runtime's configuration is not visible from here; mount the host's / and name it --host-root"
@@ -80,7 +85,7 @@ class RuntimeChecks:
             return fail(
                 f"its configuration is not valid TOML: {error}", "repair the file, then restart the runtime"
             )
-        # What runs counts, and the files of what does not run mean nothing.
+        # Only running runtimes count; files of others mean nothing.
         known = [_with_answer(found.get(name), name, answer or {}) for name, answer in answers.items()]
         silent = [name for name, answer in answers.items() if answer is None]
         if silent:
@@ -91,7 +96,7 @@ class RuntimeChecks:
         return judge_runtimes(known or list(found.values()), self.cdi_root)
 
     def directory(self) -> Finding:
-        """Can specs be written?"""
+        """Check that specs can be written."""
         path = Path(self.cdi_root)
         if not path.exists():
             parent = next(parent for parent in path.parents if parent.exists())
@@ -101,7 +106,7 @@ class RuntimeChecks:
         return not_written(path) or ok(f"a file can be written to {path}")
 
     def all(self) -> list[Check]:
-        """From the runtime's configuration to the directory that it reads."""
+        """Return the checks."""
         return [
             Check("runtime", self.runtime),
             Check("CDI directory", self.directory),
@@ -109,8 +114,11 @@ class RuntimeChecks:
 
 
 def host_directory(paths: HostPaths, *, simulated: bool, in_pod: bool) -> str | None:
-    """Where this process sees the host's `/`: the mount for it, the driver root if the NVIDIA driver is installed
-    there, or its own `/` outside of a pod. None if it does not see it."""
+    """Return where this process sees the host's `/`; None if it does not.
+
+    That is the mount for it, the driver root if the NVIDIA driver is installed in `/`, or this process's own
+    `/` outside a pod.
+    """
     if simulated or paths.host_root is not None:
         return paths.host_root or paths.driver_root
     if paths.host_driver_root == "/":
@@ -119,9 +127,11 @@ def host_directory(paths: HostPaths, *, simulated: bool, in_pod: bool) -> str | 
 
 
 def answering(tree: RootedTree) -> Mapping[str, JsonObject | None]:
-    """The configurations that runtimes with a CRI socket report, by the runtime's name; empty for one that reports
-    none, None for one that did not answer in time. A runtime that does not run, or that serves no CRI, such as Docker's
-    containerd, is left out."""
+    """Return the configurations that runtimes report through their CRI sockets, by name.
+
+    A configuration is empty if the runtime reports none, and None if it did not answer in time. Runtimes that
+    are not running or serve no CRI, such as Docker's containerd, are left out.
+    """
     import grpc
 
     from dra_driver.kubelet.grpc_server import call_method
@@ -150,7 +160,7 @@ def answering(tree: RootedTree) -> Mapping[str, JsonObject | None]:
 
 
 def _with_answer(config: RuntimeConfig | None, name: str, answer: JsonObject) -> RuntimeConfig:
-    """containerd and CRI-O spell the same keys differently."""
+    """Merge a runtime's answer. containerd and CRI-O spell the same keys differently."""
     config = config or RuntimeConfig(name, _CRIO_FILE if name == "crio" else _CONTAINERD[-1])
     settings = {key.lower(): value for key, value in answer.items()}
     enabled, directories = settings.get("enablecdi"), _paths(settings.get("cdispecdirs"))
@@ -162,7 +172,7 @@ def _with_answer(config: RuntimeConfig | None, name: str, answer: JsonObject) ->
 
 
 def read_configs(tree: RootedTree) -> Iterator[RuntimeConfig]:
-    """What the files of containerd and CRI-O on the host say of CDI. Raises: tomllib.TOMLDecodeError."""
+    """Yield the CDI settings in the files of containerd and CRI-O on the host. Raises: tomllib.TOMLDecodeError."""
     for path in _CONTAINERD:
         document = _toml(tree, path)
         if document is not None:
@@ -204,8 +214,10 @@ def _toml(tree: RootedTree, path: str) -> JsonObject | None:
 
 
 def containerd_config(path: str, document: Toml, imported: Iterable[tuple[str, Toml]]) -> RuntimeConfig:
-    """The main file with those that it imports, which win, as in containerd. What none of them says is left to the
-    default of containerd's version."""
+    """Return the settings of the main file and its imports, which override it, as in containerd.
+
+    Missing settings depend on containerd's version.
+    """
     version = document.get("version")
     config = RuntimeConfig("containerd", path, version=version if isinstance(version, int) else 1)
     for file, part in [(path, document), *imported]:
@@ -216,12 +228,14 @@ def containerd_config(path: str, document: Toml, imported: Iterable[tuple[str, T
                 config = replace(config, file=file, enabled=bool(enabled))
             if directories is not None:
                 config = replace(config, file=file, directories=directories)
-    # Only containerd 2 reads version 3 of the file, and there CDI is on.
+    # Only containerd 2 reads version 3 of the file, and CDI is on there by default.
     return replace(config, enabled=True) if config.enabled is None and config.version >= 3 else config
 
 
 def crio_config(documents: Mapping[str, Toml]) -> RuntimeConfig | None:
-    """The main file and its drop-ins by path, in CRI-O's order: later ones win. None without any."""
+    """Merge CRI-O's main file and its drop-ins, given by path in CRI-O's order: later ones override. None
+    without files.
+    """
     if not documents:
         return None
     merged: dict[str, Any] = {}
@@ -233,7 +247,7 @@ def crio_config(documents: Mapping[str, Toml]) -> RuntimeConfig | None:
 
 
 def judge_runtimes(found: Sequence[RuntimeConfig], cdi_root: str) -> Finding:
-    """The worst that is to be said of the runtimes, if gpu-dra-driver writes its specs to `cdi_root`."""
+    """Return the worst finding for the runtimes, if gpu-dra-driver writes its specs to `cdi_root`."""
     others = [config for config in found if config.runtime != "docker"]
     if found and not others:
         return fail(*DOCKER)
@@ -254,12 +268,13 @@ _OWN_FILES = (
     ("/microk8s/", "/var/snap/microk8s/current/args/containerd-template.toml", "snap restart microk8s"),
     ("/etc/k0s/", "/etc/k0s/containerd.d/cdi.toml", "k0s stop && k0s start"),
 )  # fmt: skip
-"""By a part of the path of the file that is read: the file that a person edits, and what restarts the runtime. The file
-that is read is generated from it."""
+"""By a part of the path of the file that the runtime reads: the file that people edit, from which it is
+generated, and the command that restarts the runtime.
+"""
 
 
 def _edited(config: RuntimeConfig) -> tuple[str, str]:
-    # Of containerd 1, which has version 2 of the file, the template of k3s and RKE2 has another name.
+    # With containerd 1, which has version 2 of the file, k3s and RKE2 name the template differently.
     old = "config-v3" if config.version < 3 else ""
     own = [
         (file.replace(old, "config") if old else file, restart)
@@ -297,6 +312,6 @@ def _paths(value: Any) -> tuple[str, ...] | None:
 
 
 def canonical(path: str) -> str:
-    """`/var/run` is `/run` everywhere."""
+    """Return the path without the `/var` of `/var/run`, which is the same as `/run`."""
     clean = posixpath.normpath(path)
     return clean.removeprefix("/var") if clean.startswith("/var/run/") else clean

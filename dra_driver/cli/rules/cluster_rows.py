@@ -1,7 +1,7 @@
-"""The GPUs of a cluster and who has them: a row for each device that a claim has or could have.
+"""The GPUs of a cluster and the claims that hold them: a row for each device that a claim has or could have.
 
-The functions `seen_…` read objects of the API in the shape of v1. For an object that breaks the rules of the API they
-raise KeyError, TypeError, ValueError, AttributeError or StopIteration; the caller leaves it out and names it.
+The functions `seen_…` read v1 objects of the API. For an invalid object they raise KeyError, TypeError,
+ValueError, AttributeError or StopIteration; the caller skips it and reports its name.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ NOT_PUBLISHED = "no slice has this device: on this node run `gpu-dra-driver doct
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A device in a slice. `card` is the GPU that it is or is a part of: its PCI bus ID, or the device's name if it has
-    none. One that is not `is_made` is a MIG device on demand."""
+    """A device in a slice. `card` identifies its GPU: the PCI bus ID, or the device's name if it has none.
+
+    A MIG device on demand has `is_made` False.
+    """
 
     name: str
     node: str
@@ -45,7 +47,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A slice of a pool. `total` is how many the pool should have."""
+    """A slice of a pool. `total` is how many slices the pool should have."""
 
     pool: str
     generation: int
@@ -56,8 +58,11 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A claim, the pods and groups of pods that it is reserved for, and what it consumes of each device; `classes` are
-    those that one without devices asks for. `serviced` are the devices that it takes out of service."""
+    """A claim: the pods and groups of pods that it is reserved for, and what it consumes of each device.
+
+    `classes` are those that a claim without devices requests. `serviced` are the devices that it takes out of
+    service.
+    """
 
     namespace: str
     name: str
@@ -70,8 +75,10 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class WaitingPod:
-    """A pod without a node: the claims and extended resources that it wants, and what the scheduler says of it.
-    `has_claim`: the scheduler made a claim for its extended resources."""
+    """A pod without a node: the claims and extended resources that it needs, and the scheduler's message.
+
+    `has_claim` means that the scheduler has created a claim for its extended resources.
+    """
 
     namespace: str
     name: str
@@ -83,11 +90,11 @@ class WaitingPod:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A device, a claim that waits for one, or a node without devices. `claim` and `pods` are `NAMESPACE/NAME`.
+    """A device, a waiting claim, or a node without devices. `claim` and `pods` are `NAMESPACE/NAME`.
 
-    `load` is what the device does for this row: for pods that share it, where the use by pod is known, the row has one
-    pod and its part. It is None where it is not known. `wasted_bytes` is the memory of the device that is held and
-    idle: with a utilisation the idle part of all its memory, else what is not in use.
+    `load` is the use of the device by this row, None if unknown: if pods share the device and their use is
+    known, each pod has a row with its part. `wasted_bytes` is the memory of the device that is held and idle:
+    the idle fraction of all its memory, or the unused memory if the utilisation is unknown.
     """
 
     node: str
@@ -103,7 +110,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Used:
-    """What a device does, and what the processes of each pod do on it, by `NAMESPACE/NAME`."""
+    """The use of a device, and of the processes of each pod on it, by `NAMESPACE/NAME`."""
 
     load: GpuLoad | None = None
     pods: Mapping[str, GpuLoad] = field(default_factory=dict)
@@ -111,9 +118,10 @@ class Used:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Of the GPUs in slices, those that are free, those of which a claim has all or a part, and those with a taint that
-    keeps new pods away, which also may be in use. `maintenance` are devices out of service, and `missing` other devices
-    of claims, that no slice has."""
+    """Counts of the GPUs in slices: free, held by a claim in whole or part, and with a taint that keeps new
+    pods away, which may also be in use. `maintenance` counts devices out of service; `missing` counts other
+    devices of claims without a slice.
+    """
 
     gpus: int = 0
     free: int = 0
@@ -132,7 +140,7 @@ class Totals:
 
 
 def seen_slice(entry: JsonObject) -> Slice:
-    """A ResourceSlice."""
+    """Read a ResourceSlice."""
     spec, pool = entry["spec"], entry["spec"]["pool"]
     node = spec.get("nodeName") or _ANY_NODE
     devices = tuple(_device(device, spec["driver"], node) for device in spec.get("devices") or ())
@@ -145,7 +153,7 @@ def _device(device: JsonObject, driver: str, node: str) -> Device:
     attributes = device.get("attributes") or {}
 
     def text(name: str) -> str | None:
-        # A driver may write its own domain or leave it out.
+        # A driver may write its own domain or omit it.
         value = attributes.get(name) or attributes.get(f"{driver}/{name}")
         return str(next(iter(value.values()))) if value else None
 
@@ -162,14 +170,16 @@ def _device(device: JsonObject, driver: str, node: str) -> Device:
 
 
 def taint_text(taint: JsonObject) -> str:
-    """As kubectl writes it, without the prefix of our keys: `xid=48:NoSchedule`."""
+    """Format a taint like kubectl, without the plugin's prefix: `xid=48:NoSchedule`."""
     value = f"={taint['value']}" if taint.get("value") else ""
     return f"{taint['key'].rpartition('/')[2]}{value}:{taint['effect']}"
 
 
 def seen_claim(entry: JsonObject, driver: str) -> Claim:
-    """A ResourceClaim, with its devices of the driver. Admin access takes nothing from others and is left out, except
-    for maintenance."""
+    """Read a ResourceClaim with its devices of the driver.
+
+    Devices with adminAccess are left out, because they take nothing from others, except for maintenance.
+    """
     metadata, status = entry["metadata"], entry.get("status") or {}
     of_driver = [one for one in allocation_results(entry) if one["driver"] == driver]
     devices = {
@@ -209,19 +219,19 @@ def _is_for_maintenance(devices: JsonObject, driver: str) -> bool:
 
 
 def _consumer(entry: JsonObject) -> str:
-    """The name of a pod, or for example `podgroups/train` (KEP-5729)."""
+    """Return the name of a pod, or for example `podgroups/train` (KEP-5729)."""
     name, resource = str(entry["name"]), entry.get("resource")
     return name if resource == "pods" else f"{resource}/{name}"
 
 
 def seen_class(entry: JsonObject) -> tuple[str, str, str | None]:
-    """Name of a DeviceClass, its selectors as text, and its extended resource."""
+    """Return a DeviceClass's name, its selectors as text, and its extended resource."""
     spec = entry.get("spec") or {}
     return str(entry["metadata"]["name"]), json.dumps(spec.get("selectors")), spec.get("extendedResourceName")
 
 
 def seen_pod(entry: JsonObject) -> WaitingPod:
-    """A Pod that has no node yet."""
+    """Read a Pod that has no node yet."""
     metadata, spec, status = entry["metadata"], entry.get("spec") or {}, entry.get("status") or {}
     made = {one["name"]: one.get("resourceClaimName") for one in status.get("resourceClaimStatuses") or ()}
     claims = (
@@ -247,8 +257,11 @@ def cluster_rows(
     pods: Sequence[WaitingPod],
     loads: Mapping[Slot, Used] | None = None,
 ) -> tuple[list[Row], Totals]:
-    """The table and its sums. With `loads` the devices whose memory is held and idle come first, else nodes in order;
-    who waits comes last."""
+    """Return the rows and totals.
+
+    With `loads`, devices with held but idle memory come first; otherwise rows are ordered by node. Waiting
+    claims and pods come last.
+    """
     newest: dict[str, int] = {}
     for one in slices:
         newest[one.pool] = max(one.generation, newest.get(one.pool, 0))
@@ -298,7 +311,7 @@ def _pool_rows(
     for devices in cards.values():
         held = [device for device in devices if (pool, device.name) in holders]
         is_tainted = any(taint.endswith(_KEEP_AWAY) for device in devices for taint in device.taints)
-        # Whole numbers: an empty Counter keeps the values that it is given first.
+        # Whole numbers, because an empty Counter keeps the type of its first values.
         sums.update(
             gpus=1, used=int(bool(held)), tainted=int(is_tainted), free=int(not held and not is_tainted)
         )
@@ -312,8 +325,11 @@ def _pool_rows(
 
 
 def _shown(devices: Sequence[Device], held: Sequence[Device]) -> Iterator[Device]:
-    """What there is of a card now. While a claim has a part of it, the whole cannot be had, and a virtual machine and
-    containers exclude each other."""
+    """Yield the devices of a card that exist now.
+
+    While a claim has a part of the card, the whole card is unavailable. A virtual machine and containers
+    exclude each other.
+    """
     has_gpu, has_whole = (
         any(one.kind != kind for one in of) for kind, of in (("vfio", devices), ("mig", held))
     )
@@ -352,7 +368,7 @@ def _wasted_bytes(load: GpuLoad | None) -> int:
 
 
 def use_text(load: GpuLoad | None) -> str | None:
-    """`85% 12.0/80 GiB`; `85% ?/80 GiB` where the memory in use is not known."""
+    """Return a text such as `85% 12.0/80 GiB`, or `85% ?/80 GiB` if the used memory is unknown."""
     if load is None or not load.memory_total_bytes:
         return None
     percent = "" if load.utilisation_percent is None else f"{load.utilisation_percent}% "
@@ -366,8 +382,11 @@ def _waiting(
     classes: Iterable[tuple[str, str, str | None]],
     pods: Sequence[WaitingPod],
 ) -> Iterator[Row]:
-    """Claims for devices of the driver, or of a class that is missing, that have none, and pods that want such devices
-    by an extended resource: the scheduler makes their claims when it has found a node."""
+    """Yield rows for waiting claims and pods.
+
+    These are claims without devices, for devices of the driver or of a missing class, and pods that request
+    such devices as extended resources: the scheduler creates their claims when it has found a node.
+    """
     known = {name for name, _, _ in classes}
     ours = {name for name, selectors, _ in classes if driver in selectors}
     served = {IMPLICIT + name for name in ours} | {
@@ -396,7 +415,7 @@ def _waiting(
 
 @dataclass(frozen=True, slots=True)
 class PluginPod:
-    """A pod of the plugin: the node, and the path of its metrics through the API server's proxy."""
+    """A pod of the plugin: its node, and the path of its metrics through the API server's proxy."""
 
     node: str
     namespace: str
@@ -405,7 +424,7 @@ class PluginPod:
 
 
 def plugin_pod(pod: Mapping[str, Any], driver: str) -> PluginPod | None:
-    """None for a pod of another program or driver, and for one that serves no metrics or has no node."""
+    """Return the plugin's pod; None for another program or driver, and for a pod without metrics or node."""
     spec, metadata = pod.get("spec") or {}, pod["metadata"]
     for container in spec.get("containers") or ():
         values = {entry["name"]: entry.get("value") or "" for entry in container.get("env") or ()}
@@ -418,7 +437,9 @@ def plugin_pod(pod: Mapping[str, Any], driver: str) -> PluginPod | None:
 
 
 def loads_of(text: str, driver: str) -> dict[str, Used] | None:
-    """The use of each device in the metrics of one plugin, by device name; None if it does not measure it."""
+    """Return the use of each device from one plugin's metrics, by device name; None if the plugin does not
+    measure it.
+    """
     from prometheus_client.parser import text_string_to_metric_families
 
     # Most of a page is histograms, and a cluster has many pages.

@@ -1,4 +1,4 @@
-"""What a check of `doctor` returns."""
+"""The results of `doctor`'s checks."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ CODES_THAT_FAIL = frozenset({
     "mps-daemon-failed", "mps-host-missing", "not-registered", "plugin-not-running", "slices-not-published",
     "waiting-for-driver",
 })  # fmt: skip
-"""Problems of the node with which pods do not get their devices."""
+"""Problems of the node that keep pods from getting their devices."""
 _WORST_FIRST = ("FAIL", "WARN", "SKIP", "OK")
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What was seen, and what to do about it. `SKIP`: it could not be checked. `version` is of what was checked."""
+    """What was found, and the remedy. `SKIP` means that it could not be checked. `version` is that of the
+    checked thing.
+    """
 
     status: Status
     seen: str
@@ -28,12 +30,12 @@ class Finding:
 
 
 def ok(seen: str, version: str | None = None) -> Finding:
-    """All is well."""
+    """Everything is fine."""
     return Finding("OK", seen, version=version)
 
 
 def warn(seen: str, remedy: str) -> Finding:
-    """Works, but not as well as it could, or not for long."""
+    """It works, but not as well as it could, or not for long."""
     return Finding("WARN", seen, remedy)
 
 
@@ -48,7 +50,7 @@ def skip(seen: str) -> Finding:
 
 
 def worst(findings: Iterable[Finding]) -> Finding:
-    """The first of those that are the most serious."""
+    """Return the most serious finding; the first among equals."""
     return min(findings, key=lambda finding: _WORST_FIRST.index(finding.status))
 
 
@@ -56,12 +58,14 @@ _VERIFIED = {
     "driver": (("GPUs", "kernel driver", "driver root", "NVML", "device nodes"), "kernel driver"),
     "runtime": (("runtime", "CDI directory"), "node"),
 }
-"""By subject: the checks that show whether it is as it should be, and the one that knows its version."""
+"""By subject: the checks that verify it, and the check that knows its version."""
 
 
 def verified(found: Sequence[tuple[str, Finding]]) -> dict[str, dict[str, str | None]]:
-    """What AI conformance has platforms verify, from the names of checks and their findings: of the NVIDIA driver and
-    of the container runtime the worst status, and the version, None where it is not known."""
+    """Return what AI conformance requires platforms to verify, from check names and findings.
+
+    For the NVIDIA driver and the container runtime, it has the worst status and the version (None if unknown).
+    """
     versions = {check: finding.version for check, finding in found}
     return {
         subject: {

@@ -1,4 +1,4 @@
-"""What `doctor` says of the health of a node's GPUs and MIG devices."""
+"""The findings of `doctor` about the health of a node's GPUs and MIG devices."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _RESET = (
     "{then}`gpu-dra-driver detach{gpu}` and `nvidia-smi --gpu-reset -i {bus}` on the node; or reboot the node"
 )
 _WAIT = f"the taint clears by itself in about 30 seconds; if it does not: {_RESET}"
-"""Only for what NVIDIA's catalog calls the fault of a program."""
+"""Only for program faults, according to NVIDIA's catalog."""
 _RESET_OR_SERVICED = f"{_RESET}; if it stays after the reset, `gpu-dra-driver serviced{{gpu}}`"
 _REPLACE = "{then}have the GPU replaced"
 
 
 def drain(node: str) -> str:
-    """What to do where only a reboot helps."""
+    """Return the remedy if only a reboot helps."""
     return f"`kubectl drain {node} --ignore-daemonsets --delete-emptydir-data`, then reboot the node"
 
 
@@ -67,17 +67,18 @@ _REMEDIES: tuple[tuple[str, str], ...] = (
     ("program", _WAIT),
     ("unmonitored", "gpu-dra-driver gets no Xids of this GPU; look for them with `dmesg | grep -i xid`"),
 )  # fmt: skip
-"""What to do, by how a reason begins. Of several reasons the first in this table counts."""
+"""The remedies, by the beginning of a reason. If a device has several reasons, the first in this table is used."""
 _OTHER = "`nvidia-smi -q -i {bus}` and `dmesg | grep -i nvrm` on the node"
 _WORST_FIRST = ("lost", "unhealthy", "degraded", "information")
 _FAILING = ("lost", "unhealthy")
 _WITHOUT_WORK = ("unresponsive no-answer", "fabric")
-"""With these no program gets to work, though they may pass by themselves."""
+"""Reasons that stop all work on the GPU, though they may clear by themselves."""
 
 
 def health_findings(found: NodeView, *, has_nvml: bool) -> list[Finding]:
-    """A line for each GPU and each MIG device that is not well, the worst first; one line if all are well. `has_nvml`
-    says whether NVML was asked. A reason that NVML does not show any more is over.
+    """Return a finding for each unhealthy GPU and MIG device, worst first, or one finding if all are healthy.
+
+    `has_nvml` is whether NVML answered. A reason that NVML no longer shows is over.
     """
     places = {gpu.name: gpu for gpu in found.gpus}
     ill: dict[str, list[SeenReason]] = {}
@@ -95,7 +96,7 @@ def health_findings(found: NodeView, *, has_nvml: bool) -> list[Finding]:
 
 
 def _pods_on(gpu: SeenGpu, found: NodeView) -> str:
-    """The commands that end the pods of claims on a GPU and its MIG devices; empty without claims."""
+    """Return the commands that stop the pods of claims on a GPU and its MIG devices; empty without claims."""
     pods: dict[str, dict[str, None]] = {}
     ends: dict[str, None] = {}
     for held in found.holdings:
@@ -115,7 +116,7 @@ def _gpu_of(reasons: Sequence[SeenReason]) -> str:
 
 
 def _finding(gpu: SeenGpu, alike: Sequence[Sequence[SeenReason]], found: NodeView) -> Finding:
-    """Of devices with the same reasons; `gpu` is that of the first."""
+    """Return the finding for devices with the same reasons. `gpu` is that of the first."""
     reasons = alike[0]
     worst = _worst(reasons)
     texts = "; ".join(f"{reason.text.partition('; ')[0]}{_age(reason.since_s)}" for reason in reasons)
@@ -134,7 +135,7 @@ def _worst(reasons: Iterable[SeenReason]) -> str:
 
 
 def _name(gpu: SeenGpu, reason: SeenReason) -> str:
-    """`gpu-6b45fc99 (0000:1b:00.0)`, for an instance the names of its MIG devices."""
+    """Return a name such as `gpu-6b45fc99 (0000:1b:00.0)`; for an instance, the names of its MIG devices."""
     instance = reason.subject.partition(" ")[2]
     names = named(reason.devices) or reason.subject
     place = "" if gpu.pci_bus_id in (None, gpu.name) else f" ({gpu.pci_bus_id})"
@@ -148,7 +149,7 @@ def _age(seconds: float | None) -> str:
 
 
 def _kind(reason: str) -> str:
-    """The reason as `_REMEDIES` has it: of an Xid whose number says what to do, only that."""
+    """Return the reason as a key of `_REMEDIES`: for an Xid whose number decides the remedy, only that."""
     key, _, number = reason.partition(" ")
     if key == "xid" and number.isdecimal():
         return (
@@ -164,7 +165,7 @@ def _remedy(gpu: SeenGpu, reasons: Sequence[SeenReason], found: NodeView) -> str
     )
     place = gpu.pci_bus_id or gpu.uuid
     pods = _pods_on(gpu, found)
-    # Without its UUID `detach` does not know which claims are on a GPU; without a GPU all claims count.
+    # Without a UUID, `detach` cannot find the claims on a GPU; without a GPU, all claims count.
     return remedy.format(
         gpu=f" {place}" if gpu.uuid else "",
         bus=place,

@@ -1,4 +1,4 @@
-"""A GPU's memory slices: its GPU instances, who holds them, and what there is room for."""
+"""A GPU's memory slices: its GPU instances, the claims that hold them, and the remaining room."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from dra_driver.model.record import ClaimRecord, CreateMig
 
 @dataclass(frozen=True, slots=True)
 class SeenInstance:
-    """A GPU instance; its ID is None if it is held but not there. `holder` says in words who holds it."""
+    """A GPU instance. Its ID is None if a claim holds it but it does not exist. `holder` describes the holder."""
 
     profile: str
     place: Placement
@@ -33,13 +33,13 @@ class SeenInstance:
 
     @property
     def slices(self) -> str:
-        """The memory slices: `slice 3` or `slices 0-3`."""
+        """The memory slices as text: `slice 3` or `slices 0-3`."""
         start, size = self.place.start, self.place.size
         return f"slice {start}" if size == 1 else f"slices {start}-{start + size - 1}"
 
     @property
     def ids(self) -> str:
-        """`GI 7 CI 0`."""
+        """The IDs as text, such as `GI 7 CI 0`."""
         if self.gpu_instance_id is None:
             return "absent"
         compute = ",".join(str(number) for number in sorted(self.compute_instance_ids))
@@ -48,11 +48,11 @@ class SeenInstance:
 
 @dataclass(frozen=True, slots=True)
 class GpuMap:
-    """What is drawn of one GPU.
+    """The content of a GPU's drawing.
 
-    `mode` and `whole_owner` are words: the MIG mode, and who holds the whole GPU, None if it is free. `instances` are
-    in order. `room` is how many instances of each profile name fit now, one profile at a time. `called` are all names
-    that people give the GPU.
+    `mode` and `whole_owner` are texts: the MIG mode, and the holder of the whole GPU (None if it is free).
+    `instances` are in order. `room` is how many instances of each profile still fit, one profile at a time.
+    `called` has all names by which people refer to the GPU.
     """
 
     name: str
@@ -73,10 +73,10 @@ _OURS = {
 
 
 def gpu_maps(inventory: Inventory, known: NodeState, on_demand: Callable[[Gpu], bool]) -> list[GpuMap]:
-    """A drawing's content for each GPU that is in MIG mode or whose MIG devices are made on demand.
+    """Return the content of a drawing for each GPU in MIG mode or with MIG on demand.
 
     `inventory` is NVML's own: `partitioning` on every GPU that has profiles, with all GPU instances in
-    `withheld`, whoever made them.
+    `withheld`, whoever created them.
     """
     return [
         _map_of(inventory.gpu_names[gpu.uuid], gpu, gpu.partitioning, known, on_demand(gpu))
@@ -86,7 +86,7 @@ def gpu_maps(inventory: Inventory, known: NodeState, on_demand: Callable[[Gpu], 
 
 
 def waiting_for_mig_mode(inventory: Inventory, on_demand: Callable[[Gpu], bool]) -> Iterator[str]:
-    """A sentence for each GPU on which MIG devices cannot be made on demand until somebody resets it."""
+    """Yield a sentence for each GPU that needs a reset before MIG devices can be created on demand."""
     for gpu in inventory.gpus:
         if on_demand(gpu) and gpu.mig_capable and gpu.partitioning is None and not gpu.mig_enabled:
             yield (
@@ -95,15 +95,15 @@ def waiting_for_mig_mode(inventory: Inventory, on_demand: Callable[[Gpu], bool])
             )
 
 
-def room_beside(table: Partitioning, taken: Sequence[GpuInstance]) -> tuple[tuple[str, int], ...]:
-    """How many instances of each profile fit beside those of `taken`, in publishing order; those with room only."""
+def remaining_room(table: Partitioning, taken: Sequence[GpuInstance]) -> tuple[tuple[str, int], ...]:
+    """Return how many instances of each profile fit in addition to `taken`, in publishing order, without zeros."""
     possible = partitioned(table, taken, offers_whole=False).possible
     profiles = {profile.profile_id: profile for profile, _ in possible}
     return tuple((profile.name, _how_many(table, taken, profile)) for profile in profiles.values())
 
 
 def _how_many(table: Partitioning, taken: Sequence[GpuInstance], profile: MigProfile) -> int:
-    """One after the other where it ends first, which is the most that fits: placements are intervals."""
+    """Count instances placed by earliest end, which is optimal because placements are intervals."""
     chosen: list[GpuInstance] = []
     while True:
         left = partitioned(table, [*taken, *chosen], offers_whole=False).possible
@@ -138,7 +138,7 @@ def _map_of(name: str, gpu: Gpu, table: Partitioning, known: NodeState, on_deman
         mode=("on" if gpu.mig_enabled else "off") + (", MIG devices on demand" if on_demand else ""),
         memory_slices=max((place.start + place.size for place in places), default=0),
         instances=tuple(instances),
-        room=() if whole else room_beside(table, taken),
+        room=() if whole else remaining_room(table, taken),
         whole_owner=whole,
         called=frozenset(map(str, (name, gpu.uuid, gpu.index, gpu.pci_bus_id))),
     )
@@ -186,7 +186,7 @@ def _without_claim(
 def _is_same(
     owned: OwnedInstance, instance: GpuInstance, devices: Iterable[MigDevice], boot_id: str | None
 ) -> bool:
-    """Whether the ledger means this very instance, and not one that is in its place now."""
+    """Whether the ledger's entry is this exact instance, and not a later one in the same place."""
     return (
         owned.slot == instance.slot
         and boot_id in (None, owned.boot_id)
@@ -196,7 +196,7 @@ def _is_same(
 
 
 def _holders(gpu: Gpu, records: Iterable[ClaimRecord], kind: str) -> Mapping[str, list[str]]:
-    """Claims by the name of the device of a kind that they hold on a GPU; with adminAccess a claim holds nothing."""
+    """Return the claims by name of the device of a kind that they hold on a GPU. adminAccess does not count."""
     holders: dict[str, set[str]] = {}
     for record in records:
         for held in record.devices:
@@ -208,7 +208,9 @@ def _holders(gpu: Gpu, records: Iterable[ClaimRecord], kind: str) -> Mapping[str
 def _missing(
     gpu: Gpu, existing: Iterable[GpuInstance], records: Iterable[ClaimRecord]
 ) -> Sequence[CreateMig]:
-    """Creations for claims whose GPU instance is not there, one a place: not made yet, or gone with a reboot."""
+    """Return the creations whose GPU instance does not exist, one per place: not created yet, or lost in a
+    reboot.
+    """
     there = {(instance.profile_id, instance.placement) for instance in existing}
     wanted = {
         (step.profile_id, step.placement): step

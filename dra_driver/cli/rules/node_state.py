@@ -1,4 +1,4 @@
-"""What the plugin wrote down on a node."""
+"""What the plugin has written on a node."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ BOOT_UNKNOWN = (
 
 @dataclass(frozen=True, slots=True)
 class NodeState:
-    """All that lies below a plugin directory. `faults` has a sentence for each part that could not be read, `notes` for
-    what is wrong with the kept health; `; ` comes before what to do.
+    """The content of a plugin directory. `faults` has a sentence for each part that could not be read, and
+    `notes` for what is wrong with the kept health, each with `; ` before the remedy.
 
-    `boot_id` is the boot that runs now, None where it is not known: an entry of the ledger from another one means
-    nothing any more. `modes` are the UUIDs of the GPUs whose MIG mode gpu-dra-driver switched on in this boot.
-    `ledger_fault` says why no ledger can be read.
+    `boot_id` is the current boot, None if unknown; ledger entries of other boots are void. `modes` are the
+    UUIDs of the GPUs whose MIG mode gpu-dra-driver switched on in this boot. `ledger_fault` is why no ledger
+    can be read.
     """
 
     records: Sequence[ClaimRecord] = ()
@@ -44,17 +44,19 @@ class NodeState:
 
     @property
     def known_records(self) -> list[ClaimRecord]:
-        """Of claims, and of those whose cleanup is pending."""
+        """Records of claims, and of ended claims whose cleanup is pending."""
         return [*self.records, *(one.record for one in self.cleanups)]
 
     def leaving(self, gpu_uuid: str) -> set[tuple[int, int]]:
-        """The slots of the MIG devices of a GPU that are to be destroyed."""
+        """Return the slots of the GPU's MIG devices that will be destroyed."""
         steps = (step for one in self.cleanups for step in one.steps)
         return {step.slot for step in steps if isinstance(step, CreateMig) and step.gpu_uuid == gpu_uuid}
 
     def instance_ids(self, inventory: Inventory) -> Mapping[str, tuple[str, int, int]]:
-        """The GPU's UUID, GPU and compute instance ID by the device name of each MIG device: what NVML shows, and else
-        what the ledger says."""
+        """Return the GPU's UUID, GPU instance ID and compute instance ID of each MIG device, by device name.
+
+        They come from NVML, or from the ledger if NVML does not list the device.
+        """
         there = {
             mig_device_name(inventory.gpu_names[gpu.uuid], mig): (
                 gpu.uuid,
@@ -74,16 +76,16 @@ class NodeState:
 
 @dataclass(frozen=True, slots=True)
 class Ownership:
-    """Which GPU instances and MIG modes are gpu-dra-driver's own. What the ledger does not say is not.
+    """Decides which GPU instances and MIG modes are gpu-dra-driver's: those in the ledger.
 
-    With `ended` all claims count as ended: an instance that waits to be destroyed is gpu-dra-driver's too.
+    With `ended`, all claims count as ended, so an instance that will be destroyed is included.
     """
 
     state: NodeState
     ended: bool = False
 
     def foreign_instances(self, gpu_uuid: str, existing: Sequence[GpuInstance]) -> tuple[GpuInstance, ...]:
-        """Those of the instances on a GPU that gpu-dra-driver did not make."""
+        """Return the instances on a GPU that gpu-dra-driver did not create."""
         leaving = () if self.ended else self.state.leaving(gpu_uuid)
         ours = {entry.slot for entry in self._entries(gpu_uuid) if entry.slot not in leaving}
         return instances_to_withhold(existing, ours, leaving=())
@@ -93,7 +95,7 @@ class Ownership:
         return gpu_uuid in self.state.modes
 
     def makes_devices_of(self, gpu_uuid: str) -> bool:
-        """Whether gpu-dra-driver has MIG devices of its own on a GPU, or has switched its MIG mode on."""
+        """Whether gpu-dra-driver has created MIG devices on a GPU, or switched its MIG mode on."""
         return self.mode_is_ours(gpu_uuid) or bool(self._entries(gpu_uuid))
 
     def _entries(self, gpu_uuid: str) -> list[OwnedInstance]:

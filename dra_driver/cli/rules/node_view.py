@@ -1,6 +1,6 @@
-"""A node at one moment: what NVML, the files of gpu-dra-driver and the MPS host say of it, put together.
+"""A node at one moment, combined from NVML, the plugin's files and the MPS host.
 
-`top` draws it, `top -o json` prints it as it is, and `doctor` reads the health of the GPUs from it.
+`top` draws it, `top -o json` prints it, and `doctor` reads the health of the GPUs from it.
 """
 
 from __future__ import annotations
@@ -30,14 +30,16 @@ from dra_driver.model.problems import ShownProblem
 from dra_driver.reporting.rules.claim_usage import unclaimed
 
 InstanceIds = Mapping[str, tuple[str, int, int]]
-"""The GPU's UUID, GPU and compute instance ID of each MIG device, by its name."""
+"""The GPU's UUID, GPU instance ID and compute instance ID of each MIG device, by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class NvmlFacts:
-    """What NVML reports now, by UUID. `lost` are the GPUs that stopped answering between two calls. `hidden` are those
-    that the NVIDIA driver is bound to and NVML does not show: their UUIDs, None where unknown, by PCI bus ID.
-    `origins` is by process ID."""
+    """What NVML reports now, by UUID.
+
+    `lost` are GPUs that stopped answering between two calls. `hidden` are GPUs bound to the NVIDIA driver that
+    NVML does not list: their UUIDs (None if unknown) by PCI bus ID. `origins` is keyed by process ID.
+    """
 
     inventory: Inventory = field(default_factory=Inventory)
     loads: Mapping[str, GpuLoad] = field(default_factory=dict)
@@ -50,11 +52,11 @@ class NvmlFacts:
 
 @dataclass(frozen=True, slots=True)
 class SeenGpu:
-    """A GPU. `name` is its device's, `mode` its MIG mode or None; `load` is None where NVML reports nothing of the GPU.
-    One that NVML does not show, and whose UUID is not known, has its PCI bus ID as the name and "" as the UUID.
+    """A GPU. `name` is the device's; `mode` is the MIG mode or None; `load` is None if NVML reports nothing.
 
-    `health` is the worst of what is known of it and its instances, as a word; `unknown` if it was not read, `vfio` for
-    one that a virtual machine has or may have, since nobody can read it.
+    A GPU that NVML does not list and whose UUID is unknown has its PCI bus ID as the name and "" as the UUID.
+    `health` is the worst known severity of the GPU and its instances, `unknown` if it was not read, or `vfio`
+    for a GPU that a virtual machine has or may get, whose health cannot be read.
     """
 
     name: str
@@ -69,8 +71,9 @@ class SeenGpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holding(ClaimDevice):
-    """A device of a claim; `since_s` is None where it is not written down. `trouble` is how bad the device is,
-    None if it is well as far as is known. `pods` are the names of those that the claim is for, None if unknown."""
+    """A device of a claim. `since_s` is None if it was not recorded; `trouble` is the device's severity, None
+    if it seems healthy. `pods` are the names of the claim's pods, None if unknown.
+    """
 
     claim: str
     uid: str
@@ -83,8 +86,11 @@ class Holding(ClaimDevice):
 
 @dataclass(frozen=True, slots=True)
 class SeenReason:
-    """Why a device is not well; `since_s` is None for what only this look showed. `devices` are the MIG devices of an
-    instance. `is_over` says that the reason is written down, but NVML does not show it any more."""
+    """Why a device is unhealthy. `since_s` is None if only this check found it.
+
+    `devices` are the MIG devices of an instance. `is_over` means that the reason was recorded, but NVML no
+    longer shows it.
+    """
 
     subject: str
     severity: str
@@ -97,7 +103,7 @@ class SeenReason:
 
 @dataclass(frozen=True, slots=True)
 class SeenDaemon:
-    """The MPS daemon of a device; `clients` is None before the first probe, `directory` where its log is."""
+    """The MPS daemon of a device. `clients` is None before the first probe; `directory` contains its log."""
 
     device: str
     state: str
@@ -110,9 +116,11 @@ class SeenDaemon:
 
 @dataclass(frozen=True, slots=True)
 class SeenProcess:
-    """A process that has memory on the GPU with the device name `gpu`; `gpu_instance_id` in MIG mode only. `pod` is
-    `NAMESPACE/NAME`, or the UID of a pod whose claims are not known, and None for a process of the host. One that
-    `is_unclaimed` belongs to no prepared claim and no container."""
+    """A process with memory on the GPU named `gpu`. `gpu_instance_id` is only set in MIG mode.
+
+    `pod` is `NAMESPACE/NAME`, or the UID of a pod with unknown claims; None for a process of the host.
+    `is_unclaimed` means that the process belongs to no prepared claim and no container.
+    """
 
     gpu: str
     pid: int
@@ -126,8 +134,9 @@ class SeenProcess:
 
 @dataclass(frozen=True, slots=True)
 class SeenProblem:
-    """Something that is wrong with the node; `subject` is empty for the node as a whole. `since_s` is how many seconds
-    it has lasted, None if it was found just now."""
+    """A problem of the node. `subject` is empty if it concerns the whole node. `since_s` is its age in seconds,
+    None if it was just found.
+    """
 
     problem: str
     subject: str
@@ -137,7 +146,7 @@ class SeenProblem:
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
-    """All that is shown. `problems` are those of the node, `notes` are sentences."""
+    """Everything that is shown. `problems` are those of the node; `notes` are sentences."""
 
     node: str
     driver: str
@@ -164,11 +173,11 @@ def node_view(
     notes: Iterable[str],
     problems: Iterable[ShownProblem] = (),
 ) -> NodeView:
-    """The view. `notes` are sentences, each shown once; `problems` are those of the node."""
+    """Return the view. `notes` are shown without duplicates; `problems` are those of the node."""
     inventory, at = nvml.inventory, now.timestamp()
     ids = state.instance_ids(inventory)
     names, places, hidden = _names_and_places(nvml, state)
-    # NVML lists a GPU that answers nothing from the start, so it is not lost.
+    # NVML lists a GPU that has never answered, so it is not lost.
     facts = replace(nvml, lost=nvml.lost | (hidden - inventory.unread))
     reasons = [*_reasons(facts, state.health, names, ids, int(at))]
     cuda = inventory.versions.cuda
@@ -195,7 +204,9 @@ def node_view(
 
 
 def searched(view: NodeView, text: str) -> NodeView:
-    """Only what has the text in a name: GPUs, claims and pods, each with what concerns it; all without a text."""
+    """Return the GPUs, claims and pods whose names contain the text, with what belongs to them; everything
+    without a text.
+    """
     wanted = text.lower()
     if not wanted:
         return view
@@ -229,9 +240,11 @@ def searched(view: NodeView, text: str) -> NodeView:
 def _names_and_places(
     facts: NvmlFacts, state: NodeState
 ) -> tuple[Mapping[str, str], Mapping[str, str], Set[str]]:
-    """Device names and PCI bus IDs by UUID: GPUs that NVML shows in PCI order, then those that only files know, or that
-    NVML lists without saying what they are; and the UUIDs of those that NVML hides. A GPU whose UUID is not known goes
-    by its PCI bus ID."""
+    """Return device names and PCI bus IDs by UUID, and the UUIDs of the GPUs that NVML hides.
+
+    GPUs that NVML lists come first, in PCI order, then those known only from files or listed without details. A
+    GPU with an unknown UUID is identified by its PCI bus ID.
+    """
     inventory = facts.inventory
     shown = {gpu.uuid: gpu.pci_bus_id for gpu in inventory.gpus}
     kept = {one.target.gpu_uuid: one.pci_bus_id for one in state.health if not one.target.is_instance}
@@ -247,13 +260,13 @@ def _names_and_places(
 
 
 _Found = tuple[HealthTarget, tuple[str, str], Severity, SeenReason]
-"""What is not well, the name of the reason, how bad it is, and how it is shown."""
+"""The target, the name of the reason, its severity, and how it is shown."""
 
 
 def _reasons(
     facts: NvmlFacts, states: Iterable[HealthState], names: Mapping[str, str], ids: InstanceIds, now: int
 ) -> Iterator[_Found]:
-    """By device, the worst first: what gpu-dra-driver wrote down, then what only NVML says now."""
+    """Yield the reasons by device, worst first: the recorded ones, then those that only NVML shows."""
     kept = {HealthTarget(uuid): HealthState(HealthTarget(uuid)) for uuid in names}
     kept |= {state.target: state for state in states}
     for uuid, name in names.items():
@@ -271,7 +284,7 @@ def _of_target(
 ) -> Iterator[_Found]:
     target = state.target
     uuid, gi, ci = target.gpu_uuid, target.gpu_instance_id, target.compute_instance_id
-    # What a running plugin would find now; where none runs, nobody has taken back what is over.
+    # Apply what a running plugin would find now. Without a plugin, no one has cleared what is over.
     after = state
     if uuid in facts.lost:
         after = observe(state, Unreachable(), now)

@@ -1,4 +1,4 @@
-"""What is prepared on a node, by the records of gpu-dra-driver, the MIG ledger and the CDI directory."""
+"""The prepared claims of a node, from the plugin's records, the MIG ledger and the CDI directory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dra_driver.model.record import ClaimRecord, HeldDevice, Step
 
 @dataclass(frozen=True, slots=True)
 class ClaimDevice:
-    """One device of a claim. `mig` describes a MIG device that was made on demand: profile, placement, IDs."""
+    """A device of a claim. `mig` describes a MIG device that was created on demand: profile, placement, IDs."""
 
     device: str
     kind: str
@@ -31,10 +31,13 @@ class ClaimDevice:
 
 @dataclass(frozen=True, slots=True)
 class PreparedClaim:
-    """One record. `age_s` is in seconds, None where the record has no time. `boot` is `this`, `earlier` or `unknown`.
-    `cdi_spec` is `present`, `missing` or `unknown`. `undo` names the steps that Unprepare takes back, in its order.
-    `pods` are those that the claim is for, as far as gpu-dra-driver wrote them down; None where that is unknown.
-    `maintenance` is the state of a maintenance claim, such as `in service until 2026-11-27 20:05:00+00:00`."""
+    """A record. `age_s` is in seconds, None if the record has no time. `boot` is `this`, `earlier` or
+    `unknown`.
+
+    `cdi_spec` is `present`, `missing` or `unknown`. `undo` names the steps that Unprepare undoes, in its order.
+    `pods` are the claim's pods according to the record; None if unknown. `maintenance` is the state of a
+    maintenance claim, such as `in service until 2026-11-27 20:05:00+00:00`.
+    """
 
     namespace: str
     name: str
@@ -52,7 +55,7 @@ class PreparedClaim:
 
 @dataclass(frozen=True, slots=True)
 class ClaimCleanup:
-    """What an Unprepare or a failed Prepare could not undo yet; `since` is in seconds since 1970."""
+    """What an Unprepare or a failed Prepare could not undo yet. `since` is in seconds since 1970."""
 
     namespace: str
     name: str
@@ -64,7 +67,7 @@ class ClaimCleanup:
 
 @dataclass(frozen=True, slots=True)
 class RunningStep:
-    """What is being done on a GPU, such as `creating a MIG device`, and for how many seconds."""
+    """A step that runs on a GPU, such as `creating a MIG device`, and for how many seconds."""
 
     what: str
     gpu_uuid: str
@@ -73,8 +76,9 @@ class RunningStep:
 
 @dataclass(frozen=True, slots=True)
 class NodeClaims:
-    """All claims with a record, oldest first, a sentence for each problem, the pending cleanups, the claims whose
-    Prepare or Unprepare fails, and what is being done now for claims, by their UIDs."""
+    """All claims with a record, oldest first; a sentence for each problem; the pending cleanups; the claims
+    that fail; and the running steps by claim UID.
+    """
 
     claims: tuple[PreparedClaim, ...]
     problems: tuple[str, ...] = ()
@@ -84,13 +88,13 @@ class NodeClaims:
 
 
 Specs = Mapping[str, Sequence[str]] | None
-"""The devices in each claim's CDI spec by claim UID; None where the directory could not be read."""
+"""The devices in each claim's CDI spec, by claim UID; None if the directory could not be read."""
 
 
 def prepared_claims(
     state: NodeState, specs: Specs, kind_of: Callable[[Step], str], now: datetime
 ) -> tuple[PreparedClaim, ...]:
-    """A claim for each record, the oldest first. `kind_of` names a step as records do."""
+    """Return a claim for each record, oldest first. `kind_of` names a step as in records."""
     ledger = {entry.device: entry for entry in state.owned}
     maintenances = {one.claim: one.text for one in state.maintenances}
     claims = (
@@ -114,13 +118,13 @@ def prepared_claims(
 
 
 def shown(cleanup: PendingCleanup) -> ClaimCleanup:
-    """A pending cleanup as people see it."""
+    """Return a pending cleanup in the form of the output."""
     ref = cleanup.record.ref
     return ClaimCleanup(ref.namespace, ref.name, ref.uid, cleanup.kinds, cleanup.since, cleanup.text)
 
 
 def contradictions(state: NodeState, specs: Specs, claims: Sequence[PreparedClaim]) -> Iterator[str]:
-    """A sentence for each thing on disk that does not go with the others."""
+    """Yield a sentence for each contradiction between files."""
     known = {claim.uid for claim in claims}
     for uid, names in sorted((specs or {}).items()):
         if uid not in known:
@@ -176,7 +180,7 @@ def _device(held: HeldDevice, owned: OwnedInstance | None) -> ClaimDevice:
 
 
 def usage_text(usage: SharingMode) -> str | None:
-    """`MPS, at most 10240 MiB and 50 % of threads`; None for a device that is not shared."""
+    """Return a text such as `MPS, at most 10240 MiB and 50 % of threads`; None for a device that is not shared."""
     match usage:
         case None:
             return None
@@ -196,7 +200,7 @@ def usage_text(usage: SharingMode) -> str | None:
 
 
 def age_text(seconds: float) -> str:
-    """`45s`, `12m`, `2h05m`, `3d4h`."""
+    """Return an age such as `45s`, `12m`, `2h05m` or `3d4h`."""
     whole = int(seconds)
     minutes, hours, days = whole // 60, whole // 3600, whole // 86400
     if days:

@@ -1,4 +1,4 @@
-"""DeviceClasses, claims and templates that a cluster has, for documents that name them."""
+"""DeviceClasses, claims and templates of a cluster that documents refer to."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ _TIMEOUT_S = 15.0
 
 @dataclass(slots=True)
 class ClusterObjects:
-    """What a cluster has: its DeviceClasses, None if they cannot be read; and the claims and templates that pods name
-    and no file has, each None if the cluster has none of that name. `problem` is why something could not be read."""
+    """Objects of a cluster: its DeviceClasses (None if they cannot be read), and the claims and templates that
+    pods name and no file has (None if the cluster does not have them). `problem` is why something could not be
+    read.
+    """
 
     server: str
     problem: str | None = None
@@ -31,7 +33,7 @@ class ClusterObjects:
 
 
 def read_cluster(endpoint: Endpoint, wanted: Sequence[Reference]) -> ClusterObjects:
-    """The DeviceClasses of a cluster, and those of the `wanted` objects that this user may read."""
+    """Return the DeviceClasses of a cluster, and those of the `wanted` objects that this user may read."""
     client, cluster = ApiClient(endpoint, timeout_s=_TIMEOUT_S), ClusterObjects(endpoint.server)
     try:
         classes = client.call("GET", "deviceclasses", action="list DeviceClasses")
@@ -54,7 +56,7 @@ def read_cluster(endpoint: Endpoint, wanted: Sequence[Reference]) -> ClusterObje
 
 
 def references(documents: Sequence[Document], namespace: str) -> list[Reference]:
-    """The claims and templates that pods name and no document is; `namespace` is that of documents that name none."""
+    """Return the claims and templates that pods name and no document has. `namespace` is the default namespace."""
     there = set()
     wanted: dict[Reference, None] = {}
     for document in documents:

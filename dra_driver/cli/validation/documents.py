@@ -1,4 +1,4 @@
-"""YAML documents of files and standard input, each with the line at which it begins."""
+"""YAML documents of files and standard input, each with its first line number."""
 
 from __future__ import annotations
 
@@ -17,42 +17,43 @@ from dra_driver.model.ids import quoted
 
 _READ_BYTES = 65536
 _MAX_BYTES = 4 * 1024 * 1024
-"""Of one file; YAML in so many takes a minute and half a GiB."""
+"""Per file. More YAML than this takes a minute and half a GiB to parse."""
 _SUFFIXES = (".yaml", ".yml", ".json")
 _ALIKE = 0.8
 _LONGEST_KEY = 64
 _HELM = re.compile(r"\{\{[^}]*(\.(Values|Release|Chart|Capabilities)\b|\b(include|define|template)\s+\")")
 _RENDER = "render it first: `helm template CHART | gpu-dra-driver validate -`"
 _MAX_VALUES = 1_000_000
-"""Of one document with each alias written out, a long text counting as several; an object of the API server has
-3 MiB at most."""
+"""Per document, with aliases expanded; long texts count as several values. An object of the API server has at
+most 3 MiB.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One document; `problem` says why it could not be read; then there is no content."""
+    """A document. `problem` is why it could not be read; it then has no content."""
 
     file: str
     line: int
     content: Any = None
     problem: str | None = None
     is_configuration: bool = False
-    """Whether it is a configuration file of gpu-dra-driver: no object of the API server, with a key that we know."""
+    """Whether it is a configuration file of gpu-dra-driver: not a Kubernetes object, and with a known key."""
 
     @property
     def place(self) -> str:
-        """`claims.yaml:12`."""
+        """File and line, such as `claims.yaml:12`."""
         return f"{self.file}:{self.line}"
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """Of an object; empty if it has none."""
+        """The metadata of an object; empty if it has none."""
         metadata = self.content.get("metadata") if isinstance(self.content, dict) else None
         return metadata if isinstance(metadata, dict) else {}
 
     @property
     def name(self) -> str:
-        """What to call it: kind and name."""
+        """Kind and name, for messages."""
         if not isinstance(self.content, dict):
             return "document"
         kind = str(self.content.get("kind") or ("configuration" if self.is_configuration else "document"))
@@ -63,10 +64,10 @@ class Document:
 
 
 def read_documents(files: Sequence[str], settings: Collection[str] = ()) -> Iterator[Document]:
-    """The documents of all files, empty ones left out and lists taken apart. `-` is standard input, a directory
-    stands for its YAML files. `settings` are the keys of a configuration file.
+    """Yield the documents of all files, without empty ones and with lists split up.
 
-    Raises: InvalidConfigError for a file that cannot be read.
+    `-` is standard input; a directory stands for its YAML files. `settings` are the keys of a configuration
+    file. Raises: InvalidConfigError for a file that cannot be read.
     """
     for name in files:
         if name == "-":
@@ -83,7 +84,9 @@ def read_documents(files: Sequence[str], settings: Collection[str] = ()) -> Iter
 
 
 def _recognised(document: Document, settings: Collection[str]) -> Document:
-    """A key that is nearly one of ours is a spelling mistake in a configuration, and not somebody else's file."""
+    """Mark configuration files. A key that is nearly a known one is a misspelt setting, not another program's
+    file.
+    """
     content = document.content
     if not isinstance(content, dict) or "kind" in content or "apiVersion" in content:
         return document
@@ -102,7 +105,7 @@ def _files(path: Path) -> list[Path]:
     ]
     if not found:
         raise InvalidConfigError(f"there are no YAML files in {path}")
-    # A named pipe would wait for somebody who writes.
+    # Reading a named pipe would block until someone writes.
     return sorted(file for file in found if file.is_file() or file.is_symlink())
 
 
@@ -143,7 +146,7 @@ def _documents(file: str, text: str) -> Iterator[Document]:
     line = 1
     loader = None
     try:
-        loader = yaml.SafeLoader(text)  # looks at the characters
+        loader = yaml.SafeLoader(text)  # the constructor checks the characters
         while loader.check_node():
             node: Any = loader.get_node()
             line = node.start_mark.line + 1
@@ -180,7 +183,7 @@ def _taken_apart(document: Document) -> Iterator[Document]:
 
 
 def _values(node: Any, known: dict[int, int]) -> int:
-    """How many values there are with each alias written out; one within itself counts once."""
+    """Return how many values there are with aliases expanded. A value inside itself counts once."""
     import yaml
 
     if id(node) not in known:
@@ -197,7 +200,9 @@ def _values(node: Any, known: dict[int, int]) -> int:
 
 
 def _twice(node: Any, path: str, seen: set[int]) -> str | None:
-    """The path of a key that stands twice in one object; YAML would silently take the last."""
+    """Return the path of a duplicate key in an object, which YAML would silently overwrite; None if there is
+    none.
+    """
     import yaml
 
     if id(node) in seen:

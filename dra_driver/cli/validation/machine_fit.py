@@ -1,4 +1,4 @@
-"""Would a claim fit on a machine? Decided as the scheduler does it, explained by `rules.explain`."""
+"""Decides whether a claim fits on a machine, like the scheduler; `rules.explain` explains why."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from dra_driver.model.schema import JsonObject
 from dra_driver.model.units import counted
 
 _PLAIN_STEPS = 2
-"""A request without selectors of its own has these: all devices, those of its class."""
+"""The steps of a request without its own selectors: all devices, and those of its class."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
     """The outcome for one claim.
 
-    `devices` are (request, device) of one way to serve it, empty if there is none; then `problem` says why.
-    `refusal` is what Prepare would say to the parameters for these devices. `allocation` is the claim's status.
+    `devices` are (request, device) of one possible allocation; if there is none, `problem` says why. `refusal`
+    is why Prepare would refuse the parameters for these devices. `allocation` is the claim's status.
     """
 
     funnels: tuple[Funnel, ...]
@@ -48,7 +48,7 @@ class Fit:
 
 @dataclass(eq=False)
 class MachineFit:
-    """One empty machine: nothing of it is allocated yet. `gpus` are those that MIG layouts are tried on."""
+    """An empty machine, without any allocated device. `gpus` are those on which MIG layouts are tried."""
 
     name: str
     driver: str
@@ -57,15 +57,15 @@ class MachineFit:
 
     def __post_init__(self) -> None:
         self._node = str(self.slices[0]["spec"]["nodeName"]) if self.slices else self.name
-        # Pools are read in the order of the names of their slices.
+        # Pools are read in the order of their slices' names.
         named = [{**entry, "metadata": {"name": f"{number:04d}"}} for number, entry in enumerate(self.slices)]
         self._empty = free_devices(named, (), self._node)
         self.devices = self._empty.candidates
 
     def claim(self, spec: JsonObject, classes: Mapping[str, JsonObject]) -> Fit:
-        """Whether a v1 claim spec fits.
+        """Return whether a v1 claim spec fits.
 
-        Raises: AllocationError for a class that is missing, InvalidConfigError and NotJudgedError for a selector.
+        Raises: AllocationError for a missing class; InvalidConfigError and NotJudgedError for a selector.
         """
         devices = spec.get("devices") or {}
         wanted = all_wanted(devices, classes)
@@ -81,7 +81,9 @@ class MachineFit:
         return Fit(funnels, results, None, self._refusal(allocation), allocation)
 
     def together(self, specs: Sequence[JsonObject], classes: Mapping[str, JsonObject]) -> str | None:
-        """Why claims with these v1 specs do not fit at one time, as the claims of one pod have to; None if they do."""
+        """Return why claims with these v1 specs, such as the claims of one pod, do not fit together; None if
+        they do.
+        """
         held: list[JsonObject] = []
         for number, spec in enumerate(specs, 1):
             try:
@@ -100,8 +102,10 @@ class MachineFit:
         return allocate(self._empty, claims, classes, self._node)
 
     def taken_away(self, alone: Fit, others: Sequence[JsonObject]) -> tuple[str, int, int]:
-        """Why a claim that fits alone does not fit beside others; of the request that lacks most, how many devices are
-        free, in whole and with their part of the GPU, and how many match."""
+        """Return why a claim that fits alone does not fit together with others.
+
+        Also returns, for the request that lacks most, how many devices are completely free, and how many match.
+        """
         left = less(self._empty, others)
         free = {
             one.name
@@ -122,7 +126,7 @@ class MachineFit:
     def _no_choice(
         self, wanted: list[list[Wanted]], funnels: tuple[Funnel, ...], devices: JsonObject
     ) -> str | None:
-        """What to say where each request could be served by itself, but not all of the claim; None for one device."""
+        """Return why the whole claim cannot be served although each request could be; None for a single device."""
         by_name = {found.request: found.matching for found in funnels}
         entries = [entry for group in wanted for entry in group]
         constraints = devices.get("constraints") or ()
@@ -158,7 +162,7 @@ class MachineFit:
         return f"{text} with {attributes}" if attributes else text
 
     def _refusal(self, allocation: JsonObject) -> str | None:
-        """What Prepare would say to the parameters that the claim and its classes carry."""
+        """Return why Prepare would refuse the parameters of the claim and its classes."""
         kinds: dict[str, Any] = {
             one.name: one.view.attributes.get(self.driver, {}).get("type") for one in self.devices
         }
@@ -176,11 +180,11 @@ class MachineFit:
 
 
 def _first_short(wanted: list[list[Wanted]], funnels: tuple[Funnel, ...]) -> str | None:
-    """Why a request cannot be served whatever the others get; None if each can."""
+    """Return why a request cannot be served, whatever the others get; None if each can."""
     by_name = {found.request: found for found in funnels}
     for group in wanted:
         shorts = [_short_of(entry, by_name[entry.name]) for entry in group]
-        # An error in a selector ends the scheduler's search, also where another alternative would fit.
+        # An error in a selector ends the scheduler's search, even if another alternative would fit.
         broken = [short for entry, short in zip(group, shorts, strict=True) if by_name[entry.name].error]
         if broken or all(shorts):
             return "; ".join(short for short in broken or shorts if short)
@@ -188,7 +192,7 @@ def _first_short(wanted: list[list[Wanted]], funnels: tuple[Funnel, ...]) -> str
 
 
 def _short_of(wanted: Wanted, found: Funnel) -> str | None:
-    """Why one request cannot be served by itself; None if it can."""
+    """Return why one request cannot be served by itself; None if it can."""
     who = f"request {wanted.name}"
     if found.error is not None:
         return f"{who}: selector {found.error}"

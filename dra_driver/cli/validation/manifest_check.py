@@ -1,4 +1,4 @@
-"""One report for each document: is it right, what is probably not meant, and would it fit the machines?"""
+"""Creates a report for each document: its faults, probable mistakes, and whether it fits the machines."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from dra_driver.cli.validation.rules.pods import (
     unused_claims,
     uses_mps,
 )
-from dra_driver.cli.validation.rules.selectors import compiled, driver_asked_for
+from dra_driver.cli.validation.rules.selectors import compiled, selected_driver
 from dra_driver.model.mig import LAYOUT_LABEL, Layouts
 from dra_driver.model.schema import JsonObject
 from dra_driver.model.units import counted, named
@@ -55,16 +55,16 @@ DEFAULT_NAMESPACE = "default"
 _SHOWN_DEVICES = 4
 _MAX_PROFILES = 16
 _ALIKE = 0.92
-"""How alike two names of classes are when one of them is a spelling mistake: a letter or so."""
+"""How similar two class names are if one is misspelt by about a letter."""
 _ADMIN_LABEL = "resource.kubernetes.io/admin-access"
 
 
 @dataclass(slots=True)
 class DocumentReport:
-    """What is said about one document.
+    """The report for one document.
 
-    `verdict` is OK, FAULT, SKIP for what has nothing to do with gpu-dra-driver, or "not judged" where a selector, a
-    class or the claim of a pod is not known here.
+    `verdict` is OK, FAULT, SKIP if it does not concern gpu-dra-driver, or "not judged" if a selector, a class
+    or a pod's claim is unknown here.
     """
 
     place: str
@@ -85,10 +85,10 @@ def check_documents(
     cluster: ClusterObjects | None = None,
     namespace: str = DEFAULT_NAMESPACE,
 ) -> list[DocumentReport]:
-    """A report for each document, in their order. Claims are checked against the machines, if there are any.
+    """Return a report for each document, in order. Claims are checked against the machines, if there are any.
 
-    `config_faults` are the faults of configuration files by the number of the document; `namespace` is that of
-    documents that name none.
+    `config_faults` are the faults of configuration files by document number; `namespace` is the default
+    namespace.
     """
     check = ManifestCheck(documents, driver, machines, cluster, namespace)
     reports = []
@@ -108,7 +108,7 @@ def check_documents(
 
 @dataclass(eq=False)
 class ManifestCheck:
-    """Looks at documents one by one, knowing all of them."""
+    """Checks documents one by one, with knowledge of all of them."""
 
     documents: Sequence[Document]
     driver: str
@@ -158,7 +158,8 @@ class ManifestCheck:
                 profiles |= set() if of_cluster else set(map(profile_of_class, class_names(claim_spec(v1))))
         known = self.cluster.classes if self.cluster is not None else None
         self._cluster_classes = None if known is None else {one["metadata"]["name"]: one for one in known}
-        # Those that come with gpu-dra-driver, and those of MIG profiles that the machines or the documents name.
+        # The classes installed with gpu-dra-driver, and those of MIG profiles that the machines or the
+        # documents name.
         standard = standard_classes(self.driver, filter(None, profiles)) if known is None else {}
         of_files = {name: entry for (kind, _, name), entry in self._good.items() if kind == "DeviceClass"}
         self._classes: dict[str, JsonObject] = {**standard, **(self._cluster_classes or {}), **of_files}
@@ -185,7 +186,7 @@ class ManifestCheck:
             self._other(document, content, report)
 
     def _other(self, document: Document, content: JsonObject, report: DocumentReport) -> None:
-        """What is neither a claim nor a class nor makes pods."""
+        """Check a document that is neither a claim nor a class and creates no pods."""
         if content.get("kind") == "DeviceTaintRule":
             self._taint_rule(content, report)
         elif document.is_configuration:
@@ -208,7 +209,7 @@ class ManifestCheck:
             report.notes.append(f"skipped: {what or 'it has nothing to do with GPUs'}")
 
     def _manager_file(self, key: str, text: Any, report: DocumentReport) -> None:
-        """A file of NVIDIA's mig-manager: its faults, and which of its layouts the machine takes."""
+        """Check a file of NVIDIA's mig-manager, and which of its layouts the machines accept."""
         layouts, found = read_layouts(text)
         report.faults += [f"{key}: {fault}" if key else fault for fault in found]
         if not found:
@@ -224,7 +225,7 @@ class ManifestCheck:
             (report.faults if needs_all or not tried.fits else report.notes).extend(problems)
 
     def _taint_rule(self, content: JsonObject, report: DocumentReport) -> None:
-        """Whether a rule of ours chooses a device that there is."""
+        """Check that a taint rule for this driver selects an existing device."""
         report.faults += [str(fault) for fault in taint_rule_faults(content)]
         chosen = (content.get("spec") or {}).get("deviceSelector") or {}
         self._name_driver(chosen.get("driver"), report)
@@ -269,7 +270,7 @@ class ManifestCheck:
             self._try_claim(spec, report)
 
     def _class(self, v1: JsonObject, report: DocumentReport) -> None:
-        """A class matches devices, but wants none; on a machine without any it is still right."""
+        """Check a class. A class requires no devices, so it is valid on a machine without any."""
         name = v1["metadata"]["name"]
         other = self._other_driver(name)
         self._name_driver(other, report)
@@ -294,8 +295,10 @@ class ManifestCheck:
         report.faults += errors
 
     def _knows_classes(self, names: Sequence[str], report: DocumentReport) -> bool:
-        """Whether all classes are there, and for devices of gpu-dra-driver. One that is spelled nearly as a known one
-        is a fault; any other that is not among the files may be in the cluster."""
+        """Return whether all classes are known and select devices of gpu-dra-driver.
+
+        A class name that is nearly a known one is a fault; any other unknown class may be in the cluster.
+        """
         unjudged = []
         for name in names:
             if name in self._classes:
@@ -324,18 +327,18 @@ class ManifestCheck:
         return not unjudged and not report.faults
 
     def _profile_classes(self) -> dict[str, str]:
-        """The profiles that the GPUs of the machines have, by the names of their classes."""
+        """Return the MIG profiles of the machines' GPUs, by class name."""
         rows = (row for machine in self.machines for gpu in machine.gpus for row in gpu.profiles)
         return {f"mig-{profile_label(row.profile.name)}.nvidia.com": row.profile.name for row in rows}
 
     def _other_driver(self, class_name: str) -> str | None:
-        """The DRA driver that a class asks for, if it is not gpu-dra-driver."""
+        """Return the DRA driver that a class selects, if it is not gpu-dra-driver."""
         selectors = self._classes[class_name]["spec"].get("selectors") or ()
-        drivers = (driver_asked_for(entry["cel"]["expression"]) for entry in selectors)
+        drivers = (selected_driver(entry["cel"]["expression"]) for entry in selectors)
         return next((name for name in drivers if name not in (None, self.driver)), None)
 
     def _judge_selectors(self, v1: JsonObject) -> None:
-        """Raises: NotJudgedError if nobody can say what the API server makes of one."""
+        """Raise NotJudgedError if only the API server can evaluate one of the selectors."""
         for body in _selecting(v1):
             for selector in body.get("selectors") or ():
                 compiled(selector["cel"]["expression"])
@@ -348,13 +351,15 @@ class ManifestCheck:
             )
 
     def _try_claim(self, spec: JsonObject, report: DocumentReport) -> bool:
-        """Try a claim on an empty machine of each sort; whether one of them can serve it, or there is none."""
+        """Try a claim on an empty machine of each type; returns whether one can serve it, or there is no
+        machine.
+        """
         fits = [(machine, machine.claim(spec, self._classes)) for machine in self.machines]
         bad = [(machine, fit) for machine, fit in fits if fit.problem is not None or fit.refusal is not None]
         good = [(machine, fit) for machine, fit in fits if fit.problem is None and fit.refusal is None]
         against = [fit.refusal or f"does not fit {machine.name}: {fit.problem}" for machine, fit in bad]
         if good:
-            self._tell_fit(*good[0], report)
+            self._report_fit(*good[0], report)
             report.notes += against
             return True
         for _, fit in bad[:1]:
@@ -378,7 +383,7 @@ class ManifestCheck:
             )
         return not against
 
-    def _tell_fit(self, machine: MachineFit, fit: Fit, report: DocumentReport) -> None:
+    def _report_fit(self, machine: MachineFit, fit: Fit, report: DocumentReport) -> None:
         report.requests += [asdict(found) for found in fit.funnels]
         report.devices += [{"request": request, "device": device} for request, device in fit.devices]
         report.hints += [
@@ -410,7 +415,7 @@ class ManifestCheck:
             self._try_pod(spec, namespace, report)
 
     def _try_pod(self, spec: JsonObject, namespace: str, report: DocumentReport) -> None:
-        """One pod: each of its claims, and all of them at one time."""
+        """Check a pod: each of its claims, and all of them together."""
         requests = self._extended(spec, report)
         claims = [{"devices": {"requests": requests}}] if requests else []
         all_fit = all([self._try_claim(claim, report) for claim in claims])
@@ -439,7 +444,7 @@ class ManifestCheck:
             ]
 
     def _claim(self, kind: str, namespace: str, name: str, report: DocumentReport) -> JsonObject | None:
-        """The spec of a claim that a pod names, if it is one that can be had from an empty machine."""
+        """Return the spec of a claim that a pod names, if it can be allocated from an empty machine."""
         reference = (kind, namespace, name)
         shown = f"{kind} {namespace}/{name}"
         found, place = self._good.get(reference), self._places.get(reference)
@@ -470,7 +475,7 @@ class ManifestCheck:
         return None
 
     def _extended(self, spec: JsonObject, report: DocumentReport) -> list[JsonObject]:
-        """The requests of devices that are asked for the old way, as `nvidia.com/gpu: 1`."""
+        """Return the requests for extended resources such as `nvidia.com/gpu: 1`."""
         served = served_resources(self._classes.values())
         asked = {
             resource
@@ -494,7 +499,7 @@ class ManifestCheck:
 
 
 def _selecting(v1: JsonObject) -> list[JsonObject]:
-    """What has selectors: a class, or the requests of a claim and their alternatives."""
+    """Return what has selectors: a class, or the requests of a claim and their alternatives."""
     if v1["kind"] == "DeviceClass":
         return [v1["spec"]]
     return [body for request in requests_of(claim_spec(v1)) for body in bodies(request)]

@@ -1,8 +1,9 @@
-"""Which devices claims get, decided as kube-scheduler of Kubernetes 1.37 does for one node. No I/O; stored (v1) form.
+"""Allocates devices to claims like kube-scheduler of Kubernetes 1.37 on one node. Objects are in stored form
+(v1).
 
 Supported: `exactly` and `firstAvailable`, counts and `All`, class and request selectors, `matchAttribute` and
-`distinctAttribute`, admin access, taints and tolerations, shared counters, consumable capacity, the claims of a pod at
-one time. Anything else is refused. tests/playground/test_kube_allocator.py compares it with Kubernetes' own.
+`distinctAttribute`, adminAccess, taints and tolerations, shared counters, consumable capacity, several claims
+of a pod. Anything else is refused. tests/playground/test_kube_allocator.py compares it with Kubernetes' own.
 """
 
 from __future__ import annotations
@@ -33,8 +34,10 @@ def shareable(device: Mapping[str, Any]) -> bool:
 
 
 def consumption(requests: Mapping[str, Any], device: Mapping[str, Any]) -> Amounts | None:
-    """What an allocation takes of every capacity, zeros too; None if the device cannot give it even when free."""
-    # kube-scheduler compares names as they are written, so `gpu.nvidia.com/memory` is no capacity called `memory`.
+    """Return what an allocation consumes of every capacity, including zeros; None if even a free device lacks
+    it.
+    """
+    # kube-scheduler compares names literally, so `gpu.nvidia.com/memory` is not the capacity `memory`.
     if not requests.keys() <= (device.get("capacity") or {}).keys():
         return None
     wanted = {name: str(amount) for name, amount in requests.items()}
@@ -48,7 +51,7 @@ def consumption(requests: Mapping[str, Any], device: Mapping[str, Any]) -> Amoun
 
 
 def fits(device: Mapping[str, Any], shares: Iterable[Amounts]) -> bool:
-    """Whether the device has enough of everything for all of these at a time."""
+    """Whether the device has enough capacity for all of these shares together."""
     sums: dict[str, Fraction] = {}
     for share in shares:
         for name, amount in share.items():
@@ -58,7 +61,7 @@ def fits(device: Mapping[str, Any], shares: Iterable[Amounts]) -> bool:
 
 
 def shares_of(claim: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str, str], Amounts]]:
-    """(driver, pool, device) and consumption of every share that a claim holds."""
+    """Yield (driver, pool, device) and consumption of every share that a claim holds."""
     for result in allocation_results(claim):
         if result.get("shareID") and not result.get("adminAccess"):
             key = (result["driver"], result["pool"], result["device"])
@@ -66,7 +69,7 @@ def shares_of(claim: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str, str], 
 
 
 def amount_of(text: Any) -> Fraction:
-    """The value of a quantity that the API server has let through. Raises: InvalidConfigError."""
+    """Return the value of a quantity that the API server has accepted. Raises: InvalidConfigError."""
     return _parsed(str(text))
 
 
@@ -74,7 +77,7 @@ _parsed = lru_cache(maxsize=4096)(parse_quantity)
 
 
 def _amount_of(wanted: str | None, entry: Mapping[str, Any]) -> str | None:
-    """The amount taken of one capacity; None if the policy does not allow it."""
+    """Return the consumed amount of one capacity; None if the policy does not allow it."""
     policy = entry.get("requestPolicy") or {}
     if wanted is None:
         return str(policy.get("default", entry["value"]))
@@ -92,7 +95,7 @@ def _amount_of(wanted: str | None, entry: Mapping[str, Any]) -> str | None:
 
 
 def _in_range(wanted: str, span: Mapping[str, Any]) -> str | None:
-    """Up to the next step above min; written like the step."""
+    """Round up to the next step above min, in the notation of the step."""
     value, low = amount_of(wanted), amount_of(span["min"])
     text = wanted
     if value < low:
@@ -109,11 +112,11 @@ CounterId = tuple[str, str, str, str]  # driver, pool, counter set, counter
 
 _MAX_RESULTS = 32
 _MAX_TRIES = 100_000
-"""A few seconds; kube-scheduler gives up a node after ten."""
+"""A few seconds. kube-scheduler gives up on a node after ten."""
 
 
 class AllocationError(Exception):
-    """The claims cannot be allocated: nothing fits, or they ask for what this scheduler does not support."""
+    """The claims cannot be allocated: nothing fits, or they use an unsupported feature."""
 
 
 class NoChoiceError(AllocationError):
@@ -125,13 +128,14 @@ class UndecidedError(AllocationError):
 
 
 class _TooManyError(Exception):
-    """With these devices a claim would have more than it may have."""
+    """With these devices a claim would exceed its maximum number of devices."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Candidate:
-    """A device of a pool on the node. One that the pool gives to other nodes is not `is_here`; `counters` is what it
-    takes from those of the pool."""
+    """A device of a pool on the node. `is_here` is False if the pool assigns it to another node. `counters` is
+    what it consumes of the pool's counters.
+    """
 
     id: DeviceId
     device: Mapping[str, Any]
@@ -142,11 +146,11 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """Of the device in its pool."""
+        """The device's name in its pool."""
         return self.id[2]
 
     def matches(self, selector: Selector) -> bool:
-        """Whether a selector chooses it, asked once. Raises: SelectorError."""
+        """Whether a selector matches, evaluated once. Raises: SelectorError."""
         if selector not in self._verdicts:
             self._verdicts[selector] = selector.matches(self.view)
         return self._verdicts[selector]
@@ -154,7 +158,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """One (sub)request with everything that decides about a device."""
+    """A request or subrequest, with everything that decides about a device."""
 
     name: str
     class_name: str
@@ -166,12 +170,12 @@ class Wanted:
     capacity: Mapping[str, Any] = field(default_factory=dict)
 
     def untolerated(self, candidate: Candidate) -> Mapping[str, Any] | None:
-        """A taint of the device that keeps this request off, also with adminAccess; None if there is none."""
+        """Return a taint that keeps this request off the device, even with adminAccess; None if there is none."""
         taints = candidate.device.get("taints") or ()
         return next((taint for taint in taints if not _tolerated(taint, self.tolerations)), None)
 
     def selects(self, candidate: Candidate) -> bool:
-        """Whether the selectors choose the device, and it has the capacities. Raises: AllocationError."""
+        """Whether the selectors match the device, and it has the capacities. Raises: AllocationError."""
         try:
             chosen = all(candidate.matches(one) for one in (*self.class_selectors, *self.selectors))
         except SelectorError as error:
@@ -182,7 +186,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Pick:
-    """One device for one request of the claim with this number."""
+    """A device for a request of the claim with this number."""
 
     claim: int
     wanted: Wanted
@@ -194,15 +198,18 @@ class Pick:
         return shareable(self.candidate.device)
 
     def consumes(self) -> Amounts:
-        """What it takes of the device's capacities."""
+        """Return what it consumes of the device's capacities."""
         return consumption(self.wanted.capacity, self.candidate.device) or {}
 
 
 @dataclass(slots=True)
 class FreeDevices:
-    """What a node has left: candidates in the scheduler's order, without what is taken whole or in shares, and what the
-    counters still hold. `unusable` are pools of the node with what is wrong with them: no device of theirs is a
-    candidate, and nobody gets all devices."""
+    """What a node has left: candidates in the scheduler's order, devices allocated in whole or in shares, and
+    counters.
+
+    `unusable` are pools of the node with a problem: their devices are not candidates, and no request gets all
+    devices.
+    """
 
     candidates: list[Candidate]
     taken: set[DeviceId]
@@ -215,7 +222,7 @@ class FreeDevices:
 def allocate(
     free: FreeDevices, claims: Sequence[JsonObject], classes: Mapping[str, JsonObject], node: str
 ) -> list[JsonObject]:
-    """The `status.allocation` of each of the claims, which get their devices at one time.
+    """Return the `status.allocation` of each claim. The claims get their devices together.
 
     Raises: AllocationError; InvalidConfigError, NotJudgedError for a selector.
     """
@@ -231,7 +238,7 @@ def allocate(
 
 
 def free_devices(slices: Sequence[JsonObject], claims: Iterable[JsonObject], node: str) -> FreeDevices:
-    """Devices and counters of the node's complete pools, less what other claims hold."""
+    """Return devices and counters of the node's complete pools, without what other claims hold."""
     found = FreeDevices([], set())
     ordered = sorted(slices, key=lambda item: (*_pool_of(item), item["metadata"]["name"]))
     for pool, group in groupby(ordered, _pool_of):
@@ -240,7 +247,7 @@ def free_devices(slices: Sequence[JsonObject], claims: Iterable[JsonObject], nod
 
 
 def less(empty: FreeDevices, claims: Iterable[JsonObject]) -> FreeDevices:
-    """What is left where no claim has anything of."""
+    """Return what is left after these claims."""
     taken: set[DeviceId] = set()
     shares: dict[DeviceId, list[Amounts]] = {}
     for claim in claims:
@@ -256,7 +263,7 @@ def less(empty: FreeDevices, claims: Iterable[JsonObject]) -> FreeDevices:
 
 
 class _Search:
-    """Depth-first over claims, requests, their variants and devices; the first complete choice is taken."""
+    """Depth-first search over claims, requests, their variants and devices. The first complete choice is used."""
 
     def __init__(
         self, free: FreeDevices, claims: Sequence[JsonObject], classes: Mapping[str, JsonObject]
@@ -283,7 +290,7 @@ class _Search:
                     )
 
     def _count(self, claim: int, wanted: Wanted) -> int:
-        """How many devices a request wants; which ones is known now if it wants all."""
+        """Return how many devices a request needs. For All, the devices are determined here."""
         if wanted.count is not None:
             return wanted.count
         if self._left.unusable:
@@ -292,7 +299,9 @@ class _Search:
         return len(self._all[claim, wanted.name])
 
     def found(self) -> list[Pick] | None:
-        """A device for each request of each claim; None if there is no such choice. Raises: AllocationError."""
+        """Return a device for each request of each claim; None if there is no such choice. Raises:
+        AllocationError.
+        """
         try:
             return self._next(0, [])
         except _TooManyError:
@@ -312,7 +321,8 @@ class _Search:
                 continue
             if found is not None:
                 return found
-        # It ends the search for this claim, whatever devices its other requests get. The claims before it search on.
+        # It ends the search for this claim, whatever devices its other requests get. Earlier claims continue
+        # searching.
         if too_many == len(variants) and (index == 0 or self.requests[index - 1][0] == claim):
             raise _TooManyError
         return None
@@ -320,7 +330,9 @@ class _Search:
     def _devices(
         self, index: int, wanted: Wanted, number: int, start: int, picks: list[Pick]
     ) -> list[Pick] | None:
-        """Choose the rest of a request's devices, of which it has `number`, from the candidates from `start` on."""
+        """Choose the remaining devices of a request that has `number` devices, from the candidates from `start`
+        on.
+        """
         claim = self.requests[index][0]
         everything = self._all.get((claim, wanted.name))
         if everything == []:
@@ -367,7 +379,7 @@ class _Search:
         )
 
     def _can_take(self, picks: list[Pick], pick: Pick) -> bool:
-        """Raises: AllocationError if one of all devices breaks a constraint."""
+        """Whether a device can be added. Raises: AllocationError if allocationMode All violates a constraint."""
         if self._is_in_use(picks, pick) or not self._counters_suffice(picks, pick):
             return False
         if pick.wanted.untolerated(pick.candidate) is not None:
@@ -392,7 +404,7 @@ class _Search:
             return True
         held = {}
         for other in picks:
-            # The first share of a device takes its counters, for all others.
+            # The first share of a device consumes its counters, for all shares.
             if not other.is_share or other.candidate.id not in self._left.shares:
                 held[other.candidate.id if other.is_share else id(other)] = other.candidate
         own = pick.candidate.id
@@ -414,7 +426,7 @@ def _add_pool(found: FreeDevices, pool: tuple[str, str], specs: list[JsonObject]
     here = [spec for spec in specs if _concerns(spec, node, pool)]
     newest = max((spec["pool"].get("generation", 0) for spec in here), default=None)
     if newest is None or newest < max(spec["pool"].get("generation", 0) for spec in specs):
-        return  # nothing for this node, or what there is for it is out of date
+        return  # nothing for this node, or only outdated slices
     members = [spec for spec in specs if spec["pool"].get("generation", 0) == newest]
     name = "/".join(pool)
     if len(members) != members[0]["pool"]["resourceSliceCount"]:
@@ -450,7 +462,7 @@ def _add_pool(found: FreeDevices, pool: tuple[str, str], specs: list[JsonObject]
 
 
 def _concerns(where: JsonObject, node: str, pool: tuple[str, str]) -> bool:
-    """Whether a slice, or a device that says so itself, is for a node. Raises: AllocationError."""
+    """Whether a slice, or a device with its own node selection, is for a node. Raises: AllocationError."""
     if where.get("nodeSelector"):
         raise AllocationError(f"pool {'/'.join(pool)} selects nodes by their labels, which are not known")
     if where.get("perDeviceNodeSelection"):
@@ -465,7 +477,8 @@ def _held(claim: JsonObject) -> Iterator[DeviceId]:
 
 
 def all_wanted(devices: JsonObject, classes: Mapping[str, JsonObject]) -> list[list[Wanted]]:
-    """The alternatives of each request of a claim, in order of preference. `devices` is `spec.devices` of a claim.
+    """Return the alternatives of each request of a claim, in order of preference. `devices` is the claim's
+    `spec.devices`.
 
     Raises: AllocationError, InvalidConfigError, NotJudgedError.
     """
@@ -510,7 +523,7 @@ def _tolerated(taint: Mapping[str, Any], tolerations: Sequence[Mapping[str, Any]
 
 
 def _holds(constraint: Mapping[str, Any], picks: list[Pick]) -> bool:
-    """Whether the picks so far keep a constraint of the claim."""
+    """Whether the picks so far satisfy a constraint of the claim."""
     names = constraint.get("requests") or ()
     name = constraint.get("matchAttribute") or constraint["distinctAttribute"]
     domain, _, identifier = name.rpartition("/")
@@ -556,7 +569,7 @@ def _result(pick: Pick) -> JsonObject:
 
 
 def _class_config(picks: list[Pick], classes: Mapping[str, JsonObject]) -> Iterator[JsonObject]:
-    """Class configuration of each request that was served, in request order."""
+    """Yield the class configuration of each served request, in request order."""
     for wanted in {pick.wanted.name: pick.wanted for pick in picks}.values():
         for entry in classes[wanted.class_name]["spec"].get("config") or ():
             yield {"source": "FromClass", "requests": [wanted.name], **entry}

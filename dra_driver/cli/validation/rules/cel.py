@@ -1,8 +1,8 @@
-"""A device as selectors see it, and CEL as Kubernetes has it in selectors: the official implementation,
-cel-expr-python, with quantities and versions.
+"""Evaluates CEL selectors as Kubernetes does, with the official implementation, cel-expr-python, plus
+quantities and versions.
 
-The image does not have the package. What of Kubernetes is not here: libraries for networks and URLs, some functions of
-lists, find(), and what the API server says of costs.
+The image does not include the package. Missing from Kubernetes' CEL: libraries for networks and URLs, some list
+functions, find(), and cost limits.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from dra_driver.model.units import parse_quantity
 
 
 class SelectorError(Exception):
-    """A selector fails on a device, such as a key that is missing; that ends the allocation of a claim."""
+    """A selector fails on a device, for example because of a missing key. That ends the allocation of a claim."""
 
 
 class NotJudgedError(Exception):
-    """Nobody here can say what Kubernetes makes of a selector: no verdict is better than a wrong one."""
+    """Only the API server can evaluate the selector. No verdict is better than a wrong one."""
 
 
 class Version(str):
-    """An attribute of the kind `version`; one of the kind `string` is not equal to it in CEL."""
+    """An attribute of the type `version`. In CEL it is not equal to one of the type `string`."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceView:
-    """A device as CEL sees it: attributes and capacities by domain and name, capacities as they are written."""
+    """A device as CEL sees it: attributes and capacities by domain and name. Capacities are unparsed."""
 
     driver: str
     attributes: Mapping[str, Mapping[str, Any]]
@@ -43,7 +43,7 @@ class DeviceView:
 
 
 def view(driver: str, device: Mapping[str, Any]) -> DeviceView:
-    """The view of a device in the shape of v1; names without a domain belong to that of its DRA driver."""
+    """Return the view of a v1 device. Names without a domain belong to the driver's domain."""
     attributes = {
         name: Version(content) if kind == "version" else content
         for name, entry in (device.get("attributes") or {}).items()
@@ -75,7 +75,7 @@ _ONLY_KUBERNETES = frozenset(
     {"authorizer", "cidr", "find", "findAll", "includes", "indexOf", "ip", "isCIDR", "isIP", "isSorted", "isURL",
      "lastIndexOf", "max", "min", "named", "sum", "url"}
 )  # fmt: skip
-"""Functions that the API server has and the package has not, or has not for lists."""
+"""Functions that the API server has and the package lacks, or lacks for lists."""
 _SEMVER = re.compile(
     r"(0|[1-9]\d*)\.(0|[1-9]\d*)\.(0|[1-9]\d*)"
     r"(?:-((?:0|[1-9]\d*|\d*[a-zA-Z-][0-9a-zA-Z-]*)(?:\.(?:0|[1-9]\d*|\d*[a-zA-Z-][0-9a-zA-Z-]*))*))?"
@@ -96,9 +96,9 @@ _INT64 = 1 << 63
 
 
 def program(text: str) -> Callable[[DeviceView], bool]:
-    """What a selector says of a device; raises SelectorError when it is called.
+    """Compile a selector into a function of a device, which raises SelectorError.
 
-    Raises: ImportError without the package, InvalidConfigError for what does not compile, NotJudgedError.
+    Raises: ImportError without the package; InvalidConfigError if it does not compile; NotJudgedError.
     """
     try:
         expression = _environment().compile(text)
@@ -107,7 +107,7 @@ def program(text: str) -> Callable[[DeviceView], bool]:
     kind = expression.return_type().name()
     if kind not in ("BOOL", "DYN"):
         raise InvalidConfigError(f"does not compile: it must evaluate to bool, not {kind.lower()}")
-    # A domain of which a device has nothing is empty, unless somebody asks whether it is there.
+    # A domain without entries is empty, unless the selector tests whether it exists.
     asked = {name for _, name in _ASKED.findall(text)}
     domains = {name for _, name in _INDEXED.findall(text)} - asked
 
@@ -141,7 +141,7 @@ def _refusal(message: str) -> InvalidConfigError | NotJudgedError:
             meant = f"; write {READ}"
         where = f"in line {line} at character {column}" if int(line) > 1 else f"at character {column}"
         faults.append(f"{_NOISE.sub('', text)} {where}{meant}")
-    if not faults:  # it was not looked at, as where parts are nested deeper than the package follows
+    if not faults:  # not compiled, for example because it is nested deeper than the package supports
         return NotJudgedError(f"it cannot be compiled here: {_NOISE.sub('', _CODE.sub('', message))}")
     return InvalidConfigError(f"does not compile: {'; '.join(faults)}")
 
@@ -169,12 +169,12 @@ def _value(value: Any) -> Any:
 
 
 def _quantity(text: str) -> Any:
-    """A message, since equal ones are equal in CEL."""
+    """Return a message, because equal messages are equal in CEL."""
     return _messages()(amount=str(parse_quantity(text)))
 
 
 def _semver(text: str, normalize: bool = False) -> dict[str, str]:
-    """A map, for which CEL chooses other functions than for a message. Raises: ValueError."""
+    """Return a map, for which CEL chooses other functions than for a message. Raises: ValueError."""
     if normalize:
         parts = [re.sub(r"^0+(?=\d)", "", part) for part in text.removeprefix("v").split(".", 2)]
         text = ".".join([*parts, *["0"] * (3 - len(parts))])
@@ -195,7 +195,7 @@ def _order(version: Mapping[str, str]) -> tuple[Any, ...]:
 
 
 def _amount(value: Any) -> Any:
-    """Of a quantity, of a version what it is ordered by, of a number itself."""
+    """Return the value of a quantity, the sort key of a version, or a number itself."""
     if isinstance(value, int):
         return value
     return _order(value) if isinstance(value, Mapping) else Fraction(value.amount)
@@ -224,18 +224,18 @@ def _sum(one: Any, other: Any, sign: int = 1) -> Any:
 
 
 _FUNCTIONS: Mapping[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
-    # name, with a dot for methods: what it does, and the types of result and parameters
+    # name (with a dot for methods): implementation, and the types of result and parameters
     "quantity": (_quantity, ("q string",)),
     "isQuantity": (_can(_quantity), ("bool string",)),
     "semver": (_semver, ("s string", "s string bool")),
     "isSemver": (_can(_semver), ("bool string", "bool string bool")),
     ".add": (_sum, ("q q q", "q q int")),
     ".sub": (lambda one, other: _sum(one, other, -1), ("q q q", "q q int")),
-    # A function and no method, whatever the documentation of Kubernetes says.
+    # A function, not a method, despite Kubernetes' documentation.
     "sign": (lambda one: int(_amount(one) > 0) - int(_amount(one) < 0), ("int q",)),
     ".isInteger": (lambda one: _amount(one).denominator == 1, ("bool q",)),
     ".asInteger": (_integer, ("int q",)),
-    # Kubernetes compares numbers of different types, the package only those whose type it does not know.
+    # Kubernetes compares numbers of different types; the package does so only for dynamic types.
     ".asApproximateFloat": (lambda one: float(_amount(one)), ("dyn q",)),
     ".major": (lambda one: _order(one)[0], ("int s",)),
     ".minor": (lambda one: _order(one)[1], ("int s",)),

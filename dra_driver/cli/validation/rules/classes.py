@@ -1,4 +1,4 @@
-"""The DeviceClasses that come with gpu-dra-driver, for where no API server can be asked for them."""
+"""The DeviceClasses that come with gpu-dra-driver, for use without an API server."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _UNSAFE = re.compile(r"[^a-z0-9.-]")
 
 
 def mig_classes(profiles: Iterable[str], driver: str) -> list[JsonObject]:
-    """A DeviceClass for each profile name, small profiles first; same profiles, same bytes.
+    """Return a DeviceClass for each profile, small profiles first. Equal profiles give equal output.
 
-    Raises: InvalidConfigError if two profiles would get one name, or a profile a name that Kubernetes refuses.
+    Raises: InvalidConfigError if two profiles would get the same name, or a name that Kubernetes refuses.
     """
     taken: dict[str, str] = {}
     for profile in sorted(set(profiles), key=_size):
@@ -39,25 +39,27 @@ def mig_classes(profiles: Iterable[str], driver: str) -> list[JsonObject]:
 
 
 def profile_label(profile: str) -> str:
-    """A profile's name as a part of names in Kubernetes, which take no `+`: `1g.10gb+me.all` is `1g.10gb.me.all`."""
+    """Return a profile's name for names in Kubernetes, which do not allow `+`: `1g.10gb+me.all` becomes
+    `1g.10gb.me.all`.
+    """
     return _UNSAFE.sub("-", profile.lower().replace("+", "."))
 
 
 def profile_of_class(name: str) -> str | None:
-    """The profile for which a class with this name was made; None if that is no name of such a class."""
+    """Return the profile of a class with this name; None if it is not the name of such a class."""
     match = _CLASS.match(name)
     return None if match is None else f"{match[1]}{'+' + match[2] if match[2] else ''}"
 
 
 def _size(profile: str) -> tuple[float, int, str]:
-    """By slices, memory and variant; names that follow no rule come last."""
+    """Sort key: slices, memory and variant. Names without this structure come last."""
     match = _PROFILE.match(profile)
     return (float("inf"), 0, profile) if match is None else (int(match[1]), int(match[2]), match[3])
 
 
 def _mig_class(profile: str, label: str, driver: str) -> JsonObject:
     attributes = f'device.attributes["{driver}"]'
-    # Each key is looked for before it is read: a key that is missing is an error in CEL.
+    # Each key is tested before it is read, because a missing key is an error in CEL.
     terms = (
         f'device.driver == "{driver}"',
         f'"type" in {attributes}',
@@ -87,8 +89,9 @@ _BY_TYPE = re.compile(
 
 
 def standard_classes(driver: str, profiles: Iterable[str] = ()) -> Mapping[str, JsonObject]:
-    """By name: those that are installed with gpu-dra-driver, and one for each MIG profile. Who shares devices has
-    `shares.gpu.nvidia.com` as well, and who gives GPUs to virtual machines `vfio.gpu.nvidia.com`.
+    """Return the classes that are installed with gpu-dra-driver, and one for each MIG profile, by name.
+
+    They include `shares.gpu.nvidia.com` and `vfio.gpu.nvidia.com`, which are installed only with the feature.
 
     Raises: InvalidConfigError if two profiles would have the same name.
     """
@@ -106,9 +109,11 @@ def standard_classes(driver: str, profiles: Iterable[str] = ()) -> Mapping[str, 
 
 
 def standard_selector(expression: str) -> Callable[[DeviceView], bool] | None:
-    """What the selector of one of these classes says of a device, for where there is no CEL; None for any other text.
+    """Return a function that evaluates the selector of one of these classes without CEL; None for any other
+    selector.
 
-    Read from the text and not from a class's name: a cluster may have other selectors under the same names.
+    It decides by the text, not the class's name, because a cluster may have other selectors under the same
+    names.
     """
     text = " ".join(expression.split())
     match = _BY_TYPE.fullmatch(text)

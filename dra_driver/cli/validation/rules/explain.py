@@ -1,4 +1,4 @@
-"""Why devices do or do not serve a request: the selectors one after the other, with what is left after each."""
+"""Explains why devices serve a request or not: each selector in turn, with the number of remaining devices."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from difflib import get_close_matches
 
 from dra_driver.cli.validation.rules.allocator import Candidate, Wanted, consumption
 from dra_driver.cli.validation.rules.cel import READ, SelectorError, Version
-from dra_driver.cli.validation.rules.selectors import ASKED_DRIVER, Selector
+from dra_driver.cli.validation.rules.selectors import DRIVER_SELECTOR, Selector
 from dra_driver.model.units import named
 
 _LONGEST_SHOWN = 100
@@ -21,7 +21,7 @@ _NAMED = re.compile(r"""device\.(attributes|capacity)\[\??["']([^"'\\]+)["']\]\.
 
 @dataclass(frozen=True, slots=True)
 class FunnelStep:
-    """One condition and how many devices are left with it."""
+    """A condition, and how many devices are left after it."""
 
     text: str
     left: int
@@ -29,9 +29,9 @@ class FunnelStep:
 
 @dataclass(frozen=True, slots=True)
 class Funnel:
-    """How a request's devices become fewer.
+    """The steps by which a request's devices are filtered.
 
-    `error` is a selector that fails, which ends the whole allocation.
+    `error` is a failing selector, which ends the whole allocation.
     """
 
     request: str
@@ -40,7 +40,9 @@ class Funnel:
     error: str | None = None
 
     def sentence(self) -> str:
-        """`8 devices of class gpu.nvidia.com, 0 match selector 1: …`, or `8 devices, 2 of class mig.nvidia.com`."""
+        """Return a sentence such as `8 devices of class gpu.nvidia.com, 0 match selector 1: …`, or `8 devices,
+        2 of class mig.nvidia.com`.
+        """
         shown = [f"{step.left} {step.text}" for step in self.steps]
         if len(shown) > 1 and self.steps[0].left == self.steps[1].left:
             shown[:2] = [f"{shown[0]} {self.steps[1].text}"]
@@ -48,7 +50,7 @@ class Funnel:
 
 
 def funnel(wanted: Wanted, machine: Sequence[Candidate]) -> Funnel:
-    """What each condition of a request leaves of the machine's devices, as long as any are left."""
+    """Return what each condition of a request leaves of the machine's devices, until none are left."""
     left = list(machine)
     steps = [FunnelStep("device" if len(left) == 1 else "devices", len(left))]
     groups = [(f"of class {wanted.class_name}", wanted.class_selectors)]
@@ -71,7 +73,7 @@ def funnel(wanted: Wanted, machine: Sequence[Candidate]) -> Funnel:
 
 
 def _with_the_rest(wanted: Wanted, left: list[Candidate], steps: list[FunnelStep]) -> Funnel:
-    """Capacity and taints, which are looked at after the selectors."""
+    """Add the steps for capacity and taints, which are checked after the selectors."""
     if wanted.capacity:
         asked = ", ".join(f"{name} {amount}" for name, amount in wanted.capacity.items())
         able = [one for one in left if consumption(wanted.capacity, one.device) is not None]
@@ -90,7 +92,9 @@ def _with_the_rest(wanted: Wanted, left: list[Candidate], steps: list[FunnelStep
 
 
 def largest_group(attribute: str, machine: Sequence[Candidate], names: Collection[str]) -> tuple[int, str]:
-    """How many of the named devices have the same value of a qualified attribute, and which; (0, "") if none has it."""
+    """Return how many of the named devices share one value of a qualified attribute, and the value; (0, "") if
+    none has it.
+    """
     domain, _, key = attribute.rpartition("/")
     values = Counter(
         str(device.view.attributes[domain][key])
@@ -101,7 +105,9 @@ def largest_group(attribute: str, machine: Sequence[Candidate], names: Collectio
 
 
 def _matches(selector: Selector, device: Candidate, others: Sequence[Candidate]) -> bool:
-    """Raises: SelectorError, which makes kube-scheduler give up the whole claim."""
+    """Whether the selector matches. Raises: SelectorError, which makes kube-scheduler give up on the whole
+    claim.
+    """
     try:
         return device.matches(selector)
     except SelectorError as error:
@@ -122,10 +128,10 @@ def _matches(selector: Selector, device: Candidate, others: Sequence[Candidate])
 
 
 def _values(selector: Selector, devices: Sequence[Candidate]) -> list[str]:
-    """Which values the devices have of what a selector names, or what may be meant by a name that none has."""
+    """Return the devices' values of what a selector names, or suggestions for an unknown name."""
     found = []
     drivers = {one.view.driver for one in devices}
-    if any(asked not in drivers for asked in ASKED_DRIVER.findall(selector.text)):
+    if any(asked not in drivers for asked in DRIVER_SELECTOR.findall(selector.text)):
         found.append(f"device.driver is {named(sorted(drivers), _MAX_VALUES)}")
     for kind, domain, name in dict.fromkeys(_NAMED.findall(selector.text)):
         views = [getattr(one.view, kind) for one in devices]
@@ -155,13 +161,13 @@ def _written(value: object) -> str:
 
 
 def _meant(name: str, known: Collection[str]) -> str:
-    """What may be meant, and else all that there is."""
+    """Return a suggestion, or all known names."""
     near = get_close_matches(name, known, 1)
     return f"; did you mean {near[0]}?" if near else f"; there are: {named(sorted(known), _MAX_NAMES)}"
 
 
 def meant_attribute(attribute: str, machine: Sequence[Candidate]) -> str:
-    """What may be meant by a qualified attribute that no device has."""
+    """Return a suggestion for a qualified attribute that no device has."""
     known = {
         key: f"{domain}/{key}"
         for one in machine

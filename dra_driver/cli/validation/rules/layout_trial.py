@@ -1,4 +1,4 @@
-"""MIG layouts before they are applied: would each GPU of a machine take them?"""
+"""Tries MIG layouts before they are applied: would each GPU of a machine accept them?"""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dra_driver.model.units import named
 
 @dataclass(frozen=True, slots=True)
 class MigGpu:
-    """A GPU of a machine. `index` counts in the order of PCI addresses, `profiles` is empty without MIG."""
+    """A GPU of a machine. `index` counts in PCI order; `profiles` is empty without MIG."""
 
     index: int
     name: str
@@ -27,7 +27,9 @@ class MigGpu:
 
 
 def manager_layouts(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Each file of NVIDIA's mig-manager in a ConfigMap, with its key; a document that is one itself, without a key."""
+    """Yield each file of NVIDIA's mig-manager in a ConfigMap with its key; a document that is such a file, with
+    key "".
+    """
     data = content.get("data")
     if "mig-configs" in content and "kind" not in content:
         yield "", content
@@ -38,7 +40,7 @@ def manager_layouts(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def read_layouts(text: Any) -> tuple[Layouts, list[str]]:
-    """The layouts of a file of mig-manager by name, and its faults, with which it has none."""
+    """Return the layouts of a mig-manager file by name, and its faults. A file with faults has no layouts."""
     try:
         content = yaml.safe_load(text) if isinstance(text, str) else text
     except yaml.YAMLError as error:
@@ -51,7 +53,7 @@ def read_layouts(text: Any) -> tuple[Layouts, list[str]]:
 
 @dataclass
 class Trial:
-    """Layouts on one machine. `hints` are what is probably not meant, `fits` which layouts every GPU takes."""
+    """Layouts on one machine. `hints` are probable mistakes; `fits` are the layouts that every GPU accepts."""
 
     machine: str
     gpus: Sequence[MigGpu]
@@ -60,7 +62,7 @@ class Trial:
     fits: list[str] = field(default_factory=list)
 
     def problems(self, names: Sequence[str]) -> list[str]:
-        """Why GPUs would refuse the layouts of these names."""
+        """Return why GPUs would refuse the layouts of these names."""
         found = [text for name in names for text in self._problems_of(name)]
         made = {name for gpu in self.gpus if gpu.profiles for name in generated_names(gpu.profiles)}
         near = (

@@ -1,7 +1,7 @@
-"""ResourceClaims, their templates and DeviceClasses, as people write them: what is wrong with them.
+"""The faults of ResourceClaims, ResourceClaimTemplates and DeviceClasses.
 
-Source: validation of resource.k8s.io/v1 in Kubernetes 1.37. Objects of an older version that is served are taken too;
-`as_v1` brings them into the shape of v1, with the values that the API server fills in.
+Based on the validation of resource.k8s.io/v1 in Kubernetes 1.37. Objects of older served versions are accepted;
+`as_v1` converts them to v1, with the values that the API server fills in.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _KINDS = {
 
 
 def neighbour(content: JsonObject) -> str | None:
-    """What an object is that is not judged; None if it has nothing to do with GPUs."""
+    """Describe an object of a related kind that is not validated; None if it does not concern GPUs."""
     kind = str(content.get("kind"))
     return f"{kind} {_KINDS[kind]}" if kind in _KINDS else None
 
 
 def misspelled_kind(content: JsonObject, known: tuple[str, ...]) -> str | None:
-    """The kind that is meant by one in other letters, such as `resourceclaim`."""
+    """Return the kind that was meant by one with wrong case, such as `resourceclaim`."""
     kind = str(content.get("kind"))
     return next((one for one in known if one.lower() == kind.lower() and one != kind), None)
 
@@ -58,16 +58,16 @@ CLASS_TYPES: Mapping[str, DeviceType] = {
     "mig.nvidia.com": "mig",
     "vfio.gpu.nvidia.com": "vfio",
 }
-"""Which devices the classes that are installed with gpu-dra-driver give."""
+"""The type of devices that each installed class selects."""
 _FOREIGN_KINDS: Final = ("ComputeDomain", "ComputeDomainClique")
-"""Objects of NVIDIA's own DRA driver in the API group of our parameters."""
+"""Objects of NVIDIA's own DRA driver in the same API group as the plugin's parameters."""
 _ALIKE: Final = 0.8
 PROFILE_CLASS: Final = ("mig-", ".nvidia.com")
-"""How the names of the classes for MIG profiles begin and end."""
+"""The beginning and end of the class names for MIG profiles."""
 
 
 def object_faults(document: JsonObject, driver: str) -> list[FieldFault]:
-    """The faults of a claim, template or class of a served version of the API."""
+    """Return the faults of a claim, template or class in a served version of the API."""
     kind, version = str(document.get("kind")), str(document.get("apiVersion")).partition("/")[2]
     if version not in SERVED:
         text = (
@@ -86,8 +86,9 @@ def object_faults(document: JsonObject, driver: str) -> list[FieldFault]:
 
 
 def as_v1(document: JsonObject) -> JsonObject:
-    """A claim, template or class that has the right fields, in the shape of v1. A `count` of 0 is 1, as the API server
-    makes it."""
+    """Return a claim, template or class with valid fields in v1 form. Like the API server, it turns a `count`
+    of 0 into 1.
+    """
     if document.get("kind") == "DeviceClass":
         return document | {"apiVersion": f"{GROUP}/v1"}
     spec = claim_spec(document)
@@ -103,19 +104,20 @@ def as_v1(document: JsonObject) -> JsonObject:
 
 
 def claim_spec(document: JsonObject) -> JsonObject:
-    """The spec of a claim, also of the one in a template."""
+    """Return the spec of a claim, or of the claim in a template."""
     spec: JsonObject = document["spec"]
     return spec["spec"] if document.get("kind") == "ResourceClaimTemplate" else spec
 
 
 def bodies(request: JsonObject) -> list[JsonObject]:
-    """What a v1 request asks for: one body, those of `firstAvailable` in order, or none for a request of a later
-    version."""
+    """Return the alternatives of a v1 request: one body, those of `firstAvailable` in order, or none for a
+    request of a later version.
+    """
     return list(request.get("firstAvailable") or filter(None, [request.get("exactly")]))
 
 
 def alternatives(request: JsonObject) -> list[tuple[str, JsonObject]]:
-    """The bodies of a v1 request with the names by which allocation results have them."""
+    """Return the bodies of a v1 request with their names in allocation results."""
     name = request["name"]
     if request.get("firstAvailable"):
         return [(f"{name}/{body['name']}", body) for body in bodies(request)]
@@ -123,12 +125,12 @@ def alternatives(request: JsonObject) -> list[tuple[str, JsonObject]]:
 
 
 def requests_of(spec: JsonObject) -> Sequence[JsonObject]:
-    """The requests of a claim's spec."""
+    """Return the requests of a claim's spec."""
     return (spec.get("devices") or {}).get("requests") or ()
 
 
 def class_names(spec: JsonObject) -> list[str]:
-    """The classes that a v1 claim spec asks for."""
+    """Return the classes that a v1 claim spec requests."""
     return [str(body.get("deviceClassName")) for request in requests_of(spec) for body in bodies(request)]
 
 
@@ -185,8 +187,11 @@ def _claim_faults(devices: JsonObject, path: str, driver: str) -> list[FieldFaul
 
 @dataclass(frozen=True, slots=True)
 class _Use:
-    """Parameters of ours for a request. `entry` is the path of the config entry, `named` that of the name in it,
-    None where it names no request. `bodies` are what is meant of the request, by their names in allocation results."""
+    """Parameters of this driver for a request.
+
+    `entry` is the path of the config entry, and `named` that of the name in it (None if it names no request).
+    `bodies` are the affected bodies of the request, by their names in allocation results.
+    """
 
     entry: str
     named: str | None
@@ -196,16 +201,18 @@ class _Use:
 
     @property
     def kind(self) -> str:
-        """Of the parameters."""
+        """The kind of the parameters."""
         return str(self.parameters["kind"])
 
     def of_type(self, *types: DeviceType | None) -> list[str]:
-        """The names of the bodies whose class gives devices of these types; None: it is not known what it gives."""
+        """Return the names of the bodies whose class selects these types of device; None stands for an unknown
+        class.
+        """
         return [name for name, body in self.bodies.items() if class_type(body["deviceClassName"]) in types]
 
 
 def _uses(devices: JsonObject, path: str, driver: str) -> Iterator[_Use]:
-    """Each use of parameters of ours that are of a known kind."""
+    """Yield each use of this driver's parameters of a known kind."""
     requests = devices.get("requests") or ()
     for number, entry in enumerate(devices.get("config") or ()):
         parameters = entry["opaque"]["parameters"]
@@ -226,9 +233,10 @@ def _uses(devices: JsonObject, path: str, driver: str) -> Iterator[_Use]:
 
 
 def _use_faults(use: _Use) -> Iterator[FieldFault]:
-    """What Prepare would refuse: parameters that name a request none of whose classes gives devices of their kind; and
-    `management` or MaintenanceConfig without adminAccess, also for a request that is not named, if its class gives
-    devices of that kind."""
+    """Yield what Prepare would refuse: parameters that name a request whose classes all select another type of
+    device; and `management` or MaintenanceConfig without adminAccess, even if the request is not named, if its
+    class selects that type.
+    """
     kinds = CONFIG_KINDS[use.kind]
     if use.named is not None and not use.of_type(None, *kinds):
         classes = ", ".join(body["deviceClassName"] for body in use.bodies.values())
@@ -244,8 +252,9 @@ def _use_faults(use: _Use) -> Iterator[FieldFault]:
 
 
 def alternative_hints(devices: JsonObject, path: str, driver: str) -> Iterator[str]:
-    """Parameters that name a request by the name of all its alternatives and fit only some of them, and those without
-    a name that fit a request in no way."""
+    """Yield hints for parameters that name a request but fit only some of its alternatives, and for parameters
+    without a name that fit no request.
+    """
     for use in _uses(devices, path, driver):
         fits = use.of_type(None, *CONFIG_KINDS[use.kind])
         misfits = [name for name in use.bodies if name not in fits]
@@ -262,7 +271,7 @@ def alternative_hints(devices: JsonObject, path: str, driver: str) -> Iterator[s
 
 
 def class_type(name: str) -> DeviceType | None:
-    """The type of device that a class of ours gives; None for a class that is not known."""
+    """Return the type of device that an installed class selects; None for an unknown class."""
     begin, end = PROFILE_CLASS
     return "mig" if name.startswith(begin) and name.endswith(end) else CLASS_TYPES.get(name)
 
@@ -286,7 +295,7 @@ def _body_faults(body: JsonObject, path: str) -> Iterator[FieldFault]:
 def _config_faults(
     entries: Sequence[JsonObject], path: str, requests: set[str] | None, driver: str
 ) -> list[FieldFault]:
-    """`requests` are the names that entries may give; None in a class, where they give none."""
+    """Return the faults of config entries. `requests` are the names that they may use; None in a class."""
     found: list[FieldFault] = []
     for number, entry in enumerate(entries):
         here = f"{path}[{number}]"
@@ -304,12 +313,12 @@ def _config_faults(
 
 
 def is_misspelled(named: str, driver: str) -> bool:
-    """Whether the name of a DRA driver is nearly ours."""
+    """Whether a DRA driver's name is nearly this driver's."""
     return named != driver and bool(get_close_matches(named, [driver], 1, _ALIKE))
 
 
 def parameter_faults(parameters: Any, path: str) -> list[FieldFault]:
-    """The faults of opaque parameters of ours, each with its own path."""
+    """Return the faults of this driver's opaque parameters, each with its path."""
     try:
         decode(parameters, replace(WORDS, unknown=None, meant=True))
     except InvalidConfigError as error:
@@ -336,7 +345,7 @@ def _unknown_requests(names: Any, path: str, known: set[str]) -> list[FieldFault
 
 
 def is_parameters(document: Any) -> bool:
-    """Whether a document is opaque parameters that stand alone."""
+    """Whether a document consists only of opaque parameters."""
     return (
         isinstance(document, Mapping)
         and str(document.get("apiVersion", "")).partition("/")[0] == GROUP_VERSION.partition("/")[0]
@@ -345,7 +354,7 @@ def is_parameters(document: Any) -> bool:
 
 
 def default_hints(spec: JsonObject, path: str) -> Iterator[str]:
-    """What the API server makes of a claim, of any version, that is probably not meant."""
+    """Yield hints about defaults of the API server that are probably not intended, for a claim of any version."""
     for number, request in enumerate(requests_of(spec)):
         for body in (request, request.get("exactly") or {}, *(request.get("firstAvailable") or ())):
             if body.get("count") == 0 and body.get("allocationMode") != "All":
@@ -361,7 +370,7 @@ def default_hints(spec: JsonObject, path: str) -> Iterator[str]:
 
 
 def taint_rule_faults(document: JsonObject) -> list[FieldFault]:
-    """The faults of a DeviceTaintRule."""
+    """Return the faults of a DeviceTaintRule."""
     version = str(document.get("apiVersion")).partition("/")[2]
     if version not in ("v1", "v1beta2", "v1alpha3"):
         return [FieldFault("apiVersion", f"{document.get('apiVersion')!r} has no DeviceTaintRule")]

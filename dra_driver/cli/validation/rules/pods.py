@@ -1,8 +1,8 @@
-"""Pods as people write them: what is wrong with the parts that have to do with devices, and the claims that the
-scheduler makes of extended resources such as `nvidia.com/gpu: 2`.
+"""The faults of the device-related parts of pods, and the claims that the scheduler creates for extended
+resources such as `nvidia.com/gpu: 2`.
 
-Sources: validation of Pods in Kubernetes 1.37, and createRequestsAndMappings of its kube-scheduler. A DeviceClass
-serves the resource that its `extendedResourceName` says, and always `deviceclass.resource.kubernetes.io/<its name>`.
+Based on the validation of Pods in Kubernetes 1.37, and createRequestsAndMappings of its kube-scheduler. A
+DeviceClass serves its `extendedResourceName`, and always `deviceclass.resource.kubernetes.io/<its name>`.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ _STANDARD = ("cpu", "memory", "ephemeral-storage")
 
 
 def pod_specs(content: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, JsonObject]]:
-    """Path and spec of the pods of an object of any kind: of a Pod `spec`, of a Deployment `spec.template.spec`, of a
-    JobSet one for each of its jobs."""
+    """Yield path and spec of the pods in an object of any kind: `spec` of a Pod, `spec.template.spec` of a
+    Deployment, one for each job of a JobSet.
+    """
     if depth > _DEEPEST:
         return
     if isinstance(content, list):
@@ -52,9 +53,9 @@ def pod_specs(content: Any, path: str = "", depth: int = 0) -> Iterator[tuple[st
 
 @cache
 def _pod_shape() -> Object:
-    """The parts of a pod that have to do with claims; also of a pod in an object of a kind that is not known here."""
+    """Return the shape of a pod's claim-related parts, which also applies to pods in objects of unknown kinds."""
     resources = model_shape("V1ResourceRequirements")
-    # People write `claims` there, which stands beside limits and requests.
+    # `claims` is often written there by mistake; it belongs next to limits and requests.
     amounts = MapField(Scalar(object, amount), lambda name: name != "claims", "{}")
     resources = Object({**resources.fields, "limits": amounts, "requests": amounts})
     containers = ListField(
@@ -67,7 +68,7 @@ def _pod_shape() -> Object:
 
 
 def pod_faults(spec: JsonObject, path: str) -> list[FieldFault]:
-    """The faults of the parts of a pod that have to do with claims."""
+    """Return the faults of a pod's claim-related parts."""
     found = faults(spec, _pod_shape(), path)
     if found:
         return found
@@ -87,7 +88,7 @@ def pod_faults(spec: JsonObject, path: str) -> list[FieldFault]:
 
 
 def _resource_faults(spec: JsonObject, path: str) -> Iterator[FieldFault]:
-    """Extended resources, such as nvidia.com/gpu, that the API server refuses."""
+    """Yield the faults of extended resources, such as nvidia.com/gpu, that the API server would refuse."""
     for place in _PLACES:
         for number, container in enumerate(spec.get(place) or ()):
             resources = container.get("resources") or {}
@@ -120,7 +121,7 @@ def _is_whole(amount: Any) -> bool:
 
 
 def claims_of(spec: JsonObject) -> list[tuple[str, str, str]]:
-    """The entry's name, and kind and name of the claim or template, for each that a pod names."""
+    """Return entry name, kind and object name of each claim or template that a pod names."""
     return [
         (str(entry["name"]), "ResourceClaim", str(entry["resourceClaimName"]))
         if entry.get("resourceClaimName")
@@ -130,14 +131,19 @@ def claims_of(spec: JsonObject) -> list[tuple[str, str, str]]:
 
 
 def unused_claims(spec: JsonObject) -> list[str]:
-    """Entries of a pod's `resourceClaims` that no container uses, so that no container sees the devices."""
+    """Return the entries of a pod's `resourceClaims` that no container uses, so that no container gets the
+    devices.
+    """
     used = {claim["name"] for _, claim in _used_claims(spec)}
     return [entry["name"] for entry in spec.get("resourceClaims") or () if entry["name"] not in used]
 
 
 def unknown_requests(spec: JsonObject, entry: str, claim: JsonObject) -> list[FieldFault]:
-    """The requests that containers name and a claim lacks; `entry` is the claim's name in the pod. The container would
-    run without a device."""
+    """Return the requests that containers name but the claim lacks. Such a container would run without a
+    device.
+
+    `entry` is the claim's name in the pod.
+    """
     there = [str(request["name"]) for request in requests_of(claim)]
     return [
         FieldFault(
@@ -151,7 +157,7 @@ def unknown_requests(spec: JsonObject, entry: str, claim: JsonObject) -> list[Fi
 
 
 def uses_mps(claim: JsonObject, classes: Mapping[str, JsonObject], driver: str) -> bool:
-    """Whether the parameters of a claim without faults, or of one of its classes, share devices by MPS."""
+    """Whether the parameters of a valid claim, or of one of its classes, use MPS."""
     specs = [classes[name].get("spec") or {} for name in class_names(claim) if name in classes]
     for configured in (claim.get("devices") or {}, *specs):
         for entry in configured.get("config") or ():
@@ -163,7 +169,7 @@ def uses_mps(claim: JsonObject, classes: Mapping[str, JsonObject], driver: str) 
 
 
 def trap_hints(spec: JsonObject, entry: str, *, uses_mps: bool) -> Iterator[str]:
-    """What is known to go wrong with containers of a pod without faults that use this entry of `resourceClaims`."""
+    """Yield known pitfalls of containers, in a valid pod, that use this entry of `resourceClaims`."""
     users = set()
     for place in _PLACES:
         for container in spec.get(place) or ():
@@ -193,7 +199,7 @@ def trap_hints(spec: JsonObject, entry: str, *, uses_mps: bool) -> Iterator[str]
 
 
 def _used_claims(spec: JsonObject) -> Iterator[tuple[str, JsonObject]]:
-    """The entries of `resourceClaims` that containers of a pod without faults use: where, and the container's entry."""
+    """Yield the uses of `resourceClaims` by containers of a valid pod: path, and the container's entry."""
     for place in _PLACES:
         for number, container in enumerate(spec.get(place) or ()):
             claims = (container.get("resources") or {}).get("claims") or ()
@@ -202,7 +208,7 @@ def _used_claims(spec: JsonObject) -> Iterator[tuple[str, JsonObject]]:
 
 
 def served_resources(classes: Iterable[JsonObject]) -> Mapping[str, str]:
-    """Resource name to class; of two classes for one resource the newer serves it."""
+    """Return resource names with their class. If two classes have the same resource, the newer class serves it."""
     ordered = sorted(classes, key=lambda entry: str(entry["metadata"].get("creationTimestamp") or ""))
     explicit = {
         entry["spec"]["extendedResourceName"]: entry["metadata"]["name"]
@@ -213,10 +219,11 @@ def served_resources(classes: Iterable[JsonObject]) -> Mapping[str, str]:
 
 
 def extended_requests(spec: JsonObject, served: Mapping[str, str]) -> list[JsonObject]:
-    """The requests of the claim that the scheduler makes for a pod; none if it asks for no such resource.
+    """Return the requests of the claim that the scheduler creates for a pod; empty if it requests no such
+    resource.
 
-    Init containers that end use what containers after them have anyway, so only the most that one of them wants beyond
-    that counts.
+    Init containers that exit share devices with later containers, so only the highest additional need of one of
+    them counts.
     """
     initial = [one for one in spec.get("initContainers") or () if isinstance(one, dict)]
     containers = [*initial, *(one for one in spec.get("containers") or () if isinstance(one, dict))]
@@ -240,7 +247,7 @@ def extended_requests(spec: JsonObject, served: Mapping[str, str]) -> list[JsonO
 
 
 def asked_resources(container: JsonObject) -> dict[str, int]:
-    """How many of each resource a container wants, as far as that is a whole number."""
+    """Return how many of each resource a container requests. Amounts that are not whole numbers are skipped."""
     return {
         str(name): int(str(amount))
         for name, amount in _resources(container).items()

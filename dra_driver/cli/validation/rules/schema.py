@@ -1,7 +1,7 @@
-"""Fields and types of the objects of the API, from the models of Kubernetes' official client, and the rules of values
-that validation of Kubernetes 1.37 adds to them.
+"""Fields and types of API objects, from the models of Kubernetes' official client, with the additional
+validation rules of Kubernetes 1.37.
 
-The client is imported when the first object is looked at: only `validate` pays for it.
+The client is imported when the first object is checked, so only `validate` pays for it.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ SERVED: Final = ("v1", "v1beta2", "v1beta1")
 
 _VERSION = re.compile(r"^(?:Core|Resource)?V\d+(?:(?:alpha|beta)\d+)?")
 QUALIFIED: Final = re.compile(r"^(?:[a-z0-9][-a-z0-9.]*/)?[A-Za-z_][A-Za-z0-9_]{0,31}\Z")
-"""The name of an attribute or a capacity, with or without its domain."""
+"""The name of an attribute or a capacity, with or without domain."""
 _LABEL = re.compile(r"^[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?\Z")
 
 
 def dns_label(value: str) -> str | None:
-    """What is wrong with the name of a request or of a claim of a pod."""
+    """Return what is wrong with the name of a request, or of a claim in a pod."""
     if is_dns_label(value):
         return None
     return f"{value!r} is not a DNS label (lower-case letters, digits and -, at most 63)"
 
 
 def dns_name(value: str) -> str | None:
-    """What is wrong with the name of an object."""
+    """Return what is wrong with the name of an object."""
     return None if is_subdomain(value) else f"{value!r} is not a lower-case DNS name"
 
 
@@ -85,7 +85,7 @@ def _extended_resource(value: str) -> str | None:
 
 
 def amount(value: Any) -> str | None:
-    """What is wrong with a quantity."""
+    """Return what is wrong with a quantity."""
     try:
         return None if parse_quantity(str(value)) >= 0 else f"{value!r} must not be negative"
     except InvalidConfigError as error:
@@ -93,7 +93,7 @@ def amount(value: Any) -> str | None:
 
 
 def distinct(items: Sequence[Any]) -> str | None:
-    """What is wrong with a list of names, or of objects that have one, if one is there twice."""
+    """Return the fault of a list of names, or of objects with names, that has duplicates."""
     keys = [(one.get("name"), one.get("request")) if isinstance(one, dict) else (one, None) for one in items]
     twice = next((name for name, request in keys if name and keys.count((name, request)) > 1), None)
     return None if twice is None else f"{twice!r} is there twice"
@@ -139,13 +139,13 @@ _VALUES: Mapping[str, Shape] = {
     "DeviceTaint.value": _text(_label),
     "DeviceTaint.effect": _one_of("None", "NoSchedule", "NoExecute"),
 }
-"""By the name of a model without its version, and of the field: what the model does not say."""
+"""Rules that the models lack, by model name without version and field."""
 _MODES: Final = _one_of("ExactCount", "All")
 _MOST: Mapping[str, int | None] = {
     "DeviceRequest.firstAvailable": 8, "ExactDeviceRequest.tolerations": 16, "DeviceSubRequest.tolerations": 16,
     "DeviceRequest.tolerations": 16, "ResourceRequirements.claims": None,
 }  # fmt: skip
-"""How long a list may be; 32 for others."""
+"""The maximum length of lists; 32 for all others."""
 _REQUIRED: Mapping[str, tuple[str, ...]] = {
     "DeviceSelector": ("cel",), "DeviceClaimConfiguration": ("opaque",), "DeviceClassConfiguration": ("opaque",),
     "ResourceClaimSpec": ("devices",), "ResourceClaimTemplateSpec": ("spec",),
@@ -168,11 +168,11 @@ _MISTAKES: Mapping[str, Mapping[str, str]] = {
         "source": "is gone since Kubernetes 1.31; write resourceClaimName or resourceClaimTemplateName here"
     },
 }
-"""Fields that people write in a model, with what they should write."""
+"""Misplaced fields in a model, and the right place."""
 
 
 def object_shape(kind: str, version: str) -> Object:
-    """What an object of the group resource.k8s.io may hold."""
+    """Return the shape of an object of the group resource.k8s.io."""
     prefix = version[0].upper() + version[1:]
     name = f"Resource{prefix}{kind}" if (kind, version) == ("ResourceClaim", "v1") else f"{prefix}{kind}"
     whole = model_shape(name)
@@ -183,7 +183,7 @@ def object_shape(kind: str, version: str) -> Object:
 
 @cache
 def model_shape(name: str) -> Object:
-    """What a model of the client may hold, such as `V1DeviceClaim`."""
+    """Return the shape of a model of the client, such as `V1DeviceClaim`."""
     from kubernetes.client import models
 
     model, base = getattr(models, name), _VERSION.sub("", name)

@@ -1,4 +1,4 @@
-"""Device selectors: compiled once, and asked of devices."""
+"""Device selectors, compiled once."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from dra_driver.errors import InvalidConfigError
 MAX_EXPRESSION_BYTES = 10 * 1024
 NOT_INSTALLED = "the Python package cel-expr-python is not installed"
 
-ASKED_DRIVER = re.compile(r"""device\.driver\s*==\s*["']([^"']+)["']""")
+DRIVER_SELECTOR = re.compile(r"""device\.driver\s*==\s*["']([^"']+)["']""")
 
 
 @dataclass(frozen=True, slots=True)
 class Selector:
-    """A compiled expression. `matches` says whether a device does; it raises SelectorError."""
+    """A compiled expression. `matches` evaluates it for a device; it raises SelectorError."""
 
     text: str
     matches: Callable[[DeviceView], bool]
@@ -27,9 +27,10 @@ class Selector:
 
 @lru_cache(maxsize=2048)
 def compiled(text: str) -> Selector:
-    """Raises: InvalidConfigError for what does not compile, NotJudgedError where nobody here can say.
+    """Compile a selector. Without cel-expr-python, only the selectors of gpu-dra-driver's own classes can be
+    compiled.
 
-    Without cel-expr-python the selectors of gpu-dra-driver's own classes are judged, and no others.
+    Raises: InvalidConfigError if it does not compile; NotJudgedError if only the API server can evaluate it.
     """
     if len(text.encode()) > MAX_EXPRESSION_BYTES:
         raise InvalidConfigError(f"is longer than {MAX_EXPRESSION_BYTES} bytes")
@@ -42,7 +43,7 @@ def compiled(text: str) -> Selector:
     return Selector(text, known)
 
 
-def driver_asked_for(text: str) -> str | None:
-    """The DRA driver that a selector names by `device.driver == "…"`; None if it names none, or several."""
-    found = set(ASKED_DRIVER.findall(text))
+def selected_driver(text: str) -> str | None:
+    """Return the driver that a selector names with `device.driver == "…"`; None if it names none, or several."""
+    found = set(DRIVER_SELECTOR.findall(text))
     return found.pop() if len(found) == 1 else None
