@@ -169,9 +169,9 @@ def test_admin_access_sees_all_gpus_while_one_is_in_use(cluster: Cluster, exampl
     example("one-gpu")
     cluster.wait_running("one-gpu")
     example("admin-access")
-    cluster.wait_running("gpu-monitor", namespace="gpu-monitoring")
+    cluster.wait_running("gpu-monitor", namespace="admin-access")
     everything = {device["attributes"]["uuid"]["string"] for device in cluster.devices()}
-    assert set(cluster.seen_by("gpu-monitor", namespace="gpu-monitoring")) == everything
+    assert set(cluster.seen_by("gpu-monitor", namespace="admin-access")) == everything
     cluster.kubectl("delete", "-f", "examples/admin-access", "--timeout=300s")
     assert len(cluster.seen_by("one-gpu")) == 1
     assert cluster.pod("one-gpu")["status"]["phase"] == "Running"

@@ -81,9 +81,10 @@ STARTED: dict[tuple[str, str], dict[str, list[list[str]]]] = {
         "static-mig": [["1g.10gb 0"]],
     },
 }
-"""By machine and configuration: what each pod of an example gets, in the order of the file. Equal numbers are equal
-devices. The playground has one tray of the two that imex-job needs."""
+"""By machine and configuration: what each pod of an example gets, in the order of the file. Pods with the same number
+share a device. imex-job starts one pod of two, because the playground has only one tray."""
 STORED = ("Namespace", "ResourceClaim", "ResourceClaimTemplate")
+"""The kinds that the playground stores of an example, besides its pods."""
 
 
 def test_every_example_is_started() -> None:
@@ -100,7 +101,7 @@ def test_example_starts_with_the_devices_of_its_readme(
     playground = start(machine, "--config", str(file))
     eventually(playground.devices)
     if "gpu-and-nic" in STARTED[machine, config]:
-        playground.create(nic_of_dranet(playground.devices()[3]))
+        playground.create(nic_of_dranet(playground.devices()[-1]))
     got = {name: started(playground, name, len(pods)) for name, pods in STARTED[machine, config].items()}
     assert got == STARTED[machine, config]
 
@@ -158,14 +159,9 @@ def nic_of_dranet(gpu: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def started(playground: Playground, example: str, count: int) -> list[list[str]]:
-    """What the first pods of an example get. Deletes the pods, and waits until their devices are free again."""
+    """What the first `count` pods of an example get. Deletes them, and waits until their devices are free again."""
     objects = documents(example)
-    there = {one["metadata"]["name"] for one in playground.call("GET", "/api/v1/namespaces")["items"]}
-    playground.create(
-        one
-        for one in objects
-        if one["kind"] in STORED and (one["kind"] != "Namespace" or one["metadata"]["name"] not in there)
-    )
+    playground.create(one for one in objects if one["kind"] in STORED)
     pods = [pod for one in objects for pod in pods_of(one)]
     assert len(pods) == count or example == "imex-job"
     names = [(pod["metadata"].get("namespace", "default"), pod["metadata"]["name"]) for pod in pods[:count]]
@@ -173,13 +169,9 @@ def started(playground: Playground, example: str, count: int) -> list[list[str]]
         playground.create([pod])
         eventually(lambda of=namespace, name=name: playground.phase(name, of) == "Running")
     numbers: dict[str, int] = {}
+    claims = playground.claims()
     got = [
-        [
-            text
-            for claim in playground.claims()
-            if uses(claim, {name})
-            for text in described(playground, claim, numbers)
-        ]
+        [text for one in claims if uses(one, {name}) for text in described(playground, one, numbers)]
         for _, name in names
     ]
     for namespace, name in names:
@@ -193,8 +185,8 @@ def uses(claim: dict[str, Any], pods: set[str]) -> bool:
 
 
 def described(playground: Playground, claim: dict[str, Any], numbers: dict[str, int]) -> Iterator[str]:
-    """Each device of a claim: what it is, its number, the chosen wish of a list, and what the claim takes of it. Then
-    the limits of MPS."""
+    """For each device of a claim: its type, its number, the chosen alternative of `firstAvailable`, and what the claim
+    consumes of it. Then the limits of MPS."""
     slices = playground.call("GET", "/apis/resource.k8s.io/v1/resourceslices")["items"]
     published = {
         (entry["spec"]["driver"], device["name"]): device["attributes"]
@@ -211,10 +203,10 @@ def described(playground: Playground, claim: dict[str, Any], numbers: dict[str, 
         consumed = result.get("consumedCapacity", {})
         names = ["shares"] if "shares" in consumed else ["memory", "multiprocessors"]
         taken = [f"{name}={consumed[name]}" for name in names if name in consumed]
-        wish = result["request"].partition("/")[2:]
+        chosen = result["request"].partition("/")[2]
         admin = ["admin"] if result.get("adminAccess") else []
         number = numbers.setdefault(result["device"], len(numbers))
-        yield " ".join(filter(None, [what["string"], str(number), *wish, *admin, *taken]))
+        yield " ".join(filter(None, [what["string"], str(number), chosen, *admin, *taken]))
     [spec] = Path(playground.variables["CDI_ROOT"]).glob(f"*{claim['metadata']['uid']}.yaml")
     yield from dict.fromkeys(re.findall(r"CUDA_MPS_(?:ACTIVE|PINNED)\w+=[\w=]+", spec.read_text()))
 
