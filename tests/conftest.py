@@ -25,7 +25,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 # Simulated machines of all tests, also in processes that they start, are as unkind as real ones.
 os.environ |= debian_programs.hostile()
 
-# Imports and collection make much and throw nothing away; `pytest_collection_finish` switches it on again.
+# Imports and collection create many objects and discard none; `pytest_collection_finish` enables it again.
 gc.disable()
 
 _MEMORY, _ENOUGH = Path("/dev/shm"), 1 << 30
@@ -42,7 +42,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Thousands of collected tests live until the end, so the collector need not walk them again and again."""
+    """Thousands of collected tests live until the end, so the garbage collector need not examine them."""
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
     gc.enable()
@@ -65,7 +65,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say how much NVIDIA's own programs had a say in; why the others had none, the skipped tests tell."""
+    """Prints how many tests used NVIDIA's own programs; skipped tests say why others did not."""
     ran: Counter[str] = Counter()
     for outcome in ("passed", "failed"):
         for report in terminalreporter.getreports(outcome):
@@ -111,8 +111,9 @@ def _counted(request: pytest.FixtureRequest, programs: debian_programs.Programs)
 
 @pytest.fixture(autouse=True)
 def _logs_as_before() -> Iterator[None]:
-    """Logs are set up for the whole process: without this, a command that a test calls decides which events the later
-    tests of the same worker hear."""
+    """Restores the log setup, which is global: otherwise a command called in a test affects the events of
+    later tests.
+    """
     root = logging.getLogger()
     handlers, level, logs = list(root.handlers), root.level, structlog.get_config()
     yield
@@ -123,7 +124,7 @@ def _logs_as_before() -> Iterator[None]:
 
 @pytest.fixture
 def threads_that_start(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], None]:
-    """Of the threads whose name begins so, only that many start from now on, as at a limit of processes."""
+    """Limits how many threads with this name prefix can start from now on, as at a limit of processes."""
     start, guard = threading.Thread.start, threading.Lock()
 
     def limit(name: str, count: int) -> None:
@@ -149,9 +150,9 @@ def update_golden(request: pytest.FixtureRequest) -> bool:
 
 @pytest.fixture(scope="session")
 def _memory_root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A directory in memory where there is room: on a disk, making files is most of what these tests wait for.
+    """A directory in memory if there is room: on a disk, these tests spend most of their time creating files.
 
-    Not for tests of MPS, whose daemons have a /dev/shm of their own.
+    Not for tests of MPS, whose daemons have their own /dev/shm.
     """
     if not os.access(_MEMORY, os.W_OK | os.X_OK) or shutil.disk_usage(_MEMORY).free < _ENOUGH:
         yield tmp_path_factory.mktemp("memory")
@@ -163,7 +164,7 @@ def _memory_root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def make_memory_path(_memory_root: Path) -> Callable[[], Path]:
-    """Makes fresh directories that live as long as the session."""
+    """Creates directories that last as long as the session."""
     return lambda: Path(tempfile.mkdtemp(dir=_memory_root))
 
 
@@ -177,7 +178,7 @@ def memory_path(make_memory_path: Callable[[], Path]) -> Iterator[Path]:
 
 @pytest.fixture
 def tmp_path(memory_path: Path) -> Path:
-    """In memory as well: what a loss of power leaves is told by `tests.fakes.powerloss`, not by this machine's disk."""
+    """In memory as well: `tests.fakes.powerloss` simulates power loss, not this machine's disk."""
     return memory_path
 
 
@@ -189,7 +190,7 @@ def disk_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def is_golden(update_golden: bool) -> Callable[[Path, str], None]:
-    """Compares a text with a golden file, or writes that anew."""
+    """Compares a text with a golden file, or rewrites that."""
 
     def compare(golden: Path, text: str) -> None:
         if update_golden:

@@ -1,5 +1,6 @@
-"""docs/versions.md says what each branch of the NVIDIA driver lacks of what we use. `--update-golden` writes the table
-anew from NVIDIA's own libraries and programs, and keeps what a person wrote in its last column."""
+"""docs/versions.md lists the functions that each branch of the NVIDIA driver lacks. `--update-golden`
+rewrites the table from NVIDIA's own libraries and programs, but keeps the hand-written last column.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +93,7 @@ def lacking_functions(nvidia: Programs) -> set[str]:
 
 @cache
 def functions_of_nvml() -> frozenset[str]:
-    """Those in NVIDIA's library behind the functions of the binding that stand in our code, also by name as text."""
+    """The functions of NVIDIA's library that our code uses through the binding, also by name as text."""
     found: set[str] = set()
     left = [name for name in names_in_our_code() if name in OF_BINDING]
     while left:
@@ -123,7 +124,9 @@ def names_in(source: str) -> Iterator[str]:
 
 
 def looked_up(function: ast.FunctionDef) -> tuple[set[str], set[str]]:
-    """What a function of the binding looks up in the library, and which others of the binding it calls."""
+    """Returns the library functions that a function of the binding uses, and the binding's functions that it
+    calls.
+    """
     symbols, called = set(), set()
     for node in ast.walk(function):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
@@ -140,7 +143,7 @@ def looked_up(function: ast.FunctionDef) -> tuple[set[str], set[str]]:
 
 
 def lacking_words(nvidia: Programs) -> set[str]:
-    """Variables of the environment and options that stand in no program or library of MPS."""
+    """Environment variables and options that occur in no program or library of MPS."""
     readers = [nvidia.library("libcuda"), *(nvidia.root / "usr").glob("*bin/nvidia-cuda-mps-*")]
     known = b"".join(path.read_bytes() for path in readers)
     ours = {
@@ -154,7 +157,7 @@ def lacking_words(nvidia: Programs) -> set[str]:
 
 
 def lacking_commands(nvidia: Programs) -> set[str]:
-    """What the branch's own control daemon does not know of what we ask."""
+    """Returns the commands of ours that the branch's own control daemon does not support."""
     top = Path(tempfile.mkdtemp(prefix="mps-"))
     directories = MpsDirectories(*(str(top / name) for name in ("pipe", "log", "shm")))
     for directory in (directories.pipe, directories.log):
@@ -182,7 +185,7 @@ def lacking_commands(nvidia: Programs) -> set[str]:
 
 
 def commands_to_mps() -> list[str]:
-    """All that the MPS host asks a daemon with limits and a server, in this order."""
+    """All queries of the MPS host to a daemon with limits and a server, in this order."""
     daemon = KnowsAll()
     daemon.apply_limits()
     assert daemon.query_servers() == (None, 1)

@@ -1,4 +1,4 @@
-"""docs/health.md says what the health model does. `--update-golden` writes its tables anew."""
+"""docs/health.md describes the health model. `--update-golden` rewrites its tables."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def signal_rows() -> Iterator[Row]:
 
 
 def xid_rows() -> Iterator[Row]:
-    """Numbers of one meaning and action in one row, the worst first, and those that mean nothing at the end."""
+    """One row for numbers with the same meaning and action, the worst first, and those without meaning last."""
     rows: dict[tuple[str, str, str], list[int]] = {}
     for number, entry in CATALOG.items():
         reasons = told(Xid(number))

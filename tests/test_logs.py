@@ -1,4 +1,4 @@
-"""What comes out of the log: constant events, one line each, no secrets, and all of them in the manual."""
+"""The log: constant events, one line each, no secrets, and all of them in the manual."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_manual_lists_every_event_with_its_meaning(update_golden: bool) -> None:
 
 
 def event_table(meanings: dict[str, str]) -> Iterator[str]:
-    """The table of production events; those of the playground control plane concern nobody."""
+    """The table of production events; those of the playground control plane are not of interest."""
     calls: dict[str, list[LogCall]] = {}
     for call in log_calls():
         for event in call.events or ():

@@ -1,6 +1,7 @@
-"""Good and bad parameters (parameter_table.yaml) for all who judge them: the decoder, which a Prepare asks,
-`gpu-dra-driver validate`, and the admission policy `gpu-dra-driver-parameters` on a real API server
-(tests/e2e/test_parameters_policy.py)."""
+"""Valid and invalid parameters (parameter_table.yaml) for everything that checks them: the decoder, which
+Prepare uses, `gpu-dra-driver validate`, and the admission policy `gpu-dra-driver-parameters` on a real API
+server (tests/e2e/test_parameters_policy.py).
+"""
 
 from __future__ import annotations
 
@@ -17,9 +18,9 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Parameters:
-    """`faults` are the decoder's, and so those of `validate` and the policy, each with the path before it.
+    """`faults` are those of the decoder, `validate` and the policy, each with the path before it.
 
-    `policy` says why the policy lets faulty ones pass; `refused_by_server` is what Kubernetes itself says of them.
+    `policy` says why the policy accepts invalid ones; `refused_by_server` is Kubernetes' own error.
     """
 
     name: str
@@ -31,11 +32,11 @@ class Parameters:
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim's `devices` whose parameters are right by themselves.
+    """A claim's `devices` whose parameters are valid on their own.
 
-    `faults` are those of `validate` and the policy, with the path below `devices`. `device` is (request, type) of a
-    device that the scheduler might allocate for it, `admin_access` how, and `prepare` what a Prepare then says; None
-    if it takes it.
+    `faults` are those of `validate` and the policy, with the path below `devices`. `device` is (request,
+    type) of a device that the scheduler might allocate for it, `admin_access` how, and `prepare` the error of
+    a Prepare; None if it succeeds.
     """
 
     name: str

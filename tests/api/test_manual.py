@@ -1,4 +1,6 @@
-"""docs/api.md has every parameter of claims. `--update-golden` writes its tables anew, and keeps what people wrote."""
+"""docs/api.md has every parameter of claims. `--update-golden` rewrites its tables, but keeps hand-written
+text.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +84,7 @@ def test_manual_has_each_field_with_its_type_and_values(kind: str, update_golden
 
 
 def examples(kind: str) -> list[dict[str, Any]]:
-    """The parameters of a kind that stand on the page, as they are in the claims there."""
+    """Returns the page's examples of a kind of parameters, as in the claims there."""
     blocks = re.findall(r"```yaml\n(.*?)```", MANUAL.read_text(), re.DOTALL)
     claims = [claim for block in blocks for claim in yaml.safe_load_all(block)]
     configs = [one for claim in claims for one in claim["spec"]["devices"].get("config", ())]

@@ -1,4 +1,4 @@
-"""Programs that end, that do not, and that not even a KILL ends."""
+"""Programs that exit, that do not, and that not even SIGKILL stops."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run(script, timeout_s=5.0, slot="test", **more):
 
 @pytest.fixture
 def unkillable(monkeypatch):
-    """KILL has no effect for now, as on a process that waits in the kernel."""
+    """SIGKILL has no effect for now, as on a process that waits in the kernel."""
     children = []
 
     def ignored(child):
@@ -121,7 +121,7 @@ ComputeMode(lambda: programs, locks=Path(sys.argv[1], "host.modes")).set("GPU-1"
 
 
 def test_compute_mode_is_not_read_before_the_nvidia_smi_of_a_killed_host_has_set_it(tmp_path, monkeypatch):
-    """The next MPS host would else take the GPU for one whose mode is the default one, and leave it exclusive."""
+    """Otherwise the next MPS host would read the default mode, and later leave the GPU exclusive."""
     program, path = tmp_path / "nvidia-smi", os.environ["PATH"]
     program.write_text(NVIDIA_SMI.format(tmp_path))
     program.chmod(0o755)

@@ -1,5 +1,6 @@
-"""Files as JSON: their fields, and one format number. What a newer release wrote is left alone and reported, and its
-claim can still end."""
+"""Files as JSON: their fields, and one format number. Files of a newer release are not changed but reported,
+and their claims can still be unprepared.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A store shows what is on the disk, whoever changed it and however soon after the last look."""
+"""A store shows the disk's content, whoever changed it and however soon after the last read."""
 
 from __future__ import annotations
 

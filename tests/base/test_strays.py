@@ -32,7 +32,7 @@ def full_directory(path: Path) -> None:
 
 
 def link(path: Path) -> None:
-    """To a regular file of somebody's."""
+    """A link to another regular file."""
     target = path.with_name("somebody's")
     target.write_text("{}")
     path.symlink_to(target)

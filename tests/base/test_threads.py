@@ -100,7 +100,9 @@ THREADS = "side-by-side"
 
 
 class Tasks:
-    """Tasks that answer their number; the third one fails. In a helper's thread one ends after the caller's tasks."""
+    """Tasks that return their number; the third one fails. One task ends in a helper's thread after the
+    caller's tasks.
+    """
 
     def __init__(self) -> None:
         self.ended: list[int] = []

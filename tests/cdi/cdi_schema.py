@@ -1,5 +1,7 @@
-"""What container runtimes take: the published CDI format as a JSON schema, and what a schema cannot say. They decode
-strictly: one fault makes the whole file unusable, and the pod fails long after its claim was prepared."""
+"""What container runtimes accept: the published CDI format as a JSON schema, and rules that a schema cannot
+express. Runtimes decode strictly: one fault makes the whole file unusable, and the pod fails long after its
+claim was prepared.
+"""
 
 import json
 from pathlib import Path

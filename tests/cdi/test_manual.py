@@ -37,7 +37,7 @@ def quoted(cell: str) -> list[str]:
 
 
 def written_out(pattern: str) -> Iterator[str]:
-    """The paths for which a pattern of the page stands: each alternative in braces, one name for each star."""
+    """Expands a pattern of the page to paths: each alternative in braces, one name for each star."""
     head, brace, rest = pattern.partition("{")
     if not brace:
         yield pattern.replace("<lib>", LIB).replace("<version>", VERSION).replace("*", "1")
@@ -135,7 +135,7 @@ def test_toolkit_of_the_page_is_the_one_whose_hook_runs_in_e2e() -> None:
 
 
 def test_no_directory_is_mounted(tmp_path: Path, nodes: FakeNodes) -> None:
-    """It would bring other libraries of the host along; here every file of the table is one."""
+    """A directory would add other libraries of the host; here every file of the table is one."""
     for path in files_of_the_table("/usr/share"):
         (tmp_path / path.lstrip("/")).mkdir(parents=True)
     files = scan(tmp_path, nodes)

@@ -1,4 +1,4 @@
-"""What containers are told of their devices."""
+"""What containers are told about their devices."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def prepared(*steps: Any, phase: Any = "prepared", wanted: AllocatedClaim = WANT
         (BOTH, prepared(OLD, WriteCdiSpec()), (OLD, WriteCdiSpec())),
         (BOTH, prepared(WriteCdiSpec(), phase="preparing"), (STEP, WriteCdiSpec())),
         ((), prepared(STEP, WriteCdiSpec(), phase="preparing"), (STEP, WriteCdiSpec())),
-        # Other devices: the record is taken back first, and the claim is as a new one.
+        # Other devices: the record is undone first, and the claim is prepared like a new one.
         ((), prepared(STEP, WriteCdiSpec(), wanted=claim(GPU_1, uid=UID)), (WriteCdiSpec(),)),
         (BOTH, prepared(WriteCdiSpec(), wanted=claim(GPU_1, uid=UID)), (STEP, WriteCdiSpec())),
     ],

@@ -113,7 +113,7 @@ def test_removal_takes_what_is_the_claims_and_nothing_else(
 ) -> None:
     others = replace(claim(GPU_0, uid=OTHER_UID), ref=ClaimRef("ml", "training-2", OTHER_UID))
     write(files, others, "gpu")
-    # Names that begin alike, of another driver and of claims.
+    # Names with the same start, of another driver and of claims.
     for name in (f"{DRIVER}_metadata_{UID}0_gpu.json", f"x{DRIVER}_metadata_{UID}_gpu.json"):
         (tmp_path / "cdi" / name).write_text("{}")
     kept = tree(tmp_path)
@@ -129,7 +129,7 @@ def test_removal_takes_what_is_the_claims_and_nothing_else(
 
 
 def test_claim_that_was_made_anew_keeps_its_files(files: MetadataFiles) -> None:
-    """A claim of the same name is prepared before the one before it is taken back."""
+    """A claim is prepared before an older claim with the same name is unprepared."""
     write(files)
     write(files, ANEW, "gpu")
     assert generation(files, ANEW) == 1

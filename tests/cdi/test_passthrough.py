@@ -58,7 +58,7 @@ class Nodes:
 
 
 class NoControl:
-    """Nobody changes drivers here."""
+    """Allows no change of drivers."""
 
     has_module = True
 
@@ -123,7 +123,9 @@ def bench(tmp_path: Path) -> Bench:
 
 
 def test_spec_is_the_golden_one(bench: Bench, is_golden: Callable[[Path, str], None]) -> None:
-    """Nothing in it is of the NVIDIA driver, which is not even there, and each device suffices by itself."""
+    """It contains nothing of the NVIDIA driver, which is not even installed, and each device is complete by
+    itself.
+    """
     plan = bench.plan(VFIO_0, result(VFIO_1, "second"), enableAPIDevice=True)
     bench.paths(plan)
     content = bench.specs.file(UID).read_bytes()

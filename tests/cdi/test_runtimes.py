@@ -43,7 +43,7 @@ def parameters(device: OfferedDevice, **more: Any) -> DeviceConfig:
 
 
 class Bench:
-    """A machine with every device that can be claimed there; MIG devices on demand are made as they are asked for."""
+    """A machine with every kind of device; MIG devices on demand are created when requested."""
 
     def __init__(self, directory: Path, machine: str, *, on_demand: bool) -> None:
         self.node = SimulatedNode(machine, directory / "machine", lambda gpu: on_demand)

@@ -1,4 +1,4 @@
-"""What comes beside a device: by the node's configuration, and kept once it was given."""
+"""Additional devices of claims: configured for the node, and kept for the claim's lifetime."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who takes back what a Prepare has begun and gives up."""
+"""What undoes a Prepare that was started and abandoned."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ class Scene:
 
     def end(self, found: ClaimRecord) -> None:
         with pytest.raises(RetryableError), self.claim_locks.hold(UID, 0.01):
-            pass  # the claim is locked meanwhile
+            pass  # the claim is locked during this
         self.taken_back.append(found)
         self.records.delete(found.ref.uid)
 
     def clean(self, uid: str) -> None:
         with self.claim_locks.hold(UID, 5):
-            pass  # and is not any more
+            pass  # and no longer locked
 
     def give_up(self) -> None:
         self.begun.give_up(self.attempt)

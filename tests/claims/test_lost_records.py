@@ -1,4 +1,4 @@
-"""A record that cannot be read: its claim's CDI spec tells what the claim held, and nothing else is blocked."""
+"""An unreadable record: the claim's CDI spec shows what the claim held, and nothing else is blocked."""
 
 from __future__ import annotations
 

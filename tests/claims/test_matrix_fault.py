@@ -1,7 +1,7 @@
-"""Every kind of claim meets every failure of what its steps need, in Prepare, in Unprepare, and with a restart between;
-a kind that needs nothing of what fails meets one failure of each part.
+"""Every kind of claim with every failure of what its steps need, in Prepare, in Unprepare, and with a restart
+in between. A kind that needs nothing of what fails is tested with one failure of each part.
 
-Unprepare succeeds under each, other claims feel nothing, and when the failure is over nothing is left.
+Unprepare always succeeds, other claims are not affected, and when the failure is over nothing remains.
 docs/conformance.md has the table.
 """
 
@@ -60,7 +60,7 @@ def node(site: Site, memory_path: Path, kind: str, monkeypatch: pytest.MonkeyPat
 
 @contextmanager
 def tool(name: str) -> Iterator[None]:
-    """A program or the MPS host fails, or does not end."""
+    """A program or the MPS host fails or hangs."""
 
     def fail(*arguments: object) -> Any:
         if name.endswith("hangs"):
@@ -129,8 +129,9 @@ def needs(kind: str, fault: str) -> bool:
 
 
 def cells(faults: Iterable[str]) -> list[tuple[str, str]]:
-    """Kinds with failures. Where a claim needs nothing of what fails, or all fail alike, one failure of each part
-    stands for the others. The plain claim meets all, and every kind meets the one that hangs."""
+    """Kinds with failures. If a claim needs nothing of what fails, or all failures have the same effect, one
+    failure of each part is enough. The plain claim is tested with all, and every kind with a hang.
+    """
     faults = list(faults)
     first = {fault.partition(": ")[0]: fault for fault in reversed(faults)}.values()
     return [
@@ -209,7 +210,7 @@ def test_prepare_after_one_with_a_change_that_failed_ends_as_any_other(case: Cas
 
 
 def without_companion(state: dict[str, Any]) -> dict[str, Any]:
-    """An audio function whose driver does not take it back is only reported, so that it withholds no GPU."""
+    """An audio function whose driver does not accept it is only reported, and does not withhold the GPU."""
     return state | {"GPUs": [seen for seen in state["GPUs"] if not str(seen[0]).endswith(".1")]}
 
 

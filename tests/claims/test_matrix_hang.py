@@ -1,5 +1,6 @@
-"""An operation on a GPU does not end: its claim ends nevertheless, other GPUs feel nothing, and once it ends, nothing
-is left of it. Every change of a GPU, a daemon or a driver hangs in turn, and every function of NVML.
+"""An operation on a GPU hangs: its claim can still be unprepared, other GPUs are not affected, and when it
+returns, nothing remains. Every change of a GPU, a daemon or a driver hangs in turn, and every function of
+NVML.
 
 A hang lasts until the test ends it, so whatever returns before that has not waited for it.
 """
@@ -38,7 +39,7 @@ from tests.fakes.samples import claim
 from tests.fakes.waiting import eventually
 
 HURRY_S = 2.3
-"""A deadline of the kubelet that leaves 0.3 s to the plugin."""
+"""A kubelet deadline that leaves 0.3 s to the plugin."""
 _HANGS = re.compile("has not ended in the time of this call|Cleanup pending")
 STEPS: dict[str, type] = {
     "time-slicing": SetTimeSlice,
@@ -140,7 +141,7 @@ def others_feel_nothing(node: KindNode, *others: AllocatedClaim) -> None:
 
 
 def a_mig_device(case: Case) -> AllocatedClaim:
-    """Another claim, for a device that is made on a GPU that the claim of the case does not use."""
+    """Another claim, for a device on demand on a GPU that the claim of the case does not use."""
     inventory = case.site.inventory
     used = {inventory.by_name[result.device].gpu.index for result in case.wanted.results}
     free = next(index for index in ON_DEMAND if index not in used)
@@ -178,7 +179,7 @@ def test_prepare_whose_change_hangs_fails_in_time_and_holds_nothing_up(
 def test_unprepare_whose_change_hangs_succeeds_and_holds_nothing_up(
     case: Case, number: int, boot: str
 ) -> None:
-    """In the second boot the plugin is restarted when the change has ended."""
+    """In the second boot the plugin is restarted after the change has ended."""
     untouched = case.untouched()
     node, wanted = case.prepared(), case.wanted
     with hanging(node, number) as reached:
@@ -294,9 +295,12 @@ class Cells:
         work: Callable[[KindNode, AllocatedClaim], object],
         hurried: Callable[[KindNode, AllocatedClaim, float], object] | None = None,
     ) -> None:
-        """Do the `work` while a function hangs that it calls, until that is reached. The claim's Unprepare succeeds
-        within the hang, others feel nothing, and once it is over nothing is left. `hurried` does the work with a
-        deadline in seconds; each further try has a second more, since a busy machine may not reach the call."""
+        """Does `work` while a function that it calls hangs, until that is reached. The claim's Unprepare
+        succeeds during the hang, others are not affected, and afterwards nothing remains.
+
+        `hurried` does the work with a deadline in seconds; each retry has a second more, since a busy machine
+        may not reach the call.
+        """
         seen: set[str] = set()
         for name in KINDS:
             case = Case(self.site, self._directory / name.replace(" ", "-") / "node", name)

@@ -1,9 +1,8 @@
-"""The process dies after every change that lasts, for every kind of claim; the next instance ends where an
-uninterrupted one would.
+"""The process dies after every durable change, for every kind of claim; the next instance reaches the same
+state as an uninterrupted one.
 
-Changes that last are renames and removals of files, writes to locks, and what is done to GPUs and MPS daemons. What a
-power loss leaves is another matter (test_matrix_power.py). Each start looks after the MIG ledger first, as the daemon
-does.
+Durable changes are renames and removals of files, writes to locks, and changes of GPUs and MPS daemons. Power
+loss is tested separately (test_matrix_power.py). Each start reads the MIG ledger first, like the daemon.
 """
 
 from __future__ import annotations
@@ -100,11 +99,13 @@ def test_an_instance_that_starts_while_nvml_is_detached_takes_back_when_that_is_
                 following.work_off()
                 assert case.unprepare(following) is None, point
                 following.work_off()
-                # The MPS host, which is a process of its own here as well, waits with compute modes by itself.
+                # The MPS host, which is a separate process here too, waits with compute modes on its own.
                 assert [gpu[:2] + gpu[3:] for gpu in case.site.settings()] == left, point
             following.work_off()
             if following.ledger.pending():
-                following.clock.pause(31)  # for so long an instance is expected whose creation nobody saw end
+                following.clock.pause(
+                    31
+                )  # an instance whose creation has an unknown outcome is expected for that long
                 following.work_off()
             assert following.state() == untouched, point
 

@@ -1,7 +1,7 @@
-"""The power goes at any moment in the life of a claim of every kind. The node boots with what its disk may hold then,
-and the next instance of the plugin ends where one on a fresh node would.
+"""The power fails at any moment in the life of a claim of every kind. The node boots with what its disk may
+then hold, and the next instance of the plugin reaches the same state as on a fresh node.
 
-Whatever unsynced writes are lost, no file is unreadable, and what was taken back stays away.
+Whichever unsynced writes are lost, no file is unreadable, and what was undone does not return.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Powered:
         assert [node.unprepare(one) for one in self.claims] == [None] * len(self.claims)
 
     def boot(self, tree: Tree, boot_id: str = "boot-2") -> KindNode:
-        """The next boot, with what a power loss left on the disk."""
+        """Boots with what a power loss left on the disk."""
         Disk(fresh(self.directory)).restore(tree)
         self.site.reset()
         return KindNode(self.site, self.directory, boot_id=boot_id, metadata=self.kind.metadata).restarted()
@@ -98,7 +98,7 @@ def one_more(wanted: AllocatedClaim) -> AllocatedClaim:
 
 
 def test_next_boot_ends_where_a_fresh_node_would(powered: Powered, logs: list[dict[str, Any]]) -> None:
-    """Whatever was asked and answered until then, the kubelet asks again."""
+    """Whatever the kubelet requested before, it calls again."""
     node = powered.boot(())
     assert powered.prepare(node) == powered.answer
     uninterrupted = without_generations(node.state())
@@ -117,7 +117,7 @@ def test_next_boot_ends_where_a_fresh_node_would(powered: Powered, logs: list[di
 
 
 def test_what_unprepare_took_back_stays_away(powered: Powered) -> None:
-    """The kubelet does not ask again: nothing is left that holds the device, or that nobody would ever remove."""
+    """The kubelet does not call again: nothing remains that holds the device or would never be removed."""
     for tree in powered.trees("unprepared"):
         node = powered.boot(tree)
         assert node.state() == powered.empty, tree
@@ -136,8 +136,9 @@ def test_record_whose_steps_outlive_files_is_there_once_prepare_answered(powered
 def test_record_that_names_files_only_may_be_lost_since_no_container_outlives_the_power(
     powered: Powered,
 ) -> None:
-    """After a boot the kubelet prepares a claim before it starts a container; until then nobody uses the device, and
-    another claim may have it. Two never have it."""
+    """After a boot the kubelet prepares a claim before it starts a container. Until then the device is
+    unused, and another claim may get it, but never two claims.
+    """
     other = one_more(powered.wanted)
     lost = [tree for tree in powered.disk.losses["prepared"] if RECORD not in dict(tree)]
     assert lost
@@ -151,7 +152,7 @@ def test_record_that_names_files_only_may_be_lost_since_no_container_outlives_th
 
 @pytest.mark.parametrize("powered", ["MIG on demand"], indirect=True)
 def test_mig_mode_that_somebody_switches_on_after_the_boot_is_not_taken_for_ours(powered: Powered) -> None:
-    """Though the note that the plugin did so, in the boot before, came back."""
+    """Even if the plugin's own record of this, from the boot before, came back."""
     for tree in powered.trees("prepared"):
         node = powered.boot(tree)
         powered.site.machine.set_mig_mode(7, True)

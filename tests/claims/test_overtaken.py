@@ -1,5 +1,6 @@
-"""Calls of the kubelet that get the lock of their claim in another order than they were made, or that the kubelet
-has cancelled."""
+"""Kubelet calls that get the lock of their claim in another order than they were made, or that the kubelet
+has cancelled.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ WANTED = claim(result(GPU_0), uid="uid-1")
 
 
 class Barrier:
-    """In the place of an instance's locks: whoever wants one waits here first, until let on."""
+    """Replaces an instance's locks: callers wait here first, until they are released."""
 
     def __init__(self, locks: Any) -> None:
         self._locks = locks
@@ -74,7 +75,7 @@ def unprepare_call(channel: grpc.Channel) -> Any:
 
 
 def test_unprepare_that_a_newer_prepare_overtook_takes_nothing_back(node: Node) -> None:
-    """Else the device would be given out a second time while the pod of the first claim runs."""
+    """Otherwise the device would be allocated again while the pod of the first claim runs."""
     assert isinstance(node.prepare(WANTED), Prepared)
     late = Late(node.unpreparer, "claim_locks", lambda: unprepare(node))
     assert isinstance(node.prepare(WANTED), Prepared)

@@ -1,4 +1,4 @@
-"""Planning of MIG devices that are made on demand."""
+"""Planning of MIG devices on demand."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def with_leftovers(*instances: GpuInstance, lost: bool = False) -> Inventory:
 
 @pytest.mark.parametrize("name", [ONE_0, TWO_0, SLOTS["3g.40gb", 0], WHOLE])
 def test_leaving_instance_of_ours_refuses_no_claim(name: str) -> None:
-    """The leaving instance is destroyed first; what is published is without it all the same."""
+    """The leaving instance is destroyed first, although it is still excluded from what is published."""
     found = with_leftovers(ORPHAN)
     assert name not in found.by_name
     assert plan(claim(name), inventory=found).steps == plan(claim(name)).steps

@@ -114,7 +114,7 @@ def test_views_of_a_card_are_the_same_silicon(held: HeldDevice, wanted: str, fre
 def test_whole_gpu_that_a_virtual_machine_has_is_held_and_not_unknown() -> None:
     with pytest.raises(DeviceHeldError, match=f"device {GPU_0} is held by claim .* \\({VFIO_0}, prepared\\)"):
         plan(claim(GPU_0), record(HELD), found=inventory(cards=(bound(0),)))
-    # The claim has ended: what it left is undone before this one's first step.
+    # The claim has ended: its remains are undone before this claim's first step.
     assert plan(claim(GPU_0), found=inventory(cards=(bound(0),))).locked_gpus == {uuid(0)}
 
 

@@ -439,7 +439,7 @@ def test_monitor_of_all_gpus_goes_without_a_lost_one(node: Node) -> None:
 
 
 def test_claim_with_admin_access_does_not_wait_for_the_owner_of_its_gpu(node: Node) -> None:
-    """A Prepare that hangs on a GPU holds its lock: what only looks at the GPU starts and ends meanwhile."""
+    """A Prepare that hangs on a GPU holds its lock; a claim with adminAccess can start and end during that."""
     looks, hung, ended = (
         claim(result(GPU_0, admin_access=True), uid="looks"),
         threading.Event(),
@@ -620,7 +620,7 @@ def test_metadata_of_a_lost_record_goes_with_the_unprepare(tmp_path: Path) -> No
 
 
 def test_log_events_bear_the_request_and_the_claim_they_belong_to(node: Node) -> None:
-    """Whatever logs inside need not be told: not even in the threads that work on several claims at once."""
+    """Code that logs needs no claim argument, not even in threads that work on several claims."""
     seen: list[tuple[str, object]] = []
 
     def note(what: str) -> None:

@@ -1,4 +1,4 @@
-"""Claims that nobody will unprepare any more are taken back, and no others."""
+"""Claims that the kubelet will never unprepare are unprepared, and no others."""
 
 from __future__ import annotations
 
@@ -238,7 +238,7 @@ DEVICES = (GPU_0, GPU_1, MIG_1G, MIG_3G)
 
 @pytest.fixture
 def four_stale(node: Node) -> Bench:
-    """Four claims that were deleted before the last look, one grace time ago."""
+    """Four claims that were deleted before the last check, one grace period ago."""
     bench = Bench(node)
     for number, device in enumerate(DEVICES):
         bench.node.prepare(claim(device, uid=f"uid-{number}"))
@@ -455,7 +455,7 @@ def test_claim_that_is_prepared_after_the_look_is_kept(bench: Bench, elsewhere: 
 
 
 def test_claim_whose_prepare_is_under_way_is_kept(bench: Bench) -> None:
-    """It was allocated anew and waits for its new device; its record may still have the old one."""
+    """It was allocated again and waits for its new device; its record may still have the old one."""
     bench.node.prepare(ONE)
     bench.node.prepare(TWO)
     bench.node.claims.deallocated.add("uid-2")
@@ -610,7 +610,7 @@ def test_only_what_is_kept_is_looked_at_again_and_at_once_when_somebody_waits(no
     assert seen.acquire(timeout=10)
     uses.append(None)
     while not told.has_recovered.is_set():
-        reconciler.check_soon(forget_one.ref)  # again, for the first may come while it still looks
+        reconciler.check_soon(forget_one.ref)  # again, because the first call may come during a check
         told.has_recovered.wait(0.01)
     reconciler.stop()
     assert (told.recovered_claims, sorted(node.records.all())) == ([("uid-1", "was deleted")], ["uid-2"])

@@ -60,7 +60,7 @@ def test_what_the_api_server_says_decides(
 
 
 def test_what_is_stale_is_always_leaving_too() -> None:
-    """Else a Prepare would be refused for a holder that is about to be taken back."""
+    """Otherwise a Prepare would be refused because of a holder that is about to be unprepared."""
     allocations = (None, (), (GPU_0,), (GPU_1,), (GPU_0, GPU_1))
     for uid, deleting, reserved, devices in product(
         ("uid-1", "uid-2"), (False, True), (False, True), allocations

@@ -1,4 +1,4 @@
-"""Prepare of a device that another claim is about to let go of."""
+"""Prepare of a device that another claim is about to release."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.fakes.waiting import eventually
 
 HOLDER = claim(GPU_0, uid="holder")
 SOON_S = 5.3
-"""A deadline of the kubelet that leaves 0.3 s to wait."""
+"""A kubelet deadline that leaves 0.3 s to wait."""
 
 
 def waits(node: Node, uid: str) -> None:
@@ -100,7 +100,7 @@ def node(tmp_path: Path) -> Node:
 
 @pytest.fixture
 def restless(tmp_path: Path) -> Node:
-    """An attempt that waits tries and asks again at once."""
+    """Waiting attempts retry and query at once."""
     return Node(tmp_path, MIXED, patience=WaitTimeouts(poll_s=0.01, recheck_s=0.01))
 
 
@@ -158,7 +158,7 @@ def test_prepare_waits_for_the_unprepare_of_a_holder_that_is_leaving(
 def test_two_answers_of_the_disk_about_a_holder_make_no_attempt_spin(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The directory still lists the record, and its file is gone."""
+    """The directory still lists the record, but its file is gone."""
     node.prepare(HOLDER)
     found, tries = node.records.get, []
 
@@ -462,7 +462,7 @@ def test_attempt_that_waits_does_not_keep_the_driver_from_stopping(
 
 
 def test_claims_that_swapped_devices_do_not_wait_for_each_other(tmp_path: Path) -> None:
-    """Their Unprepare was forgotten with the kubelet's own state, and they were allocated anew."""
+    """The kubelet lost its state and forgot their Unprepare, and they were allocated again."""
     node = Node(tmp_path, MIXED, patience=WaitTimeouts(poll_s=0.01, recheck_s=0.05))
     node.prepare(claim(GPU_0, uid="x"))
     node.prepare(claim(GPU_1, uid="y"))
@@ -497,7 +497,7 @@ def test_attempt_that_waits_keeps_what_is_still_allocated_to_its_claim(restless:
 def test_release_is_seen_although_the_api_server_is_slow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An attempt that waits for several holders does not ask for those that have gone meanwhile."""
+    """An attempt that waits for several holders does not query those that have gone."""
     node = Node(tmp_path, MIXED)
     holders = [claim(GPU_0, uid="holder"), claim(GPU_1, uid="other")]
     for each in holders:
@@ -518,7 +518,7 @@ def test_release_is_seen_although_the_api_server_is_slow(
 
 
 def tries_of(node: Node) -> list[int]:
-    """From now on it has an entry for each plan that the node makes."""
+    """Returns a list that gets an entry for each plan that the node makes from now on."""
     tries: list[int] = []
     plan = node.preparer.planner.plan
     node.preparer.planner.plan = lambda *args: tries.append(1) or plan(*args)  # type: ignore[func-returns-value, method-assign]

@@ -1,4 +1,4 @@
-"""Every check of `doctor`: fine, a warning, a failure with its remedy, or not to be asked."""
+"""Every check of `doctor`: OK, a warning, a failure with its remedy, or skipped."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_what_checks_share_is_read_once_and_its_error_is_everybodys() -> None:
 
 
 class Hiding:
-    """Device nodes, some of which are gone or added."""
+    """Device nodes, with some removed or added."""
 
     def __init__(self, reader: Any, gone: tuple[str, ...] = (), added: tuple[str, ...] = ()) -> None:
         self._reader, self._gone, self._added = reader, gone, added
@@ -453,7 +453,7 @@ def test_a_device_node_without_gpu(tells: Tells, host: Host, tmp_path: Path) -> 
     tells(checks.device_nodes())
     without_nvml = replace(checks, inventory=host.checks(NvmlUnavailableError("x")).inventory)
     tells(without_nvml.device_nodes())
-    # A GPU under vfio leaves its node behind.
+    # A GPU under vfio keeps its node.
     bound = {"dev_root": str(tmp_path), **pci(host, tmp_path, "vfio-pci")}
     tells(host.checks(nodes=nodes, paths=bound).device_nodes())
 

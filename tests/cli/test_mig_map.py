@@ -131,7 +131,7 @@ def existing(*found: tuple[int, str, int], mode: bool = True, devices: bool = Tr
 
 
 def claimed(name: str, profile: str, start: int, **changes: Any) -> ClaimRecord:
-    """A claim for a device that was made for it."""
+    """A claim for a device that was created for it."""
     row = next(row for row in H100.profiles if row.profile.name == profile)
     place = next(place for place in row.placements if place.start == start)
     label = profile.replace(".", "").replace("+", "-")
@@ -164,7 +164,7 @@ def map_of(gpu: Gpu, *records: ClaimRecord, on_demand: bool = True, **known: Any
 
 
 def owners(entry: GpuMap) -> dict[int, str]:
-    """Who holds what begins at a memory slice."""
+    """Returns the owners by first memory slice."""
     return {drawn.place.start: drawn.holder for drawn in entry.instances}
 
 

@@ -69,7 +69,7 @@ def test_ownership_is_that_of_this_boot(tmp_path: Path) -> None:
     there = [GpuInstance(7 + start, 19, Placement(start, 1)) for start in range(4)]
     ownership = Ownership(read_state(tmp_path, "boot-1"))
     assert ownership.foreign_instances("GPU-1", there) == tuple(there[1:])
-    # Once all claims have ended, what waits to be destroyed is gone.
+    # When all claims have ended, nothing waits to be destroyed.
     after = Ownership(read_state(tmp_path, "boot-1"), ended=True)
     assert after.foreign_instances("GPU-1", there) == tuple(there[2:])
     assert [after.makes_devices_of(uuid) for uuid in ("GPU-1", "GPU-2", "GPU-3")] == [True, True, False]

@@ -1,4 +1,4 @@
-"""The drawing of a node: what it says, and that nothing can make it too wide or move a cursor."""
+"""The drawing of a node: its content, and that no value makes it too wide or moves the cursor."""
 
 from __future__ import annotations
 

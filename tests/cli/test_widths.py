@@ -1,6 +1,7 @@
-"""Every command as a person types it: on terminals of usual widths, piped, without colour, in a dumb terminal.
+"""Every command as a person types it: on terminals of common widths, piped, without colour, in a dumb
+terminal.
 
-The commands are those of docs/commands.md, on the node that is recorded there, and the help of each.
+The commands are those of docs/commands.md, on the recorded node, and the help of each.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ def _is_too_long(line: str, columns: int) -> bool:
 
 
 def _words(lines: list[str]) -> set[str]:
-    """Without drawings, and times and numbers, which go on."""
+    """Without drawings, times and numbers, which change."""
     words = {word for line in lines if not line.startswith(("|", "+")) for word in line.split()}
     return {word for word in words if not re.search(r"\d[smh]$|\d:\d|^\d+$", word)}
 

@@ -1,4 +1,4 @@
-"""A place apart: a cluster comes up there beside another one, and neither of them is touched by the other."""
+"""An isolated place: a cluster starts there next to another one, and neither affects the other."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def apart(program: str) -> subprocess.Popen[str]:
 
 
 def traces(of: subprocess.Popen[str]) -> list[str]:
-    """Control groups of a place apart that are left, and what it mounted where this process sees it."""
+    """The remaining control groups of an isolated place, and its mounts that this process sees."""
     groups = [str(path) for path in Path("/sys/fs/cgroup").glob(f"**/gpu-dra-apart-{of.pid}")]
     return groups + [
         line for line in Path("/proc/self/mountinfo").read_text().splitlines() if "apart" in line
@@ -79,4 +79,4 @@ def _read(file: Path) -> bytes:
     try:
         return file.read_bytes()
     except OSError:
-        return b""  # it ended meanwhile
+        return b""  # it exited in between

@@ -1,4 +1,4 @@
-"""NVIDIA's compute-domain plugin runs beside this driver: no name of the one is a name of the other."""
+"""NVIDIA's compute-domain plugin runs next to this driver without a name in common."""
 
 from __future__ import annotations
 

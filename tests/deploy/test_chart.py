@@ -1,4 +1,4 @@
-"""The chart: what it makes of values, names, values that are refused or mean nothing here.
+"""The chart: its objects for values and names, and values that are refused or ignored.
 
 Helm renders, so these tests run in `make e2e`, which builds it; they need no cluster.
 """
@@ -96,7 +96,7 @@ def test_choices_that_exclude_each_other_are_refused(pair: frozenset[str]) -> No
 
 
 def test_the_mps_host_is_where_the_driver_is_and_has_its_driver_root() -> None:
-    """Findings were an MPS host that looked for the NVIDIA driver in /, and one on other nodes."""
+    """Earlier bugs: an MPS host that searched for the NVIDIA driver in /, and one on other nodes."""
     chosen = merged(*(VALUES[name] for name in ("mps", "driver-root-operator", "driver-upgrades")))
     driver, mps = (pod["spec"]["template"]["spec"] for pod in of_kind(template(chosen), "DaemonSet"))
     roots = [
@@ -233,7 +233,7 @@ INCUMBENT = CHART / "files/no-meaning.yaml"
 
 
 def unused_values() -> Values:
-    """What has no meaning here, as NVIDIA's chart has it by default."""
+    """Values of NVIDIA's chart, with their defaults there, that have no meaning here."""
     unused: Values = {}
     for entry in yaml.safe_load(INCUMBENT.read_text()):
         value = entry["default"]
@@ -276,7 +276,7 @@ def paths(values: Values, above: tuple[str, ...] = ()) -> Iterator[tuple[str, ..
 
 
 def with_value(path: tuple[str, ...], value: Any) -> Values:
-    """EVERYTHING with another value at a path, and not merged with what stands there."""
+    """Returns EVERYTHING with another value at a path, replaced instead of merged."""
     values = copy.deepcopy(EVERYTHING)
     section = values
     for key in path[:-1]:
@@ -323,7 +323,9 @@ def all_null(values: Values, above: tuple[str, ...] = ()) -> Values:
 
 @pytest.mark.parametrize("major", HELMS)
 def test_values_that_are_all_null_are_the_defaults(major: int) -> None:
-    """Also those of NVIDIA's chart that mean nothing here, which values.yaml does not have; and what no chart has."""
+    """Including values of NVIDIA's chart that have no meaning here and are not in values.yaml, and unknown
+    ones.
+    """
     nulls = merged(all_null(DEFAULTS), all_null(unused_values()), {"global": None})
     assert template(nulls, major=major) == template({})
     assert template(dict.fromkeys(DEFAULTS), major=major) == template({})
@@ -405,7 +407,7 @@ def chart_with_notes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def notes(chart_with_notes: Path) -> Callable[..., str]:
-    """What `helm install` prints at the end, where there is nothing on the cluster."""
+    """The output at the end of `helm install`, on an empty cluster."""
 
     def printed(values: Values, *arguments: str) -> str:
         only = ("--show-only", "templates/notes.yaml", *arguments)

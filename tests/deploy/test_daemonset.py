@@ -18,7 +18,7 @@ Manifest = dict[str, Any]
 
 @functools.cache
 def installed() -> list[Manifest]:
-    """The objects of daemonset/install.yaml; they are shared, so nobody may change them."""
+    """The objects of daemonset/install.yaml; they are shared, so do not change them."""
     return list(yaml.load_all((DAEMONSET / "install.yaml").read_text(), Loader=yaml.CSafeLoader))
 
 
@@ -59,7 +59,7 @@ def found(within: Any, path: str) -> list[Any]:
 
 
 def assert_has(manifests: list[Manifest], expected: dict[str, list[Any]]) -> None:
-    """Whether this is all that is below each path, which begins with a kind and a name."""
+    """Asserts that this is everything below each path, which begins with a kind and a name."""
     made: dict[str, dict[str, Manifest]] = {}
     for entry in manifests:
         made.setdefault(entry["kind"], {})[entry["metadata"]["name"]] = entry
@@ -104,7 +104,7 @@ def test_a_stray_slice_of_the_own_node_can_only_be_removed(
 ) -> None:
     spec = one(installed(), "ValidatingAdmissionPolicy", "gpu-dra-driver-own-node")["spec"]
     texts = [entry["expression"] for entry in spec["validations"]]
-    # The others ask for optional fields; the cluster's tests have them.
+    # The others use optional fields; the cluster's tests cover them.
     texts = [text for text in texts if ".?" not in text]
     assert len(texts) == 3
     slices = [{"pool": {"name": pool}, "driver": driver}]

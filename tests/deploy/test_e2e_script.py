@@ -1,4 +1,4 @@
-"""hack/e2e.py: what it makes it takes away, and what was there before stays."""
+"""hack/e2e.py: it removes what it created, and keeps what existed before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the image is made of, and that neither this machine's Python nor its processor decides it."""
+"""The content of the image, which does not depend on this machine's Python or processor."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def environment(python: str, machine: str) -> dict[str, str]:
 
 
 def needed(python: str, machine: str) -> dict[str, set[str]]:
-    """Every package of the image, with the version specifiers that others ask of it."""
+    """Every package of the image, with the version specifiers of other packages for it."""
     target = environment(python, machine)
     waiting = [entry for entry in DECLARED if entry.name not in LEFT_OUT]
     found: dict[str, set[str]] = {}

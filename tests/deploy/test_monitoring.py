@@ -104,7 +104,7 @@ def test_runbooks_name_commands_events_and_log_entries_that_exist() -> None:
 
 
 def test_pending_cleanup_is_not_said_to_come_from_ended_claims_alone() -> None:
-    """A Prepare that fails leaves cleanup too, and its claim has not ended."""
+    """A failed Prepare leaves cleanup too, although its claim has not ended."""
     shown = [json.dumps(ALERTS["GpuDraCleanupPending"]), json.dumps(BOARD)]
     shown += [
         line
@@ -250,8 +250,9 @@ def recorded(expr: str) -> str:
 
 
 def used_node(*more: ClaimRecord, by_pod: Mapping[str, int] | None = None) -> Samples:
-    """Three GPUs: two claims share the first, a third claim has the second, and a monitor looks at all. They are busy
-    for half of the time; MIG devices are idle. `by_pod` is as in `node_use`."""
+    """Three GPUs: two claims share the first, a third claim has the second, and a monitor observes all. They
+    are busy half of the time; MIG devices are idle. `by_pod` is as in `node_use`.
+    """
     monitor = [replace(hold(gpu), admin_access=True) for gpu in (GPU_0, GPU_1)]
     records = [
         held_by("a", hold(GPU_0), namespace="team-a"),
@@ -275,7 +276,7 @@ def test_every_query_of_the_board_has_an_answer() -> None:
         lambda name, _: (1, 1) if re.search(r"_(total|bucket|sum|count)$", name) else None,
     )
     answers = dict(zip(queries, asked(load, *queries.values()), strict=True))
-    # These look for what the metrics of one healthy moment do not have; the test below asks some of them.
+    # These need metrics that are absent on a healthy node; the test below covers some of them.
     rare = {"Shared GPUs", "GPUs allocated and free, by product", "What discovery could not read"}
     empty = [query for query, answer in answers.items() if not answer]
     assert {query.split(": ")[0] for query in empty} <= rare
@@ -325,7 +326,7 @@ def test_records_tell_what_each_team_holds_and_uses() -> None:
         {"team-a": 0.5, "team-b": 1.5, "team-c": part},
         {"team-a": 0.25, "team-b": 0.75, "team-c": 0},
     ]
-    # Within the hour, of which the samples are those of the first and of the last minute too.
+    # Within the hour, including the samples of its first and last minute.
     assert found[2] == {team: pytest.approx(gpus, rel=0.02) for team, gpus in found[0].items()}
     assert found[3] == {team: pytest.approx(gpus, rel=0.02) for team, gpus in found[1].items()}
 

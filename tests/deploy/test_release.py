@@ -1,4 +1,4 @@
-"""`make release`: what it refuses, and that its files follow from the commit alone."""
+"""`make release`: what it refuses, and that its files depend only on the commit."""
 
 from __future__ import annotations
 

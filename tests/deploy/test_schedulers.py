@@ -1,7 +1,7 @@
-"""What schedulers, quotas and autoscalers read of ours, and docs/schedulers.md, which tells of them.
+"""Names of ours that schedulers, quotas and autoscalers read, and docs/schedulers.md, which documents them.
 
-Other projects have these names in their code, or their users have them in configurations: a name that changes here
-costs somebody a quota or a node, without an error anywhere.
+Other projects have these names in their code, or their users in configurations: a changed name silently
+breaks a quota or costs a node.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What `pip install` brings: the driver, and nothing that stands in for a cluster."""
+"""`pip install` installs the driver, but none of the playground."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The real cluster of hack/cluster, as `hack/e2e.py` brought it up; every test leaves it empty."""
+"""The real cluster of hack/cluster, started by `hack/e2e.py`; every test leaves it empty."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[2]
 _COMPONENTS = (ROOT / "hack/cluster/localcluster/components.toml").read_text()
 RESOURCE_VERSIONS = ("v1", *re.findall(r"resource\.k8s\.io/(v\w+)=true", _COMPONENTS))
-"""In which the API server of the cluster serves resource.k8s.io: a release that has fewer is asked for fewer there."""
+"""The versions of resource.k8s.io that the cluster's API server serves; older releases serve fewer."""
 sys.path.insert(0, str(ROOT / "hack" / "cluster"))
 
 SIMULATOR_DIR = Path("/var/lib/gpu-dra-simulator")
@@ -37,14 +37,11 @@ DAEMONSET = "daemonset/gpu-dra-driver"
 Json = dict[str, Any]
 
 SLOW_S = 420.0
-"""For what comes by itself, on any machine.
-
-The kubelet tries a Prepare that failed once again after 10 to 15 s here, and after 60 to 90 s as it is by default; the
-scheduler a pod that it put back and that no event concerned after five minutes and a half; pods that died, claims and
-namespaces are cleared away by loops of their own. A limit below those would tell of the machine, not of the driver.
-"""
+"""For events that come by themselves, on any machine. The kubelet retries a failed Prepare after 10 to 15 s here, and
+after 60 to 90 s by default; the scheduler retries a pod without events after five and a half minutes; dead pods, claims
+and namespaces are removed by other loops. A shorter limit would test the machine, not the driver."""
 SECOND_TRY = bool(os.environ.get("GPU_DRA_KUBELET_AS_NODE"))
-"""A kubelet that acts as a node may need another try: the node authorizer hears of a claim later than the kubelet."""
+"""A kubelet that acts as a node may need a retry: the node authorizer sees a claim later than the kubelet."""
 
 
 def wait_for(what: str, check: Callable[[], Any], timeout_s: float = SLOW_S, every_s: float = 0.1) -> Any:
@@ -62,7 +59,7 @@ _NO_ANSWER = re.compile(
 
 
 class Cluster:
-    """kubectl, and what the tests ask of the cluster with it."""
+    """kubectl, and the tests' queries of the cluster."""
 
     def __init__(self) -> None:
         import localcluster
@@ -73,7 +70,7 @@ class Cluster:
     def kubectl(self, *arguments: str, stdin: str | None = None, check: bool = True) -> str:
         done = self._run_kubectl(arguments, stdin)
         tries = 1
-        # What only reads is asked again where the server did not answer at all.
+        # Reads are repeated if the server did not answer at all.
         while done.returncode and arguments[0] == "get" and tries < 5 and _NO_ANSWER.search(done.stderr):
             time.sleep(1)
             tries += 1
@@ -93,8 +90,10 @@ class Cluster:
         )
 
     def get(self, *arguments: str) -> Json:
-        """What `kubectl get` prints as JSON. The API server is asked directly where that is simple: tests look ten
-        times a second, and a process each time would keep the processor from what they look at."""
+        """Returns the output of `kubectl get` as JSON, in simple cases directly from the API server.
+
+        Tests poll ten times a second, and a process each time would take the CPU from what they test.
+        """
         path = _path_of(arguments)
         if path is None:
             return json.loads(self.kubectl("get", *arguments, "-o", "json"))
@@ -103,7 +102,7 @@ class Cluster:
         return json.loads(body)
 
     def read(self, path: str) -> tuple[int, bytes]:
-        """Status and body that the API server answers to a GET, which is sent again while there is no answer."""
+        """Returns status and body of a GET, which is repeated until there is an answer."""
         for tries_left in (4, 3, 2, 1, 0):
             try:
                 status, body = self.request("GET", path)
@@ -117,7 +116,7 @@ class Cluster:
         return status, body
 
     def request(self, method: str, path: str, body: Json | None = None) -> tuple[int, bytes]:
-        """Status and body that the API server answers, asked once, as administrator."""
+        """Returns status and body of a single request as administrator."""
         headers = {"Content-Type": "application/json"}
         sent = None if body is None else json.dumps(body)
         answer = self._server.request(method, path, body=sent, headers=headers, retries=False, timeout=60.0)
@@ -156,7 +155,7 @@ class Cluster:
     def helm(
         self, *arguments: str, values: Json | None = None, major: int = 3
     ) -> subprocess.CompletedProcess[str]:
-        """Helm 3 or 4 in the project's directory; `values` are those of standard input."""
+        """Runs Helm 3 or 4 in the project's directory; `values` are passed on standard input."""
         return subprocess.run(
             [str(self.local.helm(major)), *arguments, *(() if values is None else ("-f", "-"))],
             cwd=ROOT,
@@ -171,7 +170,7 @@ class Cluster:
         self.kubectl("apply", "-f", "-", stdin=manifest(objects))
 
     def delete(self, objects: Iterable[Json]) -> None:
-        """Those that are still there."""
+        """Deletes the objects that still exist."""
         self.kubectl("delete", "-f", "-", "--ignore-not-found", "--timeout=300s", stdin=manifest(objects))
 
     def start(self, *names: str, **how: Any) -> None:
@@ -202,7 +201,7 @@ class Cluster:
         self.kubectl("rollout", "status", what, "-n", namespace, "--timeout=300s")
 
     def roll_out(self) -> None:
-        """Another instance of the driver takes the place of the one that is there."""
+        """Replaces the driver's instance by a new one."""
         self.kubectl("rollout", "restart", DAEMONSET, "-n", NAMESPACE)
         self.rolled_out()
 
@@ -262,7 +261,7 @@ class Cluster:
         return took
 
     def refusals(self, pod: str, namespace: str) -> list[str]:
-        """What the kubelet told of a driver that did not prepare the pod's claims."""
+        """Returns the kubelet's messages about failed Prepares of the pod's claims."""
         uid = self.pod(pod, namespace)["metadata"]["uid"]  # others of this name may have been there before
         of_pod = f"--field-selector=involvedObject.uid={uid},reason=FailedPrepareDynamicResources"
         messages = [event["message"] for event in self.get("events", "-n", namespace, of_pod)["items"]]
@@ -352,7 +351,7 @@ class Cluster:
         return [self.seen_by(name, namespace=namespace) for name in names]
 
     def make_namespace(self, name: str, labels: dict[str, str] | None = None) -> None:
-        """With its default account, which a controller makes, and without which no pod is let in."""
+        """Creates a namespace with its default account, which a controller creates and every pod needs."""
         metadata = {"name": name, "labels": labels or {}}
         self.apply([{"apiVersion": "v1", "kind": "Namespace", "metadata": metadata}])
         account = ("get", "serviceaccount", "default", "-n", name, "--ignore-not-found")
@@ -377,7 +376,9 @@ class Cluster:
 
 
 def install(cluster: Cluster, values: str = "e2e") -> None:
-    """Apply the chart with values of `hack/cluster/values` over what is installed, and wait until the old is gone."""
+    """Applies the chart with values of `hack/cluster/values` over the installation, and waits until the old
+    one is gone.
+    """
     applied = cluster.kubectl("apply", "--filename", "-", stdin=rendered(cluster, values))
     cluster.rolled_out()
     if "daemonset.apps/gpu-dra-driver-mps" in applied:
@@ -387,16 +388,16 @@ def install(cluster: Cluster, values: str = "e2e") -> None:
 
 
 def uninstall(cluster: Cluster, *more: str) -> None:
-    """Delete what `install` made, with further arguments for kubectl."""
+    """Deletes what `install` created, with further arguments for kubectl."""
     cluster.kubectl("delete", "--filename", "-", "--timeout=300s", *more, stdin=rendered(cluster, "e2e"))
 
 
 def install_plain(cluster: Cluster, instead_of: str) -> None:
-    """The values `e2e` again, and nothing left of what only the other values have."""
+    """Installs the values `e2e` again, without objects that only other values have."""
     plain = {_identity(one) for one in objects(cluster, "e2e")}
     more = [one for one in objects(cluster, instead_of) if _identity(one) not in plain]
     if more:
-        # With its pods: an MPS host that ends later would take the socket of the next one away.
+        # Including its pods: an MPS host that exits later would remove the socket of the next one.
         cluster.kubectl(
             *("delete", "-f", "-", "--ignore-not-found", "--cascade=foreground", "--timeout=300s"),
             stdin=yaml.safe_dump_all(more),
@@ -449,7 +450,7 @@ def container(
 
 
 def pod(name: str, *containers: Json, namespace: str = "default", **spec: Any) -> Json:
-    """One that is ended quickly and not started again."""
+    """A pod that ends quickly and is not restarted."""
     return {
         "apiVersion": "v1",
         "kind": "Pod",
@@ -565,7 +566,7 @@ def _is_running(pod: Json) -> bool:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """A failed test's report ends with the pods, the last events and the end of the driver's log."""
+    """Adds the pods, the last events and the end of the driver's log to the report of a failed test."""
     report = yield
     if report.failed:
         cluster = Cluster()
@@ -592,7 +593,7 @@ def _cluster() -> Cluster:
 
 @pytest.fixture
 def cluster(_cluster: Cluster) -> Iterator[Cluster]:
-    """The cluster; afterwards no pod, claim, CDI spec or record of the test may be left."""
+    """The cluster; afterwards no pod, claim, CDI spec or record of the test may remain."""
     wait_for("the driver's pods to be ready", _cluster.driver_is_ready)
     yield _cluster
     kinds = "pods,resourceclaims,resourceclaimtemplates"
@@ -628,7 +629,9 @@ def objects_of(example: str) -> list[Json]:
 
 
 def with_test_workload(name: str) -> list[Json]:
-    """The objects of an example, whose programs the test workload stands for: it prints its GPUs. A Job's ends then."""
+    """Returns the objects of an example, with the test workload instead of its programs: it prints its GPUs.
+    That of a Job then ends.
+    """
     documents = objects_of(name)
     for document in documents:
         pod = document.get("spec", {}).get("template", {}).get("spec", {})

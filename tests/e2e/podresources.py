@@ -1,4 +1,4 @@
-"""The kubelet's pod-resources API, as a monitoring agent in the container asks it."""
+"""The kubelet's pod-resources API, as a monitoring agent in a container uses it."""
 
 from __future__ import annotations
 

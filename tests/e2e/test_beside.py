@@ -1,4 +1,4 @@
-"""What stands beside the GPU: nodes of the host, devices of another driver, and other nodes of a fabric."""
+"""What comes with a GPU: device nodes of the host, devices of another driver, and other nodes of a fabric."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class NvidiasChart:
         self.chart: Path = cluster.local.compute_domains_chart()
 
     def install(self, values: dict[str, Any]) -> list[dict[str, Any]]:
-        """The objects that it made."""
+        """Returns the created objects."""
         space = ("--namespace", self.NAME)
         done = self.cluster.helm(
             "install", self.NAME, str(self.chart), *space, "--create-namespace", values=values

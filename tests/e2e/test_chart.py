@@ -1,5 +1,6 @@
-"""The chart on the real cluster, with Helm 3 and 4: it takes over what kubectl and NVIDIA's chart made, is upgraded,
-rolled back, renamed and uninstalled."""
+"""The chart on the real cluster, with Helm 3 and 4: it adopts what kubectl and NVIDIA's chart created, is
+upgraded, rolled back, renamed and uninstalled.
+"""
 
 from __future__ import annotations
 
@@ -53,8 +54,8 @@ TAKE_OVER = {
         re.MULTILINE,
     )
 }
-"""By the major version of Helm, as the manual prints them. Helm replaces what is there; otherwise it would leave what
-only the older objects have."""
+"""By the major version of Helm, as in the manual. Helm replaces existing objects; otherwise it would keep fields that
+only they have."""
 
 
 class Chart:
@@ -152,7 +153,7 @@ def delete(cluster: Cluster, name: str) -> None:
 
 
 def test_it_takes_over_what_kubectl_applied(chart: Chart, cluster: Cluster) -> None:
-    """As an older release left it: with a variable that the chart does not have, and another way to be updated."""
+    """As an older release left it: with a variable that the chart does not have, and another update strategy."""
     old = {"name": "driver", "env": [{"name": "HEALTHCHECK_PORT", "value": "51516"}]}
     strategy = {"rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}}
     patch = {"spec": {"updateStrategy": strategy, "template": {"spec": {"containers": [old]}}}}
@@ -225,7 +226,7 @@ def test_an_upgrade_with_a_typo_changes_nothing_and_a_good_one_can_be_rolled_bac
 
 
 def test_a_release_gets_another_name_under_a_running_pod(chart: Chart, cluster: Cluster) -> None:
-    """Helm deletes the old DaemonSet at once: the claims of one are ended by the other."""
+    """Helm deletes the old DaemonSet at once: one release unprepares the claims of the other."""
     chart.take_over()
     cluster.start("earlier")
     published = len(cluster.devices())

@@ -52,11 +52,11 @@ MPS = gpu_config(sharing={"strategy": "MPS"})
 
 @contextmanager
 def nvidia_smi(text: str) -> Iterator[None]:
-    """Another program in the place of nvidia-smi; `text` begins its script, and the real one goes on from there."""
+    """Replaces nvidia-smi; `text` begins its script, and the original continues."""
     real = SMI.read_bytes()
     program, first, rest = real.partition(b"#!/bin/sh\n")
     assert rest, "the script is behind the end of an ELF program, or alone"
-    # In place: a container that starts meanwhile has the file mounted.
+    # In place: a container that starts during the test has the file mounted.
     SMI.write_bytes(program + first + f"{text}\n".encode() + rest)
     try:
         yield
@@ -65,7 +65,7 @@ def nvidia_smi(text: str) -> Iterator[None]:
 
 
 def drained_within(cluster: Cluster, *names: str) -> float:
-    """Delete the pods as a drain does; seconds until none is left."""
+    """Deletes the pods as a drain does; returns the seconds until none is left."""
     started = time.monotonic()
     cluster.kubectl("delete", *(f"pod/{name}" for name in names), "-n", "default", "--wait=false")
 
@@ -78,7 +78,7 @@ def drained_within(cluster: Cluster, *names: str) -> float:
 
 
 def to_undo() -> list[Any]:
-    """What the ledgers of the GPUs have; pending cleanup, where no claim is left that needs it."""
+    """Returns the content of the GPUs' ledgers, which is pending cleanup if no claim needs it."""
     return [
         entry
         for file in (PLUGIN_DIR / "ledger").glob("*.json")
@@ -106,7 +106,7 @@ def durations(cluster: Cluster, *names: str) -> list[float]:
 def test_mps_claim_without_an_mps_host_tells_why_and_ends_and_the_next_pod_gets_the_gpu(
     cluster: Cluster,
 ) -> None:
-    """The base has no MPS host."""
+    """The base values have no MPS host."""
     cluster.apply(claim_and_pod("wants-mps", selector=only(7), parameters=MPS))
     told = wait_for("an event that says why", lambda: prepare_failures(cluster, "wants-mps"))
     assert "the MPS host is not running" in told[0]
@@ -140,7 +140,7 @@ def test_drain_ends_while_nvidia_smi_is_broken(cluster: Cluster, broken: str) ->
         assert not cluster.leftovers()
         cluster.kubectl("delete", "resourceclaim", "--all", "-n", "default")
         cluster.apply(claim_and_pod("next", selector=only(0)))
-        cluster.wait_running("next")  # a long time slice keeps nobody from the GPU
+        cluster.wait_running("next")  # a long time slice does not block the GPU
     wait_for("the time slices to be set back", lambda: not to_undo(), timeout_s=90)
     slices = SIMULATOR_DIR / "root/var/lib/nvidia-simulator/timeslice"
     assert {file.read_text().strip() for file in slices.glob("*")} <= {"0", ""}
@@ -151,7 +151,9 @@ def test_drain_ends_when_the_mps_host_is_gone_and_the_gpu_is_kept_until_it_is_ba
     try:
         cluster.start("served", selector=only(6), parameters=MPS)
         cluster.kubectl("delete", "daemonset/gpu-dra-driver-mps", "-n", NAMESPACE, "--cascade=orphan")
-        for pod in cluster.staying_pods("mps"):  # its daemons end with it, but their records and modes stay
+        for pod in cluster.staying_pods(
+            "mps"
+        ):  # its daemons exit with it, but their records and modes remain
             name = pod["metadata"]["name"]
             cluster.kubectl("delete", f"pod/{name}", "-n", NAMESPACE, "--timeout=300s")
         assert drained_within(cluster, "served") <= ENDS_WITHIN_S
@@ -206,8 +208,9 @@ def test_drain_ends_while_the_api_server_answers_503_to_all_but_the_kubelet(clus
 
 @contextmanager
 def overloaded_for_pods() -> Iterator[list[str]]:
-    """An API server that answers 503 to what comes from pods, and works for the kubelet, which is on the host; the
-    paths that it was asked for."""
+    """An API server that answers 503 to pods, but works for the kubelet, which is on the host; yields the
+    requested paths.
+    """
     asked: list[str] = []
 
     class Overloaded(BaseHTTPRequestHandler):
@@ -246,7 +249,7 @@ def overloaded_for_pods() -> Iterator[list[str]]:
         server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
         threading.Thread(target=server.serve_forever, daemon=True).start()
         undo.callback(server.shutdown)
-        # New connections come here; those that there are were translated once and for all, and are reset.
+        # New connections come here; existing ones were translated permanently, and are reset.
         to_us = ["-d", addresses.service, "-p", "tcp", "--dport", "443"]
         to_us += ["-j", "DNAT", "--to-destination", endpoint(addresses.api, server.server_port)]
         reset = ["-p", "tcp", "--dport", str(API_PORT), "-j", "REJECT", "--reject-with", "tcp-reset"]
@@ -295,7 +298,7 @@ def test_a_busy_gpu_holds_up_neither_a_monitor_nor_a_claim_on_another_gpu(cluste
 
 
 def test_claim_that_ended_while_no_driver_ran_keeps_nobody_waiting(cluster: Cluster) -> None:
-    """Its record is all that is left; the next pod waited for 75 s."""
+    """Only its record is left; the next pod used to wait for 75 s."""
     cluster.apply([*claim_and_pod("ended", selector=only(3)), BYSTANDER])
     cluster.wait_running("ended", "bystander")
     kept = {

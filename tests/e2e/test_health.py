@@ -48,9 +48,9 @@ def taints_of(published: dict[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def taint_by_xid_79(cluster: Cluster, index: int) -> float:
-    """Have the GPU go bad; the seconds until everybody who watches the slices was told.
+    """Makes the GPU fail; returns the seconds until everyone who watches the slices was notified.
 
-    From the moment at which the simulated machine changed, so that no start of a program counts.
+    Measured from the change of the simulated machine, so that the start of programs does not count.
     """
     client = ApiClient(load_endpoint(str(cluster.local.kubeconfig())))
     slices = SliceCache(client, "gpu.nvidia.com", cluster.node)

@@ -31,13 +31,14 @@ exec sleep 3600
 
 @pytest.fixture(scope="module", autouse=True)
 def _nodes_of_the_host() -> Iterator[None]:
-    """runc makes no node in a user namespace: it binds the one of the host that has the same path. Those that NVIDIA's
-    programs have made stay."""
+    """runc creates no node in a user namespace: it binds the host's node with the same path. Nodes created by
+    NVIDIA's programs remain.
+    """
     found = [node for node in sorted(NODES.rglob("*")) if node.is_char_device() and not node.is_symlink()]
     nodes = {Path("/dev") / node.relative_to(NODES): node.stat() for node in found}
     folders = sorted({path.parent for path in nodes})
     missing = [path for path in [*folders, *nodes] if not path.exists()]
-    # However this process ends, that one takes them away.
+    # However this process ends, the other one removes them.
     keeper = ["sh", "-c", 'cat; rm -df "$@"', "keeper", *map(str, reversed(missing))]
     with subprocess.Popen(keeper, stdin=subprocess.PIPE, start_new_session=True):
         for path in missing:
@@ -66,7 +67,7 @@ def with_hooks(request: pytest.FixtureRequest, _cluster: Cluster) -> Iterator[bo
 def test_a_pod_in_a_user_namespace_opens_the_nodes_that_everybody_may_open(
     cluster: Cluster, with_hooks: bool
 ) -> None:
-    """As its twin does that has the same claim and the host's users. A group of the host's is nobody there."""
+    """Like its twin with the same claim and the host's users. A group of the host does not exist there."""
     claim, usual = claim_and_pod("usual", command=LOOK)
     _, apart = claim_and_pod("apart", command=LOOK)
     apart["spec"] |= {"hostUsers": False, "resourceClaims": usual["spec"]["resourceClaims"]}
@@ -83,7 +84,7 @@ def test_a_pod_in_a_user_namespace_opens_the_nodes_that_everybody_may_open(
     assert all("/dev/dri/" in line for line in denied)
     without_groups = [[line for line in lines if "/dev/dri/" not in line] for lines in printed.values()]
     assert without_groups[0] == without_groups[1]
-    # The kernel looked for the NVIDIA driver, which a machine without a GPU does not have.
+    # The kernel searched for the NVIDIA driver, which a machine without a GPU does not have.
     assert {"/dev/nvidia-uvm 1fc:0", "/dev/nvidiactl c3:ff"} < set(printed["apart"])
 
 

@@ -1,4 +1,4 @@
-"""Containers find files that describe their devices, where and in the form that programs look for them."""
+"""Containers find files that describe their devices, in the documented place and format."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_a_container_reads_what_its_gpu_is(describing: Cluster) -> None:
 
 
 def test_each_request_of_a_claim_has_a_file_of_its_own(describing: Cluster) -> None:
-    """And a container that uses one request finds that one only."""
+    """A container that uses one request finds only that file."""
     describing.apply(pair())
     describing.wait_running("pair")
     [claim] = describing.claims_of("pair")

@@ -1,4 +1,4 @@
-"""MIG devices that are made on demand, on a real Kubernetes with a simulated DGX H100."""
+"""MIG devices on demand, on a real Kubernetes with a simulated DGX H100."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def _mig(_cluster: Cluster) -> Iterator[Cluster]:
 
 @pytest.fixture
 def clean(_mig: Cluster, cluster: Cluster) -> Iterator[Cluster]:
-    """Every test begins and ends without instances, and with MIG mode off everywhere."""
+    """Every test starts and ends without instances, and with MIG mode off on all GPUs."""
     wait_for("a node without MIG instances", lambda: not instances())
     yield cluster
     cluster.kubectl("delete", "pods,resourceclaims,resourceclaimtemplates", "--all", "-n", "default")
     wait_for("every instance to be destroyed", lambda: not instances())
     wait_for("MIG mode to be off", lambda: not modes())
-    # The ledger goes after what stands in it.
+    # The ledger is removed after its entries.
     wait_for("an empty ledger", lambda: not list((PLUGIN_DIR / "ledger").glob("*.json")))
 
 
@@ -133,7 +133,7 @@ def test_whole_gpu_waits_for_its_slices_and_starts_after(mig: Cluster) -> None:
 
 
 def test_an_agent_for_all_devices_waits_while_a_part_is_held(mig: Cluster) -> None:
-    """kube-scheduler counts counters for adminAccess too; the stand-in does so after it."""
+    """kube-scheduler counts counters for adminAccess too; so does the playground's."""
     space = "agents"
     mig.make_namespace(space, {"resource.kubernetes.io/admin-access": "true"})
     agent = claim_and_pod("agent", namespace=space, allocationMode="All", adminAccess=True)
@@ -166,7 +166,7 @@ def test_a_device_by_claim_template(mig: Cluster, example: Callable[[str], None]
     mig.wait_running(*names)
     assert all(mig.seen_by(name)[0].startswith("MIG-") for name in names)
 
-    # What the call makes in the end is taken away again, and the fixture waits for that.
+    # What the last call creates is removed again, and the fixture waits for that.
 
 
 def test_update_and_kubelet_restart_keep_running_devices(clean: Cluster) -> None:
@@ -215,7 +215,7 @@ def test_churn_of_whole_gpus_and_slices_leaks_nothing(mig: Cluster) -> None:
             assert mig.seen_by(name)
         taken = [(gpu, start) for gpu, _, start in instances()]
         assert len(taken) == len(set(taken))
-        # However the devices of those that stay are spread, there is a GPU for each that comes.
+        # However the devices of the remaining pods are spread, there is a GPU for each new pod.
         while len(alive) > GPUS - BURST:
             gone = alive.pop(choose.randrange(len(alive)))
             mig.kubectl("delete", f"pod/{gone}", f"resourceclaim/{gone}", "--wait=false")

@@ -1,4 +1,6 @@
-"""A node that pods must leave, that goes away, and that comes back: pods end, and nothing is left of their claims."""
+"""A node that pods must leave, that goes away, and that comes back: pods end, and nothing remains of their
+claims.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ def names(cluster: Cluster) -> set[str]:
 
 
 def driver_uids(cluster: Cluster) -> set[str]:
-    """Of the driver's pods that nobody has told to end."""
+    """Returns the UIDs of the driver's pods that are not being deleted."""
     return {pod["metadata"]["uid"] for pod in cluster.staying_pods()}
 
 
@@ -116,7 +118,7 @@ def test_a_node_that_comes_back_ends_what_was_evicted_and_keeps_the_rest(cluster
     cluster.wait_running("leaves", "stays")
     driver = driver_uids(cluster)
     with away(cluster):
-        # A control plane that hears of none of its nodes evicts nobody: in a larger cluster it sets this taint.
+        # A control plane without contact to any node evicts nothing; in a larger cluster it sets this taint.
         with tainted(cluster, LEAVES_AT_ONCE["key"]):
             wait_for("the eviction", lambda: "deletionTimestamp" in cluster.pod("leaves")["metadata"])
         assert driver_uids(cluster) == driver
@@ -131,7 +133,9 @@ def test_a_node_that_comes_back_ends_what_was_evicted_and_keeps_the_rest(cluster
 def test_a_node_out_of_service_loses_its_pods_and_gives_their_gpu_on_when_it_is_back(
     cluster: Cluster,
 ) -> None:
-    """The pod is forgotten while its container runs on; its successor has the same GPU, after it has ended."""
+    """The pod object is deleted while its container runs; its successor gets the same GPU after the container
+    has exited.
+    """
     cluster.start("lost", selector=only(4))
     driver = driver_uids(cluster)
     with away(cluster):

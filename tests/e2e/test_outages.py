@@ -17,14 +17,14 @@ pytestmark = pytest.mark.cluster
 
 WORKERS = 4
 GPUS = 8
-# The scheduler looks at a pod again after five minutes if it missed, in an outage, that something was freed.
+# The scheduler retries a pod after five minutes if it missed, in an outage, that a device became free.
 SETTLE_S = 600.0
 
 PODS = "/api/v1/namespaces/default/pods"
 
 
 class Load:
-    """Threads that each create a pod, see it run, delete it, and begin anew; nothing is expected to work at once."""
+    """Threads that each create a pod, wait until it runs, delete it, and start over; any attempt may fail."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -44,7 +44,7 @@ class Load:
             thread.join(SETTLE_S)
 
     def wait_for_more(self, pods: int = 2 * WORKERS) -> None:
-        """So many more pods came to run."""
+        """Waits until this many more pods have run."""
         wanted = self.ran + pods
         wait_for(f"{pods} more pods to run under load", lambda: self.ran >= wanted, SETTLE_S)
 
@@ -54,7 +54,8 @@ class Load:
             number += 1
             name = f"load-{worker}-{number}"
             self._until(lambda name=name: self._answered("POST", PODS, (201, 409), pods_of("burst", name)[0]))
-            # One whose container was being made when its runtime went away may fail, as it may not be made again.
+            # A pod whose container was being created when its runtime stopped may fail, because the container
+            # may not be created again.
             self._until(lambda name=name: self._phase(name) in ("Running", "Failed"))
             if self._phase(name) == "Running":
                 with self._lock:
@@ -64,7 +65,7 @@ class Load:
             )
 
     def _until(self, done: Callable[[], bool], *, always: bool = False) -> bool:
-        """Try until it works, or until the load ends; `always` goes on for a while even then."""
+        """Retries until it works, or until the load ends; `always` continues for some time even then."""
         deadline = time.monotonic() + SETTLE_S
         while not done():
             if (self._stop.is_set() and not always) or time.monotonic() > deadline:
@@ -91,7 +92,9 @@ class Load:
 
 
 def state(cluster: Cluster) -> Json:
-    """Everything that claims may have left on the node and in the API server; a pool's generation may move on."""
+    """Returns everything that claims may leave on the node and in the API server; a pool's generation may
+    increase.
+    """
     machine = json.loads((SIMULATOR_DIR / "machine.json").read_text())
     return {
         "files of claims": cluster.leftovers(),
@@ -110,7 +113,7 @@ def kill_driver(cluster: Cluster) -> None:
 
 @pytest.fixture
 def mended(cluster: Cluster) -> Iterator[Cluster]:
-    """A cluster whose components all run again afterwards, whatever the test left stopped."""
+    """A cluster whose components all run again afterwards, whatever the test stopped."""
     yield cluster
     for row in cluster.local.state():
         if not row.healthy:
@@ -120,7 +123,7 @@ def mended(cluster: Cluster) -> Iterator[Cluster]:
 
 @pytest.mark.timeout(7200)
 def test_restart_of_every_component_under_load_loses_nothing(mended: Cluster) -> None:
-    """Pods start after each restart, those that ran through all of them were not touched, and nothing is left over."""
+    """Pods start after each restart, pods that ran during all of them were not touched, and nothing remains."""
     mended.apply([BURST])
     wait_for("the driver to have settled", mended.driver_has_settled)
     before = state(mended)

@@ -152,7 +152,7 @@ def judge(server: Server, case: Parameters, kind: str, version: str, namespace: 
 
 @pytest.fixture(scope="module")
 def admin_namespace(_cluster: Cluster) -> Iterator[str]:
-    """One where Kubernetes lets adminAccess pass; it looks at that before the policies."""
+    """A namespace in which Kubernetes allows adminAccess; it checks that before the policies."""
     _cluster.make_namespace("parameters", {"resource.kubernetes.io/admin-access": "true"})
     yield "parameters"
     _cluster.kubectl("delete", "namespace", "parameters", "--timeout=300s")
@@ -202,7 +202,7 @@ def test_control_characters_of_a_name_do_not_reach_the_terminal(server: Server) 
 def test_a_fault_is_found_in_the_first_eight_entries_of_the_largest_claim(
     server: Server, limits: int
 ) -> None:
-    """The API server limits what a policy may compute; all that comes later is left to Prepare."""
+    """The API server limits the cost of a policy; Prepare checks the other entries."""
     names = [f"request-{number}" for number in range(32)]
     asked = [{"name": name, "exactly": {"deviceClassName": "gpu.nvidia.com"}} for name in names]
     by_device = {str(number): "10Gi" for number in range(limits)}
@@ -247,7 +247,7 @@ def test_what_was_stored_before_can_still_change_and_end(cluster: Cluster, serve
                 assert server.asked("PATCH", f"{place}/{NAME}", change) is None
         status = {"status": {"devices": None}}
         assert server.asked("PATCH", f"{places[0]}/{NAME}/status", status) is None
-        # The spec of a class may change, and then it is looked at.
+        # The spec of a class may change, and is then checked.
         config = [{"opaque": {"driver": DRIVER, "parameters": parameters(sharing=1)}}]
         changed = server.asked("PATCH", f"{places[2]}/{NAME}", {"spec": {"config": config}})
         assert told(changed) == ["spec.config[0].opaque.parameters.sharing: must be an object"]

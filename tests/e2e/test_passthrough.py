@@ -38,7 +38,7 @@ def _passthrough(_cluster: Cluster) -> Iterator[Cluster]:
 
 @pytest.fixture
 def node(_passthrough: Cluster, cluster: Cluster) -> Iterator[Cluster]:
-    """Every test begins and ends with the card with the NVIDIA driver, and all views of it on offer."""
+    """Every test starts and ends with the card bound to the NVIDIA driver and published in all its forms."""
     wait_for("both views of the card", lambda: views(cluster) >= {"gpu", "mig", "vfio"})
     yield cluster
     cluster.kubectl("delete", "pods,resourceclaims", "--all", "-n", "default", "--timeout=300s")

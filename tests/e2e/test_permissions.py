@@ -116,7 +116,7 @@ class Answer:
 
 
 class Api:
-    """The API server as the holder of a token asks it."""
+    """The API server with the permissions of a token."""
 
     def __init__(self, cluster: Cluster, token: str) -> None:
         config = json.loads(cluster.kubectl("config", "view", "--raw", "-o", "json"))
@@ -288,7 +288,7 @@ RENAMED = ("gpus-elsewhere", "team-a-gpu-dra-driver-x")
 
 @pytest.fixture
 def older_server(cluster: Cluster) -> Iterator[None]:
-    """Grants what Kubernetes before 1.36 does not ask for, so that the policy stands alone."""
+    """Grants what Kubernetes before 1.36 does not check, so that only the policy decides."""
     rules = [
         {"apiGroups": ["resource.k8s.io"], "resources": ["resourceclaims/binding"], "verbs": ["patch"]},
         {
@@ -313,7 +313,7 @@ def older_server(cluster: Cluster) -> Iterator[None]:
     cluster.apply([role, binding])
     yield
     cluster.kubectl("delete", "clusterrolebinding,clusterrole", OLDER)
-    # The API server's authorizer hears of it as everybody does, a little later.
+    # The API server's authorizer learns of it a little later.
     asked = ("auth", "can-i", "patch", "resourceclaims.resource.k8s.io", "--subresource=binding")
     driver = f"--as=system:serviceaccount:{NAMESPACE}:gpu-dra-driver"
     wait_for("the rights to be gone", lambda: cluster.kubectl(*asked, driver, check=False).startswith("no"))
@@ -344,7 +344,7 @@ def of_account(name: str, account: str, namespace: str) -> Json:
 
 @pytest.fixture
 def renamed(cluster: Cluster) -> Iterator[str]:
-    """A token of a driver with another name and namespace; only the policies of that one are there until it ends."""
+    """A token of a driver with another name and namespace; only its policies exist during the test."""
     namespace, account = RENAMED
     text = chart.template({"fullnameOverride": account}, namespace=namespace)
     # Two drivers of one name on a node is another story.
@@ -521,7 +521,7 @@ def test_what_a_stolen_token_might_try_is_refused(
 
 
 def test_the_token_ends_with_its_pod(cluster: Cluster) -> None:
-    """Whoever copied it has nothing left once the pod is gone."""
+    """A copied token is useless when the pod is gone."""
     cluster.apply([of_account("short-lived", "gpu-dra-driver", NAMESPACE)])
     wait_for("the pod to be bound", lambda: cluster.pod("short-lived", NAMESPACE)["spec"].get("nodeName"))
     api = Api(cluster, cluster.token_of("short-lived"))

@@ -240,7 +240,7 @@ def test_monitoring_daemonset_sees_all_gpus_and_takes_none(
 def test_the_kubelet_tells_a_monitor_which_container_has_which_gpu(
     cluster: Cluster, example: Example, workload: Callable[[str], None]
 ) -> None:
-    """As DCGM exporter asks it: the kubelet names driver, pool and device, and the slices have the UUID."""
+    """As for the DCGM exporter: the kubelet reports driver, pool and device, and the slices have the UUID."""
     workload("monitoring-daemonset")
     example("two-claims")
     example("shared-claim")
@@ -270,13 +270,13 @@ def test_the_kubelet_tells_a_monitor_which_container_has_which_gpu(
 
 
 def test_management_needs_admin_access_and_admin_access_the_label_of_the_namespace(cluster: Cluster) -> None:
-    """Kubernetes looks at the label, the policy and the driver at adminAccess."""
+    """Kubernetes checks the label, the policy and the driver check adminAccess."""
     managing = gpu_config(management=True)
     refused = cluster.refused(claim_and_pod("manager", parameters=managing))
     assert "management works only with adminAccess: true, which request 'device' lacks" in refused
     asks = claim_and_pod("manager", parameters=managing, adminAccess=True)
     assert "resource.kubernetes.io/admin-access" in cluster.refused(asks)
-    # A class of another's making: only the driver knows what it gives.
+    # Another user's class: only the driver knows what it allocates.
     own = {
         "apiVersion": "resource.k8s.io/v1", "kind": "DeviceClass", "metadata": {"name": "any.example.com"},
         "spec": {"selectors": [{"cel": {"expression": 'device.driver == "gpu.nvidia.com"'}}]},

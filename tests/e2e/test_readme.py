@@ -1,7 +1,7 @@
-"""The commands of docs/install.md, upgrade.md and migration.md, as they are printed.
+"""The commands of docs/install.md, upgrade.md and migration.md, exactly as printed.
 
-`docker` is a stand-in with buildah below it: it builds on the base of `make image`, since there is no registry to pull
-`python:3.13-slim` from, and it pushes into the node. Everything else is what a reader runs.
+`docker` is replaced by buildah: it uses the base of `make image`, since there is no registry to pull
+`python:3.13-slim` from, and pushes to the node. Everything else is what a reader runs.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ elif command == "push":
 else:
     sys.exit(f"docker {{command}} is not known here")
 """
-"""Buildah with the base that Debian's packages make, and the cluster in the place of a registry."""
+"""Buildah with the base from Debian's packages, and the cluster instead of a registry."""
 
 
 REGISTRY = "registry.example.com/gpu"
@@ -70,7 +70,7 @@ DEVICE_PLUGIN = {
         },
     },
 }
-"""Stands in for NVIDIA's device plugin, as far as its DaemonSet goes."""
+"""A minimal DaemonSet of NVIDIA's device plugin."""
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ def test_steps_to_install_work_as_printed(cluster: Cluster, reader: dict[str, st
     def is_installed() -> None:
         installed = cluster.get(DAEMONSET, "-n", NAMESPACE)["spec"]["template"]["spec"]["containers"][0]
         assert installed["image"] == f"{REGISTRY}/gpu-dra-driver:{dra_driver.__version__}"
-        # Not Never, as in the other tests: the kubelet finds the image under the very name that the manifests ask for.
+        # Not Never, as in the other tests: the kubelet finds the image under exactly the manifests' name.
         assert installed["imagePullPolicy"] == "IfNotPresent"
         wait_for(
             "the driver of the manual",
@@ -138,7 +138,7 @@ def test_steps_to_install_work_as_printed(cluster: Cluster, reader: dict[str, st
         )
         said = cluster.kubectl("exec", DAEMONSET, "-n", NAMESPACE, "--", "gpu-dra-driver", "--version")
         assert said == f"gpu-dra-driver {dra_driver.__version__}\n"
-        # The node of the tests has no GPU, and its pool says so.
+        # The node of the tests has no GPU, and its pool shows this.
         wait_for("the pool without devices", lambda: cluster.devices() == [])
 
     [build] = printed_blocks("docs/install.md", "Build the image")
@@ -216,7 +216,7 @@ def test_manual_moves_a_node_there_and_back_and_uninstalls_without_a_trace(
     run = shell(checkout(tmp_path), administrator)
 
     def runs_on_node() -> set[str]:
-        """Which of the two gives out the node's GPUs, as the pods on it that are not ending say."""
+        """Returns which of the two serves the node's GPUs, according to the pods that are not being deleted."""
         pods = cluster.get("pods", "-A")["items"]
         kinds = {"nvidia-device-plugin-daemonset": "plugin", "gpu-dra-driver": "driver"}
         return {

@@ -1,4 +1,4 @@
-"""Pods that were torn away make room at once for those that come in their place."""
+"""Force-deleted pods release their devices at once for their replacements."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ pytestmark = pytest.mark.cluster
 GPUS, WITHIN_S = 8, 6.0
 ROUNDS = int(os.environ.get("REPLACED_ROUNDS", "5"))
 TIMES_PLAIN = 3.0
-"""What it may take on a machine that needs long for pods without claims, which wait for nobody: about 1.7 s on two
-cores that do nothing else."""
+"""The limit relative to pods without claims, which wait for nothing: they take about 1.7 s on two idle cores."""
 
 
 def generation(name: str, number: int) -> tuple[list[Json], list[str]]:
@@ -34,10 +33,11 @@ def plain_generation(number: int) -> tuple[list[Json], list[str]]:
 
 
 def first_words_after(cluster: Cluster, names: list[str], asked: float) -> float:
-    """The most seconds from a pod's creation, after `asked`, to the first line that its container wrote.
+    """Returns the longest time, in seconds, from a pod's creation after `asked` to the first line of its
+    container.
 
-    The times are those of the API server and of the container runtime, so that it does not count how soon kubectl
-    comes to look. An upper bound, as the API server keeps whole seconds of a creation.
+    The times are those of the API server and of the container runtime, so that the delay of kubectl does not
+    count. It is an upper bound, because the API server keeps whole seconds of a creation.
     """
     created = {
         pod["metadata"]["name"]: datetime.fromisoformat(pod["metadata"]["creationTimestamp"]).timestamp()
@@ -55,7 +55,7 @@ def replaced(cluster: Cluster, old: list[str], pods: list[Json], fresh: list[str
     cluster.kubectl("delete", "pod", *old, "--grace-period=0", "--force", "--wait=false")
     asked = time.time()
     cluster.apply(pods)
-    # Looking takes the processor from those who are to start them, so not all the time.
+    # Polling takes CPU from the starting pods, so it is rare.
     seen_after = cluster.wait_running(*fresh, timeout_s=SLOW_S, every_s=0.25)
     wait_for("output of the pods", lambda: all(cluster.logs(name) for name in fresh))
     return min(seen_after, first_words_after(cluster, fresh, asked))
@@ -63,11 +63,12 @@ def replaced(cluster: Cluster, old: list[str], pods: list[Json], fresh: list[str
 
 @pytest.mark.timeout(1800)
 def test_force_deleted_pods_are_replaced_within_seconds(cluster: Cluster) -> None:
-    """Eight pods are deleted by force and eight new ones created at once, again and again: all run within six seconds.
+    """Eight pods are force-deleted and eight new ones created at once, repeatedly: all run within six
+    seconds.
 
-    The claims of the old pods are gone from the API server before the kubelet has unprepared them, so each new pod
-    gets a GPU that its former holder has not let go of yet. The same is done with pods that want no device: where a
-    machine that is busy with something else needs long for those already, it may take three times as long as they do.
+    The claims of the old pods are gone from the API server before the kubelet has unprepared them, so each
+    new pod gets a GPU that its former holder has not released yet. The same is done with pods without
+    devices: if a busy machine already needs long for those, three times as long is allowed.
     """
     pods, names = generation("burst", 0)
     plain_pods, plain_names = plain_generation(0)

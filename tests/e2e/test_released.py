@@ -1,4 +1,4 @@
-"""What `make release` writes, and the image of the Dockerfile: the same bytes again, and a driver that runs."""
+"""What `make release` writes, and the image of the Dockerfile: reproducible, and with a working driver."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def git(root: Path, *arguments: str | Path) -> str:
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """This repository as it stands, with everything in it that a person changes for a version."""
+    """This repository, with everything changed that a person changes for a version."""
     root = tmp_path_factory.mktemp("release") / "gpu-dra-driver"
     for name in git(ROOT, "ls-files", "-co", "--exclude-standard", "-z").split("\0"):
         if name and (ROOT / name).is_file():

@@ -1,4 +1,4 @@
-"""The driver without privileges does its work, and nothing that it has left can be taken from it."""
+"""The unprivileged driver works, and needs every permission that it still has."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ MACHINE = SIMULATOR_DIR / "restricted"
 CAP_SYS_ADMIN = 21
 HOST_NODE = Path("/dev/gpu-dra-driver-e2e")
 NVIDIA_MAJOR = 195
-"""Of the nodes of GPUs; without NVIDIA's module in the kernel nobody answers at it."""
+"""The major number of GPU nodes; without NVIDIA's module the kernel has no driver for it."""
 RUNTIME_CLASS = {
     "apiVersion": "node.k8s.io/v1",
     "kind": "RuntimeClass",
@@ -56,16 +56,16 @@ LONG_SLICES = gpu_config(sharing={"strategy": "TimeSlicing", "timeSlicingConfig"
 @pytest.fixture(scope="module")
 def _restricted(_cluster: Cluster) -> Iterator[Cluster]:
     """The driver without privileges; afterwards the plain one again."""
-    # Nodes of devices are made by the host's kernel, and the simulated one runs in the driver's process.
+    # The host's kernel creates device nodes, and the simulated kernel runs in the driver's process.
     shutil.rmtree(MACHINE, ignore_errors=True)
     _cluster.simulate("create", "dgx-h100", "--device-nodes", "described", directory=MACHINE)
     cdi_hook.put_cdi_hook(MACHINE / "root")
-    # The simulated machine has no device to open, so the plain runtime takes the place of NVIDIA's.
+    # The simulated machine has no real device, so the plain runtime replaces NVIDIA's.
     _cluster.apply([RUNTIME_CLASS])
     with installed(_cluster, "e2e-restricted", lambda: len(_cluster.devices()) > GPUS) as cluster:
         yield cluster
     _cluster.kubectl("delete", "runtimeclass", "nvidia", "--ignore-not-found")
-    # Whoever writes there has ended: `install` waits for it.
+    # All writers there have exited: `install` waits for this.
     shutil.rmtree(MACHINE)
 
 
@@ -141,7 +141,7 @@ WITHOUT: dict[str, tuple[str, str]] = {
     "driver-root": ("gpu-dra-driver inspect", "neither the PCI bus nor NVML (libnvidia-ml.so.1) shows a GPU"),
     "tmp": ("gpu-dra-driver inspect", "No usable temporary directory"),
 }
-"""By volume: how the daemon ends without it, or which command tells what is missing, and its words."""
+"""By volume: how the daemon exits without it, or which command reports what is missing, and the text."""
 
 
 def without(pod: Json, volume: str) -> Json:
@@ -187,7 +187,7 @@ def as_installed(cluster: Cluster) -> Iterator[Json]:
 
 
 def tells(cluster: Cluster, volume: str, command: str, words: str) -> bool:
-    """Whether the daemon ended with these words, or a command in its pod says them."""
+    """Whether the daemon exited with this text, or a command in its pod prints it."""
     name = f"without-{volume}"
     if command == "terminated":
         statuses = cluster.pod(name, NAMESPACE)["status"].get("containerStatuses", [])
@@ -206,7 +206,7 @@ def test_each_mount_is_needed(cluster: Cluster, as_installed: Json) -> None:
         wait_for(f"{words!r} without {volume}", partial(tells, cluster, volume, command, words), every_s=1.0)
         if command != "terminated":
             assert not tells(cluster, "nothing", command, words)
-    # The kubelet looks for new plugins in turns of its own.
+    # The kubelet detects new plugins periodically.
     wait_for(
         "the daemon that has everything to be registered",
         lambda: "plugin_registered" in cluster.logs("without-nothing", NAMESPACE),
@@ -228,10 +228,12 @@ OPENERS = pod(
 
 
 def test_nodes_of_gpus_that_come_later_are_opened_with_privileges_only(cluster: Cluster) -> None:
-    """Neither the mount nor all capabilities are enough: the device group lets nobody else open the host's devices."""
+    """Neither the mount nor all capabilities are enough: the device cgroup allows only privileged containers
+    to open the host's devices.
+    """
     cluster.apply([OPENERS])
     cluster.wait_running("openers")
-    HOST_NODE.unlink(missing_ok=True)  # a run that was killed may have left it
+    HOST_NODE.unlink(missing_ok=True)  # a killed run may have left it
     os.mknod(HOST_NODE, stat.S_IFCHR | 0o666, os.makedev(NVIDIA_MAJOR, 0))
     try:
 
@@ -239,7 +241,7 @@ def test_nodes_of_gpus_that_come_later_are_opened_with_privileges_only(cluster: 
             read = ("--", "sh", "-c", f"cat {HOST_NODE} 2>&1 || true")
             return cluster.kubectl("exec", "openers", "-c", container, *read)
 
-        # The kernel looked for the driver of the device, which this machine does not have.
+        # The kernel searched for the driver of the device, which this machine does not have.
         assert "No such device or address" in opened("as-installed")
         assert "No such file or directory" in opened("without-mount")
         assert "Operation not permitted" in opened("without-privileges")

@@ -22,7 +22,7 @@ CRI = "[plugins.'io.containerd.cri.v1.runtime']\n"
 
 @contextmanager
 def containerd(text: str) -> Iterator[Path]:
-    """The root of a host whose containerd has run since it read this configuration; the file is gone."""
+    """The root of a host whose containerd read this configuration at its start; the file is gone."""
     with TemporaryDirectory(prefix="c-") as directory:
         root = Path(directory)
         socket, file = root / "run/containerd/containerd.sock", root / "config.toml"

@@ -43,7 +43,7 @@ def _sharing(_cluster: Cluster) -> Iterator[Cluster]:
 
 @pytest.fixture
 def sharing(_sharing: Cluster, cluster: Cluster) -> Iterator[Cluster]:
-    """Every test begins and ends without daemons, their directories and changed settings."""
+    """Every test starts and ends without daemons, their directories and changed settings."""
     wait_for("a node without MPS and time slices", lambda: not state())
     yield cluster
     cluster.kubectl("delete", "pods,resourceclaims,resourceclaimtemplates", "--all", "-n", "default")
@@ -54,7 +54,7 @@ def state() -> dict[str, str]:
     """Daemon records and directories, compute modes and time slices on the node."""
     try:
         return _state()
-    except FileNotFoundError as error:  # it went while we looked, so there was something
+    except FileNotFoundError as error:  # it was removed during the check, so there was something
         return {str(error.filename): "going"}
 
 
@@ -100,7 +100,7 @@ def printed(cluster: Cluster, pod: str, *names: str, namespace: str = "default")
     def all_there() -> bool:
         text = cluster.logs(pod, namespace)
         got.update(line.split("=", 1) for line in text.splitlines() if "=" in line)
-        # A line is in the log after the other, and the reason of a failure stands where the rest would.
+        # Lines are logged one after the other, and the reason of a failure replaces the rest.
         return got.keys() >= set(names) or "reason" in got
 
     wait_for(f"{', '.join(names)} in the output of {pod}", all_there)

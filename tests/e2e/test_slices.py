@@ -47,8 +47,9 @@ def test_slices_equal_what_inspect_prints(cluster: Cluster) -> None:
 def test_the_api_server_takes_the_slices_of_every_machine(
     cluster: Cluster, machine: str, tmp_path: Path
 ) -> None:
-    """As they are, with MIG devices made on demand, and shared by each rule. What the server does not keep is of a
-    feature that is off before 1.36."""
+    """Plain, with MIG devices on demand, and with each sharing rule. Dropped fields belong to features that
+    are off before 1.36.
+    """
     _, version = cluster.request("GET", "/version")
     keeps_all = int(json.loads(version)["minor"]) >= 36
     path = "/apis/resource.k8s.io/v1/resourceslices?dryRun=All"
@@ -116,7 +117,7 @@ def gap_in(client: ApiClient, uids: set[str]) -> float:
         if not slices and gone_since is None:
             gone_since = now
         if slices and not uids & {entry["metadata"]["uid"] for entry in slices}:
-            # Without a gap they were away for less than one look.
+            # Without a gap they were missing for less than one poll.
             return now - gone_since if gone_since is not None else 0.0
         time.sleep(0.01)
     pytest.fail("the restarted kubelet did not wipe the slices, or they did not come back")

@@ -1,4 +1,4 @@
-"""While no driver runs on a node nobody knows how its devices are, and the status of pods says so."""
+"""While no driver runs on a node, the health of its devices is unknown, and the status of pods shows this."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tests.e2e.test_health import pod_health
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
 NOWHERE = "gpu-dra-driver.e2e/no-node-has-this"
-# The kubelet drops all that it knows of a driver's devices when the stream of their health ends, but tells no pod: its
-# status is made anew by the kubelet's regular round, whose time hack/e2e.py sets.
+# The kubelet forgets a driver's devices when their health stream ends, but does not update pods: its periodic
+# sync does, at the interval that hack/e2e.py sets.
 SHOWN_S = 300.0
 
 

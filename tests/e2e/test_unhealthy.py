@@ -18,7 +18,7 @@ WHILE_LOST = ["Pending", *["Running"] * 7]
 
 
 def keeps_taints(cluster: Cluster) -> bool:
-    """Whether the release keeps them if nobody sets its feature gates."""
+    """Whether the release stores taints with its default feature gates."""
     version = json.loads(cluster.kubectl("get", "--raw", "/version"))
     return int(version["minor"]) >= FIRST_WITH_TAINTS
 

@@ -45,7 +45,7 @@ def staying(cluster: Cluster) -> list[Json]:
 
 
 def state_of(pod: Json) -> Json:
-    """Of its only container; nothing while the kubelet has not told of it."""
+    """Returns the state of its only container; empty before the kubelet has reported it."""
     statuses = pod["status"].get("containerStatuses", [])
     return statuses[0] if statuses else {"state": {}, "lastState": {}, "restartCount": 0}
 
@@ -59,7 +59,7 @@ def crashed(pod: Json) -> bool:
 
 
 def serves_nobody(pod: Json) -> bool:
-    """Its own socket for the kubelet is there, where no kubelet looks."""
+    """Its own socket exists, but in a directory that the kubelet does not read."""
     return runs(pod) and state_of(pod).get("started", False)
 
 
@@ -133,7 +133,7 @@ def watched(cluster: Cluster, file: Path) -> Iterator[Callable[[], list[Json]]]:
         return found
 
     try:
-        # The watch is open when it tells of a change that is none of the driver's.
+        # The watch is open when it reports a change by another writer.
         mark = {
             "apiVersion": "resource.k8s.io/v1",
             "kind": "ResourceSlice",
@@ -164,11 +164,11 @@ def is_shared(entry: Json) -> bool:
 
 
 def test_a_version_that_publishes_other_content_takes_over_once(updating: Cluster, tmp_path: Path) -> None:
-    """While both run, and the new one is not even ready, the slices are those of the new one and stay so."""
+    """While both run, even before the new one is ready, the slices are those of the new one and remain so."""
     slices = len(updating.slices())
     assert not any(is_shared(entry) for entry in updating.slices())
     start_pods(updating, "before")
-    # Never ready, so that the old one is not told to go.
+    # Never ready, so that the old one is not stopped.
     probe = {"exec": {"command": ["false"]}, "httpGet": None}
     with watched(updating, tmp_path / "forth") as changes:
         change(updating, env=[{"name": "CONSUMABLE_SHARES", "value": "4"}], readinessProbe=probe)
@@ -180,7 +180,8 @@ def test_a_version_that_publishes_other_content_takes_over_once(updating: Cluste
     assert [one["type"] for one in made] == ["MODIFIED"] * slices, "each slice is written once"
     assert all(is_shared(one["object"]) for one in made)
     settled = versions(updating)
-    # The scheduler hands a device out again whose sharing ends while claims have parts of it.
+    # The scheduler allocates a device again after it is no longer shared, even if claims still have parts of
+    # it.
     updating.kubectl("delete", "pod", "during-1", "during-2", "during-3")
     wait_for("the shared devices to be free", lambda: len(updating.leftovers()) == 2)
 

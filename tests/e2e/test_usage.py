@@ -20,7 +20,7 @@ BUSY, IDLE = "team-busy", "team-idle"
 
 @pytest.fixture
 def teams(cluster: Cluster) -> Iterator[dict[str, str]]:
-    """The UUID of the GPU that the pod of each team has. A simulated process keeps that of the busy team at work."""
+    """The UUID of the GPU of each team's pod. A simulated process keeps the GPU of the busy team busy."""
     try:
         for team in (BUSY, IDLE):
             cluster.make_namespace(team)

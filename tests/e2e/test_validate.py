@@ -1,5 +1,6 @@
-"""`validate` against the real thing: what the API server refuses, and which claims the scheduler makes for extended
-resources."""
+"""`validate` compared with the real cluster: what the API server refuses, and the claims that the scheduler
+creates for extended resources.
+"""
 
 from __future__ import annotations
 

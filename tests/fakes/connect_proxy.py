@@ -17,8 +17,9 @@ _GONE_S = 10.0
 
 
 class ConnectProxy:
-    """Leads every name to one port of this machine, as a proxy's own DNS may. `asked` has the targets that it was
-    asked for, whether it led there or not. With a `certificate` (it and its key) it wants TLS itself."""
+    """A proxy that resolves every name to one port of this machine. `asked` has all requested targets. With a
+    `certificate` (and its key) it serves TLS.
+    """
 
     def __init__(
         self, port: int, *, credentials: str | None = None, certificate: tuple[Path, Path] | None = None
@@ -113,13 +114,13 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _carry(one: socket.socket, other: socket.socket) -> None:
-    """Bytes in both directions until either side ends."""
+    """Copies bytes in both directions until either side closes."""
     ends = {one: other, other: one}
     while True:
         ready, _, _ = select.select(list(ends), [], [], _GONE_S)
         for source in ready:
             data = source.recv(65536)
-            # What TLS has decrypted already makes no socket ready.
+            # Data that TLS has already decrypted does not make the socket readable.
             while isinstance(source, ssl.SSLSocket) and source.pending():
                 data += source.recv(65536)
             if not data:

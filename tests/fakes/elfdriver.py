@@ -1,7 +1,8 @@
 """Driver roots with NVIDIA's own programs, next to a C library that is not this machine's.
 
-NVIDIA's programs run on all distributions: they ask for symbols of a very old C library only, so any newer one runs
-them. That of the container does; a program that needs a newer one than the container has cannot be helped, only told.
+NVIDIA's programs run on all distributions: they need only symbols of a very old C library, so they run with
+any newer one, such as the container's. A program that needs a newer one than the container's cannot work, but
+is reported.
 """
 
 from __future__ import annotations
@@ -82,23 +83,23 @@ def install(driver: Programs, top: Path, layout: Layout, libc: Path) -> Path:
 
 
 def of_another_architecture(file: Path) -> None:
-    """Make the file say that it is of IBM's S/390."""
+    """Changes the file's architecture to IBM's S/390."""
     data = file.read_bytes()
     _write(file, data[:_MACHINE_OFFSET] + (22).to_bytes(2, "little") + data[_MACHINE_OFFSET + 2 :])
 
 
 def of_an_absent_library(file: Path) -> None:
-    """Make it need `libno.so.1` instead of a part of the C library."""
+    """Makes it need `libno.so.1` instead of a part of the C library."""
     _replace(file, b"librt.so.1\0", b"libno.so.1\0")
 
 
 def of_an_absent_loader(file: Path) -> None:
-    """Make it name a loader that no system has."""
+    """Makes it name a loader that no system has."""
     _replace(file, b"/ld-linux", b"/ld-other")
 
 
 def of_a_newer_libc(file: Path) -> None:
-    """Make it need a version of the C library's symbols that nobody has, by name and by the hash of it."""
+    """Makes it need a symbol version of the C library that does not exist, by name and hash."""
     old = _OLDEST[os.uname().machine]
     new = old.replace(b"_2.", b"_9.")
     _replace(file, old + b"\0", new + b"\0")

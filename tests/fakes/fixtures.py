@@ -1,4 +1,4 @@
-"""Fixtures that several folders share; a folder's conftest.py imports those that it uses."""
+"""Fixtures that several folders share; a folder's conftest.py imports the ones that it uses."""
 
 from __future__ import annotations
 

@@ -12,8 +12,7 @@ import pynvml
 
 
 class HangingNvml:
-    """Stands before the library that the binding has, until `leave`; also before those that a `session` loads
-    meanwhile."""
+    """Wraps the binding's library until `leave`, and also libraries that a `session` loads during that time."""
 
     def __init__(self, session: Any = None) -> None:
         self.called: Counter[str] = Counter()

@@ -63,7 +63,7 @@ class Journaled:
         return ()
 
     def work_off(self, wait_s: float | None = None) -> None:
-        """Have the lanes put right what is left; what fails or hangs stays."""
+        """Runs pending cleanup in the lanes; what fails or hangs remains."""
         self.cleaner.clean_all(wait_s)
 
     def record_of(self, uid: str = "uid-1") -> ClaimRecord:

@@ -1,4 +1,4 @@
-"""JSON documents that stand one after the other."""
+"""Concatenated JSON documents."""
 
 from __future__ import annotations
 

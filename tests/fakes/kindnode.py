@@ -67,9 +67,9 @@ from tests.fakes.waiting import eventually
 
 MACHINE = "h100-mig-static"
 FOR_MACHINES = 3
-"""Index of the GPU that virtual machines may get. It has an audio function beside it."""
+"""Index of the GPU for virtual machines. It has an audio function in its group."""
 ON_DEMAND = (6, 7)
-"""Indices of the GPUs on which MIG devices are made on demand; those of 0 and 1 were made by hand."""
+"""Indexes of the GPUs with MIG devices on demand; those on 0 and 1 were created by hand."""
 EFFECTS = frozenset({
     "set_mode", "create", "create_compute", "destroy_compute", "destroy",
     "set_time_slice", "ensure", "stop", "write", "load_module", "set",
@@ -87,7 +87,9 @@ class Saved:
 
 
 class _LookedAtOnce(DriverRoot):
-    """The NVIDIA driver's files, which nothing here changes: each look is four milliseconds."""
+    """The NVIDIA driver's files, cached because nothing here changes them and each search takes four
+    milliseconds.
+    """
 
     _installed: DriverFiles | None = None
 
@@ -187,7 +189,7 @@ class Site:
         ] + [(bus_id, item.driver, item.override) for bus_id, item in sorted(functions(state).items())]
 
     def made_uuids(self) -> dict[str, str]:
-        """The UUIDs of devices made on demand, which are others each time, with a name for each place."""
+        """Returns a name for each UUID of devices on demand, by place, because UUIDs change each time."""
         return {
             compute.uuid: f"MIG-at-{index}-{instance.start}"
             for index in ON_DEMAND
@@ -204,14 +206,14 @@ class Site:
         then = decode(saved.machine)
         with self.machine._change() as state:
             state.gpus, state.functions, state.system = then.gpus, then.functions, then.system
-            state.events = []  # which hundreds of claims would else leave to be written with each change
+            state.events = []  # otherwise hundreds of claims would add events that are written with each change
         self.policies.reset()
         for path, text in saved.policies.items():
             path.write_text(text)
         eventually(self._reopened)
 
     def reset(self) -> None:
-        """As after a boot: only what was made by hand at the start is there."""
+        """Resets the machine as a reboot does: only what was created by hand at the start remains."""
         is_loaded = self.machine.current().system != decode(self._first.machine).system
         if is_loaded or self.settings() != self._at_first:
             self.put_back(self._first)
@@ -289,8 +291,9 @@ class RecordedMpsHost:
 
 
 class Deaths:
-    """Counts what lasts: effects, and changes of directories, files and disk below a directory. Dies right after the
-    one that `at` says, or with `fault` has that one raise an error instead."""
+    """Counts durable changes: effects, and changes of directories, files and disk below a directory. Dies
+    right after change number `at`, or with `fault` raises an error instead of that change.
+    """
 
     FILES = ("replace", "rename", "unlink", "rmdir", "mkdir", "link")
     DESCRIPTORS = ("fsync", "ftruncate", "pwrite")
@@ -300,7 +303,7 @@ class Deaths:
         self.fault = False
         self.done: list[str] = []
         self.before: Callable[[], None] = lambda: None
-        """Is called before each effect; a hang begins there."""
+        """Called before each effect; a hang begins there."""
         self._within = 0
 
     def note(self, name: str) -> None:
@@ -321,7 +324,7 @@ class Deaths:
 
     @contextmanager
     def effect(self, name: str) -> Iterator[None]:
-        """What the machine writes for it is no change of ours."""
+        """The machine's own writes for it do not count."""
         self.before()
         self.fail(name)
         self._within += 1
@@ -341,7 +344,7 @@ class Deaths:
 
     def _called(self, name: str, function: Any, top: str, *args: Any, **options: Any) -> Any:
         subject = args[0]
-        # Names relative to a descriptor are those of a tree that is being removed.
+        # Names relative to a descriptor belong to a tree that is being removed.
         is_ours = not isinstance(subject, str | os.PathLike) or str(subject).startswith(top) or options
         if self._within or not is_ours:
             return function(*args, **options)
@@ -408,14 +411,14 @@ class KindNode(Journaled):
         return SpecsWithoutRecord(self.records, self.specs).uids()
 
     def restarted(self, **options: Any) -> KindNode:
-        """The next instance, after the look that each start begins with."""
+        """The next instance, after the first check at its start."""
         node = self.again(**options)
         node.cleaner.clear_temporary()
         assert node.cleaner.clean_all() == []
         return node
 
     def again(self, **options: Any) -> Self:
-        """The next instance, before it has looked at anything."""
+        """The next instance, before its first check."""
         node = type(self)(
             self.site, self.directory, **{"boot_id": self.boot_id, "metadata": self.metadata, **options}
         )
@@ -435,8 +438,9 @@ class KindNode(Journaled):
             yield done
 
     def state(self) -> dict[str, object]:
-        """All that a claim may leave: files and directories without locks, and the GPUs. What is only called otherwise
-        each time has the same name here."""
+        """Returns everything that a claim may leave: files and directories without locks, and the GPUs.
+        Values that only change their name have the same name here.
+        """
         names = {str(self.directory): "", **self.site.made_uuids()}
         kept = [
             path
@@ -496,7 +500,7 @@ class KindNode(Journaled):
 
 
 def _is_fixed(path: Path) -> bool:
-    """Directories that the plugin makes once."""
+    """Whether it is a directory that the plugin creates once."""
     return path.parent in (Path(), Path("plugin")) and path.suffix != ".json"
 
 
@@ -513,7 +517,7 @@ def _renamed(path: Path, names: Mapping[str, str]) -> str:
 
 
 def sharing(site: Site) -> SharingPolicy:
-    """GPU 5 is given out by memory, held to it by MPS; the others belong to one claim each."""
+    """GPU 5 is shared by memory, enforced by MPS; the others are exclusive."""
     by_memory = SharingRule("memory", enforce="mps")
     return SharingPolicy((SharingEntry(GpuSelector(uuids=frozenset({site.gpu(5).uuid})), by_memory),))
 
@@ -536,7 +540,7 @@ def share(site: Site, number: int) -> DeviceResult:
 
 @dataclass(frozen=True)
 class Kind:
-    """A claim, those of others that are prepared before and stay, and whether containers are told of devices."""
+    """A claim, other claims that are prepared before and stay, and whether containers get device metadata."""
 
     wanted: Callable[[Site], AllocatedClaim]
     beside: Callable[[Site], tuple[AllocatedClaim, ...]] = lambda _site: ()

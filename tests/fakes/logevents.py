@@ -17,7 +17,7 @@ _STORE = "dra_driver/base/json_store.py"
 
 @dataclass(frozen=True, slots=True)
 class LogCall:
-    """One call of a logger. `events` are the names it may write, None where they are no literals."""
+    """One call of a logger. `events` are the names that it may log, None if they are not literals."""
 
     place: str
     file: str
@@ -28,7 +28,7 @@ class LogCall:
 
 @functools.cache
 def log_calls() -> tuple[LogCall, ...]:
-    """All of the package, generated code left out."""
+    """Returns all calls in the package, without generated code."""
     files = sorted(file for file in PACKAGE.rglob("*.py") if "pb" not in file.parent.parts)
     return tuple(call for file in files for call in _calls(file))
 
@@ -52,7 +52,7 @@ def _calls(file: Path) -> Iterator[LogCall]:
 
 
 def _aliases(nodes: list[ast.AST]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Names that stand for one of several methods: `tell = _log.warning if … else _log.info`."""
+    """Returns names for one of several methods: `tell = _log.warning if … else _log.info`."""
     for node in nodes:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             found = _methods(node.value)

@@ -59,7 +59,7 @@ class SimulatedNode:
         self.changes = 0
 
     def read(self) -> Inventory:
-        """What NVML tells now, in a new session."""
+        """Reads NVML in a new session."""
         self.session.reopen()
         return read_inventory()
 

@@ -1,5 +1,6 @@
-"""A kind of claim on nodes of its own, each like the other before anything is done for the claim: what the tests of
-kills, power losses and hangs begin with."""
+"""A kind of claim on separate nodes that are identical before the claim is prepared: the base of the tests of
+kills, power losses and hangs.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ class Case:
         return self._again("prepared", self._prepared)
 
     def _again(self, name: str, first: Callable[[], KindNode]) -> KindNode:
-        """What `first` makes, from the second time on a copy of all that it left."""
+        """Returns the result of `first`; from the second time on a copy of everything that it left."""
         copy = self.directory.with_name(name)
         if name not in self._begun:
             self._begun[name] = first(), self.site.saved()
@@ -83,13 +84,13 @@ class Case:
         return node.unprepare(self.wanted)
 
     def untouched(self) -> State:
-        """Where every Unprepare ends."""
+        """The state after every Unprepare."""
         node = self.fresh()
         assert self.unprepare(node) is None
         return node.state()
 
     def uninterrupted(self) -> tuple[object, State]:
-        """The answer of a Prepare that nothing interrupts, and where it ends."""
+        """Returns the response of an uninterrupted Prepare, and the state after it."""
         node = self.fresh()
         answer = self.prepare(node)
         assert isinstance(answer, Prepared), answer
@@ -118,7 +119,7 @@ class Case:
     ) -> Iterator[tuple[str, KindNode]]:
         for number, change in self._changes(begin, call):
             if change == "fsync":
-                continue  # what a process leaves by its death is the same before
+                continue  # the state after the process's death is the same before it
             node = begin()
             other = node.again() if rolls else None
             with node.dying(number) as done, pytest.raises(Crash):
@@ -129,8 +130,9 @@ class Case:
     def _changes(
         self, begin: Callable[[], KindNode], call: Callable[[KindNode], object]
     ) -> list[tuple[int, str]]:
-        """What the call changes, with its number. What lock files show is alike for all kinds, so one of them will
-        do."""
+        """Yields the changes of the call, with their numbers. Lock files behave alike for all kinds, so one
+        of them is enough.
+        """
         node = begin()
         with node.dying(None) as changes:
             call(node)

@@ -1,5 +1,6 @@
-"""One GPU of a simulated machine with everything that makes MIG devices: real ledger, records and locks, the real
-binding below. `restarted` is the next instance of the plugin over the same directory."""
+"""One GPU of a simulated machine with everything that MIG devices need: real ledger, records and locks, and
+the real binding. `restarted` is the next instance of the plugin over the same directory.
+"""
 
 from __future__ import annotations
 
@@ -35,11 +36,11 @@ CHANGES = frozenset({
 
 
 UNTOUCHED: tuple[object, ...] = ((False, []), set(), set(), {})
-"""The `state` of a node of which nothing is left, where MIG mode was off before."""
+"""The `state` of an empty node on which MIG mode was off before."""
 
 
 class Countdown:
-    """Calls `die` after so many changes, whoever makes them."""
+    """Calls `die` after this many changes, from any caller."""
 
     def __init__(self, changes: int | None = None, die: Callable[[], None] | None = None) -> None:
         self.left = changes
@@ -124,7 +125,7 @@ class MigNode(Journaled):
         return self.lost
 
     def loop(self) -> Cleaner:
-        """The loop that works off what is left over, by the node's clock."""
+        """The cleanup loop, with the node's clock."""
         return Cleaner(self.ledger, self.lanes, self.runner, restorers=[self.mode], clock=self.clock)
 
     def restarted(self, **options: Any) -> MigNode:
@@ -188,7 +189,7 @@ class MigNode(Journaled):
             self.executor.clean(uid)
 
     def made(self, wanted: DynamicMigDevice) -> OwnedInstance:
-        """The instance of a device that was made in this boot."""
+        """Returns the instance of a device that was created in this boot."""
         found = self.ledger.created_instance(wanted.name)
         assert found is not None
         return found
@@ -199,7 +200,7 @@ class MigNode(Journaled):
         return found
 
     def settle(self) -> None:
-        """What a start does with what an earlier instance has left."""
+        """Handles what an earlier instance left, as at a start."""
         self.cleaner.clear_temporary()
         assert self.cleaner.clean_all() == []
 
@@ -212,7 +213,9 @@ class MigNode(Journaled):
         return bool(gpu.mig_mode), sorted(found)
 
     def state(self) -> tuple[object, ...]:
-        """Everything that a claim may leave. MIG UUIDs are other ones each time: only that they are right counts."""
+        """Returns everything that a claim may leave. MIG UUIDs change each time, so only their correctness is
+        included.
+        """
         uuids = {item.uuid for _, item in self.machine.gpu(0).mig_devices}
         entries = {
             (entry.device, entry.phase, entry.gpu_instance_id, entry.compute_instance_id, entry.gpu_minor,

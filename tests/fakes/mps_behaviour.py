@@ -22,7 +22,7 @@ FAULT: dict[str, Any] = {"answers": {"get_server_status": "FAULT"}}
 
 
 def fails_to_start(text: str) -> dict[str, Any]:
-    """It ends with this text."""
+    """The daemon exits with this text."""
     return {"say": [STARTING, text], "exit": 1}
 
 

@@ -1,16 +1,16 @@
-"""A directory on a disk with a cache that a power loss empties: what may be there afterwards.
+"""A directory on a disk whose cache is lost in a power failure: what may be there afterwards.
 
-What is recorded are the calls that change directories and the syncs; contents are read from the files themselves.
-The model is more hostile than any journaling file system, and contains what ext4 and XFS may leave:
+It records syncs and calls that change directories; it reads contents from the files themselves. The model is
+more hostile than any journaling file system, and includes what ext4 and XFS may leave:
 
-- A name shows any of the entries that it had since its directory was synced last, whatever other names show. So
-  changes of one directory may be lost in any combination, a rename may be half there, and a sync of a file does not
+- A name shows any of the entries that it had since its directory was last synced, whatever other names show. So
+  changes of one directory may be lost in any combination, a rename may be half done, and a sync of a file does not
   save its name, nor a sync of a directory the name of that directory.
-- A file that changed since it was synced last is empty, cut in the middle, whole, or as it was synced.
+- A file that changed since it was last synced is empty, truncated, complete, or as it was synced.
 
-Temporary files, whose names begin with a dot, are either all gone or all there and empty, since nobody reads them.
-After each change the model notes what is there if everything unsynced is lost, if nothing is, and some mixtures, which
-are the same in each run.
+Temporary files, whose names begin with a dot, are either all gone or all present and empty, because nothing
+reads them. After each change the model records the result if everything unsynced is lost, if nothing is, and
+for some mixtures, which are the same in each run.
 """
 
 from __future__ import annotations
@@ -67,9 +67,10 @@ _Entry = _File | _Directory | None
 
 
 class Disk:
-    """The disk below `directory`. `volatile` are directories right below it that are in memory (a tmpfs is empty after
-    a boot), or whose content is of no matter. `losses` has what a power loss may leave, by what was promised until
-    then."""
+    """The disk below `directory`. `volatile` are directories right below it that are in memory (a tmpfs is
+    empty after a boot), or whose content does not matter. `losses` has what a power loss may leave, by what
+    was promised until then.
+    """
 
     def __init__(self, directory: Path, volatile: Collection[str] = ()) -> None:
         self._directory = directory
@@ -81,13 +82,13 @@ class Disk:
         self.losses: dict[str, set[Tree]] = {"nothing": set()}
 
     def promise(self, what: str) -> None:
-        """From here on a power loss must leave what this says."""
+        """From now on a power loss must leave this state."""
         self._promise = what
         self._note()
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Watch what is done to the disk, and note after each change what a power loss would leave."""
+        """Records changes of the disk, and after each change what a power loss would leave."""
         assert not list(self._directory.iterdir()), "what is there already would not be known"
         with pytest.MonkeyPatch.context() as patch:
             for name, noted in self._watched().items():
@@ -222,7 +223,7 @@ def _current(directory: _Directory, path: Path) -> Iterator[tuple[Path, bool]]:
 
 
 def _tree(directory: _Directory, above: str, choose: Choose) -> Tree:
-    """What a power loss leaves of a directory."""
+    """Returns what a power loss leaves of a directory."""
     temporary: Tree = ()
     found: Tree = ()
     for name, past in directory.entries.items():

@@ -62,7 +62,7 @@ class Claims:
         return self.allocated[ref.uid]
 
     def look(self, ref: ClaimRef, timeout_s: float) -> ClaimNow | None:
-        """`unused` claims are reserved for nobody, `deallocated` ones have no allocation; the rest is in use."""
+        """`unused` claims are not reserved, `deallocated` ones have no allocation; all others are in use."""
         self.looks.append(ref.uid)
         if self.down:
             raise ApiUnavailableError("look at claim: the API server does not answer")
@@ -293,7 +293,9 @@ class Node(Journaled):
         return self.service.unprepare([claim.ref], None)[claim.ref.uid]
 
     def files(self) -> dict[str, bytes]:
-        """Records and specs, which is all that a claim may leave; lock files and the boot's name stay on purpose."""
+        """Returns records and specs, which is all that a claim may leave; lock files and the boot's name
+        remain on purpose.
+        """
         return {
             str(path.relative_to(self.directory)): path.read_bytes()
             for path in sorted(self.directory.rglob("*"))

@@ -96,7 +96,7 @@ def bound(number: int, **changes: Any) -> Card:
 
 
 def bound_by_hand(number: int) -> Card:
-    """The same card after an administrator did: nobody knows the GPU's UUID."""
+    """The same card after an administrator bound it, so the GPU's UUID is unknown."""
     return bound(number, by_us=False, gpu_uuid=uuid_of_bus_id(card(number).bus_id))
 
 

@@ -1,6 +1,6 @@
-"""Metrics as a scrape reads them; and all of them at once, which docs, dashboard and alerts are held against.
+"""Metrics as a scrape reads them; and all of them at once, to compare with docs, dashboard and alerts.
 
-`python -m tests.fakes.scrapes` writes the table of docs/metrics.md anew.
+`python -m tests.fakes.scrapes` rewrites the table of docs/metrics.md.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def node_use(
 
 
 def complete_metrics() -> Metrics:
-    """Every view is shown, and everything that has no series before it happens did happen."""
+    """All views are registered, and every event without initial series has happened."""
     health = KnownHealth(xids={(uuid(0), 79): 1})
     health.has(Severity.UNHEALTHY, "xid", HealthTarget(uuid(0)))
     instance = HealthTarget(uuid(2), 7, 0)

@@ -23,7 +23,7 @@ JsonObject = dict[str, Any]
 
 
 class Heard:
-    """What an observer of the publisher hears."""
+    """Records the calls of a publisher's observer."""
 
     def __init__(self) -> None:
         self.lags: list[float] = []

@@ -1,4 +1,4 @@
-"""Data of tests that lie as YAML beside the test file that uses them."""
+"""Test data in YAML files next to the test file that uses them."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def eventually(check: Callable[[], Any], timeout_s: float = 25.0) -> Any:
-    """The first true value of `check`, which is asked again and again. Fails the test when the time is over."""
+    """Polls `check` and returns its first true value. Fails the test after a timeout."""
     deadline = time.monotonic() + timeout_s
     while not (value := check()):
         assert time.monotonic() < deadline, "it did not come about in time"

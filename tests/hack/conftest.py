@@ -1,4 +1,4 @@
-"""What hack/ holds is imported as its own programs do, and leaves the process as it was."""
+"""Modules of hack/ are imported as its own programs do, without lasting effects on the process."""
 
 import sys
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""hack/e2e_vm.py where it cannot run; where it can, `make e2e-vm` is its own test."""
+"""hack/e2e_vm.py on machines where it cannot run; elsewhere `make e2e-vm` tests it."""
 
 from __future__ import annotations
 

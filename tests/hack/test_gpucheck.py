@@ -1,4 +1,4 @@
-"""hack/gpu-check on simulated machines, beside an nvidia-smi that answers everything."""
+"""hack/gpu-check on simulated machines, compared with an nvidia-smi that answers everything."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _CHANGES = re.compile(
 
 @pytest.fixture(autouse=True)
 def _kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The simulated nvidia-smi shows no MIG device without its nodes; a real one makes the nodes itself."""
+    """The simulated nvidia-smi lists no MIG device without its nodes; the real one creates the nodes itself."""
     monkeypatch.delenv("SIMULATE_HOSTILE")
 
 
@@ -109,7 +109,7 @@ def _xml(gpu: Gpu) -> str:
 
 
 def _topology(view: View) -> str:
-    """The matrix from the simulator's own wiring, not from what discovery made of it."""
+    """The matrix from the simulator's own wiring, not from discovery."""
     state = open_machine(Path(view.driver_root).parent).current()
     gpus = view.inventory.gpus
     names = [f"GPU{gpu.index}" for gpu in gpus]
@@ -126,7 +126,7 @@ def _topology(view: View) -> str:
 
 
 def report(machine: str, directory: Path, replace: dict[str, str] | None = None) -> Report:
-    """What is found beside an nvidia-smi that answers everything, in some of it with other words."""
+    """Returns the findings with an nvidia-smi that answers everything, with some words replaced."""
     with looking_at(machine, directory) as view:
         return check(view, full_smi(directory / "nvidia-smi", view, replace))
 

@@ -24,7 +24,7 @@ PAGES = sorted(str(file.relative_to(ROOT)) for file in (ROOT / "docs").rglob("*.
 
 
 class _Loader(yaml.SafeLoader):
-    """mkdocs.yml names Python's functions, which are not asked for here."""
+    """Ignores the Python functions that mkdocs.yml names."""
 
 
 _Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda _loader, _suffix, _node: None)
@@ -50,7 +50,7 @@ def named(entry: Any) -> Iterator[str]:
 
 
 def anchors(markdown: str) -> set[str]:
-    """The anchors of the headings, as GitHub and the site make them."""
+    """The anchors of the headings, as on GitHub and the site."""
     titles = [
         line.lstrip("#").strip() for line, is_prose in links.prose(markdown) if is_prose and line[0] == "#"
     ]

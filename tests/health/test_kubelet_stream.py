@@ -1,4 +1,4 @@
-"""The stream of device health, by itself and at the kubelet's socket."""
+"""The stream of device health, directly and at the kubelet's socket."""
 
 from __future__ import annotations
 

@@ -171,7 +171,7 @@ def test_where_the_driver_tells_no_recovery_action_an_unknown_xid_keeps_work_awa
 
 
 def test_polls_search_no_gpu_by_its_uuid(bench):
-    """The search asks every GPU before, and waits for one that is busy."""
+    """Such a search first queries every GPU, and waits for a busy one."""
     bench.machine.set_fault("nvmlDeviceGetHandleByUUID", code="unknown")
     bench.machine.create_mig(MIG_GPU, "1g.10gb", 1)
     bench.turn(60)
@@ -441,7 +441,7 @@ def test_silence_while_nvml_is_closed_or_the_driver_is_reloaded_does_not_count(b
 
 
 def lose_and_hide(bench: Bench) -> str:
-    """A GPU that fell off the bus, and that discovery does not show any more; its UUID."""
+    """Makes a GPU fall off the bus, and discovery omit it; returns its UUID."""
     bench.machine.lose_gpu(0)
     bench.turn()
     bench.node.session.reopen()
@@ -497,7 +497,7 @@ def test_a_lost_gpu_stays_lost_while_it_is_on_the_bus_also_over_restarts(bench):
 
 
 def test_a_gpu_is_not_forgotten_while_nvml_tells_nothing(bench):
-    """A driver that is reloaded for an hour; then the ten minutes begin anew."""
+    """A driver that is reloaded for an hour; then the ten minutes start again."""
     gone = lose_and_hide(bench)
     bench.on_bus.remove(bench.places[gone])
     bench.turn(10)
@@ -705,7 +705,7 @@ def test_a_disk_that_refuses_costs_only_the_memory(bench, logs, monkeypatch):
 
 
 class HangingSource:
-    """NVML that answers until calls for the GPUs in `hangs` do not; `release` ends their hang."""
+    """NVML whose calls for the GPUs in `hangs` hang until `release`."""
 
     driver_loads = 0
 

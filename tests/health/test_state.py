@@ -108,7 +108,7 @@ def test_what_the_catalog_ends_with_a_reset_or_a_reboot_is_unhealthy(number, rep
 
 @pytest.mark.parametrize("number", [key for key, row in OFFICIAL.items() if row[0] in RESETS_OR_REBOOTS])
 def test_the_recovery_action_says_otherwise(number):
-    """The driver asks for nothing half a minute later."""
+    """The driver requests no action half a minute later."""
     assert observe(after(Xid(number)), WELL, NOW + SETTLE_S).reasons == ()
 
 
@@ -163,7 +163,7 @@ def test_signals_come_and_go_with_the_look(told, expected):
     assert {"/".join(reason.name): reason.severity.name for reason in state.reasons} == expected
     again = observe(state, PollResult(signals), NOW + 60)
     assert [reason.since for reason in again.reasons] == [NOW] * len(expected)
-    # What a look does not tell is not taken back by it.
+    # Values that a poll does not report do not end a reason.
     assert observe(again, PollResult(PolledHealth()), NOW + 120).reasons == again.reasons
     assert observe(again, WELL, NOW + 180).reasons == ()
     assert observe(INSTANCE, PollResult(signals), NOW) == INSTANCE

@@ -226,7 +226,7 @@ def test_libraries_of_another_architecture_are_left_out_with_one_note(
     assert [path for path in containers(files.libraries + files.configs) if foreign in path] == []
     assert [link.path for link in files.links if foreign in link.path] == []
     assert files.linker_dirs == (own, "/usr/lib64")
-    count = len(LIBRARIES) + 1  # X.org modules are looked for beside our libraries only
+    count = len(LIBRARIES) + 1  # X.org modules are searched only next to our libraries
     assert files.notes == (
         f"{count} libraries below the driver root {HOST_ROOT} are left out, not made for this machine "
         f"({machine}): the first, {foreign}/libEGL_nvidia.so.{VERSION}, is made for {other}",
@@ -275,7 +275,7 @@ def test_a_driver_of_another_architecture_alone_is_an_error_that_says_so(
 
 
 def test_a_library_that_is_no_elf_file_is_of_every_architecture(tmp_path: Path) -> None:
-    """So are those of a simulated machine; and one that is still being written."""
+    """Such as those of a simulated machine, or a file that is still being written."""
     nodes = driver_root(tmp_path, directory="/usr/lib/aarch64-linux-gnu")
     put(tmp_path, f"/usr/lib/aarch64-linux-gnu/libnvcuvid.so.{VERSION}").write_bytes(elf("x86_64")[:12])
     files = root_at(tmp_path, nodes, machine="x86_64").scan(VERSION)
@@ -382,7 +382,7 @@ def test_linkers_look_where_this_machine_does_when_the_library_says_nothing(tmp_
 
 @pytest.fixture
 def no_bursts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every call looks, as calls do that are a while apart."""
+    """Disables the cache, as for calls with some time between them."""
     monkeypatch.setattr("dra_driver.host.driver_root._FRESH_S", 0.0)
 
 

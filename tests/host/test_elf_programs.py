@@ -1,5 +1,6 @@
-"""NVIDIA's own programs for plugin and MPS host, beside any C library of the host, and told as such where one cannot be
-started. No NVIDIA driver is loaded: that they say so is the sign that they run."""
+"""NVIDIA's own programs for plugin and MPS host, with any C library of the host, and the errors if they
+cannot be started. No NVIDIA driver is loaded: their message about this shows that they run.
+"""
 
 from __future__ import annotations
 
@@ -138,7 +139,7 @@ def test_the_hosts_nvml_is_loaded_with_our_c_library(root: Path) -> None:
 def test_the_mps_daemon_and_its_server_run_with_the_hosts_driver_and_our_c_library(
     root: Path, tmp_path: Path, mps: Callable[[Path], Served]
 ) -> None:
-    """A server says that there is no GPU once it has loaded libcuda, and otherwise that it cannot."""
+    """A server that has loaded libcuda reports that there is no GPU."""
     supervisor = mps(root)
     assert supervisor.ensure(SPEC, 20).state == "ready"
     layout = MpsLayout(tmp_path / "mps")
@@ -322,7 +323,7 @@ def test_an_mps_daemon_that_cannot_be_started_is_told_with_its_cause(
 ) -> None:
     harm(container / "usr/bin" / CONTROL_PROGRAM)
     supervisor = mps(container)
-    words_of_loader = cause.rpartition(".*")[2]  # its daemon is no child whose exit code counts
+    words_of_loader = cause.rpartition(".*")[2]  # its daemon is not a child, so there is no exit code
     with pytest.raises(RetryableError, match=words_of_loader):
         supervisor.ensure(SPEC, 20)
     supervisor.stop(SPEC.device, 20)

@@ -120,7 +120,7 @@ CAPS = "driver/nvidia/capabilities"
 
 
 class Written:
-    """Keeps what was made; what is there is left alone, as by mknod(2)."""
+    """Records created nodes; existing ones are not changed, like mknod(2)."""
 
     def __init__(self, *there: DeviceNode, fails: OSError | None = None) -> None:
         self.made: dict[str, DeviceNode] = {}

@@ -45,7 +45,7 @@ def proc(directory: Path, *cgroups: str, namespace: str = "pid:[4026531836]") ->
     for number, text in enumerate(cgroups, 4711):
         (directory / str(number)).mkdir()
         (directory / f"{number}/cgroup").write_text(f"{text}\n")
-    (directory / "1").mkdir()  # a process that ended while it was looked at
+    (directory / "1").mkdir()  # a process that exited during the check
     return str(directory)
 
 

@@ -1,5 +1,6 @@
-"""What NVIDIA's own nvidia-smi says and how it ends, for the very arguments that we give it: where no NVIDIA driver is
-loaded, and above an NVML of ours with one GPU. Each branch says the same but where a test tells otherwise."""
+"""Output and exit codes of NVIDIA's own nvidia-smi for exactly our arguments: without an NVIDIA driver, and
+with a test NVML with one GPU. All branches behave alike unless a test says otherwise.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ def root(nvidia: Programs, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def one_gpu(nvidia: Programs, root: Path, tmp_path: Path) -> OneGpu:
-    """Puts an NVML of ours beside it; its answers as macros of one_gpu_nvml.c."""
+    """Provides a test NVML; its answers are macros of one_gpu_nvml.c."""
     if shutil.which("cc") is None:
         pytest.fail("a C compiler is missing; run: python3 hack/debian_programs.py")
 
@@ -126,7 +127,7 @@ def test_a_compute_mode_that_nvml_refuses_to_set_is_told_with_nvmls_words(
 
 @pytest.mark.parametrize("answer", ["SET_MODE=3", "GET_MODE=3"])
 def test_a_compute_mode_that_the_gpu_does_not_have_is_not_taken_for_set(one_gpu: OneGpu, answer: str) -> None:
-    """nvidia-smi treats it as a warning, moves on, and ends with 0."""
+    """nvidia-smi treats it as a warning, continues, and exits with 0."""
     find = one_gpu(answer)
     code, text = said(find, "-i", UUID, "-c", "EXCLUSIVE_PROCESS")
     assert (code, "Treating as warning and moving on." in text) == (0, True)
@@ -138,7 +139,7 @@ def test_a_compute_mode_that_the_gpu_does_not_have_is_not_taken_for_set(one_gpu:
 def test_a_compute_mode_that_cannot_be_read_is_not_taken_for_none(
     one_gpu: OneGpu, code: int, text: str
 ) -> None:
-    """The error stands in the place of the value, and nvidia-smi ends with 0."""
+    """nvidia-smi prints the error instead of the value, and exits with 0."""
     find = one_gpu(f"GET_MODE={code}")
     assert said(find, "-i", UUID, "--query-gpu=compute_mode", "--format=csv,noheader") == (0, f"[{text}]\n")
     with pytest.raises(RetryableError, match=text):
@@ -169,7 +170,7 @@ def test_a_gpu_that_is_not_there_is_told_as_absent(one_gpu: OneGpu) -> None:
 
 
 def test_a_gpu_that_fell_off_the_bus_is_told_as_absent(one_gpu: OneGpu) -> None:
-    """The real program prints memory that nobody has written in the place of the GPU's address."""
+    """The real program prints uninitialised memory instead of the GPU's address."""
     find = one_gpu("FIND=15")
     with pytest.raises(NvmlUnavailableError, match=r"GPU is lost\. +Reboot the system to recover this GPU"):
         NvidiaSmi(find).set_time_slice(UUID, 2)
@@ -180,7 +181,7 @@ def test_a_gpu_that_fell_off_the_bus_is_told_as_absent(one_gpu: OneGpu) -> None:
 
 @tabled("answers", "text")
 def test_an_nvml_that_does_not_work_is_no_missing_setting(one_gpu: OneGpu, answers: str, text: str) -> None:
-    """R470 ends with 255 on a mismatch, the others with 18."""
+    """R470 exits with 255 on a mismatch, the others with 18."""
     find = one_gpu(answers)
     for attempt in (
         lambda: NvidiaSmi(find).set_time_slice(UUID, 2),
@@ -193,7 +194,9 @@ def test_an_nvml_that_does_not_work_is_no_missing_setting(one_gpu: OneGpu, answe
 
 
 def test_gpu_check_finds_the_list_and_the_elements_that_each_branch_has(one_gpu: OneGpu) -> None:
-    """The XML itself needs more of an NVML than ours has: the names of its elements stand in the program."""
+    """The XML itself needs a more complete NVML than the test's; the program contains the names of its
+    elements.
+    """
     programs = one_gpu()()
     program = programs.path(SMI_PROGRAM)
     assert f"(UUID: {UUID})" in ask_smi(program, ("-L",), programs.library_path)

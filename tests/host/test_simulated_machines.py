@@ -1,6 +1,6 @@
-"""The whole way from a simulated host to CDI specs, against golden files.
+"""From a simulated host to CDI specs, compared with golden files.
 
-To write the golden files anew: pytest tests/host/test_simulated_machines.py --update-golden
+To rewrite the golden files: pytest tests/host/test_simulated_machines.py --update-golden
 """
 
 import json
@@ -40,7 +40,7 @@ class Host:
         return (self.root / "sys/module/nvidia/version").read_text().strip()
 
     def minors(self) -> dict[str, int]:
-        """GPU minors by bus ID, as the driver tells them."""
+        """GPU minors by bus ID, as the driver reports them."""
         found = {}
         for file in sorted(self.root.glob("proc/driver/nvidia/gpus/*/information")):
             match = re.search(r"Device Minor:\s*(\d+)", file.read_text())

@@ -136,8 +136,9 @@ def test_card_that_no_virtual_machine_can_have_says_why(
 
 
 def test_looks_wait_for_no_change_of_drivers(node: Node) -> None:
-    """While a function changes drivers, kernels before 6.9 let whoever reads its number of virtual functions wait, and
-    if an unbind hangs, for ever. A pipe without a writer does the same."""
+    """While a function changes drivers, kernels before 6.9 block readers of its number of virtual functions,
+    forever if an unbind hangs. A pipe without a writer behaves alike.
+    """
     count = node.machine.host_root / f"sys/bus/pci/devices/{GPU}/sriov_numvfs"
     count.unlink()
     os.mkfifo(count)
@@ -458,7 +459,7 @@ with GpuLocks(Path(sys.argv[2])).hold(["GPU-a"], 5):
 def test_write_that_hangs_keeps_the_lock_of_its_gpu_and_nothing_else_of_a_killed_process(
     tmp_path: Path,
 ) -> None:
-    """A pipe without a reader blocks whoever opens it, as the kernel does for a GPU in use."""
+    """A pipe without a reader blocks the opening process, like the kernel for a GPU in use."""
     pipe, socket_path, locks = tmp_path / "unbind", tmp_path / "dra.sock", GpuLocks(tmp_path / "locks")
     os.mkfifo(pipe)
     locks.open()

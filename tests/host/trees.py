@@ -1,4 +1,4 @@
-"""Small driver roots and device nodes for tests, made without root."""
+"""Small driver roots and device nodes for tests, created without root."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def elf(machine: str, *, bits: int = 64) -> bytes:
 
 
 def put_elf_libraries(root: Path, directory: str, machine: str, version: str = VERSION) -> None:
-    """As `put_libraries`, but each file says what architecture it is made for. Files of `put_libraries` become such."""
+    """Like `put_libraries`, but each file states its architecture. Replaces files of `put_libraries`."""
     if not (root / directory.lstrip("/")).exists():
         put_libraries(root, directory, version)
     for file in (root / directory.lstrip("/")).glob(f"lib*.so.{version}"):

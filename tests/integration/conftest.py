@@ -76,7 +76,8 @@ class Node(PlaygroundNode):
     def spawn(
         self, *, behind: Sequence[str] = (), before: str = "", umask: int = -1, **environment: str
     ) -> Any:
-        """The daemon as a process, which ends with the node at the latest: NVML is one for all of a process.
+        """Starts the daemon as a process, which ends with the node at the latest. Needed because NVML is
+        global in a process.
 
         `behind` is a command that runs it, `before` is Python that runs in it first.
         """
@@ -147,7 +148,7 @@ class Node(PlaygroundNode):
         return self.claim(name, status={"allocation": allocation})
 
     def delete_claim(self, name: str) -> None:
-        """It is gone from the API server; the kubelet has not unprepared it yet."""
+        """Deletes the claim in the API server; the kubelet has not unprepared it yet."""
         self.server.operations.delete(self.server.resource("resourceclaims"), ("default", name), {})
 
     def prepare(self, *refs: ClaimRef) -> dict[str, Any]:
@@ -160,7 +161,9 @@ class Node(PlaygroundNode):
         return outcome
 
     def refused(self, ref: ClaimRef, *parts: str) -> str:
-        """The error of a Prepare that must fail: one line that has these parts, and nothing is left of it."""
+        """Returns the error of a Prepare that must fail: one line with these parts. Asserts that nothing
+        remains.
+        """
         before = self.specs(), self.records()
         outcome = self.prepare(ref)[ref.uid]
         assert isinstance(outcome, Failed), outcome
@@ -187,7 +190,7 @@ class Node(PlaygroundNode):
         return sorted(path.name for path in self.cdi.glob("*")) if self.cdi.exists() else []
 
     def records(self) -> list[str]:
-        # A writer that was killed leaves a hidden file, which is cleared away later.
+        # A killed writer leaves a hidden file, which is removed later.
         return sorted(path.name for path in (self.plugin_dir / "claims").glob("[!.]*"))
 
 
@@ -214,7 +217,7 @@ def heard(driver: Driver) -> int:
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The monitor waits for events in NVML and hears of its end afterwards."""
+    """The monitor waits for NVML events and notices its stop only afterwards."""
     monkeypatch.setattr("dra_driver.health.monitor._WAIT_S", 0.05)
     monkeypatch.setattr("dra_driver.health.monitor._LOOK_EVERY_S", 0.2)
     monkeypatch.setattr("dra_driver.inventory.discovery._LOOK_EVERY_S", 0.5)
@@ -222,7 +225,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def directory_of_nodes(_memory_root: Path) -> Path | None:
-    """Where nodes are made; None is the disk, for MPS daemons, which have a /dev/shm of their own."""
+    """The directory of nodes; None is the disk, for MPS daemons, which have their own /dev/shm."""
     return _memory_root
 
 

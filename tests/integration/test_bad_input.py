@@ -65,7 +65,7 @@ def test_what_cannot_be_prepared_is_told_in_one_sentence(node: Node, bystander: 
 
 
 def test_directories_that_cannot_be_used_or_went(node: Node, bystander: ClaimRef) -> None:
-    """What cannot be written is told, with its path; a directory of CDI specs that went is made again."""
+    """Unwritable directories are reported with their path; a missing directory of CDI specs is created again."""
     ref = node.claim("next")
     aside = node.root / "aside"
     node.cdi.rename(aside)

@@ -228,7 +228,7 @@ def _end_the_mps_daemon(site: Site) -> None:
     site.more.callback(lambda: node.kubelet.unprepare(DRIVER, node.recorded()))
     site.claim(parameters(strategy="MPS"))
     misbehave(node.machine.host_root, **fails_to_start("cannot start"))
-    node.stop_mps_host()  # so that it finds the end and the failing start at one look
+    node.stop_mps_host()  # so that one check finds the exit and the failing start
     [file] = node.plugin_dir.glob("mps/*/pipe/*.pid")
     os.kill(int(file.read_text()), signal.SIGKILL)
     node.start_mps_host()
@@ -418,7 +418,7 @@ def _breakable(text: str) -> str:
 
 
 def _says_the_same(text: str, doctor: str) -> bool:
-    """Whether `doctor` prints the sentence too, or its end."""
+    """Whether `doctor` also prints the sentence, or its end."""
     parts = text.split(": ")
     ends = (": ".join(parts[number:]) for number in range(len(parts)))
     return any(len(end) > 20 and end.lower() in doctor.lower() for end in ends)

@@ -1,4 +1,4 @@
-"""`cluster` as typed, on the API server of a node at work."""
+"""`cluster` as typed, with the API server of a running node."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.integration.test_process import call
 
 @pytest.fixture
 def at_work(node: Node) -> list[str]:
-    """Arguments that lead to a cluster with a pod that has two GPUs, and a claim that asks for nine."""
+    """Arguments for a cluster with a pod with two GPUs, and a claim for nine."""
     names = [device["name"] for device in node.devices()]
     node.allocated_by_hand("training", names[2], names[3])
     exactly = {"deviceClassName": "gpu.nvidia.com", "allocationMode": "ExactCount", "count": 9}

@@ -1,4 +1,4 @@
-"""`cluster` on servers whose objects break the rules of the API, as those of a proxy or of a later version may."""
+"""`cluster` on servers whose objects violate the API, as behind a proxy or from a later version."""
 
 from __future__ import annotations
 

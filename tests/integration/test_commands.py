@@ -1,4 +1,4 @@
-"""`doctor`, `claims` and `validate` as processes: on a node at work, on examples, on every kind of mistake."""
+"""`doctor`, `claims` and `validate` as processes: on a running node, on examples, with every kind of mistake."""
 
 from __future__ import annotations
 
@@ -339,7 +339,7 @@ def test_claims_as_json_and_yaml_are_the_same(plugin_dir: Path) -> None:
 
 
 def test_claim_of_an_earlier_boot_is_not_what_its_gpu_is_busy_with(plugin_dir: Path) -> None:
-    """Nothing runs for it before the kubelet asks again; another claim may have its GPU meanwhile."""
+    """Nothing runs for it before the kubelet calls again; until then another claim may get its GPU."""
     locks, busy = GpuLocks(plugin_dir / "locks"), ("GPU-2", "GPU-3")
     locks.open()
     uses = [LockUse(uuid, "the start of the MPS daemon", time.monotonic(), "10:00:00") for uuid in busy]
@@ -565,7 +565,7 @@ def test_first_available_with_profiles_of_mig(dynamic: bool) -> None:
         )
         assert "GpuConfig does not fit device" in reports[3]["faults"][0]
     else:
-        # The classes are those of the driver, though this machine has no device for them.
+        # The classes are those of the driver, even without devices for them on this machine.
         assert given == [["gpu/whole"], [], [], ["gpu/whole"], ["gpu/whole"]]
         for report in reports[1:3]:
             assert report["hints"] == [
@@ -602,7 +602,7 @@ def test_each_sort_of_machine_is_tried_and_the_pods_of_an_object_as_one() -> Non
         f"its 3 claims do not fit on dgx-h100 at one time, {free} (2 of 8 matching devices are free)",
         f"its 3 claims do not fit on a30-4 at one time, {free} (1 of 4 matching devices are free)",
     ]
-    # A claim that one sort of machine can serve fits, and it is told which one cannot.
+    # A claim that fits one kind of machine fits, and the report names the kind that it does not fit.
     assert any(note.startswith("fits dgx-h100, for example: ") for note in reports[3]["notes"])
     assert any(note.startswith("does not fit a30-4: ") for note in reports[3]["notes"])
 

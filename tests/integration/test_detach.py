@@ -1,4 +1,4 @@
-"""`gpu-dra-driver detach` as a process, against a driver at work."""
+"""`gpu-dra-driver detach` as a process, with a running driver."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_a_time_of_another_form_is_refused(detach: Callable[..., Any], time: str
 def test_an_agent_that_keeps_nvml_open_keeps_a_gpu_from_mig_mode(
     make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first MIG device of a GPU needs the mode; with the agent gone, or the mode on, it works."""
+    """The first MIG device of a GPU needs the mode; without the agent, or with the mode on, it works."""
     monkeypatch.setattr(lifecycle, "WaitTimeouts", partial(WaitTimeouts, last_s=42.4))
     node = make_node()
     node.start_driver(dynamic_mig=True)

@@ -1,5 +1,6 @@
-"""What containers get beside their GPUs, through the whole driver: IMEX channels, and the host's nodes for RDMA and
-storage."""
+"""Additional devices of containers, through the whole driver: IMEX channels, and the host's nodes for RDMA
+and storage.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ def channels(node: Node, ref: ClaimRef) -> list[tuple[str, int, int]]:
 
 
 def beside(node: Node, ref: ClaimRef) -> dict[str, list[str]]:
-    """The nodes of each device that are no GPU's, by the device."""
+    """Returns the nodes of each device that do not belong to a GPU, by device."""
     return {
         device["name"].removeprefix(f"{ref.uid}-"): [
             one["path"]

@@ -149,7 +149,7 @@ def test_the_taint_stays_until_discovery_has_read_the_fabric(
 def test_a_fabric_that_is_set_up_anew_is_never_published_without_its_taint(
     tray: Node, request: pytest.FixtureRequest, finds: str
 ) -> None:
-    """Whether a poll of health or discovery finds it first. Who was prepared before is answered meanwhile."""
+    """Whether a health poll or discovery finds it first. Claims prepared before are answered during that."""
     request.getfixturevalue(finds)
     discovery = tray.running(4, imex_channel=3).driver.discovery
     complete(tray)

@@ -25,7 +25,7 @@ def call(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_commands_work(tmp_path: Path) -> None:
-    """Those that no other test starts afresh."""
+    """Commands that no other test starts in a new process."""
     machine = ["--simulate", "dgx-h100"]
     plugins = ["--kubelet-plugins-directory-path", str(tmp_path / "plugins")]
     files = [*plugins, "--cdi-root", str(tmp_path / "cdi")]

@@ -1,4 +1,4 @@
-"""What claims are told of the health of their devices, on a whole node."""
+"""What claims report about the health of their devices, on a whole node."""
 
 from __future__ import annotations
 
@@ -61,9 +61,10 @@ def test_of_two_instances_one_tells_and_keeps_and_the_other_takes_over(
     gpu, other = (found.uuid for found in list(node.machine.current().present)[:2])
 
     def everybody_hears(index: int, xid: int, uuid: str) -> bool:
-        # In one process the end of the one's events may be noticed by the other, who misses what comes meanwhile.
+        # In one process both may notice the end of the first one's events, and the second one misses events
+        # during that.
         node.machine.raise_xid(index, xid)
-        # That its events cannot be heard is a reason, too.
+        # That its events are not available is a reason, too.
         states = [driver.health.monitor.book.state(HealthTarget(uuid)) for driver in (old, new)]
         return all(any(f"Xid {xid}:" in reason.text for reason in state.reasons) for state in states)
 
@@ -72,12 +73,12 @@ def test_of_two_instances_one_tells_and_keeps_and_the_other_takes_over(
     eventually(lambda: "Pod/pod-of-one" in told(node, "GPUUnhealthy"))
     assert gpu in kept.read_text()
     assert told(node, "GPUUnhealthy") == ["Node/node-a", "Pod/pod-of-one", "ResourceClaim/one"]
-    # Not stopped: that would end NVML for the whole process.
+    # Not stopped, because that would close NVML for the whole process.
     new.leadership.withdraw()
     eventually(lambda: old.leadership.is_ours() and not new.leadership.is_ours())
     eventually(lambda: everybody_hears(1, 48, other))
     eventually(lambda: other in kept.read_text() and gpu in kept.read_text())
-    # The first is told twice where the old one takes it in while it takes over.
+    # The first event is reported twice if the old one receives it while the new one takes over.
     eventually(lambda: any(other in event["message"] for event in node.events("GPUUnhealthy")))
     new.stop()
     node.driver = old

@@ -20,7 +20,9 @@ def shown(driver: Driver, name: str, *labels: str) -> Mapping[tuple[str, ...], f
 
 
 def hear_anew(driver: Driver, gpu_uuid: str) -> None:
-    """A change of MIG mode makes registrations void, on real GPUs too: until the next one nobody hears of an Xid."""
+    """Registers for events again: a change of MIG mode ends registrations, on real GPUs too, and Xids are
+    then missed.
+    """
     watch = driver.health.monitor
     before = watch.pollers[gpu_uuid]._set_number
     watch.devices_changed()

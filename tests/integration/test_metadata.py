@@ -45,7 +45,7 @@ def described(node: Node, ref: ClaimRef) -> list[Json]:
 
 
 def left(node: Node) -> list[str]:
-    """What claims left, except for the directory that is there for all."""
+    """Returns what claims left, except for the directory, which always exists."""
     return [*node.specs(), *(str(path) for path in (node.plugin_dir / "dra-device-metadata").rglob("*"))]
 
 

@@ -106,8 +106,9 @@ def test_a_device_is_made_and_destroyed(node: Node) -> None:
 
 
 def test_claims_share_a_device_that_is_made_on_demand(make_node: Callable[..., Node], tmp_path: Path) -> None:
-    """The claim that made it goes first; the device and its daemon stay for the other one. The host has no nodes of
-    the device's capabilities until somebody makes them."""
+    """The claim that created it ends first; the device and its daemon remain for the other one. The host has
+    no capability nodes of the device until someone creates them.
+    """
     body = yaml.safe_load((MACHINES / "dgx-h100.yaml").read_text())
     machine = tmp_path / "without-nodes.yaml"
     machine.write_text(yaml.safe_dump({**body, "system": {"cap_nodes": False}}))
@@ -191,7 +192,7 @@ def errors_of(node: Node) -> tuple[float, float]:
 def test_device_is_destroyed_though_nvml_is_being_initialised_anew(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another GPU is plugged in meanwhile."""
+    """Another GPU is added during that."""
     ref = node.allocated_by_hand("one", named(node, "1g.10gb", 0))
     node.ready(ref)
     initialise, begun, gate, waits = NvmlSession._open, Event(), Event(), Event()

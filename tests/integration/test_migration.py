@@ -1,6 +1,7 @@
-"""A node on which NVIDIA's DRA driver ran: it has the same name, directory and CDI file names, and other device names.
+"""A node on which NVIDIA's DRA driver ran: with the same name, directory and CDI file names, but other device
+names.
 
-docs/migration.md tells people to drain such a node first; here is what happens with and without that.
+docs/migration.md recommends draining such a node first; these tests cover both cases.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def test_claim_of_the_other_driver_ends_and_its_spec_goes(left: tuple[Node, Clai
 
 
 def test_claim_of_the_other_driver_is_not_prepared_anew(left: tuple[Node, ClaimRef, bytes]) -> None:
-    """As after a reboot, when the kubelet asks again: the names of devices are others, and a guess could be wrong."""
+    """As after a reboot, when the kubelet calls again: the device names differ, and a guess could be wrong."""
     node, ref, _ = left
     told = "device gpu-0 of pool node-a does not exist on this node"
     node.refused(ref, told, "delete the pod and its claim")

@@ -29,8 +29,9 @@ def index_in_name(device: str) -> int | None:
 
 
 def mig_in_spec(node: Node, device: str) -> str:
-    """The UUID of a MIG device as Datadog's agent finds it: the CDI device whose name ends with the device's, its
-    capability nodes, the numbers of these in mig-minors, and NVML."""
+    """Returns the UUID of a MIG device as Datadog's agent finds it: the CDI device whose name ends with the
+    device's, its capability nodes, their numbers in mig-minors, and NVML.
+    """
     specs = [json.loads(path.read_text()) for path in node.cdi.glob("k8s.*")]
     [found] = [entry for spec in specs for entry in spec["devices"] if entry["name"].endswith(f"-{device}")]
     nodes = {Path(entry["path"]).name for entry in found["containerEdits"]["deviceNodes"]}
@@ -160,7 +161,7 @@ def test_a_claim_keeps_its_card_when_numbers_move(make_node: MakeNode) -> None:
     node.driver.stop()
     with (
         node.machine._change() as state
-    ):  # the first card is pulled, and the NVIDIA driver counts the others anew
+    ):  # the first card is removed, and the NVIDIA driver renumbers the others
         state.by_uuid[uuids[0]].present = False
         for number, uuid in enumerate(uuids[1:]):
             state.by_uuid[uuid].minor = number

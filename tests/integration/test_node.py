@@ -1,4 +1,4 @@
-"""The main job end to end, over real sockets and HTTP."""
+"""The main use case end to end, over real sockets and HTTP."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_daemon_starts_without_nvml_and_devices_come_with_it(make_node: Callable
     made = make_node()
     made.machine.unload_driver()
     driver = made.start_driver()
-    # Problems of a start, such as a check of the API server that is not over, may be told earlier.
+    # Problems of a start, such as a running check of the API server, may be reported earlier.
     eventually(lambda: any("driver" in problem for problem in driver.problems()))
     assert made.slices() == []
     made.machine.load_driver()
@@ -47,7 +47,7 @@ def test_a_driver_without_libcuda_is_told_before_a_claim_fails_of_it(make_node: 
         file.rename(file.with_name(f"hidden-{file.name}"))
     driver = made.running().driver
     what = "no claim can be prepared: libcuda.so.<version> is not below the driver root"
-    # Problems of a start, such as a check of the API server that is not over, end by themselves.
+    # Problems of a start, such as a running check of the API server, end by themselves.
     eventually(lambda: [problem.startswith(what) for problem in driver.problems()] == [True])
     [problem] = driver.problems()
     assert driver.probes.readiness() == [], "a rolling update goes on: the new release is not the cause"
@@ -61,7 +61,7 @@ def test_a_driver_without_libcuda_is_told_before_a_claim_fails_of_it(make_node: 
 
 
 def test_gpu_that_is_back_serves_before_discovery_has_looked_again(node: Node) -> None:
-    """As when the scheduler sees that the taint is gone earlier than that."""
+    """As if the scheduler sees earlier that the taint is gone."""
     [name] = [one["name"] for one in node.devices() if one["attributes"]["index"]["int"] == 3]
     node.machine.lose_gpu(3)
     node.driver.discovery.request_rescan()
@@ -75,7 +75,7 @@ def test_gpu_that_is_back_serves_before_discovery_has_looked_again(node: Node) -
 def test_prepare_right_after_a_driver_reload_is_answered_at_once(
     make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The session of before is no use, but the kubelet shall not come back in a minute for that."""
+    """The earlier session is invalid, but the kubelet should not have to wait a minute for a retry."""
     monkeypatch.setattr("dra_driver.inventory.discovery._LOOK_EVERY_S", 30.0)
     made = make_node().running(8 * 26, dynamic_mig=True)
     name = next(one["name"] for one in made.devices() if "-mig-1g10gb-19-" in one["name"])
@@ -104,7 +104,7 @@ def test_links_in_dev_char_are_there_from_the_start_and_before_a_prepare_answers
         f"{uvm}:0": "../nvidia-uvm",
         f"{uvm}:1": "../nvidia-uvm-tools",
     }
-    # Discovery may have made those of the other GPUs again by now.
+    # Discovery may already have created the links of the other GPUs again.
     assert {path.name: str(path.readlink()) for path in links.iterdir()}.items() >= expected.items()
 
 

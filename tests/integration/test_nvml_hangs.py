@@ -1,4 +1,4 @@
-"""A look in the background hangs in NVML: pods start and end meanwhile, and all goes on as before when it ends."""
+"""A background query hangs in NVML: pods still start and end, and everything continues when it returns."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_every_gpu_is_unresponsive_while_one_call_blocks_all_of_nvml(
 
 
 def looks(node: Node) -> None:
-    """Begin every look that runs in the background."""
+    """Starts every query that runs in the background."""
     node.driver.discovery.request_rescan()
     node.driver.health.monitor.devices_changed()
     node.driver.layouts.wake()
@@ -122,8 +122,9 @@ def test_every_nvml_call_of_a_look_may_hang(node: Node) -> None:
 def test_closing_and_opening_nvml_anew_may_hang(
     node: Node, monkeypatch: pytest.MonkeyPatch, function: str
 ) -> None:
-    """As after a GPU was added. Prepared claims end, claims that need no NVML are prepared in the usual time, and no
-    GPU is reported as healthy until NVML answers again."""
+    """As after a GPU was added. Prepared claims can be unprepared, claims without NVML are prepared in the
+    usual time, and no GPU is reported as healthy until NVML answers again.
+    """
     devices = [device["name"] for device in node.devices()]
     held = node.allocated_by_hand("held", devices[0], config=sliced("Long"))
     node.ready(held)
@@ -150,7 +151,7 @@ def test_closing_and_opening_nvml_anew_may_hang(
 def test_hang_on_one_gpu_and_a_bind_of_another_delay_no_claim_of_a_third(
     make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The bind needs NVML closed, for which it waits: whoever waits for the bind gets nothing in this test."""
+    """The bind needs NVML closed, and waits for that: claims that wait for the bind fail in this test."""
     monkeypatch.setattr("dra_driver.passthrough.steps._NVML_S", 600.0)
     node = make_node()
     node.machine.set_virtual_functions(0, 0)

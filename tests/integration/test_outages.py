@@ -18,7 +18,7 @@ from tests.integration.conftest import DRIVER, Node
 
 @pytest.fixture(autouse=True)
 def prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Looks at the hardware come sooner; nothing else differs."""
+    """Checks of the hardware are more frequent; nothing else differs."""
     monkeypatch.setattr("dra_driver.health.monitor._WAIT_S", 0.05)
     monkeypatch.setattr("dra_driver.inventory.discovery._LOOK_EVERY_S", 0.05)
 
@@ -33,7 +33,7 @@ def prepared(node: Node, count: int) -> dict[ClaimRef, Prepared]:
 
 
 def test_daemon_that_starts_without_api_server_serves_what_it_knows(node: Node) -> None:
-    """Prepared claims prepare again and Unprepare works; what changed meanwhile is published afterwards."""
+    """Prepare of prepared claims and Unprepare work; changes are published later."""
     answers = prepared(node, 3)
     node.driver.stop()
     node.server.stop()
@@ -96,7 +96,7 @@ def test_prepare_waits_for_one_attempt_when_another_api_server_takes_over(
 
 
 def test_gpu_that_is_drained_under_its_claim(node: Node) -> None:
-    """Its claim can be taken back, the other claims do not notice, and the GPU serves again when it is back."""
+    """Its claim can be unprepared, other claims are not affected, and the GPU works again when it returns."""
     before = [device["name"] for device in node.devices()]
     answers = prepared(node, 3)
     lost, *others = answers
@@ -122,7 +122,9 @@ def test_gpu_that_is_drained_under_its_claim(node: Node) -> None:
 
 
 class JumpedTime:
-    """Stands in for `time` in the driver's modules: gRPC would take a jump of its own for a missed deadline."""
+    """Replaces `time` in the driver's modules, because gRPC would treat a jump of its own clock as a missed
+    deadline.
+    """
 
     def __init__(self, jump_s: float) -> None:
         self._jump_s = jump_s
@@ -154,7 +156,7 @@ def test_clock_that_jumps_changes_nothing(node: Node, monkeypatch: pytest.Monkey
         for ref, answer in answers.items():
             assert node.ready(ref) == answer
         other = node.claim(f"other-{int(restart)}")
-        for _ in range(2):  # also after it was taken back
+        for _ in range(2):  # also after it was unprepared
             node.ready(other)
             node.take_back(other)
     assert node.slices() == published

@@ -109,7 +109,7 @@ def test_card_of_a_virtual_machine_is_given_to_no_container_and_survives_restart
     node.restart_driver(passthrough=True)
     node.wait_devices(15)
     assert node.ready(ref) == prepared
-    # Switched off, what is there is still taken back.
+    # Even if passthrough is off, existing cards are returned.
     node.restart_driver(passthrough=False)
     assert node.ready(ref) == prepared
     (node.plugin_dir / "ledger" / f"{uuid}.json").write_text("{")
@@ -187,7 +187,7 @@ def test_passthrough_that_offers_no_gpu_is_a_problem_until_one_is_offered(
 
 
 def with_a_machine_that_runs_on(make_node: Callable[..., Node]) -> tuple[Node, str]:
-    """A node, and the UUID of its GPU 1, whose claim has ended though a virtual machine still has it."""
+    """A node, and the UUID of its GPU 1, whose claim has ended while a virtual machine still uses it."""
     node = without_virtual_functions(make_node).running(16, passthrough=True)
     _, passed = named(node, 1)
     uuid = node.machine.gpu(1).uuid

@@ -1,4 +1,4 @@
-"""What the daemon leaves on the disk is root's alone, and it needs no capability of the kernel to make it."""
+"""The daemon's files belong only to root, and it needs no kernel capability to create them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.integration.conftest import DRIVER, Node
 FOR_ALL = {"cdi", "dra-device-metadata"}
 """Runtimes and containers read what lies in there; it is written by root alone."""
 PLUGIN_DIRECTORY = 0o750
-"""The mode that the kubelet's other plugins give theirs; group root may look."""
+"""The mode that other plugins of the kubelet use; group root may list it."""
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def test_only_root_reads_state_and_only_root_writes_anything(spawn: Callable[...
             else:
                 assert mode == (0o700 if path.is_dir() else 0o600), (name, oct(mode))
                 found["private"].add(path.name)
-    # All there is was looked at: records, ledger, locks, sockets; specs and metadata.
+    # All kinds were checked: records, ledger, locks, sockets; specs and metadata.
     assert {"claims", "ledger", "publishers", "dra.sock", f"{DRIVER}-reg.sock"} <= found["private"]
     assert any(name.endswith(".lock") for name in found["private"])
     assert sum(name.endswith(".json") for name in found["private"]) > 4
@@ -93,7 +93,9 @@ def dropped() -> tuple[str, ...]:
 
 @pytest.mark.root
 def test_no_capability_is_needed_on_the_side_of_the_kernel(spawn: Callable[..., Node]) -> None:
-    """Files, locks, sockets and devices that are only described: what is left is what the GPU driver asks for."""
+    """Files, locks, sockets and devices that are only described; the GPU driver's own requirements are not
+    covered.
+    """
     without = dropped()
     status = subprocess.run(
         [*without, "cat", "/proc/self/status"], capture_output=True, text=True, check=True

@@ -1,4 +1,4 @@
-"""The command line as a process: exit codes, one-line errors, signals, and what is left behind."""
+"""The command line as a process: exit codes, one-line errors, signals, and what remains."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MEMORY = "/dev/shm"
 
 def environment(**more: str) -> dict[str, str]:
     kept = {key: value for key, value in os.environ.items() if key in ("PATH", "HOME", "LANG", "TMPDIR")}
-    # Where a command makes the machine that it simulates for itself: hundreds of files.
+    # The place of machines that commands simulate for themselves: hundreds of files.
     return {**kept, "TMPDIR": MEMORY if os.access(MEMORY, os.W_OK) else tempfile.gettempdir(), **more}
 
 
@@ -157,7 +157,9 @@ def test_wrong_configuration_is_one_line_and_exit_code_two(
 
 
 def test_boot_without_an_id_ends_the_start_with_the_reason(make_node: Callable[..., Node]) -> None:
-    """Without it the plugin cannot know what a reboot has ended, so it must not use the files at all."""
+    """Without the boot ID the plugin cannot know what a reboot has reset, so it must not use its files at
+    all.
+    """
     node = make_node()
     (node.machine.host_root / "proc/sys/kernel/random/boot_id").write_text("")
     process = node.spawn(SIMULATOR_DIR=str(node.root / "machine"))
@@ -200,7 +202,7 @@ def test_run_tells_every_fault_of_flags_environment_and_file(tmp_path: Path) -> 
 def test_kubelet_registers_the_plugin_before_it_imports_the_client_of_the_api_server(
     make_node: Callable[..., Node], tmp_path: Path
 ) -> None:
-    """The import, which never ends here, takes some tenths of a second."""
+    """The import normally takes some tenths of a second; here it never returns."""
     node = make_node()
     imported = tmp_path / "imported"
     (tmp_path / "kubernetes.py").write_text(
@@ -281,8 +283,9 @@ def test_ctrl_c_while_a_command_is_loaded_is_no_traceback(
 def test_nvidia_smi_of_a_killed_daemon_is_undone_when_it_has_taken_effect(
     make_node: Callable[..., Node], tmp_path: Path
 ) -> None:
-    """The program lives on and sets the time slice, although the claim has ended meanwhile. The next daemon serves the
-    other GPUs, and changes this one only after that."""
+    """The program survives and sets the time slice after the claim has ended. The next daemon serves the
+    other GPUs, and changes this one only after that.
+    """
     node = make_node()
     begun, goes_on, ended = tmp_path / "begun", tmp_path / "goes-on", tmp_path / "ended"
     os.mkfifo(goes_on)

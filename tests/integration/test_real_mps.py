@@ -31,7 +31,7 @@ def directory_of_nodes() -> None:
 
 def with_programs_of(node: Node, programs: Programs) -> Node:
     """The node with the control program and the NVIDIA driver of a branch."""
-    with node.machine._change() as state:  # loading another version would end its MIG devices
+    with node.machine._change() as state:  # loading another version would destroy its MIG devices
         state.driver_version = programs.version
     for name in ("nvidia-cuda-mps-control", "nvidia-cuda-mps-server"):
         program = node.machine.host_root / "usr/bin" / name
@@ -43,7 +43,7 @@ def with_programs_of(node: Node, programs: Programs) -> Node:
 
 @pytest.fixture
 def leaving_nothing() -> Iterator[Callable[[Node], Node]]:
-    """For a node that runs; nothing of MPS may be left on it."""
+    """For a running node, on which nothing of MPS may remain."""
     made: list[tuple[Node, dict[str, bytes]]] = []
 
     def note(node: Node) -> Node:
@@ -82,7 +82,7 @@ def daemon(node: Node, device: str) -> list[str]:
 
 
 def test_claims_get_what_the_branch_knows(real: Callable[..., Node], nvidia: Programs) -> None:
-    """Users share nothing unless asked; limits are set and read back."""
+    """Users share a daemon only if requested; limits are set and verified."""
     node = real()
     names = [device["name"] for device in node.devices()]
     plain = by_hand(node, "plain")

@@ -1,4 +1,4 @@
-"""Devices change hands: pods that are replaced, and claims that nobody unprepares."""
+"""Devices pass to other claims: replaced pods, and claims that the kubelet never unprepares."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.integration.conftest import Node, sliced
 
 
 def looked_at(node: Node, ref: ClaimRef) -> bool:
-    """Whether the driver asked for a claim since it was prepared."""
+    """Whether the driver read the claim from the API server after it was prepared."""
     path = f"/resourceclaims/{ref.name}"
     return (
         sum(request.method == "GET" and request.path.endswith(path) for request in node.server.requests) > 1
@@ -77,7 +77,7 @@ def test_share_waits_for_one_of_another_way_of_sharing(make_node: Callable[..., 
 def test_claim_that_nobody_unprepares_is_taken_back_and_told(
     make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the whole driver, which stops at once though somebody waits."""
+    """With the whole driver, which stops at once although a call waits."""
     monkeypatch.setattr(lifecycle, "Rhythm", lambda: Rhythm(first_s=0.2, grace_s=0.3, every_s=0.5))
     node = make_node().running()
     old, kept = node.claim("old"), node.claim("kept")

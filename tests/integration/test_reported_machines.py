@@ -47,7 +47,7 @@ def test_unlike_cards_of_a_home_server_are_all_published(make_node: Callable[...
 def test_gpu_without_minor_number_is_not_published_and_doctor_says_why(
     make_node: Callable[..., Node],
 ) -> None:
-    """NVML of WSL2 has no minor numbers, and there is no device node to which one could belong."""
+    """NVML of WSL2 reports no minor numbers, and there are no GPU device nodes."""
     node = make_node(str(MACHINES / "no-minor-number.yaml"))
     node.start_driver()
     seen, _ = warnings(node)["NVML"]

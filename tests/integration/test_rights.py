@@ -1,4 +1,4 @@
-"""The ClusterRole against the requests that the daemon really makes."""
+"""The ClusterRole compared with the daemon's actual requests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ _OF_REQUESTS = {"get", "list", "watch", *_VERBS.values()}
 
 
 def granted() -> set[tuple[str, str]]:
-    """(resource, verb) of the role. Verbs that no request has are what policies and the API server ask for besides."""
+    """Returns (resource, verb) of the role. Verbs without a request are those that policies and the API
+    server check.
+    """
     role = next(entry for entry in yaml.safe_load_all(RBAC.read_text()) if entry["kind"] == "ClusterRole")
     return {
         (resource, verb)
@@ -32,7 +34,7 @@ def granted() -> set[tuple[str, str]]:
 
 
 def right_of(request: RecordedRequest) -> tuple[str, str] | None:
-    """What an authorizer would ask for; None for what everybody may read."""
+    """Returns what an authorizer would check; None for what everyone may read."""
     parts = [part for part in request.path.split("/") if part]
     parts = parts[2:] if parts[0] == "api" else parts[3:]
     if not parts:

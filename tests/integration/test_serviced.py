@@ -1,4 +1,4 @@
-"""`gpu-dra-driver serviced` as a process, against a driver at work."""
+"""`gpu-dra-driver serviced` as a process, with a running driver."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def snapshot(node: Node) -> dict[str, bytes]:
 
 
 def _settled(node: Node) -> dict[str, bytes] | None:
-    """The snapshot; None while something goes away under the look."""
+    """Returns the snapshot; None if something is removed during the read."""
     try:
         return snapshot(node)
     except FileNotFoundError:
@@ -107,7 +107,7 @@ def test_containers_are_right_when_each_uses_one_request_of_a_mix(shared: Callab
     by_id = {f"{spec['kind']}={device['name']}": device["containerEdits"] for device in spec["devices"]}
 
     def container(*requests: str) -> Json:
-        """What the runtime makes of the devices that the kubelet names for a container with these requests."""
+        """Returns what the runtime makes of the kubelet's devices for a container with these requests."""
         found = [by_id[one.cdi_ids[0]] for one in prepared.devices if set(one.requests) & set(requests)]
         return {
             "nodes": [
@@ -251,7 +251,7 @@ def test_time_slice_is_set_and_reset_and_set_again_after_a_driver_reload(shared:
 
 
 def test_claims_of_one_gpu_agree_on_its_interval(shared: Callable[..., Node]) -> None:
-    """The first to ask is named to the others, and the slice stays until the last that wants it is gone."""
+    """Errors name the first claim, and the slice remains until the last claim with it is gone."""
     node = shared(SharingRule("shares", 4))
     device = node.devices()[0]["name"]
     names = ("Short", "Long", "Short", "any", "MPS")

@@ -1,4 +1,4 @@
-"""`top` on nodes at work and in trouble, into a pipe and on a terminal."""
+"""`top` on healthy and failing nodes, into a pipe and on a terminal."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ Look = Callable[[], NodeSnapshot]
 
 @pytest.fixture
 def look(machine: Machine, memory_path: Path) -> Iterator[Look]:
-    """Makes looks at the machine, at a fixed time."""
+    """Returns a function that reads the machine at a fixed time."""
     with ExitStack() as stack:
 
         def make() -> NodeSnapshot:
@@ -300,7 +300,7 @@ def test_kept_health_and_what_nvml_says_now_are_put_together(machine: Machine, l
     # Only the claim whose instance it is has the trouble.
     assert [held.trouble for held in view.holdings] == ["degraded", None]
     assert [gpu.mode for gpu in view.gpus] == ["off", "on", "off", "off", None]
-    # Of an earlier boot: no instance survived, a reboot is a reset, and nobody has watched since.
+    # Of an earlier boot: no instance survived, a reboot is a reset, and nothing was monitored since.
     write_health(
         machine,
         HealthState(HealthTarget(uuids[0]), (pending, reason("xid", "48", Severity.UNHEALTHY))),
@@ -435,7 +435,7 @@ def nvml_problems(view: NodeView) -> list[str]:
 
 
 class OddNvml:
-    """NVML that hangs until it is let go, or fails as it is told."""
+    """NVML that hangs until it is released, or fails as configured."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.session = self

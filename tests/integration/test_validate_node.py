@@ -1,4 +1,6 @@
-"""`validate` on a node whose driver has made MIG devices: they are room that comes back, not somebody else's."""
+"""`validate` on a node whose driver has created MIG devices: their space will be free again, and is not
+foreign.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +89,7 @@ def test_what_the_driver_made_comes_back(validate: Validate, plugins: Path) -> N
     code, reports, _ = validate("--dynamic-mig")
     assert (code, [report["faults"] for report in reports]) == (0, [[], []])
     before = files(plugins)
-    # The command may not have been told that the driver makes MIG devices.
+    # The command may not know that the driver creates MIG devices.
     code, reports, _ = validate()
     assert (code, [report["faults"] for report in reports]) == (0, [[], []])
     assert files(plugins) == before

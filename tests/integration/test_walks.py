@@ -20,7 +20,7 @@ from tests.integration.conftest import Node
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/architecture.md"
 FEATURES = ("claims", "journal", "cdi", "sharing", "mig", "inventory", "slices", "app")
-"""Rooms that a reader of a Prepare has to know: edges are foreign worlds, and nobody waits for those who tell users."""
+"""Packages that a reader of Prepare must know, without adapters and reporting."""
 
 PUBLISHING = ("inventory", "mig", "sharing", "slices")
 BESIDE = ("slices/leadership.py", "slices/rules/other_writers.py", "mig/layouts.py", "mig/offer.py")

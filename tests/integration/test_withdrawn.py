@@ -29,7 +29,7 @@ def until_named(node: Node, expected: Iterable[str]) -> None:
 
 
 def hear_all(node: Node) -> None:
-    """NVML tells of an Xid only whoever has registered for the GPU before."""
+    """NVML reports an Xid only to those that registered for the GPU before."""
     eventually(lambda: heard(node.driver) == 8)
 
 
@@ -104,7 +104,7 @@ def test_mig_devices_of_a_lost_gpu_go_with_their_counters(make_node: MakeNode) -
     gpu = used.partition("-mig-")[0]
     node.prepare(node.allocated_by_hand("small", used))
     hear_all(node)
-    # The switch of its MIG mode ended the GPU's registration, until the monitor's next round.
+    # The change of its MIG mode ended the GPU's registration, until the monitor's next round.
     eventually(lambda: node.machine.raise_xid(0, 79) or node.driver.health.monitor.book.history.xid_counts())
     until_named(node, [name for name in published if not name.startswith(gpu) or name == used])
     sets = [entry["name"] for part in node.slices() for entry in part["spec"].get("sharedCounters", [])]

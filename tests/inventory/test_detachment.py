@@ -1,4 +1,4 @@
-"""Letting go of NVML for a while: the file, the lock, the command's part, and what a node does."""
+"""Closing NVML temporarily: the file, the lock, the command's part, and the node's part."""
 
 from __future__ import annotations
 
@@ -165,7 +165,9 @@ def test_a_lost_gpu_is_named_by_what_is_known_of_it_and_indices_are_not_sure(nod
 def test_who_opens_nvml_at_the_same_moment_is_waited_for(
     node: SimulatedNode, tmp_path: Path, detachments: Detachments
 ) -> None:
-    """The mark is taken first, then the file is looked at: the command, which does it the other way round, sees one."""
+    """The daemon takes the mark first, then reads the file. The command does this in reverse order, so it
+    sees the mark.
+    """
     mark = UseMark(tmp_path / LOCK_FILE)
     looked, go_on = threading.Event(), threading.Event()
 

@@ -88,7 +88,9 @@ class Nvml:
 
 
 class Host:
-    """A host whose sysfs has a place for every GPU, and the NVIDIA driver's files but those that it `lacks`."""
+    """A host whose sysfs has an entry for every GPU, with all files of the NVIDIA driver except those in
+    `lacks`.
+    """
 
     def __init__(self) -> None:
         self.functions = {gpu.pci_bus_id or "" for gpu in BARE}
@@ -124,7 +126,7 @@ class Host:
 
 
 class Ours:
-    """The instances and MIG modes that this driver made."""
+    """The instances and MIG modes of this driver."""
 
     def __init__(self) -> None:
         self.slots: set[tuple[int, int]] = set()
@@ -744,7 +746,7 @@ def test_failed_look_reads_everything(cut_bench: Bench, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("kind", ["unread", "mode"])
 def test_gpu_that_could_not_be_read_once_stays_as_it_was(cut_bench: Bench, kind: str) -> None:
-    """Its own instances would be published as somebody's, and the whole GPU beside them."""
+    """Otherwise its own instances would be published as foreign, and the whole GPU too."""
     cut_bench.ours.modes = {BARE[1].uuid}
     make(cut_bench, OURS)
     before = cut_bench.scan()
@@ -786,7 +788,7 @@ def test_gpu_that_could_not_be_read_is_tried_again_sooner(
 
 
 def test_virtual_functions_of_a_gpu_are_no_hidden_gpus(tmp_path: Path) -> None:
-    """SR-IOV: NVML shows the physical functions alone; that virtual ones come is no reason to open NVML anew."""
+    """SR-IOV: NVML lists only physical functions, so new virtual functions are no reason to reopen NVML."""
     node = SimulatedNode("l40s-8", tmp_path)
     try:
         before = node.host.fingerprint()

@@ -83,7 +83,7 @@ def test_claims_that_were_wanted_longest_ago_are_forgotten(
 def test_lock_file_is_there_before_the_disk_is_full(
     locks: ClaimLocks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first claim of a node must end as well when no file can be created any more."""
+    """The first claim of a node can be unprepared even if no file can be created any more."""
     create = os.open
 
     def full(path: Path, flags: int, mode: int = 0o777) -> int:

@@ -1,4 +1,4 @@
-"""Claims that end although not everything could be undone, and what becomes of the rest."""
+"""Claims that end although not everything could be undone, and the pending cleanup."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class Bench:
         self.end(record(*steps))
 
     def clean(self) -> None:
-        """Whatever was broken works again, and nothing is pending any more."""
+        """Everything works again, and nothing is pending any more."""
         self.tools.broken = []
         assert self.cleaner.clean_all() == []
 
@@ -515,7 +515,7 @@ def test_instance_that_publishes_nothing_is_told_once(bench: Bench) -> None:
 
 
 def test_claim_of_an_older_boot_makes_no_cleanup_void(bench: Bench) -> None:
-    """Its own step is gone with that boot, so its Unprepare undoes nothing."""
+    """Its own step did not survive the reboot, so its Unprepare undoes nothing."""
     bench.records.save(record(SLICE, uid="old", boot_id="boot-0"))
     bench.ledger.add(LedgerEntry(claim(uid="old").ref, "boot-0", SLICE))
     bench.fail(SLICE)
@@ -525,7 +525,7 @@ def test_claim_of_an_older_boot_makes_no_cleanup_void(bench: Bench) -> None:
 
 
 def test_mig_device_of_an_ended_claim_is_destroyed_before_another_claim_gets_its_place(bench: Bench) -> None:
-    """Its GPU was busy when the claim ended. Nobody knows what is still in the device."""
+    """Its GPU was busy when the claim ended. The device may still contain data or processes."""
     made = CreateMig("gpu-0-mig-1g-0", UUID_0, None, 19, "1g.10gb", Placement(0, 1))
     ended = bench.prepared(record(made))
     with bench.restarted().locks.hold({UUID_0}, 1):
@@ -665,7 +665,7 @@ def test_daemon_of_this_boot_withholds_its_gpu_beside_what_the_claim_left_in_an_
 def test_daemon_that_was_not_started_after_a_reboot_withholds_nothing(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The MPS host comes up later than the plugin, and the daemon of the boot before is gone."""
+    """The MPS host starts later than the plugin, and the daemon of the earlier boot is gone."""
 
     def no_host(step: Step, plan: Plan) -> None:
         absent = RetryableError("the MPS host is not running on this node")
@@ -684,7 +684,7 @@ def test_daemon_that_was_not_started_after_a_reboot_withholds_nothing(
 
 
 def test_daemon_of_an_older_boot_is_not_stopped_where_a_claim_has_one_with_other_gpus(bench: Bench) -> None:
-    """It is gone with that boot, and a daemon of several GPUs has the name of the first one."""
+    """It did not survive the reboot, and a daemon of several GPUs has the name of the first one."""
     both = RunMps(replace(MPS.spec, others=(MpsMember(GPU_1, UUID_1),)))
     for older, newer in ((MPS, both), (both, MPS)):
         bench.ledger.add(LedgerEntry(claim(uid="old").ref, "boot-0", older))
@@ -787,7 +787,7 @@ def test_what_a_keeper_cannot_put_right_is_tried_again_after_a_pause(bench: Benc
 
 
 def test_bug_of_a_keeper_is_logged_and_keeps_no_claim_from_ending(bench: Bench) -> None:
-    """Nobody asks for the outcome of what the loop has the lanes do."""
+    """No caller waits for the result of the loop's work in the lanes."""
 
     class Buggy(Keeps):
         def restore(self, gpu_uuid: str) -> None:
@@ -809,7 +809,7 @@ def test_bug_of_a_keeper_is_logged_and_keeps_no_claim_from_ending(bench: Bench) 
 
 
 def test_loop_removes_again_and_again_what_killed_writers_left(bench: Bench) -> None:
-    """The other instance of a rolling update may be killed while this one goes on."""
+    """The other instance of a rolling update may be killed while this one continues."""
     every = count(0.0, 30.0)
     cleaner = Cleaner(
         bench.ledger,
@@ -826,7 +826,7 @@ def test_loop_removes_again_and_again_what_killed_writers_left(bench: Bench) -> 
 
 
 def test_gpus_of_one_prepare_are_cleaned_side_by_side(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One after the other, eight MPS daemons that do not end would use up the time of the call."""
+    """One after the other, eight hanging MPS daemons would use up the time of the call."""
     monkeypatch.setattr("dra_driver.journal.cleaner.CLEAN_BEFORE_S", 20.0)
     other = RunMps(MpsDaemonSpec(GPU_1, UUID_1, "gpu", UUID_1))
     bench.tools.broken = [MPS, other]

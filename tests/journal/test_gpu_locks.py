@@ -84,8 +84,9 @@ def test_lock_excludes_another_process_and_ends_with_it(locks: GpuLocks, tmp_pat
 
 
 def test_lock_lasts_until_the_program_of_a_killed_process_has_ended(locks: GpuLocks, tmp_path: Path) -> None:
-    """An nvidia-smi takes effect although the plugin that started it was killed. Its successor must not work on the GPU
-    before that, and shows what is under way. Nothing else of the killed process is left."""
+    """nvidia-smi takes effect even if the plugin that started it is killed. Its successor must not change the
+    GPU before that, and shows what is running. Nothing else of the killed process remains.
+    """
     socket_path, pid_file = tmp_path / "socket", tmp_path / "pid"
     command = [
         sys.executable,

@@ -117,7 +117,7 @@ def test_reboot_makes_everything_void_and_the_next_write_removes_it(
 def test_what_is_gone_is_remembered_for_a_while(
     ledger: Ledger, open_ledger: Callable[..., Ledger], clock: Clock
 ) -> None:
-    """A look at the hardware may have begun before the removal."""
+    """A reading of the hardware may have begun before the removal."""
     here, there, old = (GpuInstance(7 + start, 19, Placement(start, 1)) for start in (0, 3, 5))
     ours, other = LedgerOwnership(ledger), open_ledger()
 

@@ -186,7 +186,7 @@ def test_what_a_power_cut_tore_is_removed_at_the_next_boot_and_only_then(
 
 
 def test_record_of_an_earlier_boot_is_not_prepared(store: RecordStore) -> None:
-    """Nothing of what its steps did is left, whatever the file says."""
+    """The effects of its steps did not survive the reboot, whatever the file says."""
     store.save(ONE)
     assert (ONE.phase, ONE.boot_id) == ("prepared", "boot-1")
     again = other(store)

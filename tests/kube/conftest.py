@@ -76,7 +76,7 @@ def server() -> Iterator[PlaygroundApiServer]:
 
 @pytest.fixture
 def connect(tmp_path: Path) -> Iterator[Callable[..., ApiClient]]:
-    """Make clients for API servers of the playground; all are closed at the end."""
+    """Creates clients for API servers of the playground, and closes them after the test."""
     clients: list[ApiClient] = []
 
     def make(server: PlaygroundApiServer, *, token: str | None = None, **options: Any) -> ApiClient:

@@ -51,7 +51,7 @@ def bookmark(version: str) -> dict[str, Any]:
 
 
 def busy(code: int, asked_s: int) -> dict[str, Any]:
-    """The raw event of a server that asks to come back later."""
+    """The raw event of a server that requests a later retry."""
     failure = ApiFailure(code, "TooManyRequests", "busy", details={"retryAfterSeconds": asked_s})
     return {"type": "ERROR", "object": failure.status()}
 
@@ -65,7 +65,7 @@ AN_END_OF_EACH_WATCH: dict[str, Callable[[Faults], None]] = {
     "in-order": lambda faults: faults.end_watches(),
     "in-order-after-a-bookmark": lambda faults: faults.end_watches(bookmark("1000000")),
 }
-"""How an API server can end each watch at once."""
+"""Ways in which an API server can end each watch at once."""
 
 
 def allocated_claim(
@@ -77,8 +77,9 @@ def allocated_claim(
     name: str = "",
     pods: bool = True,
 ) -> dict[str, Any]:
-    """A claim as the scheduler leaves it: allocated on `node`, reserved for something and, with `pods`, for two
-    pods, which the controllers of a real cluster take out again because they do not exist."""
+    """A claim as the scheduler leaves it: allocated on `node`, reserved for something and, with `pods`, for
+    two pods, which a real cluster's controllers remove because they do not exist.
+    """
     claim: dict[str, Any] = {
         "apiVersion": "resource.k8s.io/v1",
         "kind": "ResourceClaim",

@@ -202,7 +202,7 @@ def test_answer_whose_body_drips_ends_with_the_time_that_it_may_take():
 
 
 def test_answer_of_endless_size_is_refused(server, client, monkeypatch):
-    """A server that sent 400 MB brought the daemon to 1.2 GiB."""
+    """A 400 MB response used to increase the daemon to 1.2 GiB."""
     monkeypatch.setattr("dra_driver.kube.client.MAX_BYTES", 1 << 20)
     for status in (200, 500):
         server.faults.fail(1, status, body=b"[" + b" " * (2 << 20) + b"]")
@@ -282,7 +282,7 @@ def test_request_is_repeated_on_a_fresh_connection_when_server_vanishes(server, 
 @pytest.mark.root
 @pytest.mark.skipif(os.geteuid() != 0, reason="a packet filter needs root")
 def test_post_ends_unrepeated_as_soon_as_nothing_is_acknowledged_when_server_vanishes(server, client, loses):
-    """It may have arrived: the caller looks, and its next try has a fresh connection."""
+    """It may have arrived: the caller checks, and its next attempt uses a new connection."""
     loses(PlaygroundApiServer.vanish)
     node = {"metadata": {"name": "m"}}
     start = time.monotonic()
@@ -297,7 +297,9 @@ def test_post_ends_unrepeated_as_soon_as_nothing_is_acknowledged_when_server_van
 
 
 def test_slow_answer_is_waited_for_when_the_first_attempt_took_too_long(server, client, monkeypatch):
-    """With all the time that is left, or what takes longer than an attempt would never be answered."""
+    """The second attempt gets all the remaining time; otherwise responses slower than one attempt would never
+    arrive.
+    """
     monkeypatch.setattr("dra_driver.kube.client.ATTEMPT_S", 0.1)
     server.faults.slow("/nodes", 0.5)
     assert client.request("GET", NODES, action="list nodes", timeout_s=60)["items"] == []

@@ -51,7 +51,9 @@ def tls_server(certificates):
 
 @pytest.fixture
 def client_of(tmp_path):
-    """Make clients for kubeconfigs that say this of cluster and user, or for a pod; all are closed at the end."""
+    """Creates clients for kubeconfigs with this cluster and user, or for a pod, and closes them after the
+    test.
+    """
     clients = []
 
     def make(cluster=None, user=None):
@@ -374,9 +376,7 @@ def behind(certificates):
 def test_requests_and_watches_go_through_the_proxy_of_the_environment(
     monkeypatch, proxy, behind, tls_server, client_of
 ):
-    monkeypatch.setenv(
-        "HTTPS_PROXY", f"{QUOTED}@{proxy.address}"
-    )  # as for kubectl, the scheme may be left out
+    monkeypatch.setenv("HTTPS_PROXY", f"{QUOTED}@{proxy.address}")  # the scheme is optional, as for kubectl
     client = client_of(behind, {"token": "t"})
     stream = client.watch(NODES, action="watch nodes", query={"watch": "true"}, idle_timeout_s=60)
     tls_server.add("nodes", {"metadata": {"name": "n"}})

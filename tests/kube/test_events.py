@@ -139,7 +139,7 @@ def test_names_are_valid_whatever_the_object_is_called(target, writer):
 
 
 class LosesAnswers(ApiClient):
-    """The connection breaks after the server has done what was asked."""
+    """The connection breaks after the server has executed the request."""
 
     losing = 0
 

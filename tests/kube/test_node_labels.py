@@ -1,4 +1,4 @@
-"""The labels of the own node, as the watch of it tells them."""
+"""The labels of the own node, from a watch."""
 
 from __future__ import annotations
 

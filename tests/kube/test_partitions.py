@@ -1,4 +1,4 @@
-"""Asking the API server whether it counts partitions; runs against the playground and a real server."""
+"""Tests whether an API server supports partitionable devices; runs against the playground and a real server."""
 
 from __future__ import annotations
 

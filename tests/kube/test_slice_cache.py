@@ -1,4 +1,6 @@
-"""The cache of this node's slices: it is never older than what we wrote and what the watch told, and asks only then."""
+"""The cache of this node's slices: it is never older than our own writes and the watch, and sends a request
+only if it would be.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,7 @@ def foreign(server, connect):
 
 
 def settle(changes):
-    """Until nothing more is told; bookmarks come each 0.1 s."""
+    """Waits until nothing more is reported; bookmarks come every 0.1 s."""
     count = -1
     while count != changes.count:
         count = changes.count
@@ -88,7 +90,7 @@ def test_own_writes_are_seen_at_once(server, cache):
 
 
 def test_own_writes_come_to_rest(server, api):
-    """Each echo rings; who looks then writes nothing, and no list rings."""
+    """Each echo signals a change; the publisher then writes nothing, and lists signal nothing."""
     cache = SliceCache(api, DRIVER, "n", lambda: cache.current())  # noqa: PLW0108  it is made later
     cache.start()
     assert cache.synced.wait(20)
@@ -106,7 +108,7 @@ def test_own_writes_come_to_rest(server, api):
 
 
 def test_a_write_whose_answer_is_lost_is_seen(server, api, monkeypatch):
-    """Also before the watch tells of it, and by a cache that has none."""
+    """Even before the watch reports it, and by a cache without a watch."""
     cache, real = SliceCache(api, DRIVER, "n"), api.call
     stored = cache.create(make_slice("n"))
     assert cache.current() == [stored]
@@ -201,7 +203,7 @@ def test_cache_lists_again_when_history_is_forgotten(server, cache, changes, con
 
 
 def turns(cache, seconds):
-    """The pauses of a cache whose watches end at once, until so many seconds of them."""
+    """Returns the pauses of a cache whose watches end at once, up to this many seconds."""
     waits = []
     while sum(waits) < seconds:
         waits.append(cache._turn())
@@ -258,7 +260,7 @@ def test_cache_sees_what_happened_while_server_was_away_and_forgot(server, cache
 
 
 def set_back(server, version, objects):
-    """What an etcd restored from a snapshot looks like: old objects, old versions, no history."""
+    """An etcd restored from a snapshot: old objects, old versions, no history."""
     store, resource = server.store, server.resource("resourceslices")
     store._objects[resource] = {("", obj["metadata"]["name"]): obj for obj in objects}
     store._history.clear()
@@ -277,7 +279,7 @@ def test_cache_takes_the_server_s_word_when_its_history_was_set_back(server, cac
     count = changes.count
     server.stop()
     set_back(server, then, [kept, deleted])
-    time.sleep(0.2)  # it is looked for in vain meanwhile
+    time.sleep(0.2)  # searched in vain during this time
     server.start()
     eventually(lambda: changes.count > count)
     assert cache.current() == [kept, deleted]

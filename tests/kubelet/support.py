@@ -39,7 +39,7 @@ def device(uid="uid-1", **changes) -> PreparedDevice:
 
 
 class FakeClaims:
-    """Remembers what it was asked; `on_prepare` and `on_unprepare` may be replaced."""
+    """Records its calls; `on_prepare` and `on_unprepare` may be replaced."""
 
     def __init__(self, label="driver") -> None:
         self.label = label
@@ -64,7 +64,7 @@ class FakeClaims:
 
 
 class Gate:
-    """A prepare that waits until it is let go."""
+    """A Prepare that waits until it is released."""
 
     def __init__(self) -> None:
         self.entered = threading.Event()
@@ -77,7 +77,7 @@ class Gate:
 
 
 class Owner:
-    """Who runs the plugin; a test replaces what it wants to hear or decide."""
+    """The owner of the plugin; tests replace methods."""
 
     def __init__(self, **callbacks: Any) -> None:
         self.is_ready = lambda: True
@@ -216,7 +216,7 @@ FAST = KubeletSettings(retry_s=0.02, max_retry_s=0.05, poll_s=0.005)
 
 @contextmanager
 def made_node() -> Iterator[Node]:
-    """A node in a directory with a path short enough for sockets; its plugins are stopped at the end."""
+    """A node in a directory with a path short enough for sockets; its plugins are stopped after the test."""
     root = Path(tempfile.mkdtemp(prefix="k", dir="/tmp"))
     node = Node(root)
     yield node
@@ -227,7 +227,7 @@ def made_node() -> Iterator[Node]:
 
 @contextmanager
 def made_kubelets(node: Node) -> Iterator[Callable[..., PlaygroundKubelet]]:
-    """Starts kubelets of the playground, with changes to FAST, and stops them at the end."""
+    """Starts kubelets of the playground, with changes to FAST, and stops them after the test."""
     started = []
 
     def make(**changes):

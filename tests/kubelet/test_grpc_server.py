@@ -68,7 +68,7 @@ def echo(request, _context):
 
 
 class Waiting:
-    """A handler that waits to be let go, and its contexts."""
+    """A handler that waits until it is released, and its contexts."""
 
     def __init__(self):
         self.contexts, self.left, self.opened = [], [], threading.Event()
@@ -101,7 +101,7 @@ def test_other_connections_are_served_when_somebody_sends_garbage(short_dir, qui
         with socket.socket(socket.AF_UNIX) as client:
             client.connect(str(server.path))
             client.settimeout(0.5)
-            with suppress(OSError):  # the server may have left before the end, or go on to read
+            with suppress(OSError):  # the server may close before the end, or continue to read
                 client.sendall(content)
                 while client.recv(65536):
                     pass
@@ -283,7 +283,7 @@ def test_the_address_is_named_when_it_cannot_be_bound(short_dir):
 
 
 def test_connections_end_when_they_grow_old_whatever_their_callers_do(monkeypatch):
-    """A caller that ends no request, or reads no answer, holds a call only as long."""
+    """A caller that never finishes a request or never reads a response occupies a call no longer than that."""
     ages = {"grpc.max_connection_age_ms": 200, "grpc.max_connection_age_grace_ms": 100}
     options = tuple((name, ages.get(name, value)) for name, value in liveness._OPTIONS)
     assert ages.keys() <= dict(options).keys()

@@ -1,4 +1,4 @@
-"""What a caller at the sockets can cost: claims and calls are counted, and nobody but root may dial."""
+"""Limits for callers at the sockets: claims and calls are counted, and only root may connect."""
 
 import os
 import stat
@@ -82,7 +82,7 @@ def test_the_health_port_queues_no_more_than_its_limit(node, monkeypatch):
 
 
 def test_the_health_port_takes_no_more_bytes_than_a_name_has(node, quiet_logs):
-    """Anybody in the network of pods may send them, and they would be held in memory and in the log."""
+    """Any pod on the network could send them, and they would be kept in memory and in the log."""
     plugin = node.plugin(settings={"health_address": "127.0.0.1:0"})
     address, method = f"127.0.0.1:{plugin.health_port}", "/grpc.health.v1.Health/Check"
 

@@ -210,7 +210,7 @@ def test_mistake_in_the_look_at_others_does_not_end_the_watch_of_our_own_sockets
     monkeypatch.setattr(SocketWatch, "look", fail)
     fatal: list[Exception] = []
     plugin = node.plugin(plugin_died=fatal.append)
-    time.sleep(0.1)  # some looks
+    time.sleep(0.1)  # a few checks
     plugin.sockets.registrar.unlink()
     eventually(lambda: "was removed" in str(fatal))
 

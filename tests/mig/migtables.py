@@ -15,7 +15,7 @@ MODELS = {key: model for key, model in load_models().items() if model.mig}
 
 
 def table(model: simulated.Model) -> Partitioning:
-    """What NVML tells of a product: profiles and placements, nothing that exists."""
+    """NVML's profiles and placements of a product, without instances."""
     return Partitioning(tuple(PlacedProfile(_profile(row), _placements(row)) for row in model.mig))
 
 

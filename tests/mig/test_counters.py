@@ -80,7 +80,7 @@ class Counters:
 
 
 def packings(silicon: Silicon, order: list[Slot], first: int = 0) -> Iterator[list[Slot]]:
-    """Every set of instances that the silicon takes beside those that exist, made for as long as it is looked at."""
+    """Yields every set of instances that fits next to the existing ones; each is created while it is yielded."""
     yield []
     free = silicon.free()
     for position in range(first, len(order)):
@@ -132,7 +132,7 @@ def test_whole_gpu_and_its_parts_exclude_each_other(key: str) -> None:
 
 @pytest.mark.parametrize("key", ["a30", "h100-sxm", "rtx-pro-6000", "fewer 2g than fit"])
 def test_everything_that_fits_beside_instances_made_by_hand_is_offered(key: str) -> None:
-    """Every layout that a person can make; what is on offer beside it is what the silicon still takes."""
+    """For every layout that a person can create, the published devices are exactly those that still fit."""
     model = TABLES[key]
     silicon, raw = Silicon(model), table(TABLES[key])
     for _ in packings(silicon, sorted(silicon.free())):
@@ -147,7 +147,7 @@ def test_everything_that_fits_beside_instances_made_by_hand_is_offered(key: str)
 
 @pytest.mark.parametrize("key", sorted(TABLES))
 def test_counters_beside_instances_made_by_hand_are_exact(key: str) -> None:
-    """Sampled layouts, then everything that can be made beside each."""
+    """For sampled layouts, everything that can be created next to each."""
     chance = random.Random(f"withheld {key}")
     for _ in range(6):
         silicon = Silicon(TABLES[key])
@@ -273,14 +273,14 @@ def test_inventory_without_partitions_has_no_counters() -> None:
         gpu_of(H100), gpu_of(B200, number=1), gpu_of(A30, GpuInstance(3, 14, Placement(0, 1)), number=2)
     )
     pool = build_pool(found.without_partitions(), NODE)
-    # A minor number that may change is not told, whether partitions are offered or not.
+    # A minor number that may change is not published, with or without partitions.
     whole = (h100(0, minor=None), h100(1, minor=None))
     assert build_pool(Inventory(found.versions, whole), NODE) == pool
 
 
 @pytest.mark.parametrize("key", ["h100-sxm", "a30", "b200"])
 def test_what_comes_back_is_what_leaving_instances_are_in_the_way_of(key: str) -> None:
-    """With leaving instances gone, what is on offer and what comes back are together what there is without them."""
+    """The published and the returning devices together are the published ones without leaving instances."""
     raw, rnd = table(MODELS[key]), random.Random(7)
     for _ in range(30):
         taken: list[GpuInstance] = []

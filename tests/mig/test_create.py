@@ -1,4 +1,4 @@
-"""MIG devices made and destroyed on a simulated GPU: what may be in the way, and what is never touched."""
+"""MIG devices created and destroyed on a simulated GPU: what may be in the way, and what is never touched."""
 
 from __future__ import annotations
 

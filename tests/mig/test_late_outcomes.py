@@ -1,4 +1,4 @@
-"""GPU instances of which NVML did not say whether it made them, and that appear later or never."""
+"""GPU instances whose creation had an unknown outcome, and that appear later or never."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def appear(node: MigNode) -> None:
 
 
 def comes_within_the_try(node: MigNode, monkeypatch: pytest.MonkeyPatch, start: int = 3) -> None:
-    """An instance appears after the look of the next try, and before it makes its own."""
+    """An instance appears after the check of the next attempt, and before that creates its own."""
     create = node.hardware.create
 
     def late(*arguments: Any) -> int:
@@ -41,7 +41,7 @@ def left_open(node: MigNode, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tried(node: MigNode, small: Any) -> None:
-    """A try that goes on later."""
+    """An attempt that continues later."""
     with pytest.raises(NvmlUnknownOutcomeError):
         node.prepare(small, tries_again=True)
 
@@ -67,7 +67,7 @@ def pending(node: MigNode) -> int:
 
 
 def foreign(node: MigNode) -> list[bool]:
-    """Of the GPU's instances that are not ours to give out: whether they are leaving."""
+    """Returns, for the GPU's instances that must not be used for claims, whether they are leaving."""
     seen = node.hardware.instances(*node.address)
     return [one.leaving for one in node.ownership.foreign_instances(node.gpu_uuid, seen)]
 
@@ -169,7 +169,7 @@ def test_one_that_comes_in_the_way_within_a_try_is_a_refusal_that_passes(
 def test_one_in_the_way_that_nobody_awaits_is_no_refusal_that_passes(
     node: MigNode, small: Any, left_after_s: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Somebody made it by hand after the look."""
+    """A person created it after the check."""
     if left_after_s is not None:
         left_open(node, monkeypatch)
         tried(node, small)

@@ -69,7 +69,7 @@ class Layouts:
 
     def _rescan(self) -> None:
         self.scans += 1
-        # Under the lock of the change and of no other: a claim that is planned now is told to wait.
+        # Under the change lock only: a claim that is planned now gets an error that asks for a retry.
         with (
             self.planning.hold({self.node.gpu_uuid}, 0),
             pytest.raises(NvmlTransientError, match="is changing"),
@@ -84,7 +84,7 @@ class Layouts:
         return self.keeper.states().get(self.node.gpu_uuid)
 
     def settle(self) -> GpuLayout:
-        """Looks until the taint has been there long enough, and one more; with the cleaner between them."""
+        """Checks until the taint is old enough, and once more; with the cleaner in between."""
         self.look()
         self.node.work_off()
         self.node.clock.pause(TAINTED_FIRST_S)

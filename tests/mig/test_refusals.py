@@ -1,4 +1,4 @@
-"""MIG devices that NVML refuses to make for a while, or for good, through the whole of a Prepare."""
+"""MIG devices that NVML temporarily or permanently refuses to create, through a whole Prepare."""
 
 from __future__ import annotations
 
@@ -65,12 +65,12 @@ class Node(MigNode):
         return name
 
     def asked(self, wanted: AllocatedClaim, deadline_s: float = LONG_S) -> Any:
-        """As the kubelet asks to prepare it."""
+        """Prepares it, like the kubelet."""
         self.claims.add(wanted)
         return self.service.prepare([wanted.ref], deadline_s)[wanted.ref.uid]
 
     def no_more(self, wanted: AllocatedClaim) -> Any:
-        """As the kubelet asks to unprepare it."""
+        """Unprepares it, like the kubelet."""
         return self.service.unprepare([wanted.ref], LONG_S)[wanted.ref.uid]
 
     @property
@@ -162,7 +162,7 @@ def test_mode_that_is_refused_for_now_is_switched_within_the_call(node: Node, co
 
 
 class Stubborn:
-    """Hardware that refuses to make one profile so often."""
+    """Hardware that refuses to create one profile this many times."""
 
     def __init__(self, node: Node, profile_id: int, times: float) -> None:
         self._node = node
@@ -182,7 +182,7 @@ class Stubborn:
 
 
 def three(node: Node) -> AllocatedClaim:
-    """Devices in the order in which they are made; the last one's profile ID is 9."""
+    """Devices in the order of creation; the last one's profile ID is 9."""
     return claim(node.device("1g.10gb", 6), node.device("2g.20gb", 4), node.device("3g.40gb", 0))
 
 
@@ -213,7 +213,7 @@ def test_mode_and_finished_devices_stay_between_the_tries(node: Node) -> None:
 def test_driver_that_is_not_ready_for_a_while_after_the_switch_is_waited_for(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The mode that goes off between the tries would begin the while anew each time."""
+    """If the mode were disabled between the attempts, the wait would start again each time."""
     tries, set_mode, create = [0], node.hardware.set_mode, node.hardware.create
 
     def switched(*arguments: Any) -> None:
@@ -350,7 +350,9 @@ def test_refusal_that_lasts_is_told_with_how_long_it_was_waited_for(node: Node, 
 
 
 def test_silicon_that_somebody_else_took_is_told_at_once(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It came after the look at the instances: a refusal for lack of resources, but one with a name."""
+    """It appeared after the check of the instances, so NVML only reports missing resources, but the error
+    names it.
+    """
     node.machine.set_mig_mode(0, True)
     create = node.hardware.create
 

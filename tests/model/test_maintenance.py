@@ -1,4 +1,4 @@
-"""What a maintenance claim has come to, from its record and the detach file."""
+"""The state of a maintenance claim, from its record and the detach file."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def logs(monkeypatch):
 
 
 class Served(Supervisor):
-    """A supervisor, and the plugin that asks it."""
+    """A supervisor, and the plugin that uses it."""
 
     def __init__(self, tools: HostTools) -> None:
         super().__init__(tools)
@@ -116,7 +116,7 @@ class MpsHost:
         )
 
     def left(self) -> list[str]:
-        """Everything that a daemon could leave behind, below the host's directory; not what a person has to look at."""
+        """Returns everything that a daemon could leave below the host's directory, except files for people."""
         own = {"host.alive", "host.lock", "host.lib", "host.modes", "host.wanted", "host.status"}
         running = (
             path for path in self.layout.statuses.iterdir() if '"state": "failed"' not in text_of(path)
@@ -194,7 +194,7 @@ def machine(tmp_path_factory) -> Machine:
 
 @pytest.fixture
 def top() -> Iterator[Path]:
-    """A directory with a short path, as sockets need it; nothing may be mounted below it in the end."""
+    """A directory with a short path, as sockets need it; finally nothing may be mounted below it."""
     made = Path(tempfile.mkdtemp(prefix="mps-"))
     yield made
     mounted = [line for line in Path("/proc/self/mounts").read_text().splitlines() if str(made) in line]

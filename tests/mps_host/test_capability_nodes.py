@@ -1,4 +1,4 @@
-"""MPS on a host where nobody has made the capability nodes of MIG devices."""
+"""MPS on a host without the capability nodes of MIG devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""kill -9 of the host or the plugin after every step of a start and of a stop; the next one reaches the same end."""
+"""kill -9 of the host or the plugin after every step of a start and of a stop; the next one reaches the same
+state.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +39,9 @@ STEPS = [
 
 
 class Countdown:
-    """Kills this process when so many steps are done. Those that run at the same time run one after the other here, so
-    that each kill has its place."""
+    """Kills this process after this many steps. Parallel steps run one after the other here, so that each
+    kill is deterministic.
+    """
 
     def __init__(self, steps: int) -> None:
         self.left = steps
@@ -62,7 +65,7 @@ class Countdown:
         return counted
 
     def wait_for(self, step, times):
-        """Whoever asked for a start or stop goes on before its last step is done."""
+        """The caller of a start or stop continues before its last step is done."""
         eventually(lambda: self.done.count(step) >= times)
 
 
@@ -140,7 +143,7 @@ def test_a_start_that_was_cut_off_can_be_stopped(host, several, steps):
 
 
 class Killed(BaseException):
-    """The plugin is no more."""
+    """The plugin was killed."""
 
 
 def dies_after(step, monkeypatch, call):

@@ -48,7 +48,7 @@ texts = st.text(max_size=20)
 
 
 class FakeHost:
-    """Holds the lock of a layout, and answers as told."""
+    """Holds the lock of a layout, and responds as configured."""
 
     def __init__(self, top: Path) -> None:
         self.layout = MpsLayout(top / "mps")
@@ -157,7 +157,7 @@ def test_without_a_host_that_reads_it_nothing_is_written(
 
 @pytest.mark.parametrize("sees", [True, False])
 def test_plugin_that_does_not_see_the_hosts_processes_believes_its_status(fake: FakeHost, sees: bool) -> None:
-    """A restricted pod has a PID namespace of its own: nobody has this process number there."""
+    """A restricted pod has its own PID namespace, in which this PID does not exist."""
     fake.open()
     files = MpsHostFiles(fake.layout, sees_daemons=lambda: sees)
     fake.answer(SPEC, pid=2**22 + 1)
@@ -358,7 +358,7 @@ def test_a_host_that_does_nothing_is_named(fake: FakeHost) -> None:
 
 @pytest.mark.parametrize("which", ["runs", "has ended", "is to stop", "has another spec"])
 def test_only_for_a_daemon_that_runs_as_wanted_nobody_waits(host: Host, fake: FakeHost, which: str) -> None:
-    """The host does nothing here, so whoever waits for it waits in vain."""
+    """The host does nothing here, so waiting always times out."""
     supervisor, spec = host.supervisor(probe=60), host.spec()
     first = supervisor.ensure(spec, 10)
     supervisor.close()
@@ -407,7 +407,7 @@ def test_a_start_is_broken_off_when_the_daemon_shall_stop(host: Host) -> None:
 def test_a_daemon_that_is_wanted_again_while_it_stops_is_made_anew(host: Host) -> None:
     supervisor = host.supervisor(patience=0.5)
     first = supervisor.ensure(host.spec(), 10)
-    os.kill(first.pid, 19)  # so that its end takes a while
+    os.kill(first.pid, 19)  # so that its exit takes a while
     with pytest.raises(RetryableError, match="has not stopped"):
         supervisor.stop("gpu-2", 0.1)
     second = supervisor.ensure(host.spec(), 20)
@@ -420,7 +420,7 @@ def test_a_daemon_that_is_wanted_again_while_it_stops_is_made_anew(host: Host) -
 def test_daemon_that_is_wanted_again_before_the_host_stops_it_runs_on(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The host has seen its file gone, and sees it come back after it has taken `ready` back."""
+    """The host has seen that its file is gone, and sees it again after it has withdrawn `ready`."""
     supervisor, spec = host.supervisor(probe=60), host.spec()
     first = supervisor.ensure(spec, 10)
     published: list[str] = []
@@ -486,7 +486,7 @@ def test_start_that_is_withdrawn_before_the_host_has_a_record_leaves_no_daemon(
 
 
 def test_daemon_of_another_spec_than_wanted_is_stopped_first(host: Host) -> None:
-    """It was to stop while no host looked, and another claim has asked since."""
+    """It should have stopped while no host ran, and another claim has requested it since."""
     first, spec = host.supervisor(), host.spec()
     before = first.ensure(spec, 10)
     first.close()
@@ -613,7 +613,7 @@ def test_a_status_that_could_not_be_written_is_written_later(
 def test_refusal_that_could_not_be_written_is_written_later(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There is no daemon that the host looks at again; and it gives signs of life again."""
+    """The host has no daemon to check again; and its sign of life returns."""
     supervisor, alive = host.supervisor(sign=0.01), host.layout.alive
     host.behave(**fails_to_start("no"))
 

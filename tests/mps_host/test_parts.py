@@ -114,7 +114,7 @@ def test_a_process_is_known_by_its_start_time():
 
 
 def test_a_process_is_not_gone_while_a_thread_of_it_is_left():
-    """Its first thread is a zombie; a killed process looks like this until the kernel let go of the GPU."""
+    """Its first thread is a zombie; a killed process looks like this until the kernel has released the GPU."""
     script = "import ctypes, os, threading, time; threading.Thread(target=time.sleep, args=(60,)).start(); "
     script += "print(flush=True); ctypes.CDLL(None).syscall({'x86_64': 60}.get(os.uname().machine, 93), 0)"
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as child:
@@ -218,7 +218,7 @@ def test_log_that_has_grown_too_large_keeps_its_end_and_what_is_appended_later(t
 
 
 def test_log_with_a_hole_is_left_alone(tmp_path):
-    """A program that does not append goes on where it was."""
+    """A program that does not append continues at its old position."""
     directories = MpsLayout(tmp_path).directories("gpu-1")
     log = Path(directories.log)
     log.mkdir(parents=True)

@@ -42,8 +42,9 @@ def ask(host: MpsHost, *questions: str, device: str = "gpu-1") -> list[str]:
 
 
 def unprobed(host: MpsHost) -> Supervisor:
-    """A supervisor that asks nothing of its own accord: a real daemon talks with one program at a time, and drops the
-    answer to another."""
+    """A supervisor without probes: a real daemon serves one program at a time, and drops the answers to
+    others.
+    """
     return host.supervisor(probe=3600.0)
 
 
@@ -82,8 +83,9 @@ def simulated(nvidia: Programs, tmp_path: Path) -> Machine:
 
 
 def started(programs: FindPrograms, pipe: Path) -> tuple[int | None, set[str]]:
-    """Start a control daemon on a pipe directory, and end it; returns its exit code if it ended before it listened, and
-    the names of its sockets."""
+    """Starts a control daemon on a pipe directory, and stops it; returns its exit code if it exited before it
+    listened, and the names of its sockets.
+    """
     log = pipe.parent / "log"
     for directory in (pipe, log):
         directory.mkdir(parents=True)
@@ -100,7 +102,7 @@ def started(programs: FindPrograms, pipe: Path) -> tuple[int | None, set[str]]:
 def test_control_daemon_starts_or_ends_by_the_length_of_its_sockets_as_the_simulated_one(
     real_host: MpsHost, simulated: Machine, top: Path, nvidia: Programs, length: int
 ) -> None:
-    """From R580 on, the real program ends before that: it has no GPU here."""
+    """From R580 on, the real program exits earlier, because it has no GPU here."""
     found = []
     for name, programs in (
         ("real", real_host.tools.programs),
@@ -174,7 +176,7 @@ def test_output_of_a_running_daemon_is_bounded(real_host: MpsHost, monkeypatch: 
 
 
 def test_the_probe_copes_with_a_server_that_cannot_start(real_host: MpsHost) -> None:
-    """As where the GPU is gone: the server ends by itself, and the daemon stays."""
+    """As if the GPU were gone: the server exits, and the daemon keeps running."""
     supervisor = unprobed(real_host)
     supervisor.ensure(SPEC, 20.0)
     process = only_process(real_host, supervisor)
@@ -191,7 +193,7 @@ def test_the_probe_copes_with_a_server_that_cannot_start(real_host: MpsHost) -> 
 def test_a_server_that_ended_while_it_was_asked_about_is_no_problem(
     real_host: MpsHost, nvidia: Programs
 ) -> None:
-    """What a probe hears between the list of servers and the questions about each."""
+    """The answers of a probe between the list of servers and the queries about each."""
     supervisor = unprobed(real_host)
     supervisor.ensure(SPEC, 20.0)
     gone = os.getpid()
@@ -235,7 +237,7 @@ def test_a_daemon_that_no_record_names_is_taken_over(real_host: MpsHost) -> None
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, "quit"])
 def test_a_daemon_that_ends_is_started_anew(real_host: MpsHost, how: signal.Signals | str) -> None:
-    """A killed one leaves its sockets and its pid file behind."""
+    """A killed daemon leaves its sockets and its pid file."""
     supervisor = unprobed(real_host)
     supervisor.ensure(replace(SPEC, default_active_thread_percentage=25), 20.0)
     former = only_process(real_host, supervisor)
@@ -277,7 +279,7 @@ def test_daemons_of_two_devices_do_not_know_each_other(real_host: MpsHost) -> No
 
 @pytest.fixture
 def other_program(real_host: MpsHost) -> Iterator[Callable[[], subprocess.Popen[bytes]]]:
-    """Starts a program of somebody else that keeps the daemon's ear until its input ends."""
+    """Starts another program that occupies the daemon until its input ends."""
     made: list[subprocess.Popen[bytes]] = []
 
     def start() -> subprocess.Popen[bytes]:

@@ -24,7 +24,7 @@ IS_ROOT = os.geteuid() == 0
 
 
 class Attributes:
-    """Stands in for setxattr(2), which needs root for labels."""
+    """Replaces setxattr(2), which needs root for labels."""
 
     def __init__(self, error: OSError | None = None) -> None:
         self.set: dict[str, bytes] = {}

@@ -39,7 +39,7 @@ needs_root = pytest.mark.skipif(not IS_ROOT, reason="mounts and other users need
 
 
 def holding_client(host):
-    """A client that stays until it is ended with its process group."""
+    """A client that runs until its process group is killed."""
     return subprocess.Popen(
         [host.machine.host_root / "usr/bin/mps-client", "--hold"],
         env={**os.environ, "CUDA_MPS_PIPE_DIRECTORY": host.pipe()},
@@ -696,7 +696,7 @@ def test_many_cycles_leave_nothing(host, monkeypatch):
 
 
 class Beats(threading.Event):
-    """Keeps how long the host waits between its looks, and wakes it at once."""
+    """Records how long the host waits between its checks, and wakes it at once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -739,7 +739,7 @@ def test_a_daemon_of_another_uuid_is_kept_when_nobody_can_say_whether_it_is_used
 
 
 def held(host):
-    """A program that has the daemon's ear until its input ends."""
+    """A program that occupies the daemon until its input ends."""
     control = host.machine.host_root / "usr/bin/nvidia-cuda-mps-control"
     environment = {**host.tools.programs().environment(), **host.control()._variables}
     one = subprocess.Popen(

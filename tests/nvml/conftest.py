@@ -18,7 +18,7 @@ def dgx(h100: SimulatedNode) -> SimulatedNode:
 
 @pytest.fixture
 def machine(memory_path: Path) -> Iterator[Callable[[str], SimulatedNode]]:
-    """Makes simulated machines; the binding is put back in the end."""
+    """Creates simulated machines, and restores the binding after the test."""
     made: list[SimulatedNode] = []
 
     def make(name: str) -> SimulatedNode:

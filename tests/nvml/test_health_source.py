@@ -1,4 +1,4 @@
-"""Health as NVML tells it: the polled signals, the events, and sessions that come and go."""
+"""Health as NVML reports it: polled signals, events, and sessions that are closed and reopened."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ GROWN = (
 
 
 def test_idle_poll_of_a_gpu_makes_the_calls_of_this_table_and_no_more(node):
-    """On a machine whose GPUs have everything that is queried but a bank remapper, and are at rest."""
+    """On a machine whose idle GPUs support everything that is queried, except a bank remapper."""
     node.machine.set_gpu(0, slowdown=0x1)
     gpu = uuid(node)
     source = HealthSource(node.session)
@@ -307,7 +307,7 @@ def test_fabric_without_its_health_from_a_library_that_knows_only_the_first_form
 
 
 def test_a_fabric_that_cannot_be_read_now_is_not_asked_for_in_an_older_form(node):
-    """The first form knows nothing of the fabric's health, so its answer would end a taint."""
+    """The first version does not report the fabric's health, so its result would end a taint."""
     node.machine.set_fabric(0, health_mask=1)
     node.machine.set_fault("nvmlDeviceGetGpuFabricInfoV", code="unknown")
     assert read_health(uuid(node)).fabric is None

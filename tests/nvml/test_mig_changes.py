@@ -1,4 +1,4 @@
-"""Making and destroying GPU instances and compute instances, through the real binding."""
+"""Creating and destroying GPU instances and compute instances, through the real binding."""
 
 from __future__ import annotations
 
@@ -66,7 +66,9 @@ class Bench:
 
 @pytest.fixture
 def pair(machine: Make, tmp_path: Path) -> Bench:
-    """A machine of two H100, whose minor numbers move when the mode changes; small, to be made quickly."""
+    """A machine with two H100, whose minor numbers change with the mode; small, so that it is created
+    quickly.
+    """
     source = tmp_path / "pair.yaml"
     source.write_text(
         "description: two GPUs\nsystem: {minors_move: true}\ndefaults: {model: h100-sxm}\n"

@@ -252,7 +252,7 @@ def test_links_and_fabric_are_those_of_before_the_mode_was_on(machine: Make) -> 
 
 
 def test_fabric_that_was_not_ready_before_the_mode_was_on_is_the_one_of_now(machine: Make) -> None:
-    """Else the GPU would wait for its fabric for ever: only a claim that gets it whole ends the mode."""
+    """Otherwise the GPU would wait for its fabric forever: only a claim for the whole GPU ends the mode."""
     node = machine("gb200-nvl72-tray")
     memory = ScanMemory()
     node.machine.set_fabric(1, state=2)

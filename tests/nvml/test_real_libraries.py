@@ -1,5 +1,6 @@
-"""NVIDIA's own NVML libraries: what the session makes of one where no NVIDIA driver is loaded, and what is lost with
-the functions that one lacks."""
+"""NVIDIA's own NVML libraries: the session without an NVIDIA driver, and what is missing if a library lacks
+functions.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ LOST = {
     "nvmlDeviceGetNumGpuCores": "multiprocessors",
     "nvmlDeviceGetNumaNodeId": "memory_numa_node",
 }
-"""The value of a GPU that only this function tells; all else has an older function to fall back on."""
+"""Values of a GPU without an older function as a fallback."""
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +71,7 @@ class OfBranch:
 
 @pytest.fixture
 def of_branch(nvidia: Programs, machine: Callable[[str], SimulatedNode]) -> Callable[[str], SimulatedNode]:
-    """Makes simulated machines whose NVML has the functions of the branch, and cuts MIG devices on demand."""
+    """Creates simulated machines whose NVML has the functions of the branch, with MIG on demand."""
     real = ctypes.CDLL(str(nvidia.library("libnvidia-ml")))
 
     def make(name: str) -> SimulatedNode:
@@ -162,7 +163,7 @@ def test_mig_devices_are_made_and_destroyed_with_what_the_branch_has(
 def test_simulated_library_has_the_functions_of_the_branch(
     machine: Callable[[str], SimulatedNode], nvidia: Programs
 ) -> None:
-    """Of all functions that the simulator knows, those that the branch's own library exports, and no others."""
+    """Of all functions of the simulator, exactly those that the branch's own library exports."""
     real = ctypes.CDLL(str(nvidia.library("libnvidia-ml")))
     node = machine("dgx-h100")
     known = {name for name in vars(SimulatedLibrary(node.machine)) if name.startswith("nvml")}

@@ -92,7 +92,7 @@ def test_device_files_that_stay_open_keep_the_mark(
 
 @contextmanager
 def in_thread(work: Callable[[], object]) -> Iterator[None]:
-    """`work` is done meanwhile, and without an error by the end."""
+    """Does `work` in a thread during the block, and asserts that it succeeds."""
     errors: list[BaseException] = []
 
     def run() -> None:
@@ -136,7 +136,7 @@ def bench(machine: Callable[[str], SimulatedNode]) -> Iterator[Bench]:
 
 @contextmanager
 def under_way(use: Callable[[], AbstractContextManager[object]]) -> Iterator[threading.Event]:
-    """An operation or look of another thread, under way until the event is set, at the latest at the end."""
+    """An operation or call in another thread that runs until the event is set, at the latest at the end."""
     begun, ends = threading.Event(), threading.Event()
 
     def work() -> None:
@@ -444,7 +444,7 @@ def test_nobody_opens_nvml_meanwhile(bench: Bench) -> None:
 
 
 def test_look_that_ends_just_before_a_pause_does_not_make_operations_fail(bench: Bench) -> None:
-    """The last one out of the pause is about to open NVML, and waits for the look."""
+    """The last user of the pause is about to open NVML, and waits for the call."""
     session, closed, over = bench.session, threading.Event(), threading.Event()
 
     def pause() -> None:

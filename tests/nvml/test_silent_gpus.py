@@ -141,7 +141,7 @@ def test_fingerprint_of_a_gpu_that_hangs_is_that_of_before(node: SimulatedNode) 
 
 
 def test_gpu_that_hangs_from_the_start_is_not_lost(node: SimulatedNode) -> None:
-    """NVML is opened anew to find a lost GPU again: that would end what other GPUs were set to."""
+    """Reopening NVML, which is done to find a lost GPU again, would reset the settings of other GPUs."""
     node.machine.set_fault("nvmlDeviceGetUUID", delay_s=60, gpu=THIRD)
     memory = ScanMemory()
     found = read_nvml_fingerprint(memory)

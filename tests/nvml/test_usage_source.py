@@ -37,7 +37,7 @@ class Watched:
         return self.look(device)[device.uuid].utilisation_percent
 
     def samples(self) -> int:
-        """How many buffers NVML has given out."""
+        """The number of buffers that NVML has allocated."""
         import pynvml
 
         return len(pynvml.nvmlLib.nvmlGpmSampleFree.__closure__[0].cell_contents.__self__.gpm_samples)
@@ -128,7 +128,7 @@ def test_instance_with_the_ids_of_an_earlier_one_begins_anew(watched):
 def test_two_samples_that_do_not_belong_together_are_no_utilisation(watched):
     device = watched.cut()
     assert watched.percent(device) is None
-    # Made between the look at the UUID and the sample.
+    # Created between the read of the UUID and the sample.
     watched.machine.destroy_mig(0, device.gpu_instance_id)
     other = watched.cut()
     samples = watched.source._samples[watched.gpu.uuid]

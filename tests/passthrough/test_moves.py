@@ -48,7 +48,7 @@ def test_each_function_goes_back_to_the_driver_that_it_had() -> None:
 
 
 def test_override_of_an_administrator_is_restored_after_all_drivers() -> None:
-    """The driver that a function had need not be the one that the override names."""
+    """The earlier driver of a function may differ from the driver in the override."""
     assert words(back({GPU: "vfio-pci", AUDIO: "vfio-pci"}, BEFORE, {GPU: None, AUDIO: "none"}, VFIO)) == [
         ("override", "0", None),
         ("override", "1", None),

@@ -85,7 +85,7 @@ def test_bind_that_fails_leaves_every_function_with_the_driver_that_it_had(
     untouched = node.state()
     site.machine.set_fault(function, code=code, count=1, gpu=site.card.gpu_uuid)
     answer = node.prepare(wanted(site))
-    if code == "EBUSY":  # the call waits a moment for whoever is busy, and tries again
+    if code == "EBUSY":  # the call waits a moment for the user of the card, and retries
         assert isinstance(answer, Prepared)
         assert node.unprepare(wanted(site)) is None
     else:
@@ -105,7 +105,7 @@ def test_return_that_fails_is_tried_again_and_the_card_is_withheld_meanwhile(
     site.machine.set_fault(function, code=code, gpu=site.card.gpu_uuid)
     assert node.unprepare(wanted(site)) is None
     left = node.cleaner.outstanding()
-    if left:  # the kernel may find the driver by itself
+    if left:  # the kernel may choose the driver itself
         assert left[0].kinds == ("vfio",)
         shown = node.cleaner.withheld()
         for name in (site.for_machine(FOR_MACHINES), site.whole(FOR_MACHINES)):
@@ -142,7 +142,7 @@ def test_program_that_opens_the_gpu_after_the_first_look_is_named_and_not_waited
 
 
 def test_monitor_that_has_the_gpu_open_does_not_close_nvml_for_others(node: KindNode, site: Site) -> None:
-    """Each try of the kubelet would close it, and a monitor never ends."""
+    """Each retry of the kubelet would close it, and a monitor never exits."""
     exporter = site.machine.open_session("dcgm-exporter")
     untouched, pauses = node.state(), site.simulated.session.pauses
     refused(node.prepare(wanted(site)), "in use by dcgm-exporter (process ")
@@ -154,7 +154,7 @@ def test_monitor_that_has_the_gpu_open_does_not_close_nvml_for_others(node: Kind
 def test_gpu_whose_users_are_not_known_is_not_unbound(
     node: KindNode, site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel would wait for them in the unbind, without an end."""
+    """The kernel would wait for them in the unbind, without a limit."""
     monkeypatch.setattr("dra_driver.host.vfio.VfioCards.gpu_users", lambda *_, **__: None)
     untouched = node.state()
     refused(node.prepare(wanted(site)), "which programs have GPU", "`nvidia-smi -q`")
@@ -281,7 +281,7 @@ def test_write_that_hangs_keeps_its_card_and_nothing_else(
     site.machine.clear_faults()
     eventually(lambda: not node.lanes.under_way())
     assert node.cleaner.clean_all() == []
-    node.work_off()  # where NVML was closed just when the MIG device ended
+    node.work_off()  # if NVML was closed just when the MIG device was to be destroyed
     assert node.state() == untouched
 
 
@@ -306,7 +306,7 @@ def test_return_that_hangs_holds_no_claim_up(
     site.machine.clear_faults()
     eventually(lambda: not node.lanes.under_way())
     assert node.cleaner.clean_all() == []
-    node.work_off()  # where NVML was closed just when the MIG device ended
+    node.work_off()  # if NVML was closed just when the MIG device was to be destroyed
     assert node.state() == untouched
 
 
@@ -332,7 +332,7 @@ def test_user_that_appears_between_check_and_bind_does_not_close_nvml_for_others
 def test_nvml_is_closed_again_after_a_write_hung_for_another_reason(
     node: KindNode, site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Then NVML, which was opened again meanwhile, is the last that the kernel waits for."""
+    """Afterwards NVML, which was opened again, is the last thing that the kernel waits for."""
     for name, value in {"_STUCK_FIRST_S": 0.01, "_STUCK_MOST_S": 0.05, "_RELEASE_S": 0.05}.items():
         monkeypatch.setattr(f"dra_driver.passthrough.steps.{name}", value)
     before = site.simulated.session.pauses

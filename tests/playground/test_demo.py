@@ -1,4 +1,4 @@
-"""`make demo` on every machine that can be simulated."""
+"""`make demo` on every simulated machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ONE_WHOLE_GPU = {"gb10", "vm-passthrough"}
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch):
-    """The monitor hears of its end after its wait for events."""
+    """The monitor notices its stop only after its wait for events."""
     monkeypatch.setattr("dra_driver.health.monitor._WAIT_S", 0.05)
 
 

@@ -50,7 +50,7 @@ def published(machine: str, settings: Json) -> list[Json]:
 
 
 def classes_of(slices: list[Json]) -> list[Json]:
-    """Those of the chart, and others that choose more and less."""
+    """The classes of the chart, and others that select more and less."""
     attributes = [device["attributes"] for entry in slices for device in entry["spec"].get("devices") or ()]
     profiles = {one["profile"]["string"] for one in attributes if "profile" in one}
     made = {
@@ -154,7 +154,7 @@ class Changed:
             made.append(
                 {"metadata": {"name": f"other-{number}"}, "spec": {**spec, **chosen, "devices": devices}}
             )
-        if self.chance.random() < 0.3:  # an older generation that is left
+        if self.chance.random() < 0.3:  # a remaining slice of an older generation
             old = {**pool, "generation": 1}
             made.append(
                 {

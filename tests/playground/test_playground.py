@@ -1,4 +1,4 @@
-"""`make playground`: a node to play with, as a process, and the pods on it."""
+"""`make playground`: a node to try out, as a process, and its pods."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def start(tmp_path: Path, temporary: Path) -> Iterator[Callable[..., Playground]
 
     yield started
     for process in processes:
-        process.terminate()  # not killed: it ends its MPS host
+        process.terminate()  # not killed, because it stops its MPS host
         process.wait(_WAIT_S)
 
 

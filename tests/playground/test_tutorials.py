@@ -54,7 +54,7 @@ def first_terminal(page: str) -> tuple[str, ...]:
 
 
 def _kubectl() -> Path:
-    """That of hack/cluster: these tests run beside those of the cluster because it is built there."""
+    """The kubectl of hack/cluster: these tests run with those of the cluster, because it is built there."""
     sys.path.insert(0, str(ROOT / "hack" / "cluster"))
     import localcluster
 

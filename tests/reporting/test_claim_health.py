@@ -1,4 +1,4 @@
-"""Who is told of a GPU's health, and whose status is looked at again when."""
+"""Who is notified of a GPU's health, and whose status is checked again when."""
 
 from __future__ import annotations
 

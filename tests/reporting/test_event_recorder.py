@@ -42,7 +42,7 @@ _FAST = ReportLimits(
 
 
 class Server:
-    """Events and claims that take what they are told, once `open` is set, or raise the next of `errors`."""
+    """Events and claims that accept reports when `open` is set, or raise the next of `errors`."""
 
     def __init__(self) -> None:
         self.open = threading.Event()
@@ -473,4 +473,4 @@ def test_page_lists_every_reason_of_an_event() -> None:
     listed = re.findall(r"^\| `(\w+)` \| ", table, re.MULTILINE)
     assert len(listed) > 20
     listed += re.findall(r"`(\w+)`", table.partition("a Normal event:")[2].partition("\n")[0])
-    assert sorted(listed) == sorted({*get_args(EventReason)} - {"Prepared"})  # that one is a condition's only
+    assert sorted(listed) == sorted({*get_args(EventReason)} - {"Prepared"})  # used only for a condition

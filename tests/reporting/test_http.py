@@ -123,7 +123,7 @@ def test_clients_that_stay_without_a_word_cost_a_bounded_number_of_threads_and_k
 def test_page_that_hangs_takes_a_bounded_number_of_threads_and_blocks_no_other_page(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A thread that makes a page does not end when the client hangs up, or when its connection is closed."""
+    """A thread that serves a page does not end when the client disconnects, or when its connection is closed."""
     monkeypatch.setattr("dra_driver.reporting.http._MAX_CONNECTIONS", 4)
     monkeypatch.setattr("dra_driver.reporting.http._MAX_AT_ONE_PAGE", 8)
     let, begun = threading.Event(), threading.Semaphore(0)
@@ -192,7 +192,9 @@ def test_kubelet_is_answered_over_the_family_of_the_pods_address(address: str, h
 def test_all_addresses_are_those_of_ipv4_where_the_kernel_has_no_ipv6(
     monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    """A kernel without IPv6 makes no such socket; where only the interfaces lack it, the socket cannot be bound."""
+    """A kernel without IPv6 creates no such socket; if only the interfaces lack it, the socket cannot be
+    bound.
+    """
     real = socket.socket
 
     class Kernel(real):  # type: ignore[misc, valid-type]

@@ -173,7 +173,7 @@ def test_every_kind_of_step_has_a_name_of_its_own_from_the_start(metrics: Metric
 
 
 class Runner:
-    """Does nothing, or fails, while the clock goes on."""
+    """Does nothing, or fails, while the clock advances."""
 
     def __init__(self) -> None:
         self.now = 0.0

@@ -1,4 +1,4 @@
-"""What is asked of the rest of the driver at each scrape."""
+"""What each scrape reads from the rest of the driver."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def health() -> KnownHealth:
 
 
 def devices(metrics: Metrics) -> dict[tuple[str, ...], float]:
-    """Those that there are, by type and health."""
+    """The devices with a count, by type and health."""
     found = by_label(metrics, "nvidia_dra_devices", "device_type", "health")
     assert len(found) == 6 * len({kind for kind, _ in found} | {"gpu", "mig", "possible_mig"})
     return {key: count for key, count in found.items() if count}
@@ -190,7 +190,7 @@ def test_health_of_each_gpu_is_told_by_severity_reason_and_xid(metrics: Metrics,
     health.has(Severity.UNHEALTHY, "xid", HealthTarget(uuid(0)))
     health.has(Severity.INFORMATION, "unmonitored", HealthTarget(uuid(0)))
     health.has(Severity.DEGRADED, "xid", HealthTarget(uuid(2), 7))
-    health.has(Severity.LOST, "gpu-lost", HealthTarget(uuid(5)))  # discovery does not show it any more
+    health.has(Severity.LOST, "gpu-lost", HealthTarget(uuid(5)))  # discovery no longer lists it
     health.has(Severity.DEGRADED, "xid", HealthTarget(uuid(6)))  # taken out by hand
     health.xids = {(uuid(0), 79): 1, (uuid(2), 94): 3}
     assert by_label(metrics, "nvidia_dra_gpu_severity", "uuid") == {
@@ -240,7 +240,7 @@ def test_trouble_of_an_instance_alone_is_told_of_its_mig_devices(
 def test_trouble_of_an_instance_that_nobody_looked_at_yet_has_no_empty_name(
     metrics: Metrics, health: KnownHealth
 ) -> None:
-    """A label without a value is no label: alerts and joins by it would miss the sample."""
+    """An empty label value equals a missing label: alerts and joins by it would miss the sample."""
     metrics.show.health(lambda: MIXED, health)
     target = HealthTarget(uuid(2), 7, 0)
     health.known[target] = observe(HealthState(target), Xid(95), 1)

@@ -61,7 +61,7 @@ class Bench:
         self.events.append((f"{reason} of {ref.name}", message, warning))
 
     def turn(self, *found: NodeProblem, after_s: float = 2.0) -> list[tuple[str, str, bool]]:
-        """The events of one look, `after_s` seconds after the last."""
+        """The events of one check, `after_s` seconds after the last."""
         self.found, self.events = found, []
         self.now += after_s
         self.made.turn()
@@ -402,7 +402,7 @@ def test_disk_without_free_blocks_or_inodes_is_a_problem_before_anything_is_writ
         monkeypatch.setattr(os, "statvfs", lambda _path, found=found: type(really)(found))
         eventually(lambda: watch.problems() == [NodeProblem("disk-not-writable", text, str(tmp_path))])
     monkeypatch.setattr(os, "statvfs", lambda _path: type(really)([0] * 10))
-    eventually(lambda: watch.problems() == [])  # a file system that tells no sizes
+    eventually(lambda: watch.problems() == [])  # a file system that reports no sizes
 
 
 def test_file_system_that_became_read_only_is_a_problem_before_anything_is_written(

@@ -1,4 +1,4 @@
-"""Which trouble fails which probe, and what is told of it."""
+"""Which problem fails which probe, and how it is reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users are told of claims, MIG devices and MIG modes, and what a claim's state is remembered by."""
+"""Reports about claims, MIG devices and MIG modes, and how a claim's status is remembered."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ OTHER = replace(RECORD, devices=(hold(GPU_0, uuid="GPU-9"),))
 
 
 class Listener:
-    """Metrics and recorder: what came, in order; states with what says that they were written."""
+    """Metrics and recorder: records the reports in order; statuses with their callback for a successful
+    write.
+    """
 
     def __init__(self) -> None:
         self.told: list[tuple] = []
@@ -264,7 +266,7 @@ USERS = f"processes of the users 0, 1000 have the MPS daemon of {GPU_0}, which s
 
 
 class Node:
-    """Claims with MPS, their daemons, and what was told."""
+    """Claims with MPS, their daemons, and the reports."""
 
     def __init__(self) -> None:
         self.records: dict[str, ClaimRecord] = {}

@@ -1,4 +1,4 @@
-"""Processes with memory on a GPU that nobody has claimed: reported once, after ten minutes, and never ended."""
+"""Processes with unclaimed memory on a GPU: reported once, after ten minutes, and never stopped."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TRAIN, OTHER = GpuProcess(4711, "train", 2 << 30), GpuProcess(4712, "other")
 
 
 class Node:
-    """One GPU, looked at each minute."""
+    """One GPU, checked every minute."""
 
     def __init__(self) -> None:
         self.found: dict[str, list[GpuProcess]] | None = {uuid(0): []}
@@ -35,7 +35,7 @@ class Node:
         return self.leads
 
     def after(self, minutes: int) -> list[int]:
-        """What was told in that time."""
+        """Returns the reports of that time."""
         self.told.clear()
         for _ in range(minutes):
             self.now += self.watch.turn()

@@ -1,4 +1,4 @@
-"""How the devices of claims are used, and whose memory it is that nobody has claimed."""
+"""Usage of the devices of claims, and unclaimed memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HOST = ProcessOrigin("host")
 BUSY = GpuLoad(4 << 30, 80 << 30, 70, 40, 350.0, 700.0)
 IDLE = GpuLoad(0, 80 << 30, 0, 30, 70.0, 700.0)
 MIG_LOAD = GpuLoad(1 << 30, 10 << 30, 25)
-PART = MIG_1G.replace("-0", "-1")  # on demand, beside the static ones
+PART = MIG_1G.replace("-0", "-1")  # on demand, next to the static ones
 MADE = OwnedInstance(PART, uuid(2), None, 19, "1g.10gb", Placement(1, 1), "boot", "created", 9, 0, "MIG-9")
 
 
@@ -186,7 +186,7 @@ def test_memory_that_nobody_claims_is_counted_on_every_gpu() -> None:
 
 
 def test_a_claim_that_only_looks_at_a_gpu_hides_no_memory_there() -> None:
-    """A monitor looks at every GPU (adminAccess); a process that has ended is still nobody's."""
+    """A monitor observes every GPU (adminAccess); the memory of a process that has exited is still unclaimed."""
     for monitor, expected in ((replace(hold(GPU_0), admin_access=True), [1]), (hold(GPU_0), [])):
         node = Node(record(monitor))
         node.origins = {1: ProcessOrigin()}

@@ -1,4 +1,4 @@
-"""Parsers log what they refuse; here nobody reads it."""
+"""Discards the logs of parsers about refused input."""
 
 from collections.abc import Iterator
 

@@ -276,7 +276,7 @@ def runtime_config(content: bytes, host: Path) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(content)
     found = []
-    with suppress(Exception):  # `doctor` tells any error as a check that failed
+    with suppress(Exception):  # `doctor` reports any error as a failed check
         found = list(read_configs(RootedTree(str(host))))
     for config in found:
         require(
@@ -370,7 +370,7 @@ def selector(content: bytes, _directory: Path) -> None:
 
 @target
 def log_text(content: bytes, _directory: Path) -> None:
-    """What anybody has written into the log: a bounded line."""
+    """A logged text of any origin: a line of limited length."""
     text = decoded(content)
     shown = logs._clean(None, "info", {"event": "told", "text": text, "more": [text, {"a": text}]})
     for line in (shown["text"], shown["more"][0], shown["more"][1]["a"]):

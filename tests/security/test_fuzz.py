@@ -1,6 +1,6 @@
-"""Every parser of bytes from outside returns or raises what it announces, whatever it is given.
+"""Every parser of external bytes returns or raises only documented errors, for any input.
 
-`make fuzz` gives each of them ten times as many inputs as `make test`. What was found once stays mended.
+`make fuzz` gives each of them ten times as many inputs as `make test`. Inputs that once failed are kept.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _TOKENS = (
 _BYTES = (b"\xff", b"\x80\x80", b"\xff" * 9 + b"\x01", b"\xed\xa0\x80")
 _PARTS = ("..", ".", "/", "a", "\0", "\n", "-", "é", "%2f", "leads-out", "victim", "0", "\u202e", "x" * 120)
 names = st.lists(st.sampled_from(_PARTS), max_size=5).map("".join) | st.text(max_size=20)
-"""Names that somebody wrote who wants a path to lead elsewhere."""
+"""Names designed to make a path lead elsewhere."""
 _VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | names | st.just("9" * 5000),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=3),

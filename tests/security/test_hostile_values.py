@@ -1,4 +1,4 @@
-"""Whatever others may write in names: no path leaves its directory, and nothing moves the cursor of a terminal."""
+"""Hostile names from outside: no path leaves its directory, and nothing moves the cursor of a terminal."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SPEC = {"cdiVersion": "0.5.0", "containerEdits": {}, "devices": []}
 
 
 def attempts(base: Path, ref: ClaimRef, request: str, device: str) -> Iterator[Callable[[], object]]:
-    """Everything that makes a path of a name and then writes, reads or removes."""
+    """Everything that makes a path from a name and then writes, reads or removes."""
     claim = AllocatedClaim(
         ref, (DeviceResult(request, DRIVER, "node", device),), pod_claim_name=request or None
     )
@@ -61,7 +61,7 @@ def take_and_leave(locks: ClaimLocks, uid: str) -> None:
 
 
 def outside(root: Path, base: Path) -> dict[str, bytes | None]:
-    """What lies beside the driver's directories."""
+    """The files next to the driver's directories."""
     found = (path for path in root.rglob("*") if not path.is_relative_to(base))
     return {str(path): path.read_bytes() if path.is_file() else None for path in found}
 
@@ -71,7 +71,7 @@ def test_no_name_reads_writes_or_removes_outside(make_memory_path: Callable[[], 
     base = root / "plugin"
     for name in ("claims", "ledger", "cdi", "mps", "locks"):
         (base / name).mkdir(parents=True)
-        # A link that nobody follows by a name alone.
+        # A link that a name alone must not follow.
         (base / name / LINK).symlink_to(root / "elsewhere")
     for name in ("victim", "victim.json", "elsewhere/victim", "elsewhere/victim.json"):
         (root / name).parent.mkdir(exist_ok=True)
@@ -104,7 +104,7 @@ def test_no_name_reads_writes_or_removes_outside(make_memory_path: Callable[[], 
 
 
 EVIL = "a\x1b[2J\x9b\u202e: is fine; sharing"
-"""Clears a terminal, turns a line around, and looks like a fault of ours."""
+"""Clears a terminal, reverses a line, and looks like one of our faults."""
 SHOWN = '"a\\u001b[2J??: is fine; sharing"'
 
 

@@ -1,4 +1,6 @@
-"""One MPS daemon for the GPUs of one request: what is planned, kept on disk, locked, undone and told to containers."""
+"""One MPS daemon for the GPUs of one request: planning, records, locks, undo, and the containers'
+environment.
+"""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from tests.fakes.samples import claim
 
 @pytest.fixture
 def hanging(tmp_path: Path) -> TimeSliceSteps:
-    """The steps with an nvidia-smi that notes that it was started, and never ends."""
+    """The steps with an nvidia-smi that records its start and never exits."""
     program = tmp_path / "nvidia-smi"
     program.write_text(f"#!/bin/sh\necho >> {tmp_path}/started\nexec sleep 600\n")
     program.chmod(0o755)
@@ -36,7 +36,9 @@ def hanging(tmp_path: Path) -> TimeSliceSteps:
 def test_nvidia_smi_that_hangs_ends_with_the_kubelets_deadline(
     hanging: TimeSliceSteps, tmp_path: Path
 ) -> None:
-    """A pod with claims on three GPUs gets an answer before the kubelet leaves, and not after three whole waits."""
+    """A pod with claims on three GPUs gets a response before the kubelet's deadline, not after three full
+    waits.
+    """
     plan, began = Plan(claim(), (), ()), time.monotonic()
     with until(began + 1.5):
         for gpu, text in [
@@ -53,7 +55,9 @@ def test_nvidia_smi_that_hangs_ends_with_the_kubelets_deadline(
 def test_time_slice_that_cannot_be_set_again_is_tried_until_it_is(
     tmp_path: Path, logs: list, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An nvidia-smi that fails, then a claim that ends meanwhile, and one whose GPU has no such setting any more."""
+    """An nvidia-smi that fails, then a claim that ends during that, and one whose GPU no longer supports the
+    setting.
+    """
     monkeypatch.setattr("dra_driver.journal.cleaner._RETRY_FIRST_S", 0.05)
     monkeypatch.setattr("dra_driver.journal.cleaner._TOOLS_EVERY_S", 0.05)
     program = tmp_path / "nvidia-smi"
@@ -85,7 +89,7 @@ echo "$@" >> {tmp_path}/asked
             time.sleep(0.01)
         records.delete("uid-3")
         while "GPU-3" in lanes.under_way():
-            time.sleep(0.01)  # a try that has begun before the claim ended
+            time.sleep(0.01)  # an attempt that began before the claim ended
         (tmp_path / "works").touch()
         while steps.gpus():
             time.sleep(0.01)

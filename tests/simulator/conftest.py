@@ -14,7 +14,9 @@ from dra_driver.simulator import HOSTILE, Machine, SimulatedLibrary, create_mach
 
 @pytest.fixture(autouse=True, scope="module")
 def _kind() -> Iterator[None]:
-    """What users get: these tests look at the simulator itself. Not for the session, which goes on with others."""
+    """The variant for users, because these tests check the simulator itself. Not for the session, which other
+    tests share.
+    """
     with pytest.MonkeyPatch.context() as patched:
         patched.delenv(HOSTILE)
         yield

@@ -119,7 +119,9 @@ def test_a_refused_change_leaves_no_trace(make):
 
 
 def test_an_open_session_of_another_program_refuses_what_the_driver_refuses(nvml, handles, refused):
-    """MIG mode by NVML, and reset, unload and MIG mode by the commands; a program that is killed lets go."""
+    """MIG mode through NVML, and reset, unload and MIG mode through the commands; the session of a killed
+    program ends.
+    """
     machine = nvml("dgx-h100")
     command = [sys.executable, "-m", "dra_driver.cli.main", "simulate"]
     where = ["--simulator-dir", str(machine.directory)]

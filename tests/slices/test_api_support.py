@@ -1,4 +1,4 @@
-"""When the API server is asked what it takes and keeps of the slices, and what is said of the answer."""
+"""When the API server is tested for what it accepts and stores of the slices, and how the result is reported."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ COUNTED = slice_of(consumesCounters=[{"counterSet": "gpu-0", "counters": {}}])
 
 
 def test_what_a_gate_explains_of_an_answer_is_believed_for_an_hour(bench: Bench) -> None:
-    """Another server than the one that was asked."""
+    """The response came from another server than the test."""
     bench.answers = [ALL, ALL]
     bench.support.of(CUT, OWNER)
     bench.now += 50.0
@@ -265,7 +265,9 @@ def test_a_server_that_refuses_groups_counts_partitions_all_the_same(
 
 
 def test_groups_that_a_server_does_not_keep_any_more_are_left_out(bench: Bench) -> None:
-    """An update of a slice that has groups keeps them also while the gate is off, so only a question tells."""
+    """An update of a slice with groups keeps them even if the gate is off, so only a test of a new slice
+    shows it.
+    """
     grouped = Support(keeps_groups=True)
     bench.answers = [grouped, grouped, ALL]
     for _ in range(2):

@@ -101,7 +101,7 @@ H100, A30 = (table(MODELS[key]) for key in ("h100-sxm", "a30"))
 def cut(
     number: int, raw: Partitioning = H100, *withheld: GpuInstance, whole: bool = True, **changes: Any
 ) -> Gpu:
-    """A GPU whose MIG devices are made on demand."""
+    """A GPU with MIG on demand."""
     return h100(number, partitioning=beside(raw, withheld, offers_whole=whole), **changes)
 
 

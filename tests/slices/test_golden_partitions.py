@@ -1,4 +1,4 @@
-"""The pool of GPUs whose MIG devices are made on demand; `--update-golden` writes it anew."""
+"""The pool of GPUs with MIG on demand; `--update-golden` rewrites it."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -29,7 +29,7 @@ CASES: dict[str, tuple[str, str | None]] = {
     "dgx-b200": ("dgx-b200", None),
     "rtx-pro-6000": ("rtx-pro-6000-8", None),
 }
-"""The machine of each golden file, and the profile of the instance that a person has made on it."""
+"""The machine of each golden file, and the profile of the instance that a person has created on it."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The pool of every simulated machine, read through the real binding; `--update-golden` writes it anew."""
+"""The pool of every simulated machine, read through the real binding; `--update-golden` rewrites it."""
 
 import random
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Only the newest living instance that is registered publishes, whatever way the others ended."""
+"""Only the newest living registered instance publishes, however the others ended."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_killed_instance_gives_its_turn_back(start: Start, directory: Path) -> N
 
 
 def test_files_from_before_a_reboot_do_not_count(start: Start, directory: Path) -> None:
-    """The clock starts anew with a boot, so that they look newer than any living instance."""
+    """The clock starts again at a boot, so they look newer than any living instance."""
     directory.mkdir()
     (directory / f"{'9' * 20}-before.lock").touch()
     (directory / ".x.lock.1.tmp").touch()
@@ -205,7 +205,7 @@ def test_unreadable_directory_is_one_sentence(directory: Path) -> None:
 
 
 def test_exactly_one_of_many_that_start_and_end_at_once_publishes(directory: Path) -> None:
-    """While all look around and clear up, no living instance is taken for dead."""
+    """While all instances check and clean up, no living instance is mistaken for dead."""
     turns = [InstanceLeadership(directory, f"i{number}") for number in range(12)]
     stop = threading.Event()
 

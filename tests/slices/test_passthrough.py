@@ -1,4 +1,6 @@
-"""GPUs that containers and virtual machines may get: what is offered of a card, and that only one of them gets it."""
+"""GPUs for containers and virtual machines: the published devices of a card, of which only one can be
+allocated.
+"""
 
 from __future__ import annotations
 

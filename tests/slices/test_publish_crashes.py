@@ -1,5 +1,6 @@
-"""The publisher dies after every write to the API server; the next one completes the pool, and in between nobody sees
-a pool that is complete and neither the one before nor the one that is wanted."""
+"""The publisher dies after every write to the API server; the next one completes the pool. In between, no
+complete pool is visible except the earlier and the wanted one.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ View = str | None
 
 @pytest.fixture(autouse=True)
 def _deaths_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread that ends with an error is how a publisher dies here."""
+    """A publisher dies here by an error in its thread."""
     monkeypatch.setattr(threading, "excepthook", lambda _args: None)
 
 
@@ -100,7 +101,7 @@ class Cluster:
         return content(seen)
 
     def publish(self, inventory: Inventory, die_at: int | None = None) -> list[str]:
-        """The writes that a publisher made until it was done, or died."""
+        """Returns the writes of a publisher until it was done, or died."""
         self.written = []
         cache = SliceCache(self._client, DRIVER, NODE, self._changed)
         publisher = self._publisher = publisher_of(
@@ -243,7 +244,7 @@ def test_the_next_publisher_completes_what_a_dead_one_began(
             assert one.view() == expected, number
             assert set(one.views) <= {None, old, expected}, number
             assert is_monotonous(one.views, expected), number
-            # What is left of an older generation goes first; nothing is written twice.
+            # Remains of an older generation are deleted first; nothing is written twice.
             assert len(rest) <= len(left) + count, number
             assert len(rest) - rest.count("delete") <= count, number
             if number == len(change.verbs):

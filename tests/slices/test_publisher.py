@@ -27,7 +27,7 @@ from tests.slices.test_build import cut
 
 
 class Waits(threading.Event):
-    """A stop event that does not wait, but notes for how long it was asked to."""
+    """A stop event that does not wait, but records the requested waits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class Bench:
 
 
 def settled(bench: Bench) -> int:
-    """The number of writes once nothing happens any more."""
+    """Returns the number of writes when nothing happens any more."""
     bench.publisher.mark_dirty()
     eventually(lambda: not bench.publisher._worker._wake.is_set())
     time.sleep(0.08)
@@ -303,7 +303,9 @@ def test_backoff_has_an_end_and_starts_anew_after_success(bench: Bench) -> None:
 
 
 def gaps(pace: WritePacing, times: int, rival_s: float, start: float = 0.0) -> tuple[list[float], float]:
-    """How long each of our answers waits when somebody undoes each `rival_s` later, and the time after."""
+    """Returns the wait before each of our answers to someone who reverts each `rival_s` later, and the time
+    after.
+    """
     now, waits = start, []
     for _ in range(times):
         now += rival_s
@@ -433,7 +435,7 @@ def not_updated(seconds: int, why: str) -> list[tuple[str, str]]:
 def test_failures_that_end_by_themselves_are_no_problem_even_if_nothing_is_written(
     running: Bench, clock: Time
 ) -> None:
-    """A look that fails is followed by one that finds nothing to write."""
+    """A failed round is followed by one that finds nothing to write."""
     real, failures = running.slices.current, list[Exception]()
 
     def current() -> list[dict]:
@@ -462,7 +464,7 @@ def test_lasting_failure_is_a_problem_until_the_slices_are_as_wanted(bench: Benc
     other = Bench()
     other.start()
     assert other.publisher.wait_published(20)
-    for entry in other.slices.current():  # another instance wrote them: this one has nothing left to write
+    for entry in other.slices.current():  # another instance wrote them, so this one has nothing left to write
         bench.slices._put(entry)
     other.publisher.stop()
     bench.slices.on_change()
@@ -897,7 +899,7 @@ def dropping(bench: Bench) -> Bench:
 
 
 def test_what_a_server_lacks_is_not_sent_again_and_told_once(dropping: Bench, logs: list) -> None:
-    """Neither by the instance that learns it from an answer, nor by one that asks."""
+    """Neither by the instance that learns it from a response, nor by one that tests."""
     before = dropping.slices.current()
     assert len(dropping.slices.writes) == 1
     dropping.start()
@@ -916,7 +918,7 @@ def test_what_a_server_lacks_is_not_sent_again_and_told_once(dropping: Bench, lo
 
 
 def test_what_an_answer_shows_changes_the_pool_at_once(bench: Bench) -> None:
-    """Nothing else wakes the publisher: the fake tells it of no write of its own."""
+    """Nothing else wakes the publisher: the fake does not notify it of its own writes."""
     bench.slices.store = without_taints
     bench.taints = broken
     bench.publisher.node.left_out = lambda dropped: lambda device: dropped

@@ -1,5 +1,6 @@
 """The guest of `make e2e-vm` as a node: its kernel, the playground's API server, scheduler and kubelet, and a
-daemon that may be killed. The tests of one boot share it."""
+daemon that may be killed. The tests of one boot share it.
+"""
 
 from __future__ import annotations
 
@@ -91,14 +92,14 @@ class Vm:
         eventually("the slices", self.node.devices)
 
     def kill(self, number: int = signal.SIGKILL) -> None:
-        """End the daemon by a signal, and wait for it."""
+        """Ends the daemon by a signal, and waits for it."""
         daemon, self.daemon = self.daemon, None
         assert daemon is not None
         daemon.send_signal(number)
         daemon.wait(LIMIT_S)
 
     def devices(self, bus_id: str) -> list[str]:
-        """The types of the devices that are published for a GPU and have no taint."""
+        """The types of the published devices of a GPU without taints."""
         return sorted(
             device["attributes"]["type"]["string"]
             for device in self.node.devices()

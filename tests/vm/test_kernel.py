@@ -1,5 +1,7 @@
-"""Cards for virtual machines on a real kernel with an IOMMU, in one boot of `make e2e-vm`. Each test leaves all GPUs
-with the NVIDIA driver. The group of the third one has a network card, so that GPU is not for virtual machines."""
+"""Cards for virtual machines on a real kernel with an IOMMU, in one boot of `make e2e-vm`. Each test leaves
+all GPUs bound to the NVIDIA driver. The group of the third GPU has a network card, so that GPU is not for
+virtual machines.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,7 @@ def group_of(bus_id: str) -> str:
 
 @contextmanager
 def used_by_a_machine(bus_id: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Meanwhile a program has the card as a virtual machine has it."""
+    """During the block a program uses the card like a virtual machine."""
     command = [sys.executable, str(Path(__file__).with_name("vfio_user.py")), group_of(bus_id), bus_id]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as user:
         assert user.stdout is not None
@@ -100,8 +102,9 @@ def test_card_goes_to_a_machine_and_back_when_the_machine_has_ended(vm: Vm) -> N
 
 
 def test_daemon_that_is_killed_while_the_kernel_hangs_leaves_a_successor_all_other_gpus(vm: Vm) -> None:
-    """A program opens the GPU between the plugin's look and the unbind: the kernel waits for it. The daemon is killed
-    meanwhile."""
+    """A program opens the GPU between the plugin's check and the unbind, so the kernel waits for it. The
+    daemon is killed during that.
+    """
     hanging, other, whole = vm.claim("hanging", B), vm.claim("other", D), vm.claim("whole", A, vm=False)
     SLOW.write_text("4000")
     with ThreadPoolExecutor() as threads:
@@ -174,7 +177,7 @@ def test_card_that_is_pulled_out_under_a_machine_ends_with_it_and_comes_back(vm:
 
 
 def test_power_is_cut_while_claims_come_and_go(vm: Vm) -> None:
-    """The last test of the first boot: it does not end."""
+    """The last test of the first boot, which does not return."""
     refs = [vm.claim("cut-a", A), vm.claim("cut-b", B), vm.claim("cut-c", C, vm=False), vm.claim("cut-d", D)]
     vm.save_claims()
     ended: queue.SimpleQueue[str | None] = queue.SimpleQueue()

@@ -1,6 +1,7 @@
-"""What a virtual machine does with a card: opens its group, maps memory for DMA, opens the device, and holds it.
+"""A program that uses a card like a virtual machine: opens its group, maps memory for DMA, opens the device,
+and holds it.
 
-python vfio_user.py GROUP BUSID    prints `holds` when it has the device, and ends with its input
+python vfio_user.py GROUP BUSID    prints `holds` when it has the device, and exits with its input
 """
 
 from __future__ import annotations

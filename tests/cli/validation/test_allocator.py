@@ -59,7 +59,7 @@ class Allocations:
 
 
 def request(short: Json) -> Json:
-    """A request as the tables have it: `of` is the class, `ask` are capacities, `profile` is that of MIG."""
+    """A request as in the tables: `of` is the class, `ask` are capacities, `profile` is a MIG profile."""
     exactly = dict(short)
     name = exactly.pop("name", "gpu")
     if "firstAvailable" in exactly:

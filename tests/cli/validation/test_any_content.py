@@ -1,4 +1,4 @@
-"""Whatever stands in a document, it gets a report: a value of another sort in any place is no crash."""
+"""Any document gets a report: a value of another type anywhere does not crash."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that are no YAML, or more of it than anybody wrote by hand: one sentence each, soon."""
+"""Files that are not YAML, or larger than any hand-written file: one sentence each, without delay."""
 
 from __future__ import annotations
 

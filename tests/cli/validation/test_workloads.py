@@ -1,4 +1,4 @@
-"""The pods that an object makes, and the claims that the scheduler makes for their extended resources."""
+"""The pods that an object creates, and the claims that the scheduler creates for their extended resources."""
 
 from __future__ import annotations
 
