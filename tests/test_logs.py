@@ -181,7 +181,7 @@ def test_every_event_is_one_line_whatever_is_in_it(written: Callable[[], list[di
 
 
 @tabled("part")
-def test_long_text_of_anybody_costs_little_time_and_a_short_line(
+def test_long_text_of_anyone_costs_little_time_and_a_short_line(
     part: str, written: Callable[[], list[dict]]
 ) -> None:
     """A pattern that tries again at every character would take hours, in which no other thread runs."""
@@ -225,7 +225,7 @@ def test_crashes_and_warnings_become_events(written: Callable[[], list[dict]]) -
 
 
 @pytest.mark.parametrize("level", ["debug", "info", "warning"])
-def test_debug_is_toggled_and_the_change_is_always_told(
+def test_debug_is_toggled_and_the_change_is_always_reported(
     level: str, written: Callable[[], list[dict]]
 ) -> None:
     logs = configure_logs(level, "json")
@@ -327,7 +327,7 @@ def test_token_that_no_header_can_carry_is_not_shown(tmp_path: Path) -> None:
     assert SECRET not in str(caught.value)
 
 
-def test_kubeconfig_that_is_no_yaml_is_not_quoted(tmp_path: Path) -> None:
+def test_kubeconfig_that_is_not_yaml_is_not_quoted(tmp_path: Path) -> None:
     path = tmp_path / "kubeconfig"
     path.write_text(f"users:\n- user: {{token: {SECRET}: x]\n")
     with pytest.raises(InvalidConfigError, match="line 2 is not YAML") as caught:

@@ -55,7 +55,7 @@ def test_flag_that_is_empty_but_given_beats_the_file(write) -> None:
 
 
 @pytest.mark.parametrize("given", [{}, {"node_name": None}, {"node_name": ""}])
-def test_missing_node_name_is_told_with_the_remedy(given: dict) -> None:
+def test_missing_node_name_is_reported_with_the_remedy(given: dict) -> None:
     with pytest.raises(InvalidConfigError) as caught:
         resolve(given, None)
     assert str(caught.value) == (
@@ -117,7 +117,7 @@ def test_empty_file_sets_nothing(write, text: str) -> None:
 @pytest.mark.parametrize(
     "text", ["a: [", "a: b: c", "\tx: 1", "!!python/object:os.system {}", b"\xff\xfe\x00", "a: \0"]
 )
-def test_file_that_is_no_yaml_is_refused(write, text: str | bytes) -> None:
+def test_file_that_is_not_yaml_is_refused(write, text: str | bytes) -> None:
     wrong = "is not a text file in UTF-8" if isinstance(text, bytes) else "is not valid YAML: "
     assert wrong in str(refusal(write(text)))
 
@@ -157,13 +157,13 @@ def test_no_setting_is_forgotten() -> None:
     assert {entry.name for entry in fields(Settings)} == WRONG.keys() | TABLES["free"].keys()
 
 
-def test_all_faults_are_told_at_once() -> None:
+def test_all_faults_are_reported_at_once() -> None:
     with pytest.raises(InvalidConfigError) as caught:
         resolve({"node_name": "Bad_Name", "cdi_root": "x"}, None)
     assert len(caught.value.faults) == 2
 
 
-def test_faults_of_the_command_line_are_told_with_those_of_the_file(write) -> None:
+def test_faults_of_the_command_line_are_reported_with_those_of_the_file(write) -> None:
     path = write("nodeName: Bad_Name\nlogLevel: loud\n")
     with pytest.raises(InvalidConfigError) as caught:
         resolve({"faults": {"port": "--port 'x': expected a number"}, "cdi_root": "x"}, path)

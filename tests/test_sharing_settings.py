@@ -80,7 +80,7 @@ def test_off_needs_no_quotes(write, mode: str) -> None:
     assert policy(write(f"sharing: [{{mode: {mode}}}]")).entries == (SharingEntry(GpuSelector(), None),)
 
 
-def test_all_faults_are_told_at_once(write) -> None:
+def test_all_faults_are_reported_at_once(write) -> None:
     path = write("sharing: [{mode: shares}, {mode: memory, shares: 2}, {selector: {uuids: [x, y]}}]")
     assert [fault.partition(": ")[0] for fault in faults(path)] == [
         "sharing.0.shares",

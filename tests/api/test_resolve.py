@@ -50,7 +50,7 @@ def test_good_parameters_become_values_with_defaults(kind: str, fields: Json, va
         ),
     ],
 )
-def test_every_fault_is_told_in_one_line(given: Any, fault: str) -> None:
+def test_every_fault_is_reported_in_one_line(given: Any, fault: str) -> None:
     """Which faults there are is in the table that all share who judge parameters (parameter_table.yaml)."""
     with pytest.raises(InvalidConfigError) as caught:
         decode(given)
@@ -138,7 +138,7 @@ def test_a_subrequest_is_named_in_full_or_by_its_request(requests: tuple[str, ..
     assert strategy(entry("MPS", *requests), request="main/big") == ("MPS" if applies else None)
 
 
-def test_the_entry_that_decided_is_told() -> None:
+def test_the_entry_that_decided_is_reported() -> None:
     configs = [entry(None, source="FromClass"), entry("MPS", "main", "other")]
     resolved = config_for_result(result(), configs, DRIVER, "gpu")
     assert resolved.entry == "allocation config 1 from the claim, requests main, other"

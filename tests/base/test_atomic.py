@@ -24,7 +24,7 @@ def die(*_args: object, **_options: object) -> None:
     raise Crash
 
 
-def test_content_and_mode_are_those_asked_for(tmp_path: Path) -> None:
+def test_content_and_mode_are_those_requested(tmp_path: Path) -> None:
     file = tmp_path / "a"
     write_atomically(file, b"old", mode=0o644)
     write_atomically(file, b"new")
@@ -33,7 +33,7 @@ def test_content_and_mode_are_those_asked_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("durable", [True, False])
-def test_content_is_always_synced_and_the_directory_when_asked(
+def test_content_is_always_synced_and_the_directory_when_requested(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durable: bool
 ) -> None:
     synced: list[bool] = []

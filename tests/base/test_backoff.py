@@ -8,7 +8,7 @@ from dra_driver.base.backoff import Backoff, TokenBucket
 from tests.fakes.clock import Clock
 
 
-def test_waits_double_to_the_longest_and_begin_anew() -> None:
+def test_waits_double_to_the_longest_and_start_over() -> None:
     backoff = Backoff(1.0, 5.0)
     assert [backoff.step() for _ in range(5)] == [1.0, 2.0, 4.0, 5.0, 5.0]
     backoff.reset()
@@ -16,7 +16,7 @@ def test_waits_double_to_the_longest_and_begin_anew() -> None:
     assert 1.6 <= backoff.next(0.0) <= 2.4
 
 
-def test_waits_go_on_to_grow_when_what_was_tried_lasted_shorter_than_the_longest() -> None:
+def test_waits_continue_to_grow_when_what_was_tried_lasted_shorter_than_the_longest() -> None:
     backoff = Backoff(1.0, 5.0)
     waits = []
     for lasted_s in (0.0, 4.9, 5.0, 0.0):

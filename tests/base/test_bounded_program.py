@@ -85,7 +85,7 @@ def test_what_even_kill_does_not_end_is_left_behind_when_no_thread_starts(unkill
     assert run("exit 0") == (0, "")
 
 
-def test_a_gpu_that_hangs_holds_nobody_up(unkillable, tmp_path, monkeypatch):
+def test_a_gpu_that_hangs_delays_no_other(unkillable, tmp_path, monkeypatch):
     program = tmp_path / "program"
     program.write_text("#!/bin/sh\nexec sleep 60\n")
     program.chmod(0o755)

@@ -84,11 +84,11 @@ def test_claim_of_a_newer_release_is_refused_and_its_record_left_alone(node: Nod
     assert isinstance(node.prepare(OTHER), Prepared)
 
 
-def test_devices_of_a_claim_of_a_newer_release_are_given_to_nobody_else(node: Node) -> None:
+def test_devices_of_a_claim_of_a_newer_release_are_given_to_no_other_claim(node: Node) -> None:
     assert "is held by" in refusal(node.prepare(claim(GPU_0, uid="uid-3")))
 
 
-def test_claim_of_a_newer_release_ends_and_is_told(node: Node, logs: list) -> None:
+def test_claim_of_a_newer_release_ends_and_is_reported(node: Node, logs: list) -> None:
     assert node.unprepare(WANTED) is None
     assert not [name for name in node.files() if "uid-1" in name]
     assert [line["claim_uid"] for line in logs if line["event"] == "newer_record_removed"] == ["uid-1"]
@@ -97,7 +97,7 @@ def test_claim_of_a_newer_release_ends_and_is_told(node: Node, logs: list) -> No
     assert isinstance(node.prepare(WANTED), Prepared)
 
 
-def test_ending_a_claim_without_a_record_tells_of_none(node: Node, logs: list) -> None:
+def test_ending_a_claim_without_a_record_mentions_none(node: Node, logs: list) -> None:
     assert node.unprepare(claim(GPU_0, uid="uid-9")) is None
     assert [line["event"] for line in logs if line["log_level"] == "warning"] == []
 

@@ -134,7 +134,7 @@ def test_file_from_before_the_clock_was_set_back_is_parsed_once(
     assert read == ["old"]
 
 
-def test_directory_that_was_replaced_is_looked_at_anew(place: Path) -> None:
+def test_directory_that_was_replaced_is_checked_again(place: Path) -> None:
     store = store_at(place)
     wait_for_a_tick(place)
     assert store.all() == {"old": 1}
@@ -175,7 +175,7 @@ def test_value_whose_reading_failed_for_now_is_read_by_the_next_look(
     assert store.all() == {"old": 1}
 
 
-def test_what_stays_in_its_place_is_read_when_the_disk_is_well_again(
+def test_what_stays_in_its_place_is_read_when_the_disk_is_healthy_again(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = store_at(place)

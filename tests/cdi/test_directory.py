@@ -61,7 +61,7 @@ def test_the_file_is_replaced_when_it_is_wrong(tmp_path: Path, directory: CdiDir
     assert directory.read(UID) == spec(1)
 
 
-def test_the_directory_is_made_anew_when_a_reboot_took_it(tmp_path: Path, directory: CdiDirectory) -> None:
+def test_the_directory_is_recreated_when_a_reboot_took_it(tmp_path: Path, directory: CdiDirectory) -> None:
     directory.create()
     assert (tmp_path / "cdi").stat().st_mode & 0o777 == 0o755
     (tmp_path / "cdi").rmdir()

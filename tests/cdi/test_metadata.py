@@ -142,7 +142,7 @@ def test_owner_and_generation_are_read_from_any_file_of_ours() -> None:
 @given(
     st.binary(max_size=40) | st.text(max_size=20).map(lambda text: json.dumps({"metadata": text}).encode())
 )
-def test_what_is_no_metadata_has_no_owner(content: bytes) -> None:
+def test_what_is_not_metadata_has_no_owner(content: bytes) -> None:
     assert owner_and_generation(content) is None
     assert owner_and_generation(b'{"metadata": {"uid": 1, "generation": 2}}') is None
     assert owner_and_generation(b'{"metadata": {"uid": "a", "generation": true}}') is None
@@ -193,7 +193,7 @@ def test_first_device_of_each_request_brings_the_file() -> None:
     ]
 
 
-def test_pod_claim_name_is_no_part_of_the_allocation() -> None:
+def test_pod_claim_name_is_not_a_part_of_the_allocation() -> None:
     """A record of before the name was kept is still the record of its claim."""
     assert replace(WANTED, pod_claim_name="gpus") == WANTED
     assert our_part(replace(WANTED, pod_claim_name="gpus"), DRIVER).pod_claim_name == "gpus"

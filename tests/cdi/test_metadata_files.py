@@ -52,7 +52,7 @@ def generation(files: MetadataFiles, wanted: AllocatedClaim = WANTED) -> int:
     return content["metadata"]["generation"]
 
 
-def test_files_are_where_everybody_can_read_them(tmp_path: Path, files: MetadataFiles) -> None:
+def test_files_are_where_everyone_can_read_them(tmp_path: Path, files: MetadataFiles) -> None:
     assert tree(tmp_path) == {}
     previous = os.umask(0o077)
     try:
@@ -128,7 +128,7 @@ def test_removal_takes_what_is_the_claims_and_nothing_else(
             assert not (tmp_path / "plugin/dra-device-metadata/ml_training").exists()
 
 
-def test_claim_that_was_made_anew_keeps_its_files(files: MetadataFiles) -> None:
+def test_claim_that_was_recreated_keeps_its_files(files: MetadataFiles) -> None:
     """A claim is prepared before an older claim with the same name is unprepared."""
     write(files)
     write(files, ANEW, "gpu")
@@ -140,7 +140,7 @@ def test_claim_that_was_made_anew_keeps_its_files(files: MetadataFiles) -> None:
     assert not files.file(ANEW, "gpu").parent.parent.exists()
 
 
-def test_removal_goes_on_where_a_crash_left_it(tmp_path: Path, files: MetadataFiles) -> None:
+def test_removal_continues_where_a_crash_left_it(tmp_path: Path, files: MetadataFiles) -> None:
     directory = tmp_path / "plugin/dra-device-metadata/ml_training"
     (directory / "gpu").mkdir(parents=True)
     (directory / "gpu/.metadata.json.1-2.tmp").write_text("{")
@@ -151,7 +151,7 @@ def test_removal_goes_on_where_a_crash_left_it(tmp_path: Path, files: MetadataFi
     assert not directory.exists()
 
 
-def test_metadata_specs_are_no_specs_of_claims(tmp_path: Path, files: MetadataFiles) -> None:
+def test_metadata_specs_are_not_specs_of_claims(tmp_path: Path, files: MetadataFiles) -> None:
     write(files)
     specs = CdiDirectory(tmp_path / "cdi", DRIVER)
     assert specs.list() == {}

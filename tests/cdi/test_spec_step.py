@@ -113,7 +113,7 @@ def test_step_fails_for_now_when_the_driver_is_gone(bench: Bench) -> None:
     assert bench.specs.read("uid-1") is None
 
 
-def test_what_the_host_lacks_is_told_once_until_it_changes(
+def test_what_the_host_lacks_is_reported_once_until_it_changes(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dra_driver.host.driver_root._FRESH_S", 0.0)
@@ -258,7 +258,7 @@ def test_management_of_gpus_without_mig_misses_nothing(tmp_path: Path) -> None:
     bench.node.close()
 
 
-def test_management_of_a_driver_that_is_being_loaded_is_tried_again(bench: Bench) -> None:
+def test_management_of_a_driver_that_is_being_loaded_is_retried(bench: Bench) -> None:
     """It has capabilities, but no major number for them yet."""
     (bench.node.machine.host_root / "proc/devices").write_text("Character devices:\n195 nvidia\n")
     with pytest.raises(RetryableError, match="the kernel lists no nvidia-caps devices"):

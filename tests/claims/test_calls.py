@@ -89,7 +89,7 @@ def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "_FIRST_PAUSE_S", 0.01)
 
 
-def test_server_that_says_when_to_come_back_is_asked_again_within_the_call(tmp_path: Path) -> None:
+def test_server_that_says_when_to_come_back_is_queried_again_within_the_call(tmp_path: Path) -> None:
     starting = ApiUnavailableError("get claim: connection refused", is_brief=True)
     lookup = Answers(busy(0.0), starting, busy(0.2), claim(GPU_0))
     began = time.monotonic()
@@ -106,7 +106,7 @@ def test_server_that_says_when_to_come_back_is_asked_again_within_the_call(tmp_p
         (ApiRejectedError("get claim: bad request (HTTP 400)", status=400), 30),
     ],
 )
-def test_other_answers_are_told_at_once(tmp_path: Path, error: Exception, deadline_s: float) -> None:
+def test_other_answers_are_reported_at_once(tmp_path: Path, error: Exception, deadline_s: float) -> None:
     lookup = Answers(error)
     assert fetched(tmp_path, lookup, KubeletCall.begin(deadline_s)) is error
     assert lookup.asked == 1
@@ -137,7 +137,7 @@ def test_a_call_waits_no_longer_than_the_kubelet_when_its_caller_would(deadline_
     assert 42.0 < KubeletCall.begin(deadline_s).left() <= 43.0
 
 
-def test_server_that_stays_busy_is_asked_until_the_deadline(tmp_path: Path) -> None:
+def test_server_that_stays_busy_is_queried_until_the_deadline(tmp_path: Path) -> None:
     lookup = Answers(error := busy(0.0))
     began = time.monotonic()
     assert fetched(tmp_path, lookup, KubeletCall.begin(2.5)) is error  # half a second: two are for the answer
@@ -145,7 +145,7 @@ def test_server_that_stays_busy_is_asked_until_the_deadline(tmp_path: Path) -> N
     assert lookup.asked > 1
 
 
-def test_call_that_the_kubelet_cancelled_asks_no_more(tmp_path: Path) -> None:
+def test_call_that_the_kubelet_cancelled_sends_no_more_requests(tmp_path: Path) -> None:
     lookup = Answers(busy(0.0))
     error = fetched(tmp_path, lookup, KubeletCall.begin(30, lambda: lookup.asked == 3))
     assert "cancelled this call" in str(error)

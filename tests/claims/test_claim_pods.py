@@ -64,7 +64,7 @@ def test_pods_that_come_and_go_without_a_call_are_written_down(
     assert bench.node.files() == {}
 
 
-def test_pods_of_a_claim_that_is_stale_or_another_by_now_are_not_looked_at(bench: Bench) -> None:
+def test_pods_of_a_claim_that_is_stale_or_another_by_now_are_not_checked(bench: Bench) -> None:
     bench.node.prepare(used_by(ONE, A))
     bench.node.prepare(used_by(TWO, C))
     bench.node.claims.deallocated.add("uid-1")
@@ -77,7 +77,7 @@ def test_pods_of_a_claim_that_is_stale_or_another_by_now_are_not_looked_at(bench
     assert (bench.recorded(), bench.recorded("uid-2")) == ((A,), (C,))
 
 
-def test_grace_time_goes_on_when_only_the_pods_of_a_record_changed(bench: Bench) -> None:
+def test_grace_time_continues_when_only_the_pods_of_a_record_changed(bench: Bench) -> None:
     bench.node.prepare(used_by(ONE, A))
     bench.node.claims.deallocated.add("uid-1")
     bench.look()
@@ -92,7 +92,7 @@ def test_grace_time_goes_on_when_only_the_pods_of_a_record_changed(bench: Bench)
 
 
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["same instance", "other instance"])
-def test_claim_that_was_unprepared_meanwhile_does_not_come_back(bench: Bench, elsewhere: bool) -> None:
+def test_claim_that_was_unprepared_in_between_does_not_come_back(bench: Bench, elsewhere: bool) -> None:
     other = bench.node.restarted() if elsewhere else bench.node
     bench.node.prepare(used_by(ONE, A))
     bench.node.claims.add(used_by(ONE, A, B))
@@ -123,7 +123,7 @@ def test_claim_that_is_being_unprepared_does_not_come_back(bench: Bench) -> None
 
 
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["same instance", "other instance"])
-def test_pods_of_a_prepare_after_the_look_stay(bench: Bench, elsewhere: bool) -> None:
+def test_pods_of_a_prepare_after_the_check_stay(bench: Bench, elsewhere: bool) -> None:
     other = bench.node.restarted() if elsewhere else bench.node
     bench.node.prepare(used_by(ONE, A))
     bench.node.claims.add(used_by(ONE, A, B))
@@ -137,7 +137,7 @@ def test_pods_of_a_prepare_after_the_look_stay(bench: Bench, elsewhere: bool) ->
     assert bench.recorded() == (C,)
 
 
-def test_claim_that_moved_before_the_look_keeps_what_it_holds_now(bench: Bench) -> None:
+def test_claim_that_moved_before_the_check_keeps_what_it_holds_now(bench: Bench) -> None:
     bench.node.prepare(used_by(ONE, A))
     seen = bench.node.record_of()
     bench.node.prepare(used_by(claim(GPU_1), A))

@@ -84,7 +84,7 @@ def bench() -> Bench:
     return Bench()
 
 
-def test_nobody_asks_nvml_for_a_gpu_that_a_virtual_machine_has(bench: Bench) -> None:
+def test_no_one_asks_nvml_for_a_gpu_that_a_virtual_machine_has(bench: Bench) -> None:
     assert bench.of(HeldDevice(VFIO_0, "vfio", "0b1c", uuid(0))) is None
     assert bench.asked == []
 
@@ -112,7 +112,7 @@ def test_process_on_a_device_is_named_with_its_gpu(bench: Bench, held: HeldDevic
     assert bench.of(held) == InUse(frozenset({4711}), text)
 
 
-def test_device_on_demand_is_asked_for_under_the_uuid_that_it_has_now(bench: Bench) -> None:
+def test_device_on_demand_is_requested_under_the_uuid_that_it_has_now(bench: Bench) -> None:
     assert (bench.of(ON_DEMAND), bench.asked) == (None, [])
     bench.made[ON_DEMAND.device] = "MIG-made"
     bench.shown["MIG-made"] = TRAINER
@@ -148,7 +148,7 @@ SHARE = hold(GPU_0, share_id="one")
     ],
     ids=["shared", "other device", "looked on", "looks on", "looks on alone", "shared MIG device"],
 )
-def test_processes_count_where_nobody_else_holds_the_device(
+def test_processes_count_where_no_one_else_holds_the_device(
     bench: Bench, held: HeldDevice, other: HeldDevice, counts: bool
 ) -> None:
     bench.others.append(record(other, uid="uid-2"))
@@ -186,7 +186,7 @@ def test_processes_of_the_host_and_records_of_an_earlier_boot_do_not_count(bench
         (ValueError("a bug"), False, False),
     ],
 )
-def test_nvml_that_does_not_tell(bench: Bench, error: Exception, is_gone: bool, is_sure: bool) -> None:
+def test_nvml_that_does_not_report(bench: Bench, error: Exception, is_gone: bool, is_sure: bool) -> None:
     bench.shown[uuid(0)], bench.is_gone = error, is_gone
     if is_sure:
         assert bench.of(hold(GPU_0)) is None
@@ -197,7 +197,7 @@ def test_nvml_that_does_not_tell(bench: Bench, error: Exception, is_gone: bool, 
     assert bench.of(hold(GPU_0)) is not None, "it is asked anew each time"
 
 
-def test_what_is_known_of_one_device_counts_though_another_does_not_tell(bench: Bench) -> None:
+def test_what_is_known_of_one_device_counts_though_another_does_not_report(bench: Bench) -> None:
     bench.shown |= {uuid(0): RetryableError("unknown error"), uuid(1): TRAINER}
     assert pids(bench.of(hold(GPU_0), hold(GPU_1))) == {4711}
 

@@ -107,7 +107,7 @@ def refused_again(scene: Scene) -> None:
     "meanwhile",
     [unprepared, unprepared_elsewhere, prepared, prepared_elsewhere, refused_again],
 )
-def test_what_others_did_meanwhile_is_left_alone(scene: Scene, meanwhile: Callable[[Scene], None]) -> None:
+def test_what_others_did_in_between_is_left_alone(scene: Scene, meanwhile: Callable[[Scene], None]) -> None:
     meanwhile(scene)
     before = scene.records.get(UID)
     scene.give_up()
@@ -116,7 +116,7 @@ def test_what_others_did_meanwhile_is_left_alone(scene: Scene, meanwhile: Callab
     assert scene.taken_back == []
 
 
-def test_record_is_taken_back_as_it_is_on_disk(scene: Scene) -> None:
+def test_record_is_undone_as_it_is_on_disk(scene: Scene) -> None:
     found = replace(BEGUN, claim=replace(BEGUN.claim, results=()))
     scene.records.save(found)
     scene.give_up()
@@ -125,7 +125,7 @@ def test_record_is_taken_back_as_it_is_on_disk(scene: Scene) -> None:
     assert len(scene.taken_back) == 1
 
 
-def test_another_that_goes_on_while_the_lock_is_waited_for_keeps_it(
+def test_another_that_continues_while_the_lock_is_waited_for_keeps_it(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lock = scene.claim_locks.hold
@@ -149,7 +149,7 @@ def test_prepare_that_was_refused_last_takes_it_back(scene: Scene) -> None:
     assert scene.taken_back == [BEGUN]
 
 
-def test_record_stays_for_the_next_call_when_it_cannot_be_taken_back(
+def test_record_stays_for_the_next_call_when_it_cannot_be_undone(
     scene: Scene, logs: list, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_args: object) -> None:

@@ -28,7 +28,7 @@ def lost(node: KindNode, wanted: AllocatedClaim) -> None:
     (node.records.directory / f"{wanted.ref.uid}.json").write_text("{")
 
 
-def test_monitor_blocks_none_of_the_gpus_that_it_looks_at(node: KindNode, site: Site) -> None:
+def test_monitor_blocks_none_of_the_gpus_that_it_checks(node: KindNode, site: Site) -> None:
     names = [site.whole(index) for index in (2, 3)]
     monitor = claim(*(result(name, admin_access=True) for name in names), uid="monitor")
     lost(node, monitor)
@@ -37,7 +37,7 @@ def test_monitor_blocks_none_of_the_gpus_that_it_looks_at(node: KindNode, site: 
     assert isinstance(node.prepare(monitor), Prepared)
 
 
-def test_claim_that_uses_a_gpu_and_looks_at_it_too_keeps_it(node: KindNode, site: Site) -> None:
+def test_claim_that_uses_a_gpu_and_observes_it_too_keeps_it(node: KindNode, site: Site) -> None:
     name = site.whole(2)
     lost(node, claim(result(name, "use"), result(name, "look", admin_access=True), uid="both"))
     answer = node.prepare(claim(name, uid="user"))

@@ -192,7 +192,7 @@ def test_unprepare_whose_change_hangs_succeeds_and_holds_nothing_up(
 
 
 @pytest.mark.parametrize("kind", STEPS)
-def test_prepare_goes_on_once_the_step_has_ended(case: Case, kind: str) -> None:
+def test_prepare_continues_once_the_step_has_ended(case: Case, kind: str) -> None:
     node, reached, let = case.fresh(), threading.Event(), threading.Event()
 
     def hang(real: Callable[..., Any], step: Step, plan: Any) -> Any:

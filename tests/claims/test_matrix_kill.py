@@ -51,7 +51,7 @@ def test_the_matrix_covers_every_effect_and_every_write(case: Case) -> None:
 
 
 @in_each_boot
-def test_prepare_goes_on_where_the_one_before_died(case: Case) -> None:
+def test_prepare_continues_where_the_one_before_died(case: Case) -> None:
     untouched, expected = case.untouched(), case.uninterrupted()
     for point, node in case.dead_prepares():
         assert (case.prepare(node), node.state()) == expected, point
@@ -60,13 +60,13 @@ def test_prepare_goes_on_where_the_one_before_died(case: Case) -> None:
 
 
 @in_each_boot
-def test_unprepare_takes_back_what_a_dead_prepare_left(case: Case) -> None:
+def test_unprepare_undoes_what_a_dead_prepare_left(case: Case) -> None:
     untouched = case.untouched()
     for point, node in case.dead_prepares():
         assert (case.unprepare(node), node.state()) == (None, untouched), point
 
 
-def test_unprepare_goes_on_where_the_one_before_died(case: Case) -> None:
+def test_unprepare_continues_where_the_one_before_died(case: Case) -> None:
     untouched = case.untouched()
     for point, node in case.dead_unprepares():
         assert (case.unprepare(node), node.state()) == (None, untouched), point
@@ -78,7 +78,7 @@ def test_prepare_after_a_dead_unprepare_ends_as_if_it_never_was(case: Case) -> N
         assert (case.prepare(node), node.state()) == expected, point
 
 
-def test_the_other_instance_of_a_rolling_update_takes_back_what_a_dead_one_left(case: Case) -> None:
+def test_the_other_instance_of_a_rolling_update_undoes_what_a_dead_one_left(case: Case) -> None:
     untouched = case.untouched()
     for deaths in (case.dead_prepares, case.dead_unprepares):
         for point, other in deaths(rolls=True):
@@ -89,7 +89,7 @@ def test_the_other_instance_of_a_rolling_update_takes_back_what_a_dead_one_left(
 
 
 @pytest.mark.parametrize("case", [name for name in KINDS if EXPECTED[name]["unprepare"]], indirect=True)
-def test_an_instance_that_starts_while_nvml_is_detached_takes_back_when_that_is_over(case: Case) -> None:
+def test_an_instance_that_starts_while_nvml_is_detached_undoes_when_that_is_over(case: Case) -> None:
     untouched = case.untouched()
     for deaths in (case.dead_prepares, case.dead_unprepares):
         for point, node in deaths(rolls=True):

@@ -116,7 +116,7 @@ def test_next_boot_ends_where_a_fresh_node_would(powered: Powered, logs: list[di
     assert told <= {"driver_files_incomplete"}
 
 
-def test_what_unprepare_took_back_stays_away(powered: Powered) -> None:
+def test_what_unprepare_undid_stays_away(powered: Powered) -> None:
     """The kubelet does not call again: nothing remains that holds the device or would never be removed."""
     for tree in powered.trees("unprepared"):
         node = powered.boot(tree)
@@ -151,7 +151,7 @@ def test_record_that_names_files_only_may_be_lost_since_no_container_outlives_th
 
 
 @pytest.mark.parametrize("powered", ["MIG on demand"], indirect=True)
-def test_mig_mode_that_somebody_switches_on_after_the_boot_is_not_taken_for_ours(powered: Powered) -> None:
+def test_mig_mode_that_someone_switches_on_after_the_boot_is_not_taken_for_ours(powered: Powered) -> None:
     """Even if the plugin's own record of this, from the boot before, came back."""
     for tree in powered.trees("prepared"):
         node = powered.boot(tree)
@@ -167,7 +167,7 @@ KEPT = [
 ]
 
 
-def test_kept_health_may_be_an_older_one_since_the_gpus_are_looked_at_again_but_is_never_unreadable(
+def test_kept_health_may_be_an_older_one_since_the_gpus_are_checked_again_but_is_never_unreadable(
     memory_path: Path, logs: list[dict[str, Any]]
 ) -> None:
     directory = fresh(memory_path / "disk")

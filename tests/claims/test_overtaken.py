@@ -74,7 +74,7 @@ def unprepare_call(channel: grpc.Channel) -> Any:
     return method.future(request(claims=[wire]), timeout=45)
 
 
-def test_unprepare_that_a_newer_prepare_overtook_takes_nothing_back(node: Node) -> None:
+def test_unprepare_that_a_newer_prepare_overtook_undoes_nothing(node: Node) -> None:
     """Otherwise the device would be allocated again while the pod of the first claim runs."""
     assert isinstance(node.prepare(WANTED), Prepared)
     late = Late(node.unpreparer, "claim_locks", lambda: unprepare(node))
@@ -88,7 +88,7 @@ def test_unprepare_that_a_newer_prepare_overtook_takes_nothing_back(node: Node) 
     assert node.files() == {}
 
 
-def test_prepare_goes_on_after_an_unprepare_that_is_older(node: Node) -> None:
+def test_prepare_continues_after_an_unprepare_that_is_older(node: Node) -> None:
     """It is the kubelet's last word; refused, it would come back in a minute or more."""
     assert isinstance(node.prepare(WANTED), Prepared)
     older = Late(node.unpreparer, "claim_locks", lambda: unprepare(node))
@@ -98,7 +98,7 @@ def test_prepare_goes_on_after_an_unprepare_that_is_older(node: Node) -> None:
     assert node.records.get(WANTED.ref.uid) is not None
 
 
-def test_unprepare_whose_caller_left_while_it_waited_takes_nothing_back(node: Node) -> None:
+def test_unprepare_whose_caller_left_while_it_waited_undoes_nothing(node: Node) -> None:
     assert isinstance(node.prepare(WANTED), Prepared)
     before = node.files()
     left = threading.Event()

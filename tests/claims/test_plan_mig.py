@@ -151,7 +151,7 @@ def test_claim_with_a_lost_record_keeps_its_silicon() -> None:
         plan(claim(ONE_0), lost)
 
 
-def test_instance_that_somebody_else_made_is_named() -> None:
+def test_instance_of_someone_else_is_named() -> None:
     inventory = node(withheld_mig=True)
     name = SLOTS["1g.10gb", 6]
     assert name not in inventory.by_name
@@ -207,7 +207,7 @@ def test_leaving_instance_of_ours_refuses_no_claim(name: str) -> None:
         plan(claim(name), inventory=with_leftovers(ORPHAN, lost=True))
 
 
-def test_leaving_instance_beside_somebody_elses_instance() -> None:
+def test_leaving_instance_next_to_a_foreign_instance() -> None:
     found = with_leftovers(ORPHAN, FOREIGN)
     assert plan(claim(ONE_0), inventory=found).steps == (creation(ONE_0), WriteCdiSpec())
     with pytest.raises(ClaimRefusedError, match="somebody else made"):

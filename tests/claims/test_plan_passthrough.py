@@ -81,7 +81,7 @@ def test_card_that_an_administrator_bound_stays_as_it_is(found: Any, steps: tupl
     assert made.locked_gpus == {found.gpu_uuid}
 
 
-def test_binding_of_a_claims_record_is_kept_though_nobody_knows_who_bound_the_card() -> None:
+def test_binding_of_a_claims_record_is_kept_though_no_one_knows_who_bound_the_card() -> None:
     wanted = claim(VFIO_0)
     known = ClaimRecord(wanted, "preparing", "boot-1", (HELD,), (BIND, METADATA, WriteCdiSpec()))
     assert plan(wanted, found=inventory(cards=(bound(0, by_us=False),)), known=known).steps == known.steps
@@ -119,7 +119,7 @@ def test_whole_gpu_that_a_virtual_machine_has_is_held_and_not_unknown() -> None:
 
 
 @pytest.mark.parametrize("name", [GPU_0, f"{GPU_0}-mig-1g10gb-19-0"])
-def test_device_whose_gpu_comes_back_from_a_virtual_machine_is_tried_again(name: str) -> None:
+def test_device_whose_gpu_comes_back_from_a_virtual_machine_is_retried(name: str) -> None:
     returned_and_not_in_nvml_yet = bound(0, driver="nvidia")
     cards = (returned_and_not_in_nvml_yet,) if name == GPU_0 else (bound(0),)
     with pytest.raises(
@@ -187,7 +187,7 @@ def test_each_request_has_its_metadata_and_one_cdi_id_a_device() -> None:
     ]
 
 
-def test_virtual_machine_gets_nothing_beside_its_gpu() -> None:
+def test_virtual_machine_gets_nothing_next_to_its_gpu() -> None:
     extra = ExtraDevices("all", ("gds", "mofed"))
     (device,) = plan(claim(VFIO_0), extra_devices=extra).devices
     assert (device.host_devices, device.imex) == ((), None)

@@ -157,13 +157,13 @@ def test_only_our_part_of_a_claim_is_prepared_and_recorded(node: Node) -> None:
     assert record.claim == claim(GPU_0)
 
 
-def test_device_that_came_since_the_last_look_is_found(node: Node) -> None:
+def test_device_that_came_since_the_last_check_is_found(node: Node) -> None:
     node.devices.inventory, node.devices.hidden = inventory(h100(1)), MIXED
     assert node.prepare(claim(MIG_1G)) == prepared(claim(MIG_1G))
     assert node.devices.scans == 1
 
 
-def test_devices_are_looked_at_once_more_when_they_were_unavailable(node: Node) -> None:
+def test_devices_are_read_again_when_they_were_unavailable(node: Node) -> None:
     node.devices.inventory, node.devices.hidden, node.devices.problem = None, MIXED, "not loaded"
     assert node.prepare(claim(GPU_0)) == prepared(claim(GPU_0))
 
@@ -204,7 +204,7 @@ def test_bug_in_a_step_is_the_claims_error_and_nothing_is_left(node: Node, logs:
     assert [line["event"] for line in logs] == ["claim_crashed"]
 
 
-def test_record_is_kept_when_the_rollback_fails_and_the_next_call_goes_on_with_it(
+def test_record_is_kept_when_the_rollback_fails_and_the_next_call_continues_with_it(
     node: Node, logs: list
 ) -> None:
     node.steps.after_do = failing(RetryableError("no node"))
@@ -220,7 +220,7 @@ def test_record_is_kept_when_the_rollback_fails_and_the_next_call_goes_on_with_i
     assert (following.unprepare(claim(GPU_0)), following.files()) == (None, {})
 
 
-def test_failed_unprepare_keeps_the_record_and_is_tried_again(node: Node) -> None:
+def test_failed_unprepare_keeps_the_record_and_is_retried(node: Node) -> None:
     node.prepare(claim(GPU_0))
     node.steps.on_undo = failing(StateError("cannot remove the spec"))
     assert error_of(node.unprepare(claim(GPU_0))) == (
@@ -278,7 +278,7 @@ def test_known_claim_waits_for_the_driver_when_it_is_not_in_place(node: Node, sp
     assert list(following.records.all()) == ["uid-1"]
 
 
-def test_claim_that_was_allocated_anew_gives_its_old_devices_back(node: Node) -> None:
+def test_claim_that_was_allocated_again_releases_its_old_devices(node: Node) -> None:
     node.prepare(claim(GPU_0))
     moved = claim(GPU_1)
     assert node.prepare(moved) == prepared(moved)
@@ -330,7 +330,7 @@ def test_unreadable_record_protects_its_device_alone_until_its_claim_ends(
     assert isinstance(node.prepare(claim(held, uid="uid-2")), Prepared)
 
 
-def test_claim_with_an_unreadable_record_is_prepared_anew_and_unprepared(node: Node) -> None:
+def test_claim_with_an_unreadable_record_is_prepared_again_and_unprepared(node: Node) -> None:
     answer = node.prepare(claim(GPU_0))
     spoil(node, "uid-1")
     assert node.prepare(claim(GPU_0)) == answer
@@ -511,7 +511,7 @@ def test_unprepare_during_prepare_waits_for_it_and_leaves_nothing(node: Node) ->
     assert node.files() == {}
 
 
-def test_no_lock_is_held_while_the_api_server_is_asked(node: Node) -> None:
+def test_no_lock_is_held_while_the_api_server_is_queried(node: Node) -> None:
     node.prepare(claim(GPU_0, uid="uid-2"))
     asked, answered = threading.Event(), threading.Event()
     read = node.claims.read
@@ -533,7 +533,7 @@ def test_no_lock_is_held_while_the_api_server_is_asked(node: Node) -> None:
     assert in_threads(lambda: node.prepare(wanted), unprepare) == [prepared(wanted), None]
 
 
-def test_prepare_leaves_nothing_when_the_claim_is_unprepared_meanwhile(
+def test_prepare_leaves_nothing_when_the_claim_is_unprepared_in_between(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kubelet cancels a Prepare when the pod goes away, and unprepares; the handler runs on."""

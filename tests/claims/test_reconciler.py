@@ -127,7 +127,7 @@ def move(bench: Bench) -> None:
         (move, "is allocated to other devices now"),
     ],
 )
-def test_stale_claim_is_taken_back_after_the_grace_time(
+def test_stale_claim_is_undone_after_the_grace_time(
     bench: Bench, departs: Callable[[Bench], None], why: str
 ) -> None:
     bench.node.prepare(ONE)
@@ -153,7 +153,7 @@ def test_claims_in_use_and_those_the_kubelet_will_unprepare_are_kept(bench: Benc
     assert (bench.node.files(), bench.told.recovered_claims) == (before, [])
 
 
-def test_claim_that_is_allocated_again_starts_anew(bench: Bench) -> None:
+def test_claim_that_is_allocated_again_starts_over(bench: Bench) -> None:
     bench.node.prepare(ONE)
     deallocate(bench)
     bench.look()
@@ -166,7 +166,7 @@ def test_claim_that_is_allocated_again_starts_anew(bench: Bench) -> None:
     assert bench.held == []
 
 
-def test_record_that_is_another_one_by_now_starts_anew(bench: Bench) -> None:
+def test_record_that_is_another_one_by_now_starts_over(bench: Bench) -> None:
     bench.node.prepare(ONE)
     deallocate(bench)
     bench.look()
@@ -215,7 +215,7 @@ def test_no_sure_answer_keeps_everything(
 
 
 @UNSURE
-def test_claim_without_a_sure_answer_is_skipped_and_asked_for_again(
+def test_claim_without_a_sure_answer_is_skipped_and_requested_again(
     bench: Bench, error: DraDriverError, monkeypatch: pytest.MonkeyPatch, logs: list[dict[str, str]]
 ) -> None:
     """One object that the API server cannot read must not keep the devices of all others."""
@@ -268,7 +268,7 @@ def test_look_ends_after_several_claims_in_a_row_without_an_answer_and_keeps_wha
     assert four_stale.held == []
 
 
-def test_claims_that_cannot_be_asked_about_keep_no_other_from_being_taken_back(
+def test_claims_that_cannot_be_read_keep_no_other_from_being_undone(
     four_stale: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unsure_of(four_stale, monkeypatch, ApiUnavailableError("timed out"), "uid-0", "uid-1", "uid-2")
@@ -286,7 +286,7 @@ def test_refusals_never_end_a_look(four_stale: Bench, monkeypatch: pytest.Monkey
     assert four_stale.held == ["uid-0", "uid-1", "uid-2"]
 
 
-def test_api_server_is_asked_no_sooner_than_it_says(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_api_server_is_queried_no_sooner_than_it_says(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.node.prepare(ONE)
 
     def busy(ref: ClaimRef, timeout_s: float) -> None:
@@ -296,7 +296,7 @@ def test_api_server_is_asked_no_sooner_than_it_says(bench: Bench, monkeypatch: p
     assert bench.look() == 900
 
 
-def test_nothing_is_taken_back_while_the_api_server_does_not_know_the_node(node: Node) -> None:
+def test_nothing_is_undone_while_the_api_server_does_not_know_the_node(node: Node) -> None:
     problems: list[DraDriverError] = [ApiRejectedError("nodes node-a not found", status=404)]
 
     def check_node() -> None:
@@ -351,9 +351,7 @@ def test_other_claims_do_not_wait_for_a_process(node: Node) -> None:
     )
 
 
-def test_nothing_is_taken_back_while_it_is_not_sure_what_computes(
-    node: Node, logs: list[dict[str, str]]
-) -> None:
+def test_nothing_is_undone_while_it_is_not_sure_what_computes(node: Node, logs: list[dict[str, str]]) -> None:
     hangs = [True]
 
     def ask(record: ClaimRecord) -> None:
@@ -393,7 +391,7 @@ def test_problem_of_a_claim_in_use_ends_with_the_process_or_the_claim(node: Node
     assert bench.reconciler.problems() == []
 
 
-def test_failure_of_one_claim_keeps_no_other_and_is_tried_again(bench: Bench) -> None:
+def test_failure_of_one_claim_keeps_no_other_and_is_retried(bench: Bench) -> None:
     def refuse_one(record: ClaimRecord) -> None:
         if record.ref.uid == "uid-1":
             raise StateError("cannot remove the spec")
@@ -408,7 +406,7 @@ def test_failure_of_one_claim_keeps_no_other_and_is_tried_again(bench: Bench) ->
 # --- against the kubelet -------------------------------------------------------------------------
 
 
-def test_unprepare_of_the_kubelet_meanwhile_and_after_it_is_fine(bench: Bench) -> None:
+def test_unprepare_of_the_kubelet_in_between_and_after_it_is_fine(bench: Bench) -> None:
     bench.found_stale(ONE)
     undoing, unpreparing = threading.Event(), threading.Event()
 
@@ -426,7 +424,7 @@ def test_unprepare_of_the_kubelet_meanwhile_and_after_it_is_fine(bench: Bench) -
     assert (bench.node.files(), bench.node.unprepare(ONE)) == ({}, None)
 
 
-def test_unprepare_of_the_kubelet_right_after_the_look_is_not_told_as_ours(bench: Bench) -> None:
+def test_unprepare_of_the_kubelet_right_after_the_check_is_not_reported_as_ours(bench: Bench) -> None:
     bench.found_stale(ONE)
     bench.during_the_look(lambda: bench.node.unprepare(ONE))
     assert bench.later() is None
@@ -434,7 +432,7 @@ def test_unprepare_of_the_kubelet_right_after_the_look_is_not_told_as_ours(bench
 
 
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["same instance", "other instance"])
-def test_claim_that_is_prepared_after_the_look_is_kept(bench: Bench, elsewhere: bool) -> None:
+def test_claim_that_is_prepared_after_the_check_is_kept(bench: Bench, elsewhere: bool) -> None:
     """It was allocated again, to the same device: its record is the same, and its pod starts."""
     bench.node.prepare(ONE)
     deallocate(bench)
@@ -454,7 +452,7 @@ def test_claim_that_is_prepared_after_the_look_is_kept(bench: Bench, elsewhere: 
     )
 
 
-def test_claim_whose_prepare_is_under_way_is_kept(bench: Bench) -> None:
+def test_claim_whose_prepare_is_running_is_kept(bench: Bench) -> None:
     """It was allocated again and waits for its new device; its record may still have the old one."""
     bench.node.prepare(ONE)
     bench.node.prepare(TWO)
@@ -469,7 +467,7 @@ def test_claim_whose_prepare_is_under_way_is_kept(bench: Bench) -> None:
     assert bench.held == ["uid-1"]
 
 
-def test_record_of_a_late_prepare_in_the_old_instance_is_taken_back(bench: Bench) -> None:
+def test_record_of_a_late_prepare_in_the_old_instance_is_undone(bench: Bench) -> None:
     """The kubelet cancelled that Prepare and unprepared the claim by the new instance; the old one does not know."""
     old, reading, unprepared = bench.node.restarted(), threading.Event(), threading.Event()
     read = old.claims.read
@@ -501,7 +499,7 @@ def test_record_of_a_late_prepare_in_the_old_instance_is_taken_back(bench: Bench
     assert (bench.held, bench.told.recovered_claims) == (["uid-9"], [("uid-1", "was deleted")])
 
 
-def test_one_who_waits_gets_the_device_that_was_taken_back(bench: Bench) -> None:
+def test_one_who_waits_gets_the_device_that_was_undone(bench: Bench) -> None:
     bench.found_stale(ONE)
     with bench.waiting(claim(GPU_0, uid="uid-9")) as answer:
         bench.later()
@@ -512,7 +510,7 @@ def test_one_who_waits_gets_the_device_that_was_taken_back(bench: Bench) -> None
 # --- specs without a record ------------------------------------------------------------------------
 
 
-def test_spec_of_a_claim_that_nobody_can_name_is_told_and_kept(
+def test_spec_of_a_claim_that_no_one_can_name_is_reported_and_kept(
     node: Node, logs: list[dict[str, str]]
 ) -> None:
     node.prepare(ONE)
@@ -528,7 +526,7 @@ def test_spec_of_a_claim_that_nobody_can_name_is_told_and_kept(
     ]
 
 
-def test_claim_whose_record_cannot_be_read_is_told_once_and_kept(
+def test_claim_whose_record_cannot_be_read_is_reported_once_and_kept(
     node: Node, logs: list[dict[str, str]]
 ) -> None:
     node.prepare(ONE)
@@ -546,7 +544,7 @@ def test_claim_whose_record_cannot_be_read_is_told_once_and_kept(
 # --- the thread ------------------------------------------------------------------------------------
 
 
-def test_thread_looks_by_itself_and_when_somebody_waits(node: Node) -> None:
+def test_thread_looks_by_itself_and_when_someone_waits(node: Node) -> None:
     rhythm = Rhythm(first_s=3600, grace_s=0.01, between_requests_s=0)
     told = Told()
     reconciler = reconciler_of(node, told, rhythm=rhythm)
@@ -560,7 +558,7 @@ def test_thread_looks_by_itself_and_when_somebody_waits(node: Node) -> None:
     assert (told.recovered_claims, sorted(node.records.all())) == ([("uid-1", "was deleted")], ["uid-2"])
 
 
-def test_first_look_comes_by_itself_and_a_surprise_ends_nothing(node: Node) -> None:
+def test_first_check_comes_by_itself_and_a_surprise_ends_nothing(node: Node) -> None:
     surprises = [ValueError("a bug")]
 
     look = node.claims.look
@@ -582,7 +580,7 @@ def test_first_look_comes_by_itself_and_a_surprise_ends_nothing(node: Node) -> N
     assert (told.recovered_claims, node.files()) == ([("uid-1", "was deleted")], {})
 
 
-def test_only_what_is_kept_is_looked_at_again_and_at_once_when_somebody_waits(node: Node) -> None:
+def test_only_what_is_kept_is_checked_again_and_at_once_when_someone_waits(node: Node) -> None:
     uses: list[InUse | None] = [in_use(4711)]
     seen = threading.Semaphore(0)
 
@@ -653,7 +651,7 @@ def test_claim_that_is_waited_for_stays_while_a_process_computes(node: Node) -> 
     assert bench.held == ["uid-1"]
 
 
-def test_claim_that_was_found_stale_before_goes_at_once_when_somebody_begins_to_wait(node: Node) -> None:
+def test_claim_that_was_found_stale_before_goes_at_once_when_someone_begins_to_wait(node: Node) -> None:
     bench = Bench(node, pods_run=lambda record: False)
     node.prepare(replace(ONE, pods=(POD,)))
     forget(bench, "uid-1")
@@ -665,7 +663,7 @@ def test_claim_that_was_found_stale_before_goes_at_once_when_somebody_begins_to_
 
 
 @pytest.mark.parametrize("unanswered", [("uid-1",), ("uid-1", "uid-2")])
-def test_claim_that_is_waited_for_is_looked_at_again_after_a_look_without_an_answer(
+def test_claim_that_is_waited_for_is_checked_again_after_a_check_without_an_answer(
     node: Node, monkeypatch: pytest.MonkeyPatch, unanswered: tuple[str, ...]
 ) -> None:
     bench = Bench(node, pods_run=lambda record: False)

@@ -244,7 +244,7 @@ def test_holder_of_which_the_api_server_says_nothing_is_not_waited_for(
     assert "whether that claim is about to end is not known: " in text
 
 
-def test_unprepare_under_way_is_waited_for_without_the_api_server(node: Node, calls: Calls) -> None:
+def test_running_unprepare_is_waited_for_without_the_api_server(node: Node, calls: Calls) -> None:
     node.prepare(HOLDER)
     node.claims.look = lambda ref, timeout_s: pytest.fail("asked")  # type: ignore[method-assign]
     with ClaimLocks(node.directory / "locks").hold("holder", 10):
@@ -273,7 +273,7 @@ def test_no_lock_is_held_while_it_waits(node: Node, calls: Calls) -> None:
     assert isinstance(calls.answer("uid-1"), Prepared)
 
 
-def test_call_fails_for_now_when_the_holder_does_not_leave_in_time_and_the_next_goes_on(
+def test_call_fails_for_now_when_the_holder_does_not_leave_in_time_and_the_next_continues(
     node: Node, calls: Calls
 ) -> None:
     leaving(node)
@@ -315,7 +315,9 @@ def test_call_that_the_kubelet_cancels_waits_no_longer(node: Node) -> None:
     assert "the kubelet cancelled this call" in error_of(answers[0])
 
 
-def test_one_of_many_gets_the_device_and_the_others_are_told_its_claim(node: Node, calls: Calls) -> None:
+def test_one_of_many_gets_the_device_and_errors_name_its_claim_to_the_others(
+    node: Node, calls: Calls
+) -> None:
     leaving(node)
     uids = [f"uid-{number}" for number in range(4)]
     calls.waits(node, *(claim(GPU_0, uid=uid) for uid in uids))
@@ -361,7 +363,7 @@ def test_silence_after_the_answer_does_not_end_the_waiting(restless: Node, calls
     assert isinstance(calls.answer("uid-1"), Prepared)
 
 
-def test_busy_device_is_tried_again_for_a_while(tmp_path: Path) -> None:
+def test_busy_device_is_retried_for_some_time(tmp_path: Path) -> None:
     node = Node(tmp_path, MIXED, patience=WaitTimeouts(retry_s=0.01))
     tries: list[int] = []
     node.steps.on_do = busy_at_first(tries)
@@ -369,7 +371,7 @@ def test_busy_device_is_tried_again_for_a_while(tmp_path: Path) -> None:
     assert (len(tries), node.outcomes.waits) == (4, ["uid-1"])
 
 
-def test_device_that_stays_busy_is_told_with_what_keeps_it(tmp_path: Path) -> None:
+def test_device_that_stays_busy_is_reported_with_what_keeps_it(tmp_path: Path) -> None:
     node = Node(tmp_path, MIXED, patience=WaitTimeouts(retry_s=0.01, last_s=42.9))
     node.steps.on_do = busy
     assert re.search(
@@ -401,7 +403,7 @@ class Refusing:
             raise NvmlTransientError(REFUSED)
 
 
-def test_refusal_for_now_is_tried_again_until_little_time_is_left(
+def test_refusal_for_now_is_retried_until_little_time_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logs: list
 ) -> None:
     node = Node(tmp_path, MIXED)
@@ -526,7 +528,7 @@ def tries_of(node: Node) -> list[int]:
 
 
 @pytest.mark.parametrize("departs", [delete, replace_it])
-def test_holder_whose_claim_is_gone_is_asked_for_once(
+def test_holder_whose_claim_is_gone_is_requested_once(
     restless: Node, calls: Calls, departs: Callable[[Node], None]
 ) -> None:
     holder = claim(GPU_0, GPU_1, uid="holder")

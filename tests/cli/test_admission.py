@@ -75,7 +75,7 @@ def test_with_the_pods_own_token(
     says(proof(Server(*rights, post=answer_of(answer) if answer else None)).slices(), status, *parts)
 
 
-def test_an_api_server_that_is_away_is_nobodys_fault() -> None:
+def test_an_api_server_that_is_away_is_not_a_fault() -> None:
     with pytest.raises(ApiUnavailableError):
         proof(Server("confine", post=ApiUnavailableError("away"))).slices()
 

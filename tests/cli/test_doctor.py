@@ -154,7 +154,7 @@ def test_checks_that_cannot_run_for_one_cause_are_one_line() -> None:
     ]
 
 
-def test_what_checks_share_is_read_once_and_its_error_is_everybodys() -> None:
+def test_what_checks_share_is_read_once_and_its_error_is_everyones() -> None:
     calls: list[int] = []
 
     def read() -> int:
@@ -253,7 +253,7 @@ def test_a_machine_in_order(tells: Tells, host: Host) -> None:
     tells(found["nvidia-cdi-hook"])
 
 
-def test_memory_that_nobody_claims_is_a_warning_for_each_process(tells: Tells, host: Host) -> None:
+def test_memory_that_no_one_claims_is_a_warning_for_each_process(tells: Tells, host: Host) -> None:
     stray = SeenProcess("gpu-6b45fc99", 4711, "train", 2 << 30, is_unclaimed=True)
     zombie = SeenProcess("gpu-6b45fc99", 4712, "", is_unclaimed=True)
     mine = SeenProcess("gpu-6b45fc99", 4713, "python3", 512 << 20, pod="ml/small-0")
@@ -367,7 +367,7 @@ def test_host_devices_that_are_missing(tells: Tells, host: Host) -> None:
     assert "host devices" not in [check.name for check in host.checks().all()]
 
 
-def test_a_library_that_cannot_be_loaded_is_told_on_a_node_without_gpu(
+def test_a_library_that_cannot_be_loaded_is_reported_on_a_node_without_gpu(
     tells: Tells, host: Host, tmp_path: Path
 ) -> None:
     nothing = {"sys": str(tmp_path), "proc": str(tmp_path), "dev_root": str(tmp_path)}
@@ -480,7 +480,7 @@ def test_mig_mode_without_devices(tells: Tells, host: Host) -> None:
     tells(replace(checks, dynamic_mig=True).mig_mode())
 
 
-def test_the_hook_that_was_asked_for(tells: Tells, host: Host, tmp_path: Path) -> None:
+def test_the_hook_that_was_requested(tells: Tells, host: Host, tmp_path: Path) -> None:
     root = host.node.paths.driver_root
     tells(host.checks(hook=f"{root}/opt/hook").cdi_hook())
     (tmp_path / "usr/bin").mkdir(parents=True)
@@ -718,7 +718,7 @@ def test_the_api_server(
     says(outcome.finding, status, *parts)
 
 
-def test_an_api_server_that_is_not_asked(tells: Tells, cluster: ClusterChecks) -> None:
+def test_an_api_server_that_is_not_queried(tells: Tells, cluster: ClusterChecks) -> None:
     tells(replace(cluster, configured=False).api_server())
 
 
@@ -734,7 +734,7 @@ def test_permissions(tells: Tells, cluster: ClusterChecks, answers: Answers) -> 
     tells(replace(cluster, mig_layouts=True).permissions())
 
 
-def test_what_is_asked_is_exactly_what_the_cluster_role_gives(
+def test_what_is_queried_is_exactly_what_the_cluster_role_gives(
     cluster: ClusterChecks, answers: Answers
 ) -> None:
     cluster.permissions()

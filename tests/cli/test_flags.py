@@ -49,7 +49,7 @@ def test_a_wrong_flag_is_one_sentence(arguments: list[str], environ: dict[str, s
     assert [*parsed(arguments, environ).faults.values()] == [said]
 
 
-def test_every_fault_is_told_and_what_is_right_is_kept() -> None:
+def test_every_fault_is_reported_and_what_is_right_is_kept() -> None:
     given = parsed(["--burst", "x", "--port", "y", "--node-name", "n", "--zzz"], {"QPS": "-1"})
     assert given.node_name == "n"
     assert sorted(given.faults) == ["--zzz", "burst", "port", "qps"]

@@ -201,7 +201,7 @@ def test_ledger_speaks_of_another_instance(stale: dict[str, Any]) -> None:
     assert owners(entry) == {0: "not ours"}
 
 
-def test_holders_of_devices_that_somebody_made() -> None:
+def test_holders_of_devices_that_someone_made() -> None:
     gpu = existing((7, "1g.10gb", 0), (2, "3g.40gb", 4))
     held = HeldDevice(f"{GPU_0}-mig-3g40gb-9-4", "mig", gpu.mig_devices[1].uuid, gpu.uuid)
     entry = map_of(gpu, of_claim("x", held, phase="preparing"), on_demand=False)
@@ -230,7 +230,7 @@ def test_whole_gpu_leaves_no_room() -> None:
     assert (entry.whole_owner, entry.room) == ("claim default/whole", ())
 
 
-def test_records_that_cannot_be_read_make_nobody_a_stranger() -> None:
+def test_records_that_cannot_be_read_make_no_one_a_stranger() -> None:
     entry = map_of(existing((7, "1g.10gb", 0)), faults=("a record cannot be read",))
     assert owners(entry)[0].startswith("unknown")
 

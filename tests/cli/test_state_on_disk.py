@@ -18,7 +18,7 @@ from tests.fakes.samples import hold, record
 OWNED = OwnedInstance("gpu-1-mig-1g10gb-19-0", "GPU-1", None, 19, "1g.10gb", Placement(0, 1), "boot-1")
 
 
-def test_unreadable_files_are_told_and_stay_where_they_are(tmp_path: Path) -> None:
+def test_unreadable_files_are_reported_and_stay_where_they_are(tmp_path: Path) -> None:
     records = RecordStore(tmp_path / "claims")
     records.open("boot-1")
     ledger = Ledger(tmp_path / "ledger", records, "boot-1")
@@ -46,7 +46,7 @@ def test_a_driver_that_never_ran_holds_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_directory_that_is_none_is_told(tmp_path: Path) -> None:
+def test_a_directory_that_is_not_one_is_reported(tmp_path: Path) -> None:
     (tmp_path / "claims").write_text("")
     (fault,) = read_state(tmp_path).faults
     assert "claims" in fault

@@ -29,7 +29,7 @@ def lines(columns: dict[str, int], rows: list[tuple[str, ...]], width: int | Non
     return [*drawn(table(columns, rows, width), width)]
 
 
-def test_cell_is_no_markup_no_emoji_and_moves_no_cursor() -> None:
+def test_cell_has_no_markup_or_emoji_and_moves_no_cursor() -> None:
     assert lines({"A": 0}, [("[red]:ab:[/red]",), ("x\x1b[2J\ny",)], None) == [
         "A",
         "[red]:ab:[/red]",

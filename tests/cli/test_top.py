@@ -131,7 +131,7 @@ def test_at_80_columns_each_gpu_shows_memory_load_and_health() -> None:
 
 
 @pytest.mark.parametrize(("order", "first"), [("index", 0), ("memory", 0), ("utilisation", 1), ("health", 2)])
-def test_gpus_stand_in_the_order_that_is_wanted(order: Order, first: int) -> None:
+def test_gpus_are_in_the_order_that_is_wanted(order: Order, first: int) -> None:
     rows = draw_node(VIEW, 140, order).split("\n\n")[1].splitlines()[1:]
     assert VIEW.gpus[first].name in rows[0]
 

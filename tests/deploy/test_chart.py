@@ -71,7 +71,7 @@ def test_what_follows_from_the_chart_is_up_to_date() -> None:
     assert hack.INSTALL.read_text() == hack.install()
 
 
-def test_what_claims_get_beside_their_gpus_is_what_the_driver_takes() -> None:
+def test_what_claims_get_next_to_their_gpus_is_what_the_driver_takes() -> None:
     from dra_driver.app.settings import resolve
 
     def settings(values: Values) -> Any:
@@ -417,7 +417,7 @@ def notes(chart_with_notes: Path) -> Callable[..., str]:
     return printed
 
 
-def test_the_notes_tell_of_values_without_meaning_and_of_no_others(notes: Callable[..., str]) -> None:
+def test_the_notes_mention_values_without_meaning_and_of_no_others(notes: Callable[..., str]) -> None:
     text = notes({})
     assert "These values are ignored" not in text
     assert text.count("\n  kubectl ") == 4
@@ -433,7 +433,7 @@ def test_the_notes_tell_of_values_without_meaning_and_of_no_others(notes: Callab
     assert "without maxSurge" in text
 
 
-def test_the_notes_tell_what_to_mind_on_a_first_install(notes: Callable[..., str]) -> None:
+def test_the_notes_report_what_to_mind_on_a_first_install(notes: Callable[..., str]) -> None:
     text = notes({})
     assert f"kubectl label namespace {NAME} pod-security.kubernetes.io/enforce=privileged" in text
     assert f"push the image of version {VERSION}, and set image.repository" in text
@@ -445,7 +445,7 @@ def test_the_notes_tell_what_to_mind_on_a_first_install(notes: Callable[..., str
     assert "nobody may scrape the metrics" in notes({"kubeletPlugin": {"networkPolicy": {"enabled": True}}})
 
 
-def test_the_defaults_of_nvidias_chart_are_nothing_to_tell_of(notes: Callable[..., str]) -> None:
+def test_the_defaults_of_nvidias_chart_are_nothing_to_report(notes: Callable[..., str]) -> None:
     assert "These values are ignored" not in notes(unused_values())
 
 

@@ -291,7 +291,7 @@ def test_every_query_of_the_board_has_an_answer() -> None:
 
 
 @pytest.mark.cluster
-def test_board_tells_who_uses_which_gpu() -> None:
+def test_board_reports_who_uses_which_gpu() -> None:
     queries = [
         (title, on_the_node(expr)) for title, expr, _ in queries_of_the_board() if title in {
             "GPUs allocated and free, by product", "GPUs by namespace", "Claims without a device",
@@ -316,7 +316,7 @@ def test_board_tells_who_uses_which_gpu() -> None:
 
 
 @pytest.mark.cluster
-def test_records_tell_what_each_team_holds_and_uses() -> None:
+def test_records_report_what_each_team_holds_and_uses() -> None:
     mine = held_by("d", hold(MIG_1G), hold(MIG_3G), namespace="team-c")
     load = series(used_node(mine), lambda *_: None)
     answers = asked(load, *(recorded(name) for name in list(RECORDS)[1:]))
@@ -348,7 +348,7 @@ def test_idle_device_names_its_team_and_a_busy_one_is_left_out() -> None:
 
 
 @pytest.mark.cluster
-def test_teams_that_share_a_gpu_are_told_apart_where_nvml_measures_their_pods() -> None:
+def test_teams_that_share_a_gpu_are_distinguished_where_nvml_measures_their_pods() -> None:
     load = series(used_node(by_pod={"uid-pod-a": 45, "uid-pod-b": 2, "uid-pod-c": 60}), lambda *_: None)
     board = {title: on_the_node(expr) for title, expr, _ in queries_of_the_board()}
     held = next(expr for title, expr in board.items() if title.startswith("GPUs held and used"))

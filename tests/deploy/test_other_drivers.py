@@ -214,7 +214,7 @@ def test_affinity_that_keeps_nvidias_driver_off_the_nodes_is_enough(
     assert (REFUSED in render(values)) == refused
 
 
-def test_nvidias_driver_for_compute_domains_alone_is_no_obstacle(
+def test_nvidias_driver_for_compute_domains_alone_is_not_an_obstacle(
     render: Callable[..., str], cluster: Cluster
 ) -> None:
     alone = deepcopy(NVIDIAS)
@@ -238,7 +238,7 @@ def test_classes_of_another_release_are_refused(render: Callable[..., str], clus
         ("gpu-dra-driver", "gpu-dra-driver", {}, "finds its pods by other labels"),
     ],
 )
-def test_chart_next_to_a_release_of_its_own_takes_other_nodes_alone(
+def test_chart_next_to_its_own_release_takes_other_nodes_alone(
     render: Callable[..., str], cluster: Cluster, name: str, release: str, values: Json, told: str
 ) -> None:
     there = deepcopy(NVIDIAS)
@@ -251,7 +251,7 @@ def test_chart_next_to_a_release_of_its_own_takes_other_nodes_alone(
 
 
 @pytest.mark.parametrize("render", [3], indirect=True)
-def test_notes_count_the_nodes_and_look_at_the_namespace(
+def test_notes_count_the_nodes_and_check_the_namespace(
     render: Callable[..., str], cluster: Cluster, chart_with_notes: Path
 ) -> None:
     def notes() -> str:

@@ -125,7 +125,7 @@ def test_notes_are_the_section_of_the_version(heading: str) -> None:
     assert release.notes(text, "1.2") == ""
 
 
-def test_manifests_ask_for_the_released_image() -> None:
+def test_manifests_request_the_released_image() -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     installed = (ROOT / "daemonset/install.yaml").read_text()
     text = release.with_image(installed, "registry.example.com/gpu/driver", version)

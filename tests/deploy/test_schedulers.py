@@ -168,7 +168,7 @@ def test_every_class_selects_devices_that_are_published(
     assert len(parts - empty) > 20
 
 
-def test_classes_that_kueue_cannot_judge_are_told_of(classes: dict[str, Json], devices: list[Json]) -> None:
+def test_classes_that_kueue_cannot_judge_are_reported(classes: dict[str, Json], devices: list[Json]) -> None:
     unseen = {
         name
         for name, entry in classes.items()

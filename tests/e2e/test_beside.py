@@ -127,7 +127,7 @@ def nvidias(cluster: Cluster) -> Iterator[NvidiasChart]:
         chart.uninstall()
 
 
-def test_nvidias_compute_domains_are_installed_beside_it(cluster: Cluster, nvidias: NvidiasChart) -> None:
+def test_nvidias_compute_domains_are_installed_next_to_it(cluster: Cluster, nvidias: NvidiasChart) -> None:
     objects = nvidias.install({"resources": {"gpus": {"enabled": False}}})
     made = {kind: {one["metadata"]["name"] for one in objects if one["kind"] == kind} for kind in (
         "DeviceClass", "DaemonSet", "ValidatingAdmissionPolicy",

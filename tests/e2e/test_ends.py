@@ -103,7 +103,7 @@ def durations(cluster: Cluster, *names: str) -> list[float]:
     ]
 
 
-def test_mps_claim_without_an_mps_host_tells_why_and_ends_and_the_next_pod_gets_the_gpu(
+def test_mps_claim_without_an_mps_host_reports_why_and_ends_and_the_next_pod_gets_the_gpu(
     cluster: Cluster,
 ) -> None:
     """The base values have no MPS host."""
@@ -297,7 +297,7 @@ def test_a_busy_gpu_holds_up_neither_a_monitor_nor_a_claim_on_another_gpu(cluste
         cluster.kubectl("delete", "namespace", "admin", "--timeout=300s")
 
 
-def test_claim_that_ended_while_no_driver_ran_keeps_nobody_waiting(cluster: Cluster) -> None:
+def test_claim_that_ended_while_no_driver_ran_makes_no_pod_wait(cluster: Cluster) -> None:
     """Only its record is left; the next pod used to wait for 75 s."""
     cluster.apply([*claim_and_pod("ended", selector=only(3)), BYSTANDER])
     cluster.wait_running("ended", "bystander")

@@ -123,7 +123,7 @@ def healthy(cluster: Cluster) -> Iterator[Cluster]:
     wait_for("the GPU to be well again", lambda: not taints(cluster, XID))
 
 
-def test_an_xid_is_told_everywhere_and_so_is_recovery(healthy: Cluster) -> None:
+def test_an_xid_is_reported_everywhere_and_so_is_recovery(healthy: Cluster) -> None:
     healthy.start("victim", selector=only(XID))
     wait_for("the pod's device to be healthy", lambda: pod_health(healthy, "victim") == {"Healthy"})
     took = [taint_by_xid_79(healthy, XID)]

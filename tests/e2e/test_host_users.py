@@ -64,7 +64,7 @@ def with_hooks(request: pytest.FixtureRequest, _cluster: Cluster) -> Iterator[bo
         roll_out(_cluster, "NVIDIA_CDI_HOOK_PATH-")
 
 
-def test_a_pod_in_a_user_namespace_opens_the_nodes_that_everybody_may_open(
+def test_a_pod_in_a_user_namespace_opens_the_nodes_that_everyone_may_open(
     cluster: Cluster, with_hooks: bool
 ) -> None:
     """Like its twin with the same claim and the host's users. A group of the host does not exist there."""

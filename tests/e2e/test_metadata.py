@@ -164,7 +164,7 @@ def test_a_container_reads_what_its_gpu_is(describing: Cluster) -> None:
     delete_pod(describing, "described")
 
 
-def test_each_request_of_a_claim_has_a_file_of_its_own(describing: Cluster) -> None:
+def test_each_request_of_a_claim_has_its_own_file(describing: Cluster) -> None:
     """A container that uses one request finds only that file."""
     describing.apply(pair())
     describing.wait_running("pair")

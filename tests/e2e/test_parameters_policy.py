@@ -186,7 +186,7 @@ def judge_claim(server: Server, case: Claim, version: str, namespace: str) -> No
             assert refusal is None, case.name
 
 
-def test_many_faults_are_told_as_far_as_the_server_takes_a_text(server: Server) -> None:
+def test_many_faults_are_reported_as_far_as_the_server_takes_a_text(server: Server) -> None:
     many = parameters(**{f"unknown{number}": 1 for number in range(500)})
     (text,) = [str(server.refusal("ResourceClaim", with_parameters(many)))]
     assert "opaque.parameters.unknown" in text

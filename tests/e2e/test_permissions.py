@@ -239,7 +239,7 @@ def test_status_of_own_devices_and_nothing_else_of_a_claim(
 
 
 @pytest.mark.core
-def test_events_of_its_own_and_nobody_elses(cluster: Cluster, token: str) -> None:
+def test_own_events_and_no_others(cluster: Cluster, token: str) -> None:
     api = Api(cluster, token)
     events = "/api/v1/namespaces/default/events"
     ours, others = an_event("gpu.nvidia.com", cluster.node), an_event("kubelet", cluster.node)

@@ -237,7 +237,7 @@ def test_monitoring_daemonset_sees_all_gpus_and_takes_none(
     assert "nvidia-caps" not in with_caps.split()
 
 
-def test_the_kubelet_tells_a_monitor_which_container_has_which_gpu(
+def test_the_kubelet_shows_a_monitor_which_container_has_which_gpu(
     cluster: Cluster, example: Example, workload: Callable[[str], None]
 ) -> None:
     """As for the DCGM exporter: the kubelet reports driver, pool and device, and the slices have the UUID."""

@@ -104,7 +104,7 @@ def test_the_kernel_grants_it_nothing(restricted: Cluster) -> None:
     assert str(PLUGIN_DIR.parent) not in host_directories
 
 
-def test_claims_of_every_kind_are_prepared_and_taken_back(restricted: Cluster) -> None:
+def test_claims_of_every_kind_are_prepared_and_undone(restricted: Cluster) -> None:
     """A GPU, time slices, a MIG device on demand and MPS: what is the driver's own needs no capability."""
     restricted.apply(
         claim_and_pod("whole")

@@ -181,7 +181,7 @@ def test_example_of_independent_claims(
     assert len(daemons()) == 1
 
 
-def test_pods_that_share_a_gpu_are_told_apart_by_what_their_processes_use(
+def test_pods_that_share_a_gpu_are_distinguished_by_what_their_processes_use(
     sharing: Cluster, example: Callable[[str], None]
 ) -> None:
     """The simulated NVML lists the pods' processes, which have the control groups that the real runtime gave them."""

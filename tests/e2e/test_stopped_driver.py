@@ -50,7 +50,7 @@ def stoppable(cluster: Cluster) -> Iterator[Cluster]:
     wait_for("the devices to be published again", lambda: cluster.devices() == before, 300)
 
 
-def test_health_is_unknown_without_a_driver_and_told_when_it_is_back(stoppable: Cluster) -> None:
+def test_health_is_unknown_without_a_driver_and_reported_when_it_is_back(stoppable: Cluster) -> None:
     stoppable.start("watched")
     wait_for("the device to be healthy", lambda: pod_health(stoppable, "watched") == {"Healthy"}, SHOWN_S)
     stop(stoppable)

@@ -63,7 +63,7 @@ def used_by_teams(cluster: Cluster) -> list[tuple[str, int]]:
     return [(team, load["utilisation_percent"]) for team, load in rows if team in (BUSY, IDLE)]
 
 
-def test_busy_and_idle_pods_are_told_apart(cluster: Cluster, teams: dict[str, str]) -> None:
+def test_busy_and_idle_pods_are_distinguished(cluster: Cluster, teams: dict[str, str]) -> None:
     assert used_by_teams(cluster) == [(IDLE, 0), (BUSY, 90)]
     lines = usage(cluster).splitlines()
     [idle], [busy] = ([line for line in lines if f"{team}/" in line] for team in (IDLE, BUSY))

@@ -117,7 +117,7 @@ def bench() -> Bench:
     return Bench()
 
 
-def test_every_published_device_is_told(bench):
+def test_every_published_device_is_reported(bench):
     response = bench.stream.snapshot()
     assert _by_name(response) == dict.fromkeys((GPU_0, GPU_1, MIG_1G, MIG_3G), (v1.HEALTHY, ""))
     assert {item.device.pool_name for item in response.devices} == {"node-a"}
@@ -177,7 +177,7 @@ def test_messages_fit_the_kubelets_limit(bench, monkeypatch):
     assert message.endswith("…")
 
 
-def test_a_subscriber_hears_at_once_then_of_changes_then_again(bench, monkeypatch):
+def test_a_subscriber_gets_the_state_at_once_then_changes(bench, monkeypatch):
     monkeypatch.setattr(module, "_RESEND_S", 1000.0)
     stream = bench.stream.watch(None, Context())
     assert _by_name(next(stream))[GPU_0][0] == v1.HEALTHY

@@ -159,7 +159,7 @@ def test_an_xid_of_each_class_on_a_whole_gpu(bench, xid, tainted):
 
 
 @pytest.mark.parametrize(("driver", "effect"), [("560.35.03", "NoSchedule"), ("580.95.05", "None")])
-def test_where_the_driver_tells_no_recovery_action_an_unknown_xid_keeps_work_away(bench, driver, effect):
+def test_where_the_driver_reports_no_recovery_action_an_unknown_xid_keeps_work_away(bench, driver, effect):
     bench.machine.unload_driver()
     bench.machine.load_driver(driver)
     bench.node.session.reopen()
@@ -190,7 +190,7 @@ def test_an_xid_of_a_mig_gpu_hits_all_of_it_and_one_of_an_instance_only_that(ben
     assert bench.tainted() == {}
 
 
-def test_an_instance_that_was_made_anew_starts_clean(bench):
+def test_an_instance_that_was_recreated_starts_clean(bench):
     gi, ci, _ = bench.first
     bench.machine.set_recovery_action(MIG_GPU, 4)
     bench.machine.raise_xid(MIG_GPU, 95, gpu_instance=gi, compute_instance=ci)
@@ -210,7 +210,7 @@ def test_an_instance_that_was_made_anew_starts_clean(bench):
     assert [target for target in bench.monitor.book.states() if target.is_instance] == []
 
 
-def test_who_an_event_hit_is_known_before_anybody_looks(bench):
+def test_who_an_event_hit_is_known_before_anyone_looks(bench):
     gi, ci, uuid = bench.first
     told: list[str | None] = []
     bench.monitor.node.health_changed = lambda: told.append(
@@ -230,7 +230,7 @@ def test_who_an_event_hit_is_known_before_anybody_looks(bench):
     assert bench.tainted() == {"1g.10gb": ["xid=94:NoSchedule"]}
 
 
-def test_an_event_hits_the_whole_gpu_when_nobody_can_tell_which_instances_there_are(bench, monkeypatch):
+def test_an_event_hits_the_whole_gpu_when_no_one_can_report_which_instances_there_are(bench, monkeypatch):
     def gone(gpu_uuid: str, pci_bus_id: str | None) -> Mapping[tuple[int, int], str]:
         raise NvmlUnavailableError("gone")
 
@@ -260,7 +260,7 @@ def test_an_event_hits_the_whole_gpu_when_its_instance_is_not_known(bench, logs,
 
 
 @pytest.mark.parametrize("named", [None, "MIG-4b1d"])
-def test_an_event_calls_for_a_look_at_all_gpus_when_nvml_names_none_of_them(bench, logs, monkeypatch, named):
+def test_an_event_triggers_a_poll_of_all_gpus_when_nvml_names_none_of_them(bench, logs, monkeypatch, named):
     events = [HealthEvent(named, Xid(48)), HealthEvent(named, Xid(79))]
     monkeypatch.setattr(bench.source, "wait", lambda timeout_s: events.pop(0) if events else None)
     bench.machine.set_remapped_rows(1, pending=1)
@@ -316,7 +316,7 @@ def test_a_reset_that_only_the_error_counter_shows_clears_the_gpu_and_its_instan
     assert (bench.reasons(MIG_GPU), bench.reasons(MIG_GPU, gi, ci)) == ([], [])
 
 
-def test_every_poll_that_reads_a_fabric_tells_the_registration(bench):
+def test_every_poll_that_reads_a_fabric_reports_the_registration(bench):
     bench.machine.set_fabric(0, state=2)
     bench.machine.set_fabric(1, state=3, cluster=CLUSTER, clique=5)
     bench.machine.set_fault("nvmlDeviceGetGpuFabricInfo*", code="unknown", gpu=2)
@@ -496,7 +496,7 @@ def test_a_lost_gpu_stays_lost_while_it_is_on_the_bus_also_over_restarts(bench):
     assert gone not in kept(bench)
 
 
-def test_a_gpu_is_not_forgotten_while_nvml_tells_nothing(bench):
+def test_a_gpu_is_not_forgotten_while_nvml_reports_nothing(bench):
     """A driver that is reloaded for an hour; then the ten minutes start again."""
     gone = lose_and_hide(bench)
     bench.on_bus.remove(bench.places[gone])
@@ -546,7 +546,7 @@ def test_the_last_gpu_of_a_node_is_forgotten_too(bench):
     assert bench.monitor.book.states() == {}
 
 
-def test_a_lost_gpu_that_nobody_named_is_found(bench):
+def test_a_lost_gpu_that_no_one_named_is_found(bench):
     with bench.machine._change() as state:
         state.present[2].lost = True
     bench.turn()
@@ -618,7 +618,7 @@ def test_another_driver_version_since_the_last_run_is_a_reload(bench):
     assert bench.reasons(0) == []
 
 
-def test_a_gpu_whose_events_cannot_be_heard(bench):
+def test_a_gpu_whose_events_are_not_available(bench):
     bench.machine.set_fault("nvmlDeviceRegisterEvents", code="not-supported", gpu=0)
     bench.monitor.devices_changed()
     bench.turn()
@@ -650,7 +650,7 @@ def test_a_program_that_fails_over_and_over_fills_nothing(bench, logs):
 
 
 @pytest.mark.parametrize("function", ["nvmlEventSetWait_v2", "nvmlEventSetCreate"])
-def test_events_that_fail_leave_the_looks(bench, logs, function):
+def test_events_that_fail_do_not_stop_the_polls(bench, logs, function):
     bench.machine.set_fault(function, code="unknown")
     bench.monitor.devices_changed()
     bench.machine.set_remapped_rows(0, pending=1)
@@ -665,7 +665,7 @@ def test_events_that_fail_leave_the_looks(bench, logs, function):
     assert "xid/48" in bench.reasons(1)
 
 
-def test_driver_version_that_cannot_be_read_is_no_reload_and_leaves_no_event_set_behind(bench):
+def test_driver_version_that_cannot_be_read_is_not_a_reload_and_leaves_no_event_set_behind(bench):
     bench.machine.raise_xid(0, 62)
     bench.machine.set_fault("nvmlDeviceGetFieldValues", code="not-supported")
     bench.turn()
@@ -684,7 +684,7 @@ def test_driver_version_that_cannot_be_read_is_no_reload_and_leaves_no_event_set
     assert len(bench.source._sets) == 1
 
 
-def test_a_gpu_whose_health_is_known_again_is_news(bench):
+def test_a_gpu_whose_health_is_known_again_is_reported(bench):
     bench.turn()
     bench.monitor.book._answers.clear()
     before = bench.changes
@@ -813,7 +813,7 @@ def threaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
         assert not [name for name in names if name.startswith("health")]
 
 
-def test_gpu_whose_poll_does_not_return_is_unresponsive_and_its_neighbour_is_as_fresh_as_ever(threaded):
+def test_gpu_whose_poll_does_not_return_is_unresponsive_and_its_neighbour_is_fresh(threaded):
     made = threaded()
     made.hang("GPU-a")
     made.time[0] = 29.0

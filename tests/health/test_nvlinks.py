@@ -187,7 +187,7 @@ def test_gpu_on_switches_that_never_had_all_links_is_noticed_with_the_second_pol
     )
 
 
-def test_gpu_with_direct_links_is_told_apart_and_its_mig_devices_are_not_affected(
+def test_gpu_with_direct_links_is_distinguished_and_its_mig_devices_are_not_affected(
     make_bench: MakeBench,
 ) -> None:
     bench = make_bench("hgx-h100-4")

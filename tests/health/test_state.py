@@ -120,7 +120,7 @@ def test_faults_of_programs_say_nothing_about_the_gpu_except_for_memory_errors(n
 
 
 @pytest.mark.parametrize("number", UNDECIDED)
-def test_what_the_recovery_action_decides_keeps_nobody_away_where_it_is_told(number):
+def test_what_the_recovery_action_decides_keeps_no_pod_away_where_it_is_reported(number):
     state = after(Xid(number))
     assert (state.severity, state.setbacks) == (S.INFORMATION, ())
     assert names(observe(state, WELL, NOW + SETTLE_S)) == [f"xid/{number}"]
@@ -185,13 +185,13 @@ def test_an_operation_that_hangs_makes_a_gpu_unresponsive_until_it_ends():
     assert observe(state, Hanging(), NOW + 901).reasons == ()
 
 
-def test_a_harmless_event_does_not_make_a_bad_gpu_look_well():
+def test_a_harmless_event_does_not_make_a_bad_gpu_healthy():
     for order in permutations([Xid(79), Xid(63), Xid(31), Xid(777), DoubleBitError(), Unreachable()]):
         assert after(*order).severity is S.LOST
         assert names(after(*order)) == ["ecc/double-bit", "gpu-lost", "xid/63", "xid/777", "xid/79"]
 
 
-def test_an_xid_clears_when_nothing_is_asked_for_and_time_has_passed():
+def test_an_xid_clears_when_nothing_is_requested_and_time_has_passed():
     state = after(Xid(74))
     assert names(observe(state, WELL, NOW + SETTLE_S - 1)) == ["xid/74"]
     assert observe(state, WELL, NOW + SETTLE_S).reasons == ()
@@ -348,7 +348,7 @@ def test_a_lost_gpu_that_answers_was_reset():
     assert observe(state, PollResult(PolledHealth()), NOW + 1).reasons == ()
 
 
-def test_memory_errors_count_from_the_first_look_on():
+def test_memory_errors_count_from_the_first_check_on():
     def look(count: int) -> PollResult:
         return PollResult(replace(OK, ecc_uncorrected=count))
 

@@ -98,7 +98,7 @@ def test_written_when_something_else_is_known(path):
         encode(KEPT).replace(b"unhealthy", b"terrible"),
     ],
 )
-def test_an_unreadable_file_is_set_aside_and_told(path, content, logs):
+def test_an_unreadable_file_is_set_aside_and_reported(path, content, logs):
     path.write_bytes(content)
     store = HealthStore(path)
     assert store.load() is None
@@ -139,7 +139,7 @@ def test_programs_that_fail_in_turns_leave_room_for_the_rest(logs) -> None:
     assert len(told) == len([line for line in logs if line["event"] == "health_changed"]) == 4
 
 
-def test_a_slowdown_that_comes_and_goes_is_told_once() -> None:
+def test_a_slowdown_that_comes_and_goes_is_reported_once() -> None:
     told: list[HealthChange] = []
     history = HealthHistory(SimpleNamespace(health_moved=told.append))
     for _ in range(50):
@@ -149,7 +149,7 @@ def test_a_slowdown_that_comes_and_goes_is_told_once() -> None:
     assert len(told) == 2
 
 
-def test_each_time_that_a_gpu_goes_bad_and_well_is_told() -> None:
+def test_each_time_that_a_gpu_goes_bad_and_recovers_is_reported() -> None:
     told: list[HealthChange] = []
     history = HealthHistory(SimpleNamespace(health_moved=told.append))
     for at in range(3):
@@ -164,7 +164,7 @@ def test_each_time_that_a_gpu_goes_bad_and_well_is_told() -> None:
     assert [entry.times for entry in history.of("GPU-a")] == [3, 3, 3]
 
 
-def test_a_gpu_that_is_well_again_names_what_it_had_without_remedies() -> None:
+def test_a_gpu_that_is_healthy_again_names_what_it_had_without_remedies() -> None:
     lost = Reason("gpu-lost", "", S.LOST, 1, 1, "the GPU does not answer; reset it")
     xid = Reason("xid", "79", S.LOST, 1, 1, "Xid 79: the GPU fell off the bus")
     ill = HealthState(GPU, (lost, xid))
@@ -176,7 +176,7 @@ def kept(*reasons: Reason) -> KeptHealth:
     return KeptHealth("boot-1", "580.1", (HealthState(TARGET, reasons),))
 
 
-def test_who_stands_by_writes_nothing_and_takes_over_what_the_other_kept(tmp_path: Path) -> None:
+def test_standby_instance_writes_nothing_and_takes_over_what_the_other_kept(tmp_path: Path) -> None:
     path = tmp_path / "health.json"
     new_turn = False
     old = HealthStore(path, lambda: not new_turn)
@@ -197,7 +197,7 @@ def test_who_stands_by_writes_nothing_and_takes_over_what_the_other_kept(tmp_pat
     assert HealthStore(path).load() == both, "kept at once"
 
 
-def test_what_an_older_boot_kept_or_nobody_is_not_mixed_in(tmp_path: Path) -> None:
+def test_what_an_older_boot_kept_or_no_one_is_not_mixed_in(tmp_path: Path) -> None:
     path = tmp_path / "health.json"
     shared = HealthStore(path, lambda: True)
     shared.save(kept(BEFORE))

@@ -100,7 +100,7 @@ def test_keys_values_and_effects(observation, expected):
     assert device_taints(WHOLE, {}, {}) == ()
 
 
-def test_card_has_the_health_of_its_gpu_until_nobody_can_look_at_it():
+def test_card_has_the_health_of_its_gpu_until_it_cannot_be_checked():
     found = states((HealthTarget(uuid(0)), Xid(79)))
     fabric = UnreadyFabric("pending", "in progress", NOW)
     free = inventory(h100(0, unready_fabric=fabric), cards=(card(0),)).by_name[VFIO_0]
@@ -142,7 +142,7 @@ def test_a_fabric_that_was_not_ready_when_the_device_was_read_is_a_taint_whateve
         assert device_taints(device, polled, {}) == ()
 
 
-def test_the_first_of_discovery_and_poll_to_find_a_fabric_unready_tells_the_time_of_its_taint():
+def test_the_first_of_discovery_and_poll_to_find_a_fabric_unready_reports_the_time_of_its_taint():
     polled = states((HealthTarget(WHOLE.uuid), PollResult(PolledHealth(fabric="pending"))))
     for since, shown in ((NOW - 1, NOW - 1), (NOW + 1, NOW)):
         gpu = replace(WHOLE.gpu, unready_fabric=UnreadyFabric("pending", "", since))
@@ -150,7 +150,7 @@ def test_the_first_of_discovery_and_poll_to_find_a_fabric_unready_tells_the_time
         assert found == taint("fabric", "pending") | {"timeAdded": rfc3339(shown)}
 
 
-def test_the_ledger_tells_which_instance_a_device_is():
+def test_the_ledger_reports_which_instance_a_device_is():
     def owned(device: str, gi: int | None, ci: int | None) -> OwnedInstance:
         return OwnedInstance(
             device,
@@ -281,7 +281,7 @@ def test_older_servers_get_the_four_worst_and_eviction_before_all_else():
         (COUNTED, "NoSchedule", True, True, False),
     ],
 )
-def test_what_is_withdrawn_where_taints_keep_nobody_away(device, effect, is_held, is_shared, withdrawn):
+def test_what_is_withdrawn_if_taints_keep_no_pod_away(device, effect, is_held, is_shared, withdrawn):
     found = [{"key": "k", "effect": effect}]
     assert is_withdrawn(device, found, is_held=is_held, is_shared=is_shared) is withdrawn
     assert not is_withdrawn(device, [], is_held=is_held, is_shared=is_shared)

@@ -67,7 +67,7 @@ def test_links_that_are_missing_are_made(host: Host, logs: Logs) -> None:
     assert len(logs) == 1
 
 
-def test_only_nodes_of_the_nvidia_driver_that_are_asked_for_are_linked(host: Host) -> None:
+def test_only_nodes_of_the_nvidia_driver_that_are_requested_are_linked(host: Host) -> None:
     (host.char / "10:229").unlink()
     host.links.make(["/dev/nvidia0", "/dev/fuse", "/dev/nvidia7", "/dev/dri/card1"])
     assert host.shown() == {"195:0": "../nvidia0"}

@@ -274,7 +274,7 @@ def test_a_driver_of_another_architecture_alone_is_an_error_that_says_so(
         find_nvml_library(str(tmp_path), machine)
 
 
-def test_a_library_that_is_no_elf_file_is_of_every_architecture(tmp_path: Path) -> None:
+def test_a_library_that_is_not_an_elf_file_is_of_every_architecture(tmp_path: Path) -> None:
     """Such as those of a simulated machine, or a file that is still being written."""
     nodes = driver_root(tmp_path, directory="/usr/lib/aarch64-linux-gnu")
     put(tmp_path, f"/usr/lib/aarch64-linux-gnu/libnvcuvid.so.{VERSION}").write_bytes(elf("x86_64")[:12])
@@ -282,7 +282,7 @@ def test_a_library_that_is_no_elf_file_is_of_every_architecture(tmp_path: Path) 
     assert (len(files.libraries), files.notes) == (len(LIBRARIES), ())
 
 
-def test_the_linkers_cache_is_asked_when_no_usual_directory_has_the_driver(tmp_path: Path) -> None:
+def test_the_linkers_cache_is_queried_when_no_usual_directory_has_the_driver(tmp_path: Path) -> None:
     nodes = driver_root(tmp_path, directory="/opt/vendor/driver/lib")
     cache = tmp_path / "etc/ld.so.cache"
     cache.write_bytes(b"glibc-ld.so.cache1.1\x00libcuda.so.1\x00/opt/vendor/driver/lib/libcuda.so.1\x00")
@@ -401,7 +401,7 @@ def test_a_hook_that_comes_to_the_hosts_root_is_seen(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_bursts")
-def test_a_hook_that_was_slow_once_is_asked_again_though_no_file_changed(
+def test_a_hook_that_was_slow_once_is_queried_again_though_no_file_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nodes = driver_root(tmp_path / "driver", hook=False)
@@ -525,7 +525,7 @@ def test_gkes_vulkan_files_are_found_in_the_driver_root_itself(tmp_path: Path, n
     )
 
 
-def test_nvml_is_found_when_nobody_made_its_link(tmp_path: Path) -> None:
+def test_nvml_is_found_when_no_one_made_its_link(tmp_path: Path) -> None:
     put_libraries(tmp_path, "/usr/lib64", links=False)
     assert find_nvml_library(str(tmp_path)) == f"{tmp_path}/usr/lib64/libnvidia-ml.so.{VERSION}"
 

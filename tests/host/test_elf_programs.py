@@ -291,7 +291,7 @@ def broken(container: Path, tmp_path: Path) -> Callable[[str, Harm], FindProgram
 
 
 @pytest.mark.parametrize(("harm", "cause"), BROKEN + BROKEN_LIBRARY)
-def test_a_time_slice_that_nobody_could_set_is_told_with_its_cause(broken, harm: Harm, cause: str) -> None:
+def test_a_time_slice_that_cannot_be_set_is_reported_with_its_cause(broken, harm: Harm, cause: str) -> None:
     with pytest.raises(RetryableError, match=f"nvidia-smi cannot be started.*{cause}") as caught:
         NvidiaSmi(broken(SMI_PROGRAM, harm)).set_time_slice(GPU, 2)
     assert not isinstance(caught.value, NvmlUnavailableError), "the GPU may be there"
@@ -299,7 +299,7 @@ def test_a_time_slice_that_nobody_could_set_is_told_with_its_cause(broken, harm:
 
 
 @pytest.mark.parametrize(("harm", "cause"), BROKEN + BROKEN_LIBRARY)
-def test_a_compute_mode_that_nobody_could_read_is_not_taken_for_none(broken, harm: Harm, cause: str) -> None:
+def test_a_compute_mode_that_cannot_be_read_is_not_taken_for_none(broken, harm: Harm, cause: str) -> None:
     mode = ComputeMode(broken(SMI_PROGRAM, harm))
     with pytest.raises(RetryableError, match=f"nvidia-smi cannot be started.*{cause}"):
         mode.get(GPU)
@@ -308,7 +308,7 @@ def test_a_compute_mode_that_nobody_could_read_is_not_taken_for_none(broken, har
 
 
 @pytest.mark.parametrize(("harm", "cause"), BROKEN)
-def test_an_mps_daemon_that_cannot_be_asked_is_told_with_its_cause(
+def test_an_mps_daemon_that_cannot_be_queried_is_reported_with_its_cause(
     broken, harm: Harm, cause: str, tmp_path: Path
 ) -> None:
     directories = MpsLayout(tmp_path / "mps").directories(SPEC.device)
@@ -318,7 +318,7 @@ def test_an_mps_daemon_that_cannot_be_asked_is_told_with_its_cause(
 
 
 @pytest.mark.parametrize(("harm", "cause"), BROKEN)
-def test_an_mps_daemon_that_cannot_be_started_is_told_with_its_cause(
+def test_an_mps_daemon_that_cannot_be_started_is_reported_with_its_cause(
     container: Path, mps: Callable[[Path], Served], harm: Harm, cause: str
 ) -> None:
     harm(container / "usr/bin" / CONTROL_PROGRAM)

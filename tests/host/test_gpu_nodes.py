@@ -178,7 +178,7 @@ def test_nodes_that_are_there_are_left_alone_when_others_are_made(proc: Path) ->
 
 
 @pytest.mark.parametrize("stale", [{"major": 238}, {"minor": 13}])
-def test_a_node_is_made_anew_when_it_has_other_numbers_than_the_driver_says(proc: Path, stale: Any) -> None:
+def test_a_node_is_recreated_when_it_has_other_numbers_than_the_driver_says(proc: Path, stale: Any) -> None:
     """The kernel may give the driver another major number when it is loaded again."""
     written = Written(replace(node(12), **stale), node(13), node(14, 0o400), node(84))
     CapabilityNodes(MigCaps(str(proc)), "/", written).make_missing()
@@ -186,7 +186,7 @@ def test_a_node_is_made_anew_when_it_has_other_numbers_than_the_driver_says(proc
 
 
 @pytest.mark.parametrize("put", [Path.mkdir, Path.touch, lambda path: path.symlink_to("/dev/null")])
-def test_what_is_there_is_left_when_it_is_no_character_device(
+def test_what_is_there_is_left_when_it_is_not_a_character_device(
     proc: Path, tmp_path: Path, put: Callable[[Path], None]
 ) -> None:
     place = tmp_path / "root/dev/nvidia-caps/nvidia-cap12"
@@ -202,7 +202,7 @@ def test_what_is_there_is_left_when_it_is_no_character_device(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mknod(2) needs root")
-def test_a_stale_node_in_the_file_system_is_made_anew_and_a_block_device_is_not(
+def test_a_stale_node_in_the_file_system_is_recreated_and_a_block_device_is_not(
     proc: Path, tmp_path: Path
 ) -> None:
     root = tmp_path / "root"

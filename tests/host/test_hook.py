@@ -74,7 +74,7 @@ def test_the_hosts_own_hook_comes_before_one_in_the_driver_root(driver: Path, ho
     "path",
     [USUAL, TOOLKIT, "/usr/local/bin/nvidia-cdi-hook", "/home/kubernetes/bin/nvidia/toolkit/nvidia-cdi-hook"],
 )
-def test_each_usual_place_of_the_host_is_looked_at(driver: Path, host: Path, path: str) -> None:
+def test_each_usual_place_of_the_host_is_checked(driver: Path, host: Path, path: str) -> None:
     put_hook(host, path)
     assert finder(driver, host).find() == Hook(path, HOOK_VERBS)
 
@@ -119,7 +119,7 @@ def test_a_verb_that_is_only_spoken_of_is_not_listed(driver: Path) -> None:
     assert found(finder(driver)).verbs == BASE_HOOK_VERBS
 
 
-def test_the_older_tool_is_asked_with_its_own_subcommand(driver: Path, host: Path) -> None:
+def test_the_older_tool_is_queried_with_its_own_subcommand(driver: Path, host: Path) -> None:
     put_hook(host, "/usr/bin/nvidia-ctk")
     assert finder(driver, host, "/usr/bin/nvidia-ctk").find() == Hook("/usr/bin/nvidia-ctk", HOOK_VERBS)
 
@@ -216,7 +216,7 @@ def test_an_installed_hook_must_run_with_what_the_host_has(driver: Path, host: P
     ("error", "cause"),
     [(TimeoutError(), "it did not end"), (OSError(errno.ETXTBSY, "it is busy"), "it is busy")],
 )
-def test_a_hook_that_gave_no_answer_is_asked_again_a_while_later(
+def test_a_hook_that_gave_no_answer_is_queried_again_later(
     driver: Path, plugin: Path, error: Exception, cause: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hook_module, "_ASK_AGAIN_S", 3600)
@@ -230,7 +230,7 @@ def test_a_hook_that_gave_no_answer_is_asked_again_a_while_later(
     assert (finds.expirations(), finds.find(), finds.expirations()) == (1, Hook(str(path), HOOK_VERBS), 1)
 
 
-def test_a_hook_that_answered_badly_is_not_asked_again(
+def test_a_hook_that_answered_badly_is_not_queried_again(
     driver: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hook_module, "_ASK_AGAIN_S", 0)
@@ -266,7 +266,7 @@ def _libraries_of(program: str) -> list[str]:
     return re.findall(r"(/\S+) \(0x", listed)
 
 
-def test_the_hook_is_asked_once_until_it_is_replaced(driver: Path, tmp_path: Path) -> None:
+def test_the_hook_is_queried_once_until_it_is_replaced(driver: Path, tmp_path: Path) -> None:
     calls = tmp_path / "calls"
     put_program(driver, USUAL, f"echo x >> {calls}")
     finds = finder(driver)
@@ -281,7 +281,7 @@ def test_the_hook_is_asked_once_until_it_is_replaced(driver: Path, tmp_path: Pat
     assert found(finds).verbs == HOOK_VERBS
 
 
-def test_one_that_was_asked_for_is_never_dropped_silently(driver: Path, host: Path) -> None:
+def test_one_that_was_requested_is_never_dropped_silently(driver: Path, host: Path) -> None:
     put_hook(host, USUAL)
     host_path = "/opt/toolkit/nvidia-cdi-hook"
     remedy = rf"--nvidia-cdi-hook-path {host_path} is not a file on the host: install"

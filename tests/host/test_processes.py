@@ -28,7 +28,7 @@ def test_only_services_and_logins_are_the_hosts(tmp_path: Path, text: str, expec
     assert is_of_the_host(str(tmp_path), 4711) is expected
 
 
-def test_process_that_cannot_be_looked_at_may_be_a_pods(tmp_path: Path) -> None:
+def test_process_that_cannot_be_checked_may_be_a_pods(tmp_path: Path) -> None:
     assert not is_of_the_host(str(tmp_path), 4711)
     (tmp_path / "4711").mkdir()
     (tmp_path / "4711/cgroup").write_bytes(b"\xff\x00")
@@ -58,7 +58,7 @@ def test_process_of_a_pod_is_found_by_its_group(tmp_path: Path, text: str) -> No
     assert any_runs(host, [GONE]) is False
 
 
-def test_nothing_is_told_where_not_all_processes_show_their_pods(tmp_path: Path) -> None:
+def test_nothing_is_reported_where_not_all_processes_show_their_pods(tmp_path: Path) -> None:
     assert (
         any_runs(proc(tmp_path / "no host PIDs", OTHERS["systemd"], namespace="pid:[4026532001]"), [GONE])
         is None
@@ -127,7 +127,7 @@ def test_a_process_is_of_a_container_of_the_host_or_of_unknown_origin(
     assert found == ProcessOrigin(expected, UID if "pod" in text and "deleted" not in text else None)
 
 
-def test_everybody_who_has_a_node_open_is_named_also_what_always_runs(tmp_path: Path) -> None:
+def test_everyone_who_has_a_node_open_is_named_also_what_always_runs(tmp_path: Path) -> None:
     host = proc(tmp_path, "0::/system.slice/a.service", "0::/b", "0::/c", "0::/d", "0::/e", "0::/f")
     programs = {
         4711: ("nvidia-persiste", "/dev/nvidia1 (deleted)"),

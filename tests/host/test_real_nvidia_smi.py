@@ -68,7 +68,7 @@ def said(find: FindPrograms, *arguments: str) -> tuple[int, str]:
 # --- no driver -----------------------------------------------------------------------------------
 
 
-def test_a_driver_that_is_not_loaded_is_told_as_that(nvidia: Programs, tmp_path: Path) -> None:
+def test_a_driver_that_is_not_loaded_is_reported_as_that(nvidia: Programs, tmp_path: Path) -> None:
     find = InstalledPrograms(str(nvidia.root), tmp_path / "links")
     with pytest.raises(NvmlUnavailableError) as caught:
         NvidiaSmi(find).set_time_slice(UUID, 2)
@@ -81,7 +81,7 @@ def test_a_driver_that_is_not_loaded_is_told_as_that(nvidia: Programs, tmp_path:
         ComputeMode(find).set(UUID, EXCLUSIVE_PROCESS)
 
 
-def test_a_library_that_is_missing_is_no_missing_driver(root: Path, tmp_path: Path) -> None:
+def test_a_library_that_is_missing_is_not_a_missing_driver(root: Path, tmp_path: Path) -> None:
     find = InstalledPrograms(str(root), tmp_path / "links")
     with pytest.raises(
         RetryableError, match=r"cannot be started \(exit code 12\): NVIDIA-SMI couldn't find"
@@ -108,7 +108,7 @@ def test_each_compute_mode_that_is_set_is_read_back(one_gpu: OneGpu) -> None:
     )
 
 
-def test_a_gpu_without_a_compute_mode_is_told(one_gpu: OneGpu) -> None:
+def test_a_gpu_without_a_compute_mode_is_reported(one_gpu: OneGpu) -> None:
     find = one_gpu("GET_MODE=3")
     assert said(find, "-i", UUID, "--query-gpu=compute_mode", "--format=csv,noheader") == (0, "[N/A]\n")
     with pytest.raises(NotSupportedError, match=r"cannot read the compute mode of .*N/A"):
@@ -116,7 +116,7 @@ def test_a_gpu_without_a_compute_mode_is_told(one_gpu: OneGpu) -> None:
 
 
 @tabled("code", "text")
-def test_a_compute_mode_that_nvml_refuses_to_set_is_told_with_nvmls_words(
+def test_a_compute_mode_that_nvml_refuses_to_set_is_reported_with_nvmls_words(
     one_gpu: OneGpu, code: int, text: str
 ) -> None:
     with pytest.raises(
@@ -158,7 +158,7 @@ def test_the_levels_of_time_slices_are_nvidias(one_gpu: OneGpu) -> None:
         assert not isinstance(caught.value, NvmlUnavailableError)
 
 
-def test_a_gpu_that_is_not_there_is_told_as_absent(one_gpu: OneGpu) -> None:
+def test_a_gpu_that_is_not_there_is_reported_as_absent(one_gpu: OneGpu) -> None:
     find = one_gpu()
     other = UUID.replace("4", "5")
     assert said(find, "-i", other, "-c", "DEFAULT") == (6, "No devices were found\n")
@@ -169,7 +169,7 @@ def test_a_gpu_that_is_not_there_is_told_as_absent(one_gpu: OneGpu) -> None:
         ComputeMode(find).set(other, EXCLUSIVE_PROCESS)
 
 
-def test_a_gpu_that_fell_off_the_bus_is_told_as_absent(one_gpu: OneGpu) -> None:
+def test_a_gpu_that_fell_off_the_bus_is_reported_as_absent(one_gpu: OneGpu) -> None:
     """The real program prints uninitialised memory instead of the GPU's address."""
     find = one_gpu("FIND=15")
     with pytest.raises(NvmlUnavailableError, match=r"GPU is lost\. +Reboot the system to recover this GPU"):
@@ -180,7 +180,9 @@ def test_a_gpu_that_fell_off_the_bus_is_told_as_absent(one_gpu: OneGpu) -> None:
 
 
 @tabled("answers", "text")
-def test_an_nvml_that_does_not_work_is_no_missing_setting(one_gpu: OneGpu, answers: str, text: str) -> None:
+def test_an_nvml_that_does_not_work_is_not_a_missing_setting(
+    one_gpu: OneGpu, answers: str, text: str
+) -> None:
     """R470 exits with 255 on a mismatch, the others with 18."""
     find = one_gpu(answers)
     for attempt in (

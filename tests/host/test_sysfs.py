@@ -49,7 +49,7 @@ def test_functions_of_nvidia_are_listed_with_class_and_driver(tmp_path: Path, sy
     assert sysfs.gpu_functions() == {GPU}
 
 
-def test_gpus_of_the_nvidia_driver_have_the_uuid_that_it_tells(tmp_path: Path, sysfs: Sysfs) -> None:
+def test_gpus_of_the_nvidia_driver_have_the_uuid_that_it_reports(tmp_path: Path, sysfs: Sysfs) -> None:
     uuids = {GPU: "GPU-6b45fc99-bded-5a86-bbac-ad2360fd45d5", "0000:2b:00.0": "GPU-????????-????"}
     for bus_id in (*uuids, "0000:3b:00.0", "0000:4b:00.0", "0000:5b:00.0"):
         driver = "vfio-pci" if bus_id == "0000:4b:00.0" else "nvidia"
@@ -143,7 +143,7 @@ def test_only_functions_of_nvidia_count(tmp_path: Path, monkeypatch: pytest.Monk
     assert host.fingerprint() != after
 
 
-def test_instances_are_told_by_the_minor_number_of_their_gpu(tmp_path: Path) -> None:
+def test_instances_are_reported_by_the_minor_number_of_their_gpu(tmp_path: Path) -> None:
     proc = str(tmp_path / "proc")
     for path in ("gpu0/mig/gi1/ci0/access", "gpu12/mig/gi1/access", "mig/config", "gpux/mig/gi0/access"):
         put(tmp_path, f"proc/driver/nvidia/capabilities/{path}")

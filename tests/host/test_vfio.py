@@ -300,7 +300,7 @@ def test_card_goes_to_vfio_with_all_its_functions_and_comes_back(node: Node, iom
 # --- a kernel that is not kind ----------------------------------------------------------------------
 
 
-def test_write_that_blocks_is_left_behind_and_tells_when_it_ends(node: Node) -> None:
+def test_write_that_blocks_is_left_behind_and_reports_when_it_ends(node: Node) -> None:
     node.machine.set_fault("unbind", code="hang", gpu=0)
     with pytest.raises(
         NotAnsweredError, match=f"unbind PCI function {GPU} from nvidia has not answered"
@@ -332,7 +332,7 @@ def test_write_that_fails_is_one_sentence(node: Node, word: str, act: Callable[[
         assert isinstance(failed.value, DeviceBusyError) == (name == "EBUSY")
 
 
-def test_unbind_without_effect_is_told(node: Node) -> None:
+def test_unbind_without_effect_is_reported(node: Node) -> None:
     node.machine.set_fault("unbind", code="no-effect", count=1)
     with pytest.raises(RetryableError, match="the kernel took it and did nothing"):
         node.cards.unbind(GPU, WAIT_S)
@@ -398,7 +398,7 @@ def test_whoever_holds_the_card_is_named_and_blocks_the_unbind(node: Node) -> No
     assert (node.cards.gpu_users(GPU), node.drivers()[0]) == ([], None)
 
 
-def test_users_of_a_gpu_whose_minor_is_not_told_are_not_known(node: Node) -> None:
+def test_users_of_a_gpu_whose_minor_is_not_reported_are_not_known(node: Node) -> None:
     """The NVIDIA driver's file is empty where it cannot wake the GPU."""
     (node.machine.host_root / f"proc/driver/nvidia/gpus/{GPU}/information").write_text("")
     assert node.cards.gpu_users(GPU) is None

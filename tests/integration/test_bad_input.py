@@ -57,7 +57,7 @@ BAD: dict[str, tuple[Setup, tuple[str, ...]]] = {
 }
 
 
-def test_what_cannot_be_prepared_is_told_in_one_sentence(node: Node, bystander: ClaimRef) -> None:
+def test_what_cannot_be_prepared_is_reported_in_one_sentence(node: Node, bystander: ClaimRef) -> None:
     for make, words in BAD.values():
         node.refused(make(node), *words)
         assert node.records() == [f"{bystander.uid}.json"]
@@ -103,7 +103,7 @@ def test_a_path_or_name_in_the_settings_that_is_nothing(
     assert list(made.registry.iterdir()) == []
 
 
-def test_node_object_missing_is_retried_and_told(make_node: Callable[..., Node]) -> None:
+def test_node_object_missing_is_retried_and_reported(make_node: Callable[..., Node]) -> None:
     made = make_node()
     driver = made.start_driver(node_name="node-b")
     problems = eventually(lambda: [one for one in driver.problems() if "node-b" in one])

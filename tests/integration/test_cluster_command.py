@@ -58,7 +58,7 @@ def test_lists_of_many_pages_are_whole_also_if_the_server_forgets_one(at_work: l
     assert [query.get("limit") for query in pages][-4:] == ["500", "500", "500", None]
 
 
-def test_credentials_that_ended_are_no_missing_right(at_work: list[str], node: Node) -> None:
+def test_expired_credentials_are_not_a_missing_right(at_work: list[str], node: Node) -> None:
     node.server.faults.fail(9, 401, reason="Unauthorized", path="/resourceslices")
     done = call(*at_work)
     assert (done.returncode, done.stdout) == (1, "")
@@ -194,7 +194,7 @@ def used(node: Node) -> Used:
     return Used(node)
 
 
-def test_use_stands_beside_each_claim_and_the_most_wasteful_is_first(used: Used) -> None:
+def test_use_is_next_to_each_claim_and_the_most_wasteful_is_first(used: Used) -> None:
     used.answers()
     rows, unknown = used.look("-n", "default")
     assert unknown == []

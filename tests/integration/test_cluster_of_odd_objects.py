@@ -167,7 +167,7 @@ def mutated(objects: Json, path: Sequence[Any], odd: Any) -> None:
     changes=st.lists(st.tuples(st.sampled_from(PATHS), ODD), min_size=1, max_size=3),
     output=st.sampled_from([Output.table, Output.json, Output.yaml]),
 )
-def test_any_object_is_shown_or_told_when_it_breaks_the_rules(
+def test_any_object_is_shown_or_reported_when_it_breaks_the_rules(
     server: OddServer, changes: list[tuple[Any, Any]], output: Output
 ) -> None:
     objects = good_objects()
@@ -218,7 +218,7 @@ def test_many_unreadable_objects_do_not_fill_the_screen(server: OddServer) -> No
 
 
 @pytest.mark.parametrize("answer", [7, {"items": 7}, {"items": {}}, {"kind": "Status"}])
-def test_an_answer_that_is_no_list_is_one_sentence(server: OddServer, answer: Any) -> None:
+def test_an_answer_that_is_not_a_list_is_one_sentence(server: OddServer, answer: Any) -> None:
     server.serve(good_objects())
     server.lists[f"{GROUP}/v1/resourceslices"] = answer
     told = "gpu-dra-driver: list resourceslices: the answer has no list of resourceslices in it\n"

@@ -97,7 +97,7 @@ def test_claims_wait_for_the_daemon_and_no_other_claim_does(tray: Node) -> None:
     assert channels(tray, training) == [(f"{CHANNEL}0", 236, 0)]
 
 
-def test_a_daemon_that_listens_nowhere_is_told_how(tray: Node) -> None:
+def test_a_daemon_that_listens_nowhere_is_reported_how(tray: Node) -> None:
     config = tray.machine.host_root / imex.CONFIG.lstrip("/")
     config.write_text("IMEX_CMD_ENABLED=0\n")
     tray.running(4, imex_channel=0)

@@ -102,7 +102,7 @@ def test_a_claim_waits_for_the_fabric_and_then_gets_its_channel(tray: Node) -> N
 
 
 @pytest.mark.usefixtures("seldom")
-def test_a_prepare_that_comes_before_the_next_poll_looks_at_the_fabric_itself(tray: Node) -> None:
+def test_a_prepare_that_comes_before_the_next_poll_checks_the_fabric_itself(tray: Node) -> None:
     tray.machine.set_fabric(state=NOT_STARTED)
     driver = tray.running(4, imex_channel=3).driver
     eventually(lambda: has_polled(driver, tray))
@@ -146,7 +146,7 @@ def test_the_taint_stays_until_discovery_has_read_the_fabric(
 
 
 @pytest.mark.parametrize("finds", ["often", "seldom"])
-def test_a_fabric_that_is_set_up_anew_is_never_published_without_its_taint(
+def test_a_fabric_that_is_set_up_again_is_never_published_without_its_taint(
     tray: Node, request: pytest.FixtureRequest, finds: str
 ) -> None:
     """Whether a health poll or discovery finds it first. Claims prepared before are answered during that."""
@@ -167,7 +167,7 @@ def test_a_fabric_that_is_set_up_anew_is_never_published_without_its_taint(
     complete(tray)
 
 
-def test_a_fabric_that_fails_for_ever_is_told_with_what_to_look_at(tray: Node) -> None:
+def test_a_fabric_that_fails_for_ever_is_reported_with_what_to_check(tray: Node) -> None:
     told: list[tuple[Json, str]] = [
         ({"state": NOT_STARTED}, "yet: the registration has not started"),
         ({"state": IN_PROGRESS}, "yet: the registration is in progress"),

@@ -46,7 +46,7 @@ def test_the_status_follows_a_gpu_that_is_lost_and_comes_back(node: Node) -> Non
     eventually(lambda: ready(node) == {"one": PREPARED})
 
 
-def test_of_two_instances_one_tells_and_keeps_and_the_other_takes_over(
+def test_of_two_instances_one_reports_and_keeps_and_the_other_takes_over(
     make_node: Callable[..., Node],
 ) -> None:
     node = make_node()

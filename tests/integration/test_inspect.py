@@ -42,7 +42,7 @@ def content(slices: list[Json]) -> list[Json]:
     )
 
 
-def test_the_cause_is_told_when_the_library_is_made_for_another_architecture(tmp_path: Path) -> None:
+def test_the_cause_is_reported_when_the_library_is_made_for_another_architecture(tmp_path: Path) -> None:
     driver_root(tmp_path)
     other = "aarch64" if os.uname().machine == "x86_64" else "x86_64"
     put_elf_libraries(tmp_path, "/usr/lib/x86_64-linux-gnu", other)
@@ -122,7 +122,7 @@ def test_nvml_that_hangs_is_reported_with_what_shows_why(command: list[str], mem
     )
 
 
-def test_a_machine_without_gpus_is_told(memory_path: Path) -> None:
+def test_a_machine_without_gpus_is_reported(memory_path: Path) -> None:
     directory = str(memory_path / "machine")
     machine = ["--simulate", "gb10", "--simulator-dir", directory]
     assert call("simulate", "create", "gb10", "--simulator-dir", directory).returncode == 0

@@ -157,7 +157,7 @@ def test_claims_share_a_device_that_is_made_on_demand(make_node: Callable[..., N
     assert "forgets what shared devices take" in event["message"]
 
 
-def test_creation_that_is_refused_is_tried_again_and_told_if_that_lasts(
+def test_creation_that_is_refused_is_retried_and_reported_if_that_lasts(
     make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lifecycle, "WaitTimeouts", partial(WaitTimeouts, retry_s=0.05, last_s=40.0))
@@ -189,7 +189,7 @@ def errors_of(node: Node) -> tuple[float, float]:
     return creations["create", "busy"], prepares["busy",]
 
 
-def test_device_is_destroyed_though_nvml_is_being_initialised_anew(
+def test_device_is_destroyed_though_nvml_is_being_initialised_again(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another GPU is added during that."""
@@ -221,7 +221,7 @@ def test_device_is_destroyed_though_nvml_is_being_initialised_anew(
     assert clean(node)
 
 
-def test_mode_is_switched_beside_the_other_instance_of_a_rolling_update(
+def test_mode_is_switched_next_to_the_other_instance_of_a_rolling_update(
     make_node: Callable[..., Node],
 ) -> None:
     """Each of them has NVML open, so each is a client of every GPU."""

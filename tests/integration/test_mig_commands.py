@@ -104,7 +104,7 @@ def test_drawing_says_who_holds_what_and_changes_nothing(tmp_path: Path) -> None
     assert files(plugins) == before
 
 
-def test_drawing_is_no_json() -> None:
+def test_drawing_is_not_json() -> None:
     done = call("inspect", "--simulate", "a30-4", "--mig", "-o", "json")
     assert done.returncode == 2
     assert len(done.stderr.strip().splitlines()) == 1

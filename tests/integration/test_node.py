@@ -40,7 +40,9 @@ def test_daemon_starts_without_nvml_and_devices_come_with_it(make_node: Callable
     eventually(lambda: not driver.problems())
 
 
-def test_a_driver_without_libcuda_is_told_before_a_claim_fails_of_it(make_node: Callable[..., Node]) -> None:
+def test_a_driver_without_libcuda_is_reported_before_a_claim_fails_of_it(
+    make_node: Callable[..., Node],
+) -> None:
     made = make_node()
     files = list(made.machine.host_root.rglob("libcuda.so*"))
     for file in files:

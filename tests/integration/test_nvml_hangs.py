@@ -95,7 +95,7 @@ def pods_start_and_end(node: Node, name: str, device: str, function: str) -> Non
         node.delete_claim(f"{kind}-{name}")
 
 
-def test_every_nvml_call_of_a_look_may_hang(node: Node) -> None:
+def test_every_nvml_call_of_a_check_may_hang(node: Node) -> None:
     devices = [device["name"] for device in node.devices()]
     nvml = HangingNvml()
     try:
@@ -119,7 +119,7 @@ def test_every_nvml_call_of_a_look_may_hang(node: Node) -> None:
 
 
 @pytest.mark.parametrize("function", ["nvmlInitWithFlags", "nvmlShutdown"])
-def test_closing_and_opening_nvml_anew_may_hang(
+def test_closing_and_reopening_nvml_may_hang(
     node: Node, monkeypatch: pytest.MonkeyPatch, function: str
 ) -> None:
     """As after a GPU was added. Prepared claims can be unprepared, claims without NVML are prepared in the
@@ -194,7 +194,7 @@ def test_hang_on_one_gpu_and_a_bind_of_another_delay_no_claim_of_a_third(
     assert isinstance(node.prepare(binds)[binds.uid], Prepared)
 
 
-def test_shutdown_of_nvml_that_hangs_before_a_bind_is_told_and_holds_up_no_other_claim(
+def test_shutdown_of_nvml_that_hangs_before_a_bind_is_reported_and_holds_up_no_other_claim(
     make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dra_driver.nvml.session._SHUTDOWN_S", 0.5)

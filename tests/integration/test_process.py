@@ -170,7 +170,7 @@ def test_boot_without_an_id_ends_the_start_with_the_reason(make_node: Callable[.
     assert last.endswith("mount the node's /proc")
 
 
-def test_run_tells_every_fault_of_flags_environment_and_file(tmp_path: Path) -> None:
+def test_run_reports_every_fault_of_flags_environment_and_file(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text("logLevel: loud\nhealth: {ignoredXids: [0]}\nsharing: [{mode: memory}]\n")
     flags = (
@@ -246,7 +246,7 @@ def test_inspect_fails_where_the_library_cannot_be_loaded(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "arguments", [["--version"], ["simulate", "list"], ["validate", "/nowhere"], ["top", "--once"]]
 )
-def test_closed_standard_files_are_no_traceback(arguments: list[str], tmp_path: Path) -> None:
+def test_closed_standard_files_cause_no_traceback(arguments: list[str], tmp_path: Path) -> None:
     said = tmp_path / "said"
     where = ["--simulator-dir", str(tmp_path / "s"), "--simulate", "t4-4"] if arguments[0] == "top" else []
     line = f"{sys.executable} -m dra_driver.cli.main {' '.join([*arguments, *where])} <&- >&- 2>{said}"
@@ -267,7 +267,7 @@ def test_output_that_cannot_be_written_is_one_sentence() -> None:
 
 
 @pytest.mark.parametrize("arguments", [["inspect"], ["run"], ["mps-host"]])
-def test_ctrl_c_while_a_command_is_loaded_is_no_traceback(
+def test_ctrl_c_while_a_command_is_loaded_is_not_a_traceback(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(*_: object) -> None:

@@ -131,7 +131,7 @@ def test_shares_get_a_daemon_for_all_their_users_where_the_branch_can(
     assert daemon(node, device)[:1] == ["-f"], "the other share uses it"
 
 
-def test_a_mig_device_has_a_daemon_of_its_own(
+def test_a_mig_device_has_its_own_daemon(
     make_node: Callable[..., Node], newest_nvidia: Programs, leaving_nothing: Callable[[Node], Node]
 ) -> None:
     node = with_programs_of(make_node("h100-mig-static"), newest_nvidia)

@@ -74,7 +74,7 @@ def test_share_waits_for_one_of_another_way_of_sharing(make_node: Callable[..., 
 # --- the reconciler against an API server ----------------------------------------------------------
 
 
-def test_claim_that_nobody_unprepares_is_taken_back_and_told(
+def test_claim_that_is_never_unprepared_is_undone_and_reported(
     make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the whole driver, which stops at once although a call waits."""

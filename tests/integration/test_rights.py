@@ -49,7 +49,7 @@ def right_of(request: RecordedRequest) -> tuple[str, str] | None:
     return resource, "watch" if request.query.get("watch") == "true" else "list"
 
 
-def test_the_role_has_what_the_daemon_asks_for_and_nothing_else(
+def test_the_role_has_what_the_daemon_requests_and_nothing_else(
     make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     soon = partial(EventRecorder, limits=ReportLimits(again_s=0.1))

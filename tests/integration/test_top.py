@@ -208,7 +208,7 @@ def test_without_a_driver_the_records_are_shown_with_the_reason(tmp_path: Path) 
 
 
 @tabled("arguments", "code", "said")
-def test_wrong_usage_is_told_without_a_traceback(arguments: list[str], code: int, said: str) -> None:
+def test_wrong_usage_is_reported_without_a_traceback(arguments: list[str], code: int, said: str) -> None:
     done = call("top", *arguments)
     assert (done.returncode, done.stdout) == (code, "")
     assert said in done.stderr
@@ -316,7 +316,7 @@ def test_kept_health_and_what_nvml_says_now_are_put_together(machine: Machine, l
     assert any("from before the last boot" in note for note in view.notes)
 
 
-def test_what_the_plugin_would_take_back_is_over_when_it_does_not_run(machine: Machine, look: Look) -> None:
+def test_what_the_plugin_would_undo_is_over_when_it_does_not_run(machine: Machine, look: Look) -> None:
     first, second, third, _ = (gpu.uuid for gpu in machine.current().present)
     old = reason("xid", "95", Severity.UNHEALTHY, age_s=31)
     fresh = reason("xid", "95", Severity.UNHEALTHY, age_s=29)
@@ -399,7 +399,7 @@ def test_a_gpu_that_nvml_does_not_show_is_lost_when_the_nvidia_driver_is_bound_t
     assert seen() == [(name, gone.uuid, gone.bus_id, "lost")]
 
 
-def test_top_lets_go_of_nvml_while_the_driver_is_detached(look: Look) -> None:
+def test_top_releases_nvml_while_the_driver_is_detached(look: Look) -> None:
     at = look()
     at.machine.settings.plugin_directory.mkdir()
     assert len(at.view(20).gpus) == 4

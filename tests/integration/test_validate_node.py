@@ -95,14 +95,14 @@ def test_what_the_driver_made_comes_back(validate: Validate, plugins: Path) -> N
     assert files(plugins) == before
 
 
-def test_what_somebody_else_made_is_in_the_way(validate: Validate) -> None:
+def test_what_someone_else_made_is_in_the_way(validate: Validate) -> None:
     code, (whole, large), _ = validate("--dynamic-mig", foreign=1)
     assert code == 1
     assert "asks for 4 devices of class" in whole["faults"][0]
     assert large["faults"] == []  # on another GPU
 
 
-def test_a_ledger_that_cannot_be_read_is_told_and_nothing_is_called_foreign(
+def test_a_ledger_that_cannot_be_read_is_reported_and_nothing_is_called_foreign(
     validate: Validate, plugins: Path
 ) -> None:
     (plugins / DRIVER).mkdir(parents=True)

@@ -42,7 +42,7 @@ def well_again(node: Node) -> None:
 @pytest.mark.parametrize(
     ("minor", "settings"), [(34, {}), (35, {}), (36, {"unhealthy_devices": "withdraw"})], ids=str
 )
-def test_a_lost_gpu_is_withdrawn_where_taints_keep_nobody_away_and_comes_back(
+def test_a_lost_gpu_is_withdrawn_if_taints_keep_no_pod_away_and_comes_back(
     make_node: MakeNode, minor: int, settings: dict
 ) -> None:
     """As the server drops them, or the scheduler ignores them, which only a person knows."""

@@ -48,7 +48,7 @@ def detachments(tmp_path: Path, clock: Clock) -> Detachments:
     return Detachments(tmp_path, "boot-1", clock)
 
 
-def test_it_lasts_as_long_as_was_asked_for(detachments: Detachments, clock: Clock, tmp_path: Path) -> None:
+def test_it_lasts_as_long_as_was_requested(detachments: Detachments, clock: Clock, tmp_path: Path) -> None:
     assert detachments.now() is None
     made = detachments.begin(300)
     assert detachments.now() == made
@@ -76,7 +76,7 @@ def test_it_lasts_as_long_as_was_asked_for(detachments: Detachments, clock: Cloc
         '{"version": 1, "bootID": "boot-1", "untilS": "later", "until": "later"}',
     ],
 )
-def test_a_file_that_cannot_be_read_detaches_nobody(
+def test_a_file_that_cannot_be_read_detaches_no_one(
     detachments: Detachments, tmp_path: Path, content: str
 ) -> None:
     (tmp_path / "detach.json").write_text(content)
@@ -85,7 +85,7 @@ def test_a_file_that_cannot_be_read_detaches_nobody(
     assert detachments.now() is not None
 
 
-def test_the_command_waits_until_everybody_has_let_go(detachments: Detachments, tmp_path: Path) -> None:
+def test_the_command_waits_until_everyone_has_released_nvml(detachments: Detachments, tmp_path: Path) -> None:
     marks = [UseMark(tmp_path / LOCK_FILE) for _ in range(2)]
     for mark in marks:
         mark.hold()
@@ -100,7 +100,7 @@ def test_the_command_waits_until_everybody_has_let_go(detachments: Detachments, 
     assert detachments.now() is not None
 
 
-def test_an_instance_that_does_not_let_go_leaves_nothing_detached(
+def test_an_instance_that_does_not_release_nvml_leaves_nothing_detached(
     detachments: Detachments, tmp_path: Path
 ) -> None:
     mark = UseMark(tmp_path / LOCK_FILE)
@@ -111,7 +111,7 @@ def test_an_instance_that_does_not_let_go_leaves_nothing_detached(
     mark.release()
 
 
-def test_claims_are_in_the_way_also_those_that_come_meanwhile(detachments: Detachments) -> None:
+def test_claims_are_in_the_way_also_those_that_come_in_between(detachments: Detachments) -> None:
     answers = [["team/b", "team/a"]]
     with pytest.raises(ClaimsInTheWayError, match="claims use the GPUs: team/a, team/b; end their pods"):
         detach(detachments, 60, lambda: answers[0])
@@ -124,7 +124,7 @@ def test_claims_are_in_the_way_also_those_that_come_meanwhile(detachments: Detac
     assert detachments.now() is not None
 
 
-def test_a_directory_that_is_not_there_is_told(tmp_path: Path) -> None:
+def test_a_directory_that_is_not_there_is_reported(tmp_path: Path) -> None:
     with pytest.raises(StateError, match=r"detach\.json"):
         detach(Detachments(tmp_path / "away", "boot-1"), 60, None)
 
@@ -205,7 +205,7 @@ def test_a_new_session_keeps_the_mark(node: SimulatedNode, tmp_path: Path, detac
     reader.session.close()
 
 
-def test_a_failure_leaves_what_others_asked_for(detachments: Detachments, clock: Clock) -> None:
+def test_a_failure_leaves_what_others_requested(detachments: Detachments, clock: Clock) -> None:
     first = detach(detachments, 60, list)
     answers = iter([[], ["team/late"]])
     with pytest.raises(ClaimsInTheWayError):
@@ -227,7 +227,7 @@ def test_a_failure_leaves_what_others_asked_for(detachments: Detachments, clock:
     assert found.until_s == clock.now + 120, "another command has asked since"
 
 
-def test_nvidia_smi_does_not_run_meanwhile(detachments: Detachments) -> None:
+def test_nvidia_smi_does_not_run_in_between(detachments: Detachments) -> None:
     smi = NvidiaSmi(lambda: pytest.fail("it was looked for"), detachments.using_nvml)
     detachments.begin(60)
     with pytest.raises(RetryableError, match="NVML is closed until") as waits:
@@ -236,7 +236,7 @@ def test_nvidia_smi_does_not_run_meanwhile(detachments: Detachments) -> None:
     assert not isinstance(waits.value, NvmlUnavailableError), "then the undo would count as done"
 
 
-def test_discovery_lets_go_and_comes_back(
+def test_discovery_releases_and_reopens_nvml(
     node: SimulatedNode, tmp_path: Path, detachments: Detachments, clock: Clock
 ) -> None:
     heard: list[str] = []
@@ -425,7 +425,7 @@ def test_look_that_gives_way_to_a_pause_is_made_again_and_withdraws_nothing(
     reader.session.close()
 
 
-def test_hanging_change_ends_the_pause_and_others_go_on(
+def test_hanging_change_ends_the_pause_and_others_continue(
     node: SimulatedNode, tmp_path: Path, detachments: Detachments, logs: list
 ) -> None:
     reader, discovery = instance(node, tmp_path, detachments, [])
@@ -441,7 +441,7 @@ def test_hanging_change_ends_the_pause_and_others_go_on(
     reader.session.close()
 
 
-def test_pause_waits_for_changes_and_nvidia_smi_and_keeps_nobody_from_them(
+def test_pause_waits_for_changes_and_nvidia_smi_and_keeps_no_one_from_them(
     node: SimulatedNode, tmp_path: Path, detachments: Detachments
 ) -> None:
     reader, _ = instance(node, tmp_path, detachments, [])
@@ -479,7 +479,7 @@ def test_pause_waits_for_changes_and_nvidia_smi_and_keeps_nobody_from_them(
     session.close()
 
 
-def test_pause_ends_when_somebody_does_not_close_nvml(detachments: Detachments, tmp_path: Path) -> None:
+def test_pause_ends_when_someone_does_not_close_nvml(detachments: Detachments, tmp_path: Path) -> None:
     mark = UseMark(tmp_path / LOCK_FILE)
     mark.hold()
     refused = pytest.raises(NvmlInUseError, match="another process of gpu-dra-driver on this node")
@@ -573,7 +573,7 @@ def test_pause_lasts_as_long_as_its_process_or_a_minute_where_that_cannot_be_see
     assert (detachments.paused() is not None) == lasts
 
 
-def test_only_one_of_two_processes_that_go_on_with_nvml_pauses_the_other(
+def test_only_one_of_two_processes_that_continue_with_nvml_pauses_the_other(
     pausing: subprocess.Popen[str], tmp_path: Path
 ) -> None:
     detachments, own = Detachments(tmp_path, "boot-1"), UseMark(tmp_path / LOCK_FILE)

@@ -197,7 +197,7 @@ def test_gpu_without_a_bus_id_stays_without_a_place(bench: Bench) -> None:
     assert bench.scan() == inventory(lonely)
 
 
-def test_change_is_told_only_when_something_changed(bench: Bench) -> None:
+def test_change_is_reported_only_when_something_changed(bench: Bench) -> None:
     for _ in range(3):
         bench.scan()
     assert len(bench.changes) == 1
@@ -279,7 +279,7 @@ def test_pool_is_not_emptied_when_the_bus_has_gpus_that_nvml_does_not_show(bench
     assert bench.changes == []
 
 
-def test_cause_is_told_when_no_gpu_answers(bench: Bench) -> None:
+def test_cause_is_reported_when_no_gpu_answers(bench: Bench) -> None:
     lost = DiscoveryFault("GPU with NVML index 0", "nvmlDeviceGetUUID: the GPU does not answer (GPU is lost)")
     bench.nvml.inventory = Inventory(VERSIONS, faults=(lost,))
     assert bench.scan() is None
@@ -370,7 +370,7 @@ def test_ledger_of_cards_that_cannot_be_read_changes_nothing_else(bench: Bench, 
         assert bench.discovery.unavailable() == str(NOT_LOADED)
 
 
-def test_fault_is_told_again_when_it_comes_again(bench: Bench, logs: list) -> None:
+def test_fault_is_reported_again_when_it_comes_again(bench: Bench, logs: list) -> None:
     for functions in ({"0000:99:00.0"}, set(), {"0000:99:00.0"}):
         bench.host.functions = {gpu.pci_bus_id or "" for gpu in BARE} | functions
         bench.scan()
@@ -419,7 +419,7 @@ def test_library_that_cannot_be_loaded_is_trouble_also_where_the_bus_shows_no_gp
 
 
 @pytest.mark.parametrize(("machine", "other"), [("x86_64", "aarch64"), ("aarch64", "x86_64")])
-def test_a_library_of_another_architecture_alone_is_told_where_the_bus_shows_no_gpu(
+def test_a_library_of_another_architecture_alone_is_reported_where_the_bus_shows_no_gpu(
     tmp_path: Path, logs: list, machine: str, other: str
 ) -> None:
     driver_root(tmp_path)
@@ -438,7 +438,7 @@ def test_a_library_of_another_architecture_alone_is_told_where_the_bus_shows_no_
     assert [line["reason"].startswith(told) for line in logs if line["event"] == "nvml_unavailable"] == [True]
 
 
-def test_missing_files_of_the_nvidia_driver_are_told_with_the_devices(bench: Bench, logs: list) -> None:
+def test_missing_files_of_the_nvidia_driver_are_reported_with_the_devices(bench: Bench, logs: list) -> None:
     bench.host.lacks = "libcuda.so.<version> is not below the driver root /"
     for _ in range(2):
         found = bench.scan()
@@ -461,7 +461,7 @@ def test_missing_files_of_the_nvidia_driver_are_told_with_the_devices(bench: Ben
     assert bench.discovery.problems() == [], "a node without GPUs needs no files"
 
 
-def test_everything_is_read_again_when_asked_and_from_time_to_time(
+def test_everything_is_read_again_when_requested_and_from_time_to_time(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench.discovery.start()
@@ -599,7 +599,7 @@ def test_driver_that_went_and_came_is_loaded_again(bench: Bench, version: str) -
     assert bench.told == ["driver", "driver"]
 
 
-def test_driver_that_was_replaced_between_two_looks_is_loaded_again(bench: Bench) -> None:
+def test_driver_that_was_replaced_between_two_checks_is_loaded_again(bench: Bench) -> None:
     bench.scan()
     bench.host.version = "580.95.05"
     assert bench.look()
@@ -669,7 +669,7 @@ def make(bench: Bench, *instances: GpuInstance, minor: int = 1) -> None:
     bench.nvml.inventory = inventory(BARE[0], cut(1, *instances, mig_enabled=True, minor=minor), BARE[2])
 
 
-def test_our_own_instance_costs_a_look_at_its_gpu_alone(cut_bench: Bench) -> None:
+def test_our_own_instance_costs_a_check_its_gpu_alone(cut_bench: Bench) -> None:
     cut_bench.ours.modes = {BARE[1].uuid}
     make(cut_bench, OURS, minor=5)
     assert not cut_bench.look()
@@ -686,7 +686,7 @@ def test_our_own_instance_costs_a_look_at_its_gpu_alone(cut_bench: Bench) -> Non
 
 
 @pytest.mark.parametrize("instances", [(OURS, THEIRS), (THEIRS,)])
-def test_instance_of_somebody_else_is_read_with_everything(
+def test_instance_of_someone_else_is_read_with_everything(
     cut_bench: Bench, instances: tuple[GpuInstance, ...]
 ) -> None:
     cut_bench.ours.modes = {BARE[1].uuid}
@@ -700,7 +700,7 @@ def test_instance_of_somebody_else_is_read_with_everything(
     assert cut_bench.look()
 
 
-def test_mode_that_somebody_else_switched_on_is_read_with_everything(cut_bench: Bench) -> None:
+def test_mode_that_someone_else_switched_on_is_read_with_everything(cut_bench: Bench) -> None:
     make(cut_bench)
     assert cut_bench.look()
     assert len(cut_bench.changes) == 2
@@ -734,7 +734,7 @@ def test_an_instance_that_the_host_shows_before_nvml_is_found(cut_bench: Bench, 
     assert now.gpus[1].partitioning.withheld == (THEIRS,)
 
 
-def test_failed_look_reads_everything(cut_bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_check_reads_everything(cut_bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(_gpu: Gpu) -> tuple[bool, tuple[GpuInstance, ...]]:
         raise RetryableError("list the GPU instances: unknown error")
 
@@ -777,7 +777,7 @@ def test_our_own_instance_is_on_offer_not_even_by_a_gpu_that_was_never_read(benc
     assert found.gpus[1].mig_devices == migs[1:]
 
 
-def test_gpu_that_could_not_be_read_is_tried_again_sooner(
+def test_gpu_that_could_not_be_read_is_retried_sooner(
     cut_bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_RESCAN_INCOMPLETE_S", 0.01)
@@ -787,7 +787,7 @@ def test_gpu_that_could_not_be_read_is_tried_again_sooner(
     eventually(lambda: cut_bench.nvml.reads >= reads + 3)
 
 
-def test_virtual_functions_of_a_gpu_are_no_hidden_gpus(tmp_path: Path) -> None:
+def test_virtual_functions_of_a_gpu_are_not_hidden_gpus(tmp_path: Path) -> None:
     """SR-IOV: NVML lists only physical functions, so new virtual functions are no reason to reopen NVML."""
     node = SimulatedNode("l40s-8", tmp_path)
     try:

@@ -309,7 +309,7 @@ def test_damaged_ledger_is_written_again_from_the_prepared_claims(bench: Bench) 
     assert [name.partition(".json")[2][:11] for name in after.files()] == [".unreadable"]
 
 
-def test_ledger_that_cannot_be_written_is_tried_again_after_pauses(bench: Bench) -> None:
+def test_ledger_that_cannot_be_written_is_retried_after_pauses(bench: Bench) -> None:
     """A newer release wrote it; a full or read-only disk is the same."""
     bench.prepared(record(SLICE))
     (bench.directory / LEDGER_0).write_text('{"version": 99}')
@@ -384,7 +384,7 @@ def test_prepare_is_refused_while_an_mps_daemon_is_left(bench: Bench) -> None:
     bench.clean_before(DEVICE_1)
 
 
-def test_prepare_goes_on_without_a_time_slice(bench: Bench) -> None:
+def test_prepare_continues_without_a_time_slice(bench: Bench) -> None:
     bench.fail(SLICE)
     bench.clean_before(DEVICE_0)
     assert bench.files() == [LEDGER_0]
@@ -462,7 +462,7 @@ def test_one_thing_that_two_claims_left_is_one_event(bench: Bench) -> None:
     assert len(after.cleaner.outstanding()) == 2
 
 
-def test_cleanup_that_the_other_instance_has_finished_meanwhile_is_not_told(bench: Bench) -> None:
+def test_cleanup_that_the_other_instance_has_finished_in_between_is_not_reported(bench: Bench) -> None:
     bench.tools.broken = [MPS]
     bench.leave(bench.prepared(record(MPS)))
     assert bench.restarted().cleaner.clean_all() == [], "the other instance takes over"
@@ -506,7 +506,7 @@ def test_device_stays_withheld_while_the_ledgers_cannot_be_listed(
     assert bench.cleaner.withheld()(DEVICE_1) is None
 
 
-def test_instance_that_publishes_nothing_is_told_once(bench: Bench) -> None:
+def test_instance_that_publishes_nothing_is_reported_once(bench: Bench) -> None:
     bench.fail(MPS)
     assert bench.changes == 1
     for _ in range(5):
@@ -538,7 +538,7 @@ def test_mig_device_of_an_ended_claim_is_destroyed_before_another_claim_gets_its
     assert bench.cleaner.outstanding() == []
 
 
-def test_mps_daemon_of_a_mig_device_keeps_nobody_from_its_neighbours(bench: Bench) -> None:
+def test_mps_daemon_of_a_mig_device_keeps_no_one_from_its_neighbours(bench: Bench) -> None:
     part = RunMps(MpsDaemonSpec(MIG_1G, MIXED.by_name[MIG_1G].uuid, "mig", MIXED.by_name[MIG_1G].gpu.uuid))
     bench.tools.broken = [part]
     bench.end(record(part))
@@ -577,7 +577,7 @@ def test_bug_in_one_undo_keeps_no_other_from_being_undone(
     assert (cleanup.steps, cleanup.cause) == ((MPS,), "a bug")
 
 
-def test_leading_instance_hears_of_the_cleanups_that_the_other_one_makes(bench: Bench) -> None:
+def test_leading_instance_reports_the_cleanups_that_the_other_one_makes(bench: Bench) -> None:
     assert bench.cleaner._turn() == 5.0
     older = bench.restarted()
     older.tools.broken = [MPS]
@@ -599,7 +599,7 @@ def test_only_the_instance_that_leads_reports_what_becomes_of_a_cleanup(bench: B
     assert [line.split()[0] for line in newer.told.lines] == ["pending", "done"]
 
 
-def test_what_is_pending_is_told_although_it_was_not_known_for_a_moment_who_leads(bench: Bench) -> None:
+def test_what_is_pending_is_reported_although_it_was_not_known_for_a_moment_who_leads(bench: Bench) -> None:
     bench.leave(bench.prepared(record(MPS)))
     after = bench.restarted()
 
@@ -648,7 +648,7 @@ def test_mps_cleanup_of_another_boot_is_tried_once(bench: Bench) -> None:
     assert after.files() == []
 
 
-def test_daemon_of_this_boot_withholds_its_gpu_beside_what_the_claim_left_in_an_older_boot(
+def test_daemon_of_this_boot_withholds_its_gpu_next_to_what_the_claim_left_in_an_older_boot(
     bench: Bench,
 ) -> None:
     low, high = sorted([DEVICE_0, DEVICE_1], key=lambda device: device.gpu.uuid)
@@ -772,7 +772,7 @@ def test_gpu_that_hangs_holds_up_no_cleanup_of_another_gpu(bench: Bench) -> None
     eventually(lambda: not bench.lanes.under_way())
 
 
-def test_what_a_keeper_cannot_put_right_is_tried_again_after_a_pause(bench: Bench) -> None:
+def test_what_a_keeper_cannot_put_right_is_retried_after_a_pause(bench: Bench) -> None:
     keeps, now = Keeps("GPU-2"), [0.0]
     keeps.broken = ["GPU-2"]
     cleaner = Cleaner(bench.ledger, bench.lanes, bench.tools, restorers=[keeps], clock=lambda: now[0])
@@ -825,7 +825,7 @@ def test_loop_removes_again_and_again_what_killed_writers_left(bench: Bench) -> 
         assert not left.exists()
 
 
-def test_gpus_of_one_prepare_are_cleaned_side_by_side(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_of_one_prepare_are_cleaned_in_parallel(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """One after the other, eight hanging MPS daemons would use up the time of the call."""
     monkeypatch.setattr("dra_driver.journal.cleaner.CLEAN_BEFORE_S", 20.0)
     other = RunMps(MpsDaemonSpec(GPU_1, UUID_1, "gpu", UUID_1))

@@ -175,7 +175,7 @@ def test_calls_that_come_together(turn_s: float, at_once: int, monkeypatch: pyte
     assert (crowd.most, crowd.entered) == (at_once, len(plans))
 
 
-def test_failed_step_of_a_new_claim_is_taken_back(executor: Executor, journal: Journal) -> None:
+def test_failed_step_of_a_new_claim_is_undone(executor: Executor, journal: Journal) -> None:
     journal.failing["do"] = StateError("no")
     with pytest.raises(StateError, match="no"):
         carried_out(executor, planned(GPU_0), None)
@@ -184,7 +184,7 @@ def test_failed_step_of_a_new_claim_is_taken_back(executor: Executor, journal: J
     assert not executor._turn.locked()
 
 
-def test_failed_step_of_a_prepared_claim_takes_nothing_back(executor: Executor, journal: Journal) -> None:
+def test_failed_step_of_a_prepared_claim_undoes_nothing(executor: Executor, journal: Journal) -> None:
     journal.failing["do"] = StateError("no")
     with pytest.raises(StateError, match="no"):
         carried_out(executor, planned(GPU_0), record())
@@ -220,7 +220,7 @@ class SlowDisk(Journal):
         return found
 
 
-def test_step_that_begins_when_the_call_gives_up_is_taken_back(tmp_path: Path) -> None:
+def test_step_that_begins_when_the_call_gives_up_is_undone(tmp_path: Path) -> None:
     disk = SlowDisk()
     executor = executor_over(disk)
     executor.lanes = Lanes(GpuLocks(tmp_path))
@@ -233,7 +233,7 @@ def test_step_that_begins_when_the_call_gives_up_is_taken_back(tmp_path: Path) -
     disk.open.set()
 
 
-def test_step_that_does_not_begin_is_not_taken_back(tmp_path: Path) -> None:
+def test_step_that_does_not_begin_is_not_undone(tmp_path: Path) -> None:
     disk = SlowDisk()
     executor = executor_over(disk)
     executor.lanes = Lanes(GpuLocks(tmp_path))

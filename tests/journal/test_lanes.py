@@ -45,7 +45,7 @@ def at_once(_operation: Operation) -> str:
     return "done"
 
 
-def test_operations_on_one_gpu_run_in_their_order_and_others_beside_them(lanes: Lanes) -> None:
+def test_operations_on_one_gpu_run_in_their_order_and_others_next_to_them(lanes: Lanes) -> None:
     first, done = Work(), []
     one = lanes.submit({A}, "the first", first)
     assert first.begun.wait(20)
@@ -71,7 +71,7 @@ def test_operation_on_several_gpus_keeps_none_of_them_while_it_waits_for_another
     assert lanes.under_way() == {}
 
 
-def test_operation_that_nobody_wants_any_more_never_begins(lanes: Lanes) -> None:
+def test_operation_that_no_one_wants_any_more_never_begins(lanes: Lanes) -> None:
     first, done = Work(), []
     lanes.submit({A}, "the first", first)
     assert first.begun.wait(20)
@@ -116,7 +116,7 @@ def test_gpu_on_which_the_other_instance_hangs_is_unresponsive(lanes: Lanes, tmp
     assert lanes.hanging() == {}
 
 
-def test_what_needs_nvml_closed_begins_beside_a_hang_only_while_that_is_a_write_to_the_kernel(
+def test_what_needs_nvml_closed_begins_next_to_a_hang_only_while_that_is_a_write_to_the_kernel(
     lanes: Lanes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The instance of the hang and the other one see the same."""
@@ -145,7 +145,7 @@ def test_what_needs_nvml_closed_begins_beside_a_hang_only_while_that_is_a_write_
     assert asked.result(20) == "done"
 
 
-def test_other_instance_sees_which_step_of_an_operation_is_under_way(lanes: Lanes, tmp_path: Path) -> None:
+def test_other_instance_sees_which_step_of_an_operation_is_running(lanes: Lanes, tmp_path: Path) -> None:
     second, let = threading.Event(), threading.Event()
 
     def steps(operation: Operation) -> str:
@@ -177,7 +177,7 @@ def test_what_a_killed_instance_left_in_a_lock_file_counts_for_nothing(
     assert lanes.submit({A}, "the next", at_once).result(20) == "done"
 
 
-def test_failure_is_told_and_frees_the_lane(lanes: Lanes) -> None:
+def test_failure_is_reported_and_frees_the_lane(lanes: Lanes) -> None:
     def fail(_operation: Operation) -> None:
         raise ZeroDivisionError
 
@@ -211,12 +211,12 @@ def test_where_no_thread_starts_the_caller_does_the_work(
     assert own.result(0) is threading.current_thread()
 
 
-def test_an_operation_that_asks_for_more_does_not_wait_for_itself(lanes: Lanes) -> None:
+def test_an_operation_that_requests_more_does_not_wait_for_itself(lanes: Lanes) -> None:
     inner = lanes.submit({A}, "outer", lambda _operation: lanes.submit({A}, "inner", at_once)).result(20)
     assert inner.result(20) == "done"
 
 
-def test_a_look_at_what_is_under_way_opens_no_file_of_claims(
+def test_listing_running_operations_opens_no_file_of_claims(
     lanes: Lanes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     claims = ClaimLocks(tmp_path / "locks")

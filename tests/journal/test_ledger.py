@@ -114,7 +114,7 @@ def test_reboot_makes_everything_void_and_the_next_write_removes_it(
     assert not file.exists()
 
 
-def test_what_is_gone_is_remembered_for_a_while(
+def test_what_is_gone_is_remembered_for_some_time(
     ledger: Ledger, open_ledger: Callable[..., Ledger], clock: Clock
 ) -> None:
     """A reading of the hardware may have begun before the removal."""

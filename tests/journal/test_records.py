@@ -72,7 +72,7 @@ def test_unreadable_record_is_set_aside_and_the_others_are_served(
 
 
 @pytest.mark.parametrize("code", [errno.EROFS, errno.EPERM, errno.EIO])
-def test_record_that_cannot_be_set_aside_is_told_once_and_protects_what_it_held(
+def test_record_that_cannot_be_set_aside_is_reported_once_and_protects_what_it_held(
     store: RecordStore, logs: list[dict[str, object]], monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     store.save(TWO)
@@ -108,7 +108,7 @@ def test_record_on_a_bad_sector_is_set_aside(store: RecordStore, monkeypatch: py
     assert len(store.quarantined()) == 1
 
 
-def test_good_record_is_not_set_aside_when_it_replaced_a_bad_one_meanwhile(
+def test_good_record_is_not_set_aside_when_it_replaced_a_bad_one_in_between(
     store: RecordStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = store.directory / "uid-1.json"
@@ -125,7 +125,7 @@ def test_good_record_is_not_set_aside_when_it_replaced_a_bad_one_meanwhile(
     assert (store.get("uid-1"), store.quarantined()) == (ONE, [])
 
 
-def test_unreadable_record_is_set_aside_once_when_many_look_at_it(store: RecordStore, logs: list) -> None:
+def test_unreadable_record_is_set_aside_once_when_many_check_it(store: RecordStore, logs: list) -> None:
     store.save(TWO)
     (store.directory / "uid-1.json").write_bytes(b"{")
     barrier = threading.Barrier(8)
@@ -138,7 +138,7 @@ def test_unreadable_record_is_set_aside_once_when_many_look_at_it(store: RecordS
     assert len(store.quarantined()) == len(logs) == 1
 
 
-def test_other_files_are_no_records(store: RecordStore) -> None:
+def test_other_files_are_not_records(store: RecordStore) -> None:
     for name in ("README", ".hidden.json", "a b.json", "..json", "uid-1.json.tmp", "x.yaml"):
         (store.directory / name).write_text("{}")
     assert (store.all(), store.quarantined()) == ({}, [])

@@ -191,7 +191,7 @@ def test_deallocation_takes_our_entries_away(case):
     assert case.devices() == {}
 
 
-def test_another_driver_that_writes_at_the_same_time_is_no_conflict(case):
+def test_another_driver_that_writes_at_the_same_time_is_not_a_conflict(case):
     other = case.client(_OTHER)
     theirs = DeviceStatus("n", "nic-0", True, "Up", "link is up")
     case.api.meddle.append(lambda: other.write(case.ref, [theirs]))
@@ -244,7 +244,7 @@ def test_pods_are_those_for_which_the_claim_is_reserved(single):
     assert status.pods_of(ClaimRef(ref.namespace, ref.name, "another")) == ()
 
 
-def test_a_conflict_is_tried_again(server, single):
+def test_a_conflict_is_retried(server, single):
     status, ref = single
     server.faults.fail(2, 409, reason="Conflict", path="/status", method="PATCH")
     assert status.write(ref, [ready()])
@@ -260,7 +260,7 @@ def test_a_refusal_is_raised_when_the_claim_is_as_it_was(server, single, code, t
     assert len([r for r in server.requests if r.method == "PATCH"]) == tries
 
 
-def test_a_server_that_drops_the_entries_is_told_once_an_hour(connect):
+def test_a_server_that_drops_the_entries_is_reported_once_an_hour(connect):
     with PlaygroundApiServer(gates={"DRAResourceClaimDeviceStatus": False}) as server:
         api = connect(server)
         results = [{"driver": DRIVER, "pool": "n", "device": "gpu-0"}]

@@ -135,7 +135,7 @@ def test_a_server_does_not_move_the_cursor_of_who_reads_what_it_says(server, cli
     assert str(caught.value) == "list nodes: no?[2J ?entry (HTTP 403)"
 
 
-def test_error_is_retryable_when_answer_is_no_json(server, client):
+def test_error_is_retryable_when_answer_is_not_json(server, client):
     page = b"\n<!DOCTYPE html><html><style>b {color: red}</style><title>Log in</title><b>Single sign-on</b></html>"
     server.faults.fail(1, 200, body=page)
     with pytest.raises(ApiUnavailableError) as caught:
@@ -151,7 +151,7 @@ def test_error_is_retryable_when_answer_is_no_json(server, client):
         client.request("GET", NODES, action="list nodes")
 
 
-def test_half_of_a_pair_of_surrogates_does_not_go_on(server, client):
+def test_half_of_a_pair_of_surrogates_does_not_continue(server, client):
     server.faults.fail(1, 200, body=b'{"a": "x\\ud800y", "b": "\\ud83d\\ude00"}')
     assert client.request("GET", NODES, action="list nodes") == {"a": "x?y", "b": "\U0001f600"}
 
@@ -324,7 +324,7 @@ def test_connection_that_is_not_taken_is_worth_another_try(monkeypatch):
         client.close()
 
 
-def test_unknown_path_is_told_from_unknown_object(server, client):
+def test_unknown_path_is_reported_from_unknown_object(server, client):
     with pytest.raises(PathNotFoundError):
         client.request("GET", "/apis/resource.k8s.io/v9/resourceslices", action="list")
     with pytest.raises(ApiRejectedError) as caught:

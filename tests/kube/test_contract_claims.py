@@ -116,7 +116,7 @@ def test_missing_claim_is_named_with_status(target):
     assert (caught.value.status, caught.value.reason) == (404, "NotFound")
 
 
-def test_state_of_a_claim_is_told_whatever_it_is(target, claim, pod):
+def test_state_of_a_claim_is_reported_whatever_it_is(target, claim, pod):
     client, name = ClaimClient(target.api), claim["metadata"]["name"]
     ref = ClaimRef(target.namespace, name, claim["metadata"]["uid"])
     assert client.look(ref) == ClaimNow(ref.uid, False, False, None, (), frozenset())
@@ -217,7 +217,7 @@ POD = {"resource": "pods", "name": "trainer-0", "uid": "uid-0"}
         ),
     ],
 )
-def test_pods_are_those_that_have_the_claim_reserved_as_far_as_they_can_be_told(reserved, pods):
+def test_pods_are_those_that_have_the_claim_reserved_as_far_as_they_can_be_reported(reserved, pods):
     obj = {"metadata": {"uid": "u"}, "status": {"allocation": {}, "reservedFor": reserved}}
     expected = None if pods is None else tuple(PodRef(*pod) for pod in pods)
     assert reserved_pods(obj) == expected

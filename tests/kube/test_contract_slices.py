@@ -114,7 +114,7 @@ def test_delete_is_refused_when_precondition_fails(target, slices, stale):
     assert caught.value.status == 409
 
 
-def test_watch_tells_changes_in_order_when_resumed_from_list(target, slices):
+def test_watch_reports_changes_in_order_when_resumed_from_list(target, slices):
     _, version = slices.list()
     stored = slices.create(make_slice(target.node))
     updated = slices.update(bump(stored))

@@ -110,7 +110,7 @@ def test_another_text_reason_type_or_object_is_another_event(target, writer):
     assert len(events_of(target, namesake)) == 1
 
 
-def test_an_event_that_the_server_forgot_is_made_anew(target, writer):
+def test_an_event_that_the_server_forgot_is_recreated(target, writer):
     about = unique("Pod")
     writer.write(about, "A", "why", warning=True)
     (event,) = events_of(target, about)

@@ -35,7 +35,7 @@ def labels(server, connect, told) -> Iterator[NodeLabels]:
     labels.stop()
 
 
-def test_labels_are_told_once_for_each_change_of_the_own_node(server, labels, told):
+def test_labels_are_reported_once_for_each_change_of_the_own_node(server, labels, told):
     assert labels.now() is None
     labels.start()
     eventually(lambda: labels.now() == {"a": "1"})

@@ -28,7 +28,7 @@ def test_a_gate_that_is_off_is_named(connect):
 
 
 @pytest.mark.parametrize("accepted", [0, 1])
-def test_the_layout_of_older_releases_is_told(server, connect, accepted):
+def test_the_layout_of_older_releases_is_reported(server, connect, accepted):
     api = connect(server)
     text = (
         b'{"kind":"Status","message":"spec: must be in one slice","reason":"Invalid","details":{"name":"x"}}'
@@ -51,7 +51,7 @@ def _echo(driver):
     ) % driver.encode()
 
 
-def test_what_is_no_answer_is_raised(server, connect):
+def test_what_is_not_an_answer_is_raised(server, connect):
     api = connect(server)
     server.faults.fail(1, 403, path="resourceslices")
     with pytest.raises(ApiRejectedError, match="ask the API server for partitionable devices") as caught:

@@ -67,7 +67,7 @@ def settle(changes):
         time.sleep(0.15)
 
 
-def test_first_list_is_told_and_shown(server, api, changes):
+def test_first_list_is_reported_and_shown(server, api, changes):
     cache = SliceCache(api, DRIVER, "n", changes)
     stored = cache.create(make_slice("n"))
     cache.start()
@@ -125,7 +125,7 @@ def test_a_write_whose_answer_is_lost_is_seen(server, api, monkeypatch):
     assert cache.current() == server.objects("resourceslices") != [stored]
 
 
-def test_foreign_changes_are_told(server, cache, changes, connect):
+def test_foreign_changes_are_reported(server, cache, changes, connect):
     other = foreign(server, connect)
     stored = other.create(make_slice("n"))
     eventually(lambda: changes.count == 2)

@@ -82,7 +82,7 @@ def test_share_ids_are_answered(dra, claims):
     assert len(prepare(dra, claim(), api=dra_v1beta1_pb2).claims["uid-1"].devices) == 3
 
 
-def test_failure_without_a_text_is_no_success(dra, claims):
+def test_failure_without_a_text_is_not_a_success(dra, claims):
     claims.on_prepare = claims.on_unprepare = lambda _: {"uid-1": Failed("")}
     for call in (prepare, unprepare):
         assert "internal error" in call(dra, claim()).claims["uid-1"].error
@@ -113,7 +113,7 @@ def test_service_sees_that_the_kubelet_took_a_call_back(dra, claims):
     gate.opened.set()
 
 
-def test_late_answer_is_dropped_and_the_retry_can_run_beside_the_first(dra, claims):
+def test_late_answer_is_dropped_and_the_retry_can_run_next_to_the_first(dra, claims):
     gate = claims.on_prepare = Gate()
     with pytest.raises(grpc.RpcError) as caught:
         prepare(dra, claim(), timeout=0.2)
@@ -153,7 +153,7 @@ def test_error_text_with_undecodable_bytes_is_sent_as_a_line(dra, claims):
 
 
 @pytest.mark.parametrize("wrong", ["", "../../etc", "a/b", "a\tb", "u" * 200])
-def test_bad_uid_is_refused_under_its_own_key_and_others_go_on(dra, claims, wrong):
+def test_bad_uid_is_refused_under_its_own_key_and_others_continue(dra, claims, wrong):
     for call in (prepare, unprepare):
         claims.asked.clear()
         entries = call(dra, claim(wrong), claim("good", "two")).claims
@@ -163,7 +163,7 @@ def test_bad_uid_is_refused_under_its_own_key_and_others_go_on(dra, claims, wron
         assert [ref.uid for ref in claims.asked[0][1]] == ["good"]
 
 
-def test_duplicate_claim_is_asked_for_once(dra, claims):
+def test_duplicate_claim_is_requested_once(dra, claims):
     assert list(prepare(dra, claim(), claim(), claim()).claims) == ["uid-1"]
     assert [len(refs) for _, refs, _ in claims.asked] == [1]
 

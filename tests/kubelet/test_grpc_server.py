@@ -95,7 +95,7 @@ class Waiting:
     ],
     ids=["http1", "zeros", "noise", "endless frame", "endless headers", "ping on a stream"],
 )
-def test_other_connections_are_served_when_somebody_sends_garbage(short_dir, quiet_logs, content):
+def test_other_connections_are_served_when_someone_sends_garbage(short_dir, quiet_logs, content):
     with served(short_dir, echo) as server, channel(server.path) as other:
         assert method_of(other)(named("before"), timeout=20).name == "before"
         with socket.socket(socket.AF_UNIX) as client:
@@ -147,7 +147,7 @@ def test_512_calls_wait_and_the_others_are_refused_at_once_when_700_come(short_d
 
 
 @pytest.mark.parametrize("leave", ["cancels", "hangs up", "deadline"])
-def test_the_handler_is_told_when_its_caller_vanishes(short_dir, quiet_logs, leave):
+def test_the_handler_is_notified_when_its_caller_vanishes(short_dir, quiet_logs, leave):
     waiting = Waiting()
     with served(short_dir, waiting) as server:
         with channel(server.path) as opened:
@@ -183,7 +183,7 @@ def test_calls_count_until_their_handlers_end_when_callers_take_them_back(short_
         assert asked(server.path) == "x"
 
 
-def test_a_client_goes_on_when_the_server_starts_again(short_dir):
+def test_a_client_continues_when_the_server_starts_again(short_dir):
     options = [("grpc.initial_reconnect_backoff_ms", 50), ("grpc.max_reconnect_backoff_ms", 100)]
     with served(short_dir, echo) as server, channel(server.path, *options) as opened:
         method = method_of(opened)
@@ -257,7 +257,7 @@ def test_calls_are_reported_as_abandoned_when_a_handler_hangs_past_the_grace(sho
     assert abandoned == [{"event": "calls_abandoned", "log_level": "warning", "server": "t", "grace_s": 0}]
 
 
-def test_the_server_goes_on_when_no_thread_can_be_started(short_dir, quiet_logs, monkeypatch):
+def test_the_server_continues_when_no_thread_can_be_started(short_dir, quiet_logs, monkeypatch):
     start = threading.Thread.start
 
     def refuse(thread):

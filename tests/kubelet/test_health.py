@@ -93,7 +93,7 @@ def test_claims_that_hang_leave_the_driver_alive(node):
         caller.join()
 
 
-def test_dial_is_bounded_when_nobody_answers(short_dir):
+def test_dial_is_bounded_when_there_is_no_answer(short_dir):
     path = short_dir / "mute.sock"
     with socket.socket(socket.AF_UNIX) as mute:
         mute.bind(str(path))
@@ -155,7 +155,7 @@ def test_check_that_raises_counts_as_a_fault():
     assert "oops" in Liveness(fail).fault()
 
 
-def test_change_is_told_once(quiet_logs):
+def test_change_is_reported_once(quiet_logs):
     state = {"fault": None}
     liveness = Liveness(lambda: state["fault"], max_age_s=0)
     for fault in (None, "gone", "gone", "still gone", None, None):

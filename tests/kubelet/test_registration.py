@@ -19,7 +19,7 @@ from tests.fakes.waiting import eventually
 from tests.kubelet.support import DRIVER, Node, OtherDriver, get_info, notify
 
 
-def test_get_info_tells_who_we_are_for_ever(node):
+def test_get_info_reports_who_we_are_for_ever(node):
     plugin = node.plugin()
     for _ in range(3):
         info = get_info(plugin.sockets.registrar, timeout=1)
@@ -29,7 +29,7 @@ def test_get_info_tells_who_we_are_for_ever(node):
         assert list(info.supported_versions) == ["v1.DRAPlugin", "v1beta1.DRAPlugin"]
 
 
-def test_status_is_kept_and_told_once_per_change(node):
+def test_status_is_kept_and_reported_once_per_change(node):
     heard = []
     plugin = node.plugin(registration_changed=heard.append)
     assert plugin.status is None
@@ -116,7 +116,7 @@ def test_driver_that_lost_its_registration_socket_is_found_by_its_endpoint(node:
     assert seen.problems() == [foreign(node.plugins / DRIVER / "dra.sock")]
 
 
-def test_rolling_update_of_this_plugin_is_no_problem(node: Node) -> None:
+def test_rolling_update_of_this_plugin_is_not_a_problem(node: Node) -> None:
     old, new = (node.plugin(settings={"pod_uid": uid}) for uid in ("uid-1", "uid-2"))
     notify(old.sockets.registrar, True)
     notify(new.sockets.registrar, True)
@@ -127,7 +127,7 @@ def test_rolling_update_of_this_plugin_is_no_problem(node: Node) -> None:
     assert old.problems() == []
 
 
-def test_drivers_with_other_names_and_dead_sockets_are_no_problem(node: Node, other, mute) -> None:
+def test_drivers_with_other_names_and_dead_sockets_are_not_a_problem(node: Node, other, mute) -> None:
     other("gpu.other.example-reg.sock", node.root / "o/dra.sock", name="gpu.other.example")
     mute(node.registry / "csi.example-reg.sock")
     (node.plugins / DRIVER).mkdir(parents=True)
@@ -159,7 +159,7 @@ def test_socket_that_hangs_is_of_unknown_origin_from_the_second_look_on(
     assert seen.problems() == []
 
 
-def test_socket_that_cannot_be_asked_is_ours_if_a_living_instance_has_its_pod_uid(
+def test_socket_that_cannot_be_queried_is_ours_if_a_living_instance_has_its_pod_uid(
     node: Node, mute, monkeypatch
 ) -> None:
     monkeypatch.setattr("dra_driver.kubelet.registration._ASK_S", 0.1)
@@ -183,7 +183,7 @@ def test_files_of_instances_that_cannot_be_read_prove_nothing(node: Node, other)
     assert seen.problems() == [foreign(node.registry / f"{DRIVER}-reg.sock")]
 
 
-def test_known_sockets_are_not_asked_again(node: Node, other) -> None:
+def test_known_sockets_are_not_queried_again(node: Node, other) -> None:
     made = other("o-reg.sock", node.root / "o/dra.sock", name="gpu.other.example")
     seen = watch(node)
     for _ in range(3):
@@ -201,7 +201,7 @@ def test_directory_that_cannot_be_listed_keeps_what_was_known(node: Node, other)
     assert seen.problems() == [foreign(node.registry / f"{DRIVER}-reg.sock")]
 
 
-def test_mistake_in_the_look_at_others_does_not_end_the_watch_of_our_own_sockets(
+def test_mistake_in_the_check_of_others_does_not_end_the_watch_of_our_own_sockets(
     node: Node, monkeypatch
 ) -> None:
     def fail(_self) -> None:

@@ -167,7 +167,7 @@ def test_live_socket_is_refused_even_when_its_queue_is_full(short_dir, backlog):
     assert path.exists()
 
 
-def test_datagram_socket_of_somebody_is_refused(short_dir):
+def test_datagram_socket_of_someone_is_refused(short_dir):
     path = short_dir / "dra.sock"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as live:
         live.bind(str(path))

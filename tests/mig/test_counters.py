@@ -131,7 +131,7 @@ def test_whole_gpu_and_its_parts_exclude_each_other(key: str) -> None:
 
 
 @pytest.mark.parametrize("key", ["a30", "h100-sxm", "rtx-pro-6000", "fewer 2g than fit"])
-def test_everything_that_fits_beside_instances_made_by_hand_is_offered(key: str) -> None:
+def test_everything_that_fits_next_to_manual_instances_is_offered(key: str) -> None:
     """For every layout that a person can create, the published devices are exactly those that still fit."""
     model = TABLES[key]
     silicon, raw = Silicon(model), table(TABLES[key])
@@ -146,7 +146,7 @@ def test_everything_that_fits_beside_instances_made_by_hand_is_offered(key: str)
 
 
 @pytest.mark.parametrize("key", sorted(TABLES))
-def test_counters_beside_instances_made_by_hand_are_exact(key: str) -> None:
+def test_counters_next_to_manual_instances_are_exact(key: str) -> None:
     """For sampled layouts, everything that can be created next to each."""
     chance = random.Random(f"withheld {key}")
     for _ in range(6):

@@ -138,7 +138,7 @@ def test_step_is_done_within_one_operation_of_nvml(node: MigNode, small) -> None
     ]  # fmt: skip
 
 
-def test_busy_gpu_keeps_its_mode_and_the_mode_stays_nobodys(node: MigNode, small) -> None:
+def test_busy_gpu_keeps_its_mode_and_the_mode_stays_unowned(node: MigNode, small) -> None:
     node.machine.hold_gpu(0, 4711, "python3")
     with pytest.raises(DeviceBusyError, match="4711"):
         node.prepare(small)
@@ -187,7 +187,7 @@ def test_foreign_instance_is_named_and_left_alone(node: MigNode, small, profile:
     assert node.state()[1:] == UNTOUCHED[1:]
 
 
-def test_mode_stays_on_while_somebody_elses_instance_is_there(node: MigNode, small) -> None:
+def test_mode_stays_on_while_foreign_instance_is_there(node: MigNode, small) -> None:
     node.prepare(small)
     number, *_ = node.machine.create_mig(0, "1g.10gb", 0)
     node.unprepare()
@@ -334,7 +334,7 @@ def test_device_freed_in_time_needs_no_second_call(node: MigNode, small) -> None
 
 
 @pytest.mark.parametrize("function", ["destroy", "set_mode"])
-def test_undo_that_reports_success_without_effect_is_tried_again(
+def test_undo_that_reports_success_without_effect_is_retried(
     node: MigNode, small, function: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node.prepare(small)
@@ -418,7 +418,7 @@ def test_whole_gpu_waits_for_the_claim_that_has_a_part(node: MigNode, small) -> 
     assert node.on_gpu() == (True, [ONE_G_AT_3])
 
 
-def test_whole_gpu_is_refused_while_somebody_elses_instance_is_on_it(node: MigNode) -> None:
+def test_whole_gpu_is_refused_while_foreign_instance_is_on_it(node: MigNode) -> None:
     node.ledger.save(OwnedMode(*node.address, "boot-1"))
     node.machine.set_mig_mode(0, True)
     number, *_ = node.machine.create_mig(0, "2g.20gb", 0)
@@ -466,7 +466,7 @@ def test_after_a_reboot_nothing_of_the_old_boot_is_taken_for_ours(
     assert after.on_gpu() == (True, [(number, 19, 3, 1)])
 
 
-def test_unreadable_ledger_makes_its_instance_somebody_elses(node: MigNode, small, tmp_path: Path) -> None:
+def test_unreadable_ledger_makes_its_instance_foreign(node: MigNode, small, tmp_path: Path) -> None:
     node.prepare(small)
     (tmp_path / "ledger" / f"{node.gpu_uuid}.json").write_text("{")
     node.unprepare()
@@ -495,7 +495,7 @@ def test_device_is_in_place_while_its_capabilities_are_there(
     assert not steps.in_place(step, kept)
 
 
-def test_what_the_gpu_cannot_do_is_told_as_the_claims_fault(
+def test_what_the_gpu_cannot_do_is_reported_as_the_claims_fault(
     node: MigNode, small, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def cannot(*_arguments: Any) -> int:
@@ -506,7 +506,7 @@ def test_what_the_gpu_cannot_do_is_told_as_the_claims_fault(
         node.devices.do(node.step(small), Plan(claim("x"), (), ()))
 
 
-def test_every_switch_of_the_mode_is_told(node: MigNode, small) -> None:
+def test_every_switch_of_the_mode_is_reported(node: MigNode, small) -> None:
     gpu = node.gpu_uuid
     node.prepare(small)
     node.unprepare()
@@ -530,7 +530,9 @@ def test_every_switch_of_the_mode_is_told(node: MigNode, small) -> None:
     assert node.told_of_modes == [("mode-on", gpu, None), ("mode-off", gpu, None)]
 
 
-def test_mode_that_nobody_can_tell_is_told(node: MigNode, small, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mode_that_no_one_can_report_is_reported(
+    node: MigNode, small, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mode, calls = node.hardware.mode, iter(range(9))
 
     def vanishing(*where: Any) -> Any:

@@ -166,7 +166,7 @@ def test_one_that_comes_in_the_way_within_a_try_is_a_refusal_that_passes(
 
 
 @pytest.mark.parametrize("left_after_s", [None, 30])
-def test_one_in_the_way_that_nobody_awaits_is_no_refusal_that_passes(
+def test_one_in_the_way_that_no_one_awaits_is_not_a_refusal_that_passes(
     node: MigNode, small: Any, left_after_s: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A person created it after the check."""

@@ -93,7 +93,7 @@ def test_instances_that_match_keep_their_place() -> None:
     assert made(H100, entry, there) == [("3g.40gb", 0), ("1g.10gb", 4), ("1g.10gb", 5)]
 
 
-def test_an_instance_of_ours_moves_where_nothing_fits_beside_it() -> None:
+def test_an_instance_of_ours_moves_where_nothing_fits_next_to_it() -> None:
     there = [instance(H100, 1, "1g.10gb", 1), instance(H100, 2, "1g.10gb", 5)]
     beside = made(H100, LayoutEntry(True, {"3g.40gb": 1, "1g.10gb": 2}), there[:1])
     assert beside == [("1g.10gb", 0), ("1g.10gb", 1), ("3g.40gb", 4)]
@@ -101,7 +101,7 @@ def test_an_instance_of_ours_moves_where_nothing_fits_beside_it() -> None:
     assert made(H100, entry, there)[0] == ("4g.40gb", 0)
 
 
-def test_an_instance_of_somebody_else_counts_if_it_matches_and_is_in_the_way_if_not() -> None:
+def test_an_instance_of_someone_else_counts_if_it_matches_and_is_in_the_way_if_not() -> None:
     there = [instance(H100, 7, "1g.10gb", 1)]
     fixed = {there[0].slot}
     assert ("1g.10gb", 1) in made(H100, LayoutEntry(True, {"1g.10gb": 7}), there, fixed)

@@ -173,7 +173,7 @@ def test_a_claim_keeps_its_gpu_until_it_ends(node: MigNode) -> None:
     assert layouts.settle().state == "applied"
 
 
-def test_who_only_looks_on_does_not_hold_a_gpu_and_a_lost_claim_does(node: MigNode) -> None:
+def test_who_only_observes_does_not_hold_a_gpu_and_a_lost_claim_does(node: MigNode) -> None:
     hold(node, admin_access=True)
     name = Inventory(gpus=(Gpu(uuid=node.gpu_uuid),)).gpu_names[node.gpu_uuid]
     node.lost = {"uid-2": (f"{name}-mig-19-3",)}
@@ -270,7 +270,7 @@ def test_the_mode_alone_is_switched_and_stays(node: MigNode) -> None:
     assert node.on_gpu() == (True, [])
 
 
-def test_a_reboot_makes_everything_anew(node: MigNode) -> None:
+def test_a_reboot_recreates_everything(node: MigNode) -> None:
     Layouts(node).settle()
     hold(node, "gpu-0-mig", kind="mig")
     make_idle(node.simulated, mig_mode=False)
@@ -288,7 +288,7 @@ def test_a_claim_on_a_whole_gpu_keeps_it_over_a_reboot(node: MigNode) -> None:
     assert node.on_gpu() == (False, [])
 
 
-def test_the_next_instance_tells_nothing_anew_and_goes_on_with_the_taint(node: MigNode) -> None:
+def test_the_next_instance_reports_nothing_again_and_continues_with_the_taint(node: MigNode) -> None:
     hold(node)
     first = Layouts(node)
     waiting = first.settle()
@@ -301,7 +301,7 @@ def test_the_next_instance_tells_nothing_anew_and_goes_on_with_the_taint(node: M
     assert third.told == []
 
 
-def test_only_the_instance_that_leads_acts_and_the_next_one_goes_on(node: MigNode) -> None:
+def test_only_the_instance_that_leads_acts_and_the_next_one_continues(node: MigNode) -> None:
     old = Layouts(node)
     old.look()
     node.clock.pause(TAINTED_FIRST_S)

@@ -232,7 +232,7 @@ def test_driver_that_is_not_ready_for_a_while_after_the_switch_is_waited_for(
     assert [kind for kind, *_ in node.told_of_modes] == ["mode-on"]
 
 
-def test_everything_is_taken_back_when_the_time_is_over(node: Node) -> None:
+def test_everything_is_undone_when_the_time_is_over(node: Node) -> None:
     asking, stubborn = waiting_with_two(node)
     eventually(lambda: len(stubborn.seen) > 1)
     node.waiter.stop()
@@ -243,7 +243,7 @@ def test_everything_is_taken_back_when_the_time_is_over(node: Node) -> None:
     assert isinstance(node.asked(three(node)), Prepared)
 
 
-def test_everything_is_taken_back_before_another_claim_is_waited_for(
+def test_everything_is_undone_before_another_claim_is_waited_for(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The claim of another Prepare, such as one in the other instance of a rolling update."""
@@ -326,7 +326,7 @@ def test_refusal_that_does_not_pass_fails_at_once(node: Node, function: str, cod
 
 
 @pytest.mark.parametrize("function", CREATIONS)
-def test_lost_gpu_is_looked_for_once_and_not_waited_for(node: Node, function: str) -> None:
+def test_lost_gpu_is_searched_once_and_not_waited_for(node: Node, function: str) -> None:
     node.machine.set_fault(function, code="gpu-is-lost")
     assert "the GPU does not answer" in error_of(node.asked(small(node)))
     assert (node.node_devices.scans, node.outcomes.told) == (1, [("prepare", "DeviceLostError")])
@@ -335,7 +335,7 @@ def test_lost_gpu_is_looked_for_once_and_not_waited_for(node: Node, function: st
 
 
 @pytest.mark.parametrize("function", CREATIONS)
-def test_refusal_that_lasts_is_told_with_how_long_it_was_waited_for(node: Node, function: str) -> None:
+def test_refusal_that_lasts_is_reported_with_how_long_it_was_waited_for(node: Node, function: str) -> None:
     node.machine.set_fault(function, code="insufficient-resources")
     asking = Asking(node, small(node))
     eventually(lambda: len([kind for kind, *_ in node.told if kind == "create"]) > 1)
@@ -349,7 +349,9 @@ def test_refusal_that_lasts_is_told_with_how_long_it_was_waited_for(node: Node, 
     assert isinstance(node.asked(small(node)), Prepared)
 
 
-def test_silicon_that_somebody_else_took_is_told_at_once(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silicon_that_someone_else_took_is_reported_at_once(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It appeared after the check of the instances, so NVML only reports missing resources, but the error
     names it.
     """
@@ -371,7 +373,7 @@ def test_silicon_that_somebody_else_took_is_told_at_once(node: Node, monkeypatch
 # --- beside others -----------------------------------------------------------------------------
 
 
-def test_others_on_the_gpu_go_on_and_no_lock_is_held_meanwhile(make: Callable[..., Node]) -> None:
+def test_others_on_the_gpu_continue_and_no_lock_is_held_in_between(make: Callable[..., Node]) -> None:
     node = make(WaitTimeouts(retry_s=30, stop_s=0.01))
     first, second = small(node), small(node, 5, "uid-2")
     asking = waiting(node, first)

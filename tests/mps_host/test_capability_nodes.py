@@ -51,7 +51,7 @@ def nodes_of_device(machine: Machine) -> set[str]:
     return {f"nvidia-cap{minor}" for minor in minors}
 
 
-def test_daemon_of_a_mig_device_has_the_nodes_of_the_device_when_nobody_made_its_nodes(bare: Host) -> None:
+def test_daemon_of_a_mig_device_has_the_nodes_of_the_device_when_no_one_made_its_nodes(bare: Host) -> None:
     assert nodes(bare) == ["nvidia-cap1", "nvidia-cap2"]
     supervisor = bare.supervisor()
     supervisor.ensure(mig_spec(bare.machine), 10)
@@ -62,7 +62,7 @@ def test_daemon_of_a_mig_device_has_the_nodes_of_the_device_when_nobody_made_its
 
 
 @pytest.mark.parametrize("are_real", [False, pytest.param(True, marks=root)])
-def test_nodes_of_an_earlier_load_of_the_driver_are_made_anew(
+def test_nodes_of_an_earlier_load_of_the_driver_are_recreated(
     bare: Host, are_real: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dra_driver.simulator.hostroot.kernel.can_make_nodes", lambda directory: are_real)

@@ -161,7 +161,7 @@ def dies_after(step, monkeypatch, call):
 
 
 @pytest.mark.parametrize("then", ["start", "stop"])
-def test_start_of_a_plugin_that_died_is_completed_or_taken_back(host, monkeypatch, then):
+def test_start_of_a_plugin_that_died_is_completed_or_undone(host, monkeypatch, then):
     supervisor, spec = host.supervisor(), host.spec()
     plugin, successor = MpsHostFiles(host.layout), MpsHostFiles(host.layout)
     dies_after("write_atomically", monkeypatch, lambda: plugin.ensure(spec, 10))

@@ -61,7 +61,7 @@ def test_one_daemon_serves_all_gpus_with_their_limits_by_number(host: Host) -> N
     assert [host.control().query_once(one, timeout_s=2) for one in asked] == [["4G"], [], ["1G"]]
 
 
-def test_each_gpu_gets_its_own_former_mode_back(host: Host) -> None:
+def test_each_gpu_gets_its_own_earlier_mode_back(host: Host) -> None:
     host.machine.set_compute_mode(host.machine.gpu(3).uuid, PROHIBITED)
     host.machine.set_compute_mode(host.machine.gpu(4).uuid, EXCLUSIVE_PROCESS)
     supervisor = host.supervisor()

@@ -195,7 +195,7 @@ def files_of(fake: FakeHost, clock: SteppedClock, *, is_expected: bool) -> MpsHo
     return MpsHostFiles(fake.layout, wait_s=0.0, is_expected=is_expected, clock=clock)
 
 
-def test_absent_host_is_no_problem_where_nobody_needs_it(fake: FakeHost, clock: SteppedClock) -> None:
+def test_absent_host_is_not_a_problem_where_no_one_needs_it(fake: FakeHost, clock: SteppedClock) -> None:
     files = files_of(fake, clock, is_expected=False)
     clock.passed(3600)
     assert files.problems() == []
@@ -216,7 +216,7 @@ def test_absent_host_is_a_problem_after_30_s_where_the_configuration_expects_it(
     fake.close()
 
 
-def test_absent_host_is_a_problem_while_the_kubelet_asks_for_mps(fake: FakeHost, clock: SteppedClock) -> None:
+def test_absent_host_is_a_problem_while_the_kubelet_requests_mps(fake: FakeHost, clock: SteppedClock) -> None:
     files = files_of(fake, clock, is_expected=False)
     for _ in range(3):
         clock.passed(120)
@@ -240,7 +240,7 @@ def test_absent_host_is_a_problem_while_a_claim_has_or_had_a_daemon(
     assert files.problems() == []
 
 
-def test_host_that_goes_away_is_a_problem_within_30_s_for_a_claim_that_has_a_daemon_or_asks_for_one(
+def test_host_that_goes_away_is_a_problem_within_30_s_for_a_claim_that_has_a_daemon_or_requests_one(
     fake: FakeHost, clock: SteppedClock
 ) -> None:
     files = files_of(fake, clock, is_expected=False)
@@ -357,7 +357,7 @@ def test_a_host_that_does_nothing_is_named(fake: FakeHost) -> None:
 
 
 @pytest.mark.parametrize("which", ["runs", "has ended", "is to stop", "has another spec"])
-def test_only_for_a_daemon_that_runs_as_wanted_nobody_waits(host: Host, fake: FakeHost, which: str) -> None:
+def test_only_for_a_daemon_that_runs_as_wanted_nothing_waits(host: Host, fake: FakeHost, which: str) -> None:
     """The host does nothing here, so waiting always times out."""
     supervisor, spec = host.supervisor(probe=60), host.spec()
     first = supervisor.ensure(spec, 10)
@@ -394,7 +394,7 @@ def test_daemon_that_is_not_wanted_any_more_does_not_count_as_running(host: Host
 # --- calls that cross ----------------------------------------------------------------------------
 
 
-def test_a_start_is_broken_off_when_the_daemon_shall_stop(host: Host) -> None:
+def test_a_start_is_cancelled_when_the_daemon_should_stop(host: Host) -> None:
     host.behave(**NEVER_READY)
     supervisor = host.supervisor(start=60)
     with pytest.raises(RetryableError, match="has not made the MPS daemon of gpu-2 ready within"):
@@ -404,7 +404,7 @@ def test_a_start_is_broken_off_when_the_daemon_shall_stop(host: Host) -> None:
     host.assert_nothing_left()
 
 
-def test_a_daemon_that_is_wanted_again_while_it_stops_is_made_anew(host: Host) -> None:
+def test_a_daemon_that_is_wanted_again_while_it_stops_is_recreated(host: Host) -> None:
     supervisor = host.supervisor(patience=0.5)
     first = supervisor.ensure(host.spec(), 10)
     os.kill(first.pid, 19)  # so that its exit takes a while
@@ -498,7 +498,7 @@ def test_daemon_of_another_spec_than_wanted_is_stopped_first(host: Host) -> None
     assert host.control().query_once("get_default_active_thread_percentage", timeout_s=2) == ["50.0"]
 
 
-def test_failed_start_is_tried_again_at_once_when_it_is_asked_for_again(host: Host) -> None:
+def test_failed_start_is_retried_at_once_when_it_is_requested_again(host: Host) -> None:
     host.behave(**fails_to_start("no"))
     supervisor = host.supervisor(first_backoff=600.0, longest_backoff=600.0)
     for _ in range(2):
@@ -508,7 +508,7 @@ def test_failed_start_is_tried_again_at_once_when_it_is_asked_for_again(host: Ho
     assert supervisor.ensure(host.spec(), 10).state == "ready"
 
 
-def test_failed_start_is_tried_again_while_the_daemon_shall_run(host: Host) -> None:
+def test_failed_start_is_retried_while_the_daemon_should_run(host: Host) -> None:
     host.behave(**fails_to_start("no"))
     supervisor = host.supervisor()
     with pytest.raises(RetryableError, match="ended while it started"):

@@ -54,7 +54,7 @@ MICROK8S = Path("/var/snap/microk8s/common/var/lib/kubelet/plugins/gpu.nvidia.co
 LONGEST_NAME = "gpu-" + "a" * 59
 
 
-def test_every_device_has_a_directory_of_its_own_below_the_longest_kubelet_root():
+def test_every_device_has_its_own_directory_below_the_longest_kubelet_root():
     layout = mps_layout(MICROK8S)
     names = [f"gpu-{gpu:08x}" for gpu in range(8)]
     names += [

@@ -190,7 +190,7 @@ def test_the_probe_copes_with_a_server_that_cannot_start(real_host: MpsHost) -> 
     assert supervisor.status()[0].clients == 0
 
 
-def test_a_server_that_ended_while_it_was_asked_about_is_no_problem(
+def test_a_server_that_ended_while_it_was_queried_is_not_a_problem(
     real_host: MpsHost, nvidia: Programs
 ) -> None:
     """The answers of a probe between the list of servers and the queries about each."""
@@ -236,7 +236,7 @@ def test_a_daemon_that_no_record_names_is_taken_over(real_host: MpsHost) -> None
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, "quit"])
-def test_a_daemon_that_ends_is_started_anew(real_host: MpsHost, how: signal.Signals | str) -> None:
+def test_a_daemon_that_ends_is_restarted(real_host: MpsHost, how: signal.Signals | str) -> None:
     """A killed daemon leaves its sockets and its pid file."""
     supervisor = unprobed(real_host)
     supervisor.ensure(replace(SPEC, default_active_thread_percentage=25), 20.0)
@@ -303,7 +303,7 @@ def other_program(real_host: MpsHost) -> Iterator[Callable[[], subprocess.Popen[
         one.communicate()
 
 
-def test_no_answer_is_no_list_of_servers_when_somebody_else_talks_with_the_daemon(
+def test_no_answer_is_not_a_list_of_servers_when_someone_else_talks_with_the_daemon(
     real_host: MpsHost, other_program: Callable[[], subprocess.Popen[bytes]]
 ) -> None:
     supervisor = unprobed(real_host)

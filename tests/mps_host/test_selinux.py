@@ -78,7 +78,7 @@ def test_nothing_is_labelled_when_the_kernel_has_no_selinux(host: Host) -> None:
     assert [label_of(path) for path in (directories.pipe, directories.log, directories.shm)] == ["", "", ""]
 
 
-def test_a_failure_is_told_once_and_stops_no_daemon(host: Host, logs: list[dict[str, object]]) -> None:
+def test_a_failure_is_reported_once_and_stops_no_daemon(host: Host, logs: list[dict[str, object]]) -> None:
     unsupported = Attributes(OSError(errno.ENOTSUP, "Operation not supported"))
     on_selinux(host, SelinuxLabels(enabled=True, set_attribute=unsupported))
     supervisor = host.supervisor()

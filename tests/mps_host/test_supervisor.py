@@ -81,7 +81,7 @@ def test_the_daemon_sees_its_own_shared_memory_only(host):
     assert not Path("/dev/shm/mark").exists()
 
 
-def test_who_may_not_mount_or_serve_others_is_told_once(host, logs, monkeypatch):
+def test_who_may_not_mount_or_serve_others_is_reported_once(host, logs, monkeypatch):
     monkeypatch.setattr(KernelMounter, "mount", refuse_mount)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     daemon_control._log_one_user.cache_clear()
@@ -141,7 +141,7 @@ def test_a_mig_device_has_a_daemon_and_no_compute_mode(host):
     assert host.left() == []
 
 
-def test_a_compute_mode_that_somebody_changed_meanwhile_stays(host):
+def test_a_compute_mode_that_someone_changed_in_between_stays(host):
     supervisor = host.supervisor()
     supervisor.ensure(host.spec(), 10)
     host.machine.set_compute_mode(host.machine.gpu(2).uuid, 2)
@@ -213,9 +213,7 @@ THREADS, MEMORY = {"default_active_thread_percentage": 50}, {"default_memory_lim
     ],
     ids=["never ready", "slow CUDA", "silent", "ends at once", "ignores threads", "ignores memory"],
 )  # fmt: skip
-def test_a_daemon_that_does_not_become_as_it_should_is_taken_back(
-    host, rules, timings, settings, error, text
-):
+def test_a_daemon_that_does_not_become_as_it_should_is_undone(host, rules, timings, settings, error, text):
     host.behave(**rules)
     supervisor = host.supervisor(**timings)
     with pytest.raises(error, match=text):
@@ -361,7 +359,7 @@ def test_servers_that_outlive_their_daemon_are_ended_before_the_next_one(host):
     assert [process.pid for process in host.daemons()] == [supervisor.status()[0].pid]
 
 
-def test_a_daemon_that_cannot_be_started_again_is_tried_with_backoff_and_told(host):
+def test_a_daemon_that_cannot_be_started_again_is_tried_with_backoff_and_reported(host):
     supervisor = host.supervisor()
     first = supervisor.ensure(host.spec(), 10)
     host.behave(**fails_to_start("Xid 79"))
@@ -393,7 +391,7 @@ def test_fault_and_clients_are_seen(host, logs):
     eventually(lambda: supervisor.status()[0].clients == 0)
 
 
-def test_a_daemon_that_hangs_is_told_and_not_killed(host):
+def test_a_daemon_that_hangs_is_reported_and_not_killed(host):
     supervisor = host.supervisor(answer=1.0)
     first = supervisor.ensure(host.spec(), 10)
     os.kill(first.pid, signal.SIGSTOP)
@@ -561,7 +559,7 @@ def test_no_nvidia_smi_runs_while_the_driver_is_detached(host, logs):
     host.assert_nothing_left()
 
 
-def test_a_gpu_without_exclusive_mode_is_told_once_and_left_alone(host, logs):
+def test_a_gpu_without_exclusive_mode_is_reported_once_and_left_alone(host, logs):
     with host.machine._change() as state:
         state.gpus[2].virtualization = 2
     try:
@@ -707,7 +705,7 @@ class Beats(threading.Event):
         return super().wait(0.005)
 
 
-def test_host_without_daemons_looks_less_often(host):
+def test_host_without_daemons_checks_less_often(host):
     beats = Beats()
     one, spec = host.supervisor(closing=beats, look=3.0, idle=7.0), host.spec()
     eventually(lambda: 7.0 in beats.seconds)
@@ -725,7 +723,7 @@ def test_one_device_is_started_once_for_many_callers(host):
     assert len({status.pid for status in started}) == 1
 
 
-def test_a_daemon_of_another_uuid_is_kept_when_nobody_can_say_whether_it_is_used(host):
+def test_a_daemon_of_another_uuid_is_kept_when_no_one_can_say_whether_it_is_used(host):
     supervisor = host.supervisor(probe=60, answer=1.0)
     first = supervisor.ensure(host.spec(), 10)
     assert first.clients is None
@@ -762,7 +760,7 @@ def is_busy(host):
     return False
 
 
-def test_daemon_that_talks_with_another_program_is_ready_and_asked_again_later(host):
+def test_daemon_that_talks_with_another_program_is_ready_and_queried_again_later(host):
     supervisor = host.supervisor(probe=60, answer=1.0)
     first = supervisor.ensure(host.spec(), 10)
     other = held(host)

@@ -42,7 +42,7 @@ def test_code_that_the_binding_does_not_know_is_retried() -> None:
         ),
     ],
 )
-def test_remedy_is_told_where_there_is_one(code: int, text: str) -> None:
+def test_remedy_is_reported_where_there_is_one(code: int, text: str) -> None:
     assert str(translated(pynvml.NVMLError(code), "initialise NVML")) == f"initialise NVML: {text}"
 
 

@@ -155,7 +155,7 @@ def test_gpu_that_is_lost_before_its_links_are_read_hides_no_other(machine: Make
      "nvmlDeviceGetNvLinkState", "nvmlSystemGetDriverVersion", "nvmlGpuInstanceGetInfo",
      "nvmlDeviceGetGpuInstanceProfileInfo*"],
 )  # fmt: skip
-def test_driver_that_goes_while_it_is_read_is_no_half_inventory(machine: Make, function: str) -> None:
+def test_driver_that_goes_while_it_is_read_is_not_a_half_inventory(machine: Make, function: str) -> None:
     node = machine("h100-mig-static")
     node.machine.set_fault(function, code="driver-not-loaded")
     with pytest.raises(NvmlUnavailableError, match="the NVIDIA kernel driver is not loaded"):
@@ -250,7 +250,7 @@ def test_fabric_is_read_in_an_older_form(machine: Make, older: Callable[[Any], o
     assert ({gpu.fabric for gpu in found.gpus}, found.faults) == ({Fabric(CLUSTER, (32766,))}, ())
 
 
-def test_gpu_instance_without_a_compute_instance_is_no_device(machine: Make) -> None:
+def test_gpu_instance_without_a_compute_instance_is_not_a_device(machine: Make) -> None:
     node = machine("h100-mig-empty")
     gpu = node.read().gpus[0]
     node.machine.create_mig(0, "3g.40gb", 0)

@@ -39,7 +39,7 @@ def on(node: SimulatedNode, index: int) -> Mapping[int, str]:
     return read_processes(node.machine.gpu(index).uuid)
 
 
-def test_processes_are_told_of_their_gpu_until_they_end(node: SimulatedNode) -> None:
+def test_processes_are_reported_their_gpu_until_they_end(node: SimulatedNode) -> None:
     assert (on(node, 0), on(node, 1)) == (TWO, {})
     node.machine.release_gpu(0, 4711)
     assert on(node, 0) == {4712: TWO[4712]}
@@ -47,7 +47,7 @@ def test_processes_are_told_of_their_gpu_until_they_end(node: SimulatedNode) -> 
 
 @pytest.mark.parametrize("name", ["nvidia-cuda-mps-server", "/usr/bin/nvidia-cuda-mps-server -force-tegra"])
 @pytest.mark.parametrize("mps", [False, True])
-def test_server_of_mps_is_no_user(node: SimulatedNode, name: str, mps: bool) -> None:
+def test_server_of_mps_is_not_a_user(node: SimulatedNode, name: str, mps: bool) -> None:
     node.machine.hold_gpu(1, 99, name, mps=mps)
     node.machine.hold_gpu(1, 98, "python3 nvidia-cuda-mps-server")
     assert on(node, 1) == {98: 'process 98 ("python3 nvidia-cuda-mps-server")'}
@@ -83,14 +83,14 @@ def test_mig_device_has_its_own_processes(node: SimulatedNode) -> None:
         ("nvmlSystemGetProcessName", "NOT_FOUND", {4711, 4712}),
     ],
 )
-def test_list_that_is_not_told_has_none(
+def test_list_that_is_not_reported_has_none(
     node: SimulatedNode, function: str, code: str, shown: set[int]
 ) -> None:
     node.machine.set_fault(function, code=code)
     assert set(on(node, 0)) == shown
 
 
-def test_process_without_a_name_is_told_by_its_number(node: SimulatedNode) -> None:
+def test_process_without_a_name_is_reported_by_its_number(node: SimulatedNode) -> None:
     node.machine.set_fault("nvmlSystemGetProcessName", code="NO_PERMISSION")
     assert on(node, 0) == {4711: "process 4711", 4712: "process 4712"}
 
@@ -106,7 +106,7 @@ def test_process_without_a_name_is_told_by_its_number(node: SimulatedNode) -> No
     ],
 )
 @pytest.mark.parametrize("kind", ["Compute", "MPSCompute", "Graphics"])
-def test_failure_is_no_empty_list(
+def test_failure_is_not_an_empty_list(
     node: SimulatedNode, kind: str, code: str, error: type[RetryableError]
 ) -> None:
     node.machine.set_fault(f"nvmlDeviceGet{kind}RunningProcesses*", code=code)

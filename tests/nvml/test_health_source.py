@@ -210,7 +210,7 @@ def test_idle_poll_of_a_gpu_makes_the_calls_of_this_table_and_no_more(node):
         nvml.leave()
 
 
-def test_gpu_without_a_fabric_is_asked_for_it_once(machine):
+def test_gpu_without_a_fabric_is_queried_for_it_once(machine):
     made = machine("t4-4")
     made.session.reopen()
     nvml = HangingNvml(made.session)
@@ -234,7 +234,7 @@ def test_gpu_without_any_of_the_live_queries_answers_by_its_temperature(node, co
     assert read_health(uuid(node)).answered == is_answer
 
 
-def test_what_a_gpu_does_not_tell_is_unknown(machine):
+def test_what_a_gpu_does_not_report_is_unknown(machine):
     made = machine("t4-4")
     made.session.reopen()
     gpu = uuid(made)
@@ -272,7 +272,7 @@ def test_one_live_query_that_succeeds_is_an_answer(node, live):
     assert read_health(uuid(node)).answered
 
 
-def test_what_the_kernel_driver_knows_without_the_gpu_is_no_answer(node):
+def test_what_the_kernel_driver_knows_without_the_gpu_is_not_an_answer(node):
     for function in (*LIVE, "nvmlDeviceGetTemperature*"):
         node.machine.set_fault(function, code="timeout", gpu=0)
     found = read_health(uuid(node))
@@ -306,7 +306,7 @@ def test_fabric_without_its_health_from_a_library_that_knows_only_the_first_form
     assert (signals.fabric, signals.fabric_text) == (state, text)
 
 
-def test_a_fabric_that_cannot_be_read_now_is_not_asked_for_in_an_older_form(node):
+def test_a_fabric_that_cannot_be_read_now_is_not_requested_in_an_older_form(node):
     """The first version does not report the fabric's health, so its result would end a taint."""
     node.machine.set_fabric(0, health_mask=1)
     node.machine.set_fault("nvmlDeviceGetGpuFabricInfoV", code="unknown")
@@ -376,7 +376,7 @@ def test_a_gpu_that_cannot_be_registered_hides_no_other(node, source):
     assert source.wait(1) == HealthEvent(uuid(node, 1), Xid(48))
 
 
-def test_gpu_that_is_not_registered_again_is_heard_until_it_is_forgotten(node, source):
+def test_gpu_that_is_not_registered_again_sends_events_until_it_is_forgotten(node, source):
     """As long as its thread hangs."""
     watch(source, *(gpu.uuid for gpu in list(node.machine.current().present)[1:]))
     node.machine.raise_xid(0, 48)
@@ -401,7 +401,7 @@ def test_event_sets_of_many_changes_are_freed(node, source):
     assert len(source._sets) == 1
 
 
-def test_registering_again_loses_nothing_that_nobody_has_heard_yet(node, source):
+def test_registering_again_loses_nothing_that_no_one_has_heard_yet(node, source):
     node.machine.raise_xid(0, 48)
     node.machine.raise_xid(1, 74)
     watch(source, uuid(node, 1))

@@ -129,7 +129,7 @@ def test_instances_are_in_the_order_of_their_placements(bench: Bench) -> None:
     assert [item.slot for item in found] == [(19, 0), (14, 2), (19, 5)]
 
 
-def test_all_compute_instances_of_a_gpu_instance_are_told(bench: Bench) -> None:
+def test_all_compute_instances_of_a_gpu_instance_are_reported(bench: Bench) -> None:
     made = bench.make(PROFILE_3G, LEFT_HALF)
     handle = pynvml.nvmlDeviceGetHandleByIndex(0)
     for _ in range(3):
@@ -216,7 +216,7 @@ def test_room_that_is_not_there_for_no_reason_comes(bench: Bench) -> None:
     bench.make()
 
 
-def test_creation_while_mig_mode_is_off_can_be_tried_again(bench: Bench) -> None:
+def test_creation_while_mig_mode_is_off_can_be_retried(bench: Bench) -> None:
     bench.machine.set_mig_mode(0, False)
     with pytest.raises(NvmlTransientError, match="MIG mode is off"):
         bench.make()
@@ -297,7 +297,7 @@ def test_compute_instance_that_fails_is_not_left(bench: Bench, function: str, co
     assert hardware.create_compute(*where, made)[0] == 0
 
 
-def test_what_cannot_be_taken_back_is_told(bench: Bench) -> None:
+def test_what_cannot_be_undone_is_reported(bench: Bench) -> None:
     made = bench.make()
     for function in ("nvmlComputeInstanceGetInfo*", "nvmlComputeInstanceDestroy", "nvmlGpuInstanceDestroy"):
         bench.machine.set_fault(function, code="unknown")
@@ -312,7 +312,7 @@ def test_what_cannot_be_taken_back_is_told(bench: Bench) -> None:
         bench.machine.destroy_mig(0, bench.gpu.instances[-1].id)
 
 
-def test_compute_instance_in_a_gpu_instance_that_is_gone_can_be_tried_again(bench: Bench) -> None:
+def test_compute_instance_in_a_gpu_instance_that_is_gone_can_be_retried(bench: Bench) -> None:
     with pytest.raises(NvmlTransientError, match="the GPU instance is gone"):
         bench.hardware.create_compute(*bench.where, 3)
 
@@ -394,7 +394,7 @@ def test_compute_instance_keeps_its_gpu_instance(bench: Bench) -> None:
         ),
     ],
 )
-def test_holder_that_nvml_does_not_show_is_looked_for_on_the_node(
+def test_holder_that_nvml_does_not_show_is_searched_on_the_node(
     bench: Bench, function: str, act: Callable[[Bench, int], None]
 ) -> None:
     made = bench.make()
@@ -409,7 +409,7 @@ def test_holder_that_nvml_does_not_show_is_looked_for_on_the_node(
 
 
 @pytest.mark.parametrize("code", ["function-not-found", "no-permission"])
-def test_busy_gpu_is_told_also_where_processes_are_not(bench: Bench, code: str) -> None:
+def test_busy_gpu_is_also_reported_where_processes_are_not(bench: Bench, code: str) -> None:
     made, compute, _ = bench.make_device()
     bench.machine.hold_gpu(0, 4711, "trainer", gpu_instance=made)
     bench.machine.set_fault("nvmlSystemGetProcessName", code="not-found", count=1)

@@ -116,7 +116,7 @@ def test_guest_of_vgpu_software_cannot_be_cut(machine: Make) -> None:
 
 
 @pytest.mark.parametrize("code", ["not-supported", "function-not-found"])
-def test_gpu_that_does_not_tell_its_virtualization_can_be_cut(machine: Make, code: str) -> None:
+def test_gpu_that_does_not_report_its_virtualization_can_be_cut(machine: Make, code: str) -> None:
     node = machine("h100-mig-empty")
     node.machine.set_fault("nvmlDeviceGetVirtualizationMode", code=code)
     found = scan(node)
@@ -138,7 +138,7 @@ def test_generation_decides_where_the_driver_does_not_say_how_the_mode_changes(
     assert not any(gpu.partitioning for gpu in scan(node).gpus)
 
 
-def test_field_that_is_refused_is_no_answer(dgx: SimulatedNode, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_field_that_is_refused_is_not_an_answer(dgx: SimulatedNode, monkeypatch: pytest.MonkeyPatch) -> None:
     dgx.session.reopen()
 
     def refuse(_handle: Any, _count: Any, out: Any) -> int:

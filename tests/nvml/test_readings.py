@@ -70,7 +70,7 @@ def test_gpus_that_do_not_know_it(machine: Make, name: str, mode: str | None) ->
     ("driver", "mode", "told"),
     [("535.183.01", "ppcie", "off"), ("535.183.01", "devtools", "devtools"), ("525.147.05", "on", None)],
 )
-def test_drivers_that_do_not_tell_all(machine: Make, driver: str, mode: str, told: str | None) -> None:
+def test_drivers_that_do_not_report_all(machine: Make, driver: str, mode: str, told: str | None) -> None:
     made = machine("hgx-h100-4")
     made.machine.set_system(confidential_compute=mode)
     made.machine.load_driver(driver)
@@ -79,7 +79,7 @@ def test_drivers_that_do_not_tell_all(machine: Make, driver: str, mode: str, tol
     assert read_inventory().faults == ()
 
 
-def test_a_mode_that_is_not_known_is_told_and_keeps_nobody_away(
+def test_a_mode_that_is_not_known_is_reported_and_keeps_no_pod_away(
     node: SimulatedNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def get(settings: object) -> int:

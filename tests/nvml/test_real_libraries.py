@@ -42,7 +42,7 @@ def _binding_as_before() -> Iterator[None]:
     pynvml._nvmlGetFunctionPointer_cache.clear()
 
 
-def test_driver_that_is_not_loaded_is_told_when_the_library_is_the_real_one(nvidia: Programs) -> None:
+def test_driver_that_is_not_loaded_is_reported_when_the_library_is_the_real_one(nvidia: Programs) -> None:
     """The library is found through Debian's alternatives, whose links are absolute."""
     path = find_nvml_library(str(nvidia.root))
     assert path == str(nvidia.library("libnvidia-ml"))
@@ -89,7 +89,7 @@ def inventory(node: SimulatedNode) -> Inventory:
 
 
 @pytest.mark.parametrize("name", ["gb200-nvl72-tray", "h100-mig-static", "hgx-h100-4"])
-def test_slices_lose_only_what_the_branch_cannot_tell(
+def test_slices_lose_only_what_the_branch_cannot_report(
     name: str,
     nvidia: Programs,
     machine: Callable[[str], SimulatedNode],

@@ -158,7 +158,7 @@ def of_a_moment(session: NvmlSession) -> AbstractContextManager[None]:
     return session.operation(lambda: 0.0)
 
 
-def test_operation_is_not_cut_off_by_a_new_session_and_others_begin_meanwhile(bench: Bench) -> None:
+def test_operation_is_not_cut_off_by_a_new_session_and_others_begin_in_between(bench: Bench) -> None:
     session = bench.session
     with under_way(lambda: of_a_moment(session)) as ends, in_thread(session.reopen):
         eventually(lambda: session._waiting)
@@ -210,7 +210,7 @@ def test_nvml_is_never_shut_down_under_a_call_and_a_hang_is_refused_at_once(
         assert clients(bench) == []
 
 
-def test_looks_give_way_to_who_waits_but_not_while_an_operation_is_under_way(bench: Bench) -> None:
+def test_looks_give_way_to_who_waits_but_not_while_an_operation_is_running(bench: Bench) -> None:
     session, closed = bench.session, threading.Event()
 
     def pause() -> None:
@@ -260,7 +260,7 @@ def test_operation_waits_no_longer_than_its_patience(bench: Bench) -> None:
         bench.gate.set()
 
 
-def test_operation_tells_why_nvml_could_not_be_initialised(bench: Bench) -> None:
+def test_operation_reports_why_nvml_could_not_be_initialised(bench: Bench) -> None:
     session = bench.session
     bench.node.machine.unload_driver()
     with pytest.raises(DriverGoneError):
@@ -278,7 +278,7 @@ def test_operation_tells_why_nvml_could_not_be_initialised(bench: Bench) -> None
 
 
 @pytest.mark.parametrize("kind", ["a change of a GPU", "a call of NVML"])
-def test_process_that_ends_leaves_nvml_open_while_a_call_is_under_way(
+def test_process_that_ends_leaves_nvml_open_while_a_call_is_running(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, logs: list, kind: str
 ) -> None:
     """The shutdown would cut off a change, and might hang as the call does."""
@@ -339,7 +339,7 @@ def test_operation_waits_for_the_end_and_a_look_is_refused(bench: Bench) -> None
     assert seen == [4]
 
 
-def test_operation_that_has_begun_is_waited_for_and_others_begin_meanwhile(bench: Bench) -> None:
+def test_operation_that_has_begun_is_waited_for_and_others_begin_in_between(bench: Bench) -> None:
     session = bench.session
     with under_way(lambda: of_a_moment(session)) as ends:
         with (
@@ -361,7 +361,7 @@ def test_operation_that_has_begun_is_waited_for_and_others_begin_meanwhile(bench
     assert session.is_open
 
 
-def test_shutdown_that_hangs_is_left_behind_and_told_until_it_ends(
+def test_shutdown_that_hangs_is_left_behind_and_reported_until_it_ends(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, logs: list
 ) -> None:
     monkeypatch.setattr(module, "_SHUTDOWN_S", 0.2)
@@ -432,7 +432,7 @@ def test_error_of_the_patience_leaves_nvml_as_it_was(bench: Bench) -> None:
         assert (pynvml.nvmlDeviceGetCount(), bench.session.openings) == (4, 1)
 
 
-def test_nobody_opens_nvml_meanwhile(bench: Bench) -> None:
+def test_no_one_opens_nvml_in_between(bench: Bench) -> None:
     session = bench.session
     with session.closed(lambda: 0.0):
         with pytest.raises(NvmlInUseError, match="closed for a moment"):
@@ -486,7 +486,9 @@ def test_end_of_the_process_ends_a_pause_for_good(bench: Bench) -> None:
     assert (bench.session.is_open, clients(bench)) == (False, [])
 
 
-def test_nvml_that_cannot_be_opened_after_a_pause_is_told_and_opened_later(bench: Bench, logs: list) -> None:
+def test_nvml_that_cannot_be_opened_after_a_pause_is_reported_and_opened_later(
+    bench: Bench, logs: list
+) -> None:
     with bench.session.closed(lambda: 0.0):
         bench.node.machine.unload_driver()
     assert [line["event"] for line in logs] == ["nvml_not_opened_again"]

@@ -94,7 +94,7 @@ def test_client_of_mps_without_a_sample_is_not_idle(machine):
     assert {process.utilisation_percent for process in seen.source.read(seen.gpu, ()).processes} == {None}
 
 
-def test_mig_device_is_as_busy_as_between_two_looks(watched):
+def test_mig_device_is_as_busy_as_between_two_checks(watched):
     busy, idle = watched.cut(0), watched.cut(1)
     watched.machine.hold_gpu(0, 4711, "python3", gpu_instance=busy.gpu_instance_id, utilisation=90)
     unknown = GpuLoad(512 << 20, MEMORY, None)
@@ -106,7 +106,7 @@ def test_mig_device_is_as_busy_as_between_two_looks(watched):
     assert watched.percent(busy) == 45
 
 
-def test_two_looks_at_once_have_the_same_value(watched):
+def test_two_checks_at_once_have_the_same_value(watched):
     device = watched.cut()
     watched.machine.hold_gpu(0, 1, "python3", gpu_instance=device.gpu_instance_id, utilisation=60)
     assert [watched.percent(device), watched.percent(device)] == [None, 60]
@@ -115,7 +115,7 @@ def test_two_looks_at_once_have_the_same_value(watched):
     assert watched.percent(device) == 60
 
 
-def test_instance_with_the_ids_of_an_earlier_one_begins_anew(watched):
+def test_instance_with_the_ids_of_an_earlier_one_starts_over(watched):
     first = watched.cut()
     assert [watched.percent(first), watched.percent(first)] == [None, 0]
     watched.machine.destroy_mig(0, first.gpu_instance_id)
@@ -125,7 +125,7 @@ def test_instance_with_the_ids_of_an_earlier_one_begins_anew(watched):
     assert [watched.percent(second), watched.percent(second)] == [None, 0]
 
 
-def test_two_samples_that_do_not_belong_together_are_no_utilisation(watched):
+def test_two_samples_that_do_not_belong_together_are_not_utilisation(watched):
     device = watched.cut()
     assert watched.percent(device) is None
     # Created between the read of the UUID and the sample.
@@ -136,7 +136,7 @@ def test_two_samples_that_do_not_belong_together_are_no_utilisation(watched):
     assert watched.percent(other) is None
 
 
-def test_samples_of_devices_that_nobody_asks_for_are_freed(watched):
+def test_samples_of_devices_that_no_one_requests_are_freed(watched):
     devices = [watched.cut(start) for start in range(3)]
     for _ in range(4):
         watched.look(*devices)
@@ -187,7 +187,7 @@ def test_processes_alone_are_read_without_loads_and_keep_the_samples(watched):
     assert (watched.samples(), watched.percent(busy)) == (1, 90)
 
 
-def test_closed_session_is_no_idle_gpu(watched):
+def test_closed_session_is_not_an_idle_gpu(watched):
     watched.node.session.close()
     with pytest.raises(NvmlUnavailableError):
         watched.source.read(watched.gpu, ())
@@ -226,7 +226,7 @@ def test_older_drivers_count_what_they_keep_for_themselves(node):
     assert older.memory_total_bytes == newer.memory_total_bytes
 
 
-def test_driver_that_goes_away_is_no_missing_value(node):
+def test_driver_that_goes_away_is_not_a_missing_value(node):
     uuid = node.machine.gpu(0).uuid
     node.machine.set_fault("nvmlDeviceGetTemperature*", code="UNINITIALIZED")
     with pytest.raises(NvmlUnavailableError):

@@ -97,7 +97,7 @@ def test_bind_that_fails_leaves_every_function_with_the_driver_that_it_had(
 
 @pytest.mark.parametrize("code", ["EBUSY", "ENODEV", "no-effect"])
 @pytest.mark.parametrize("function", ["driver_override", "unbind", "bind"])
-def test_return_that_fails_is_tried_again_and_the_card_is_withheld_meanwhile(
+def test_return_that_fails_is_retried_and_the_card_is_withheld_in_between(
     node: KindNode, site: Site, function: str, code: str
 ) -> None:
     untouched = node.state()
@@ -127,7 +127,7 @@ def test_process_on_the_gpu_is_named_and_nothing_is_changed(node: KindNode, site
     assert node.state() == untouched
 
 
-def test_program_that_opens_the_gpu_after_the_first_look_is_named_and_not_waited_for(
+def test_program_that_opens_the_gpu_after_the_first_check_is_named_and_not_waited_for(
     node: KindNode, site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
@@ -243,7 +243,7 @@ def test_pending_return_is_void_after_a_reboot(node: KindNode, site: Site) -> No
     assert following.cleaner.withheld()(site.inventory.by_name[site.for_machine(FOR_MACHINES)]) is None
 
 
-def test_ledger_that_cannot_be_read_is_in_nobodys_way(node: KindNode, site: Site) -> None:
+def test_ledger_that_cannot_be_read_is_not_in_the_way(node: KindNode, site: Site) -> None:
     answer = node.prepare(wanted(site))
     (node.plugin / "ledger" / f"{site.card.gpu_uuid}.json").write_bytes(b"torn")
     following = node.restarted()
@@ -253,7 +253,7 @@ def test_ledger_that_cannot_be_read_is_in_nobodys_way(node: KindNode, site: Site
     assert site.drivers() == {"0": "nvidia", "1": "snd_hda_intel"}
 
 
-def test_claim_whose_record_was_lost_gives_its_card_back(node: KindNode, site: Site) -> None:
+def test_claim_whose_record_was_lost_returns_its_card(node: KindNode, site: Site) -> None:
     node.prepare(wanted(site))
     (node.plugin / "claims" / "uid-1.json").write_bytes(b"torn")
     following = node.again()

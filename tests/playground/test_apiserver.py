@@ -126,7 +126,7 @@ def test_status_and_spec_are_written_apart(server):
     assert call(server, "GET", f"{CLAIMS}/c/status")[1] == by_status
 
 
-def test_watch_tells_when_an_object_enters_or_leaves_the_selection(server):
+def test_watch_reports_when_an_object_enters_or_leaves_the_selection(server):
     start = server.store.version
     node = call(server, "POST", NODES, {"metadata": {"name": "n"}})[1]
     node["metadata"]["labels"] = {"x": "1"}

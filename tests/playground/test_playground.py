@@ -207,7 +207,7 @@ def test_pod_that_does_not_fit_gets_one_claim_however_often_it_is_tried(
     assert made == {claim["metadata"]["name"] for claim in playground.claims()}
 
 
-def test_two_playgrounds_stand_beside_each_other_and_tell_why_a_pod_waits(
+def test_two_playgrounds_are_next_to_each_other_and_report_why_a_pod_waits(
     start: Callable[[str], Playground], temporary: Path
 ) -> None:
     one, other = start("gb10"), start("t4-4")

@@ -59,13 +59,13 @@ def bench():
 
 
 @tabled("target", "told")
-def test_only_who_holds_what_is_hit_is_told(bench, target, told):
+def test_only_who_holds_what_is_hit_is_reported(bench, target, told):
     gpu, *instances = target
     bench.change(uuid(gpu), *instances)
     assert bench.told == told
 
 
-def test_every_status_is_looked_at_after_the_start_and_when_the_turn_comes(bench):
+def test_every_status_is_checked_after_the_start_and_when_the_turn_comes(bench):
     bench.inventory = None
     assert bench.looked() == []
     bench.inventory = MIXED

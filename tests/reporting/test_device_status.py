@@ -77,7 +77,7 @@ def test_of_a_device_that_is_not_there_its_gpu_counts(known):
 
 
 @pytest.mark.parametrize("known", [inventory(h100(0), cards=(card(0),)), inventory(cards=(bound(0),))])
-def test_a_card_is_told_of_whether_nvml_shows_it_or_not(known):
+def test_a_card_is_reported_whether_nvml_shows_it_or_not(known):
     held = HeldDevice(VFIO_0, "vfio", "0b1c", uuid(0))
     [status] = device_statuses(record(held), known, created_instance, {})
     facts = status.facts

@@ -146,7 +146,7 @@ def test_a_speaker_never_waits_and_a_burst_is_bounded(server):
     assert server.tries == ReportLimits().events_at_once
 
 
-def test_a_server_that_comes_back_is_told_everything_once(server):
+def test_a_server_that_comes_back_gets_everything_once(server):
     server.errors = [ApiUnavailableError("down"), ApiUnavailableError("busy", retry_after_s=0.02)] * 3
     with speaking(server) as recorder:
         recorder.claim_event(_REF, "PrepareFailed", "why", warning=True)
@@ -227,7 +227,7 @@ def test_a_stop_says_what_is_held_back_and_then_nothing_more(server):
     assert recorder.dropped == 1
 
 
-def test_a_first_state_that_may_have_been_stored_is_looked_at_before_it_is_written_again(server):
+def test_a_first_state_that_may_have_been_stored_is_checked_before_it_is_written_again(server):
     server.errors = [ApiUnavailableError("no answer")]
     with speaking(server, _FAST) as recorder:
         recorder.claim_status(_REF, [_READY], lambda: None, is_first=True)
@@ -431,7 +431,7 @@ def test_a_burst_of_minor_events_costs_nothing_else(server, logs):
     assert "notices_dropped" not in {line["event"] for line in logs}
 
 
-def test_a_state_outlives_an_outage_and_tells_when_it_was_written(server):
+def test_a_state_outlives_an_outage_and_reports_when_it_was_written(server):
     server.errors = [ApiUnavailableError("down")] * 20
     written = threading.Event()
     with speaking(

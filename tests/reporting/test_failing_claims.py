@@ -108,7 +108,7 @@ def test_memory_of_failing_claims_is_bounded(bench: Bench) -> None:
         "of another driver",
     ],
 )
-def test_claim_that_the_kubelet_no_longer_asks_about_ends_by_what_the_api_server_says(
+def test_claim_that_the_kubelet_no_longer_retries_ends_by_what_the_api_server_says(
     bench: Bench, answer: ClaimNow | Exception | None, *, is_kept: bool
 ) -> None:
     bench.claims.failed("prepare", REF, "busy")

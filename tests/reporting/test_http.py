@@ -52,7 +52,7 @@ def test_page_is_served_with_its_type_whatever_the_query(endpoint: HttpEndpoint)
     assert get(endpoint, "/metrics") == get(endpoint, "/metrics?x=1") == (200, "text/x", b"a 1\n")
 
 
-def test_problems_are_told_line_by_line_until_they_are_gone(
+def test_problems_are_reported_line_by_line_until_they_are_gone(
     endpoint: HttpEndpoint, problems: list[str]
 ) -> None:
     text = "text/plain; charset=utf-8"
@@ -67,7 +67,7 @@ def test_other_paths_and_methods_are_refused(endpoint: HttpEndpoint) -> None:
     assert get(endpoint, "/metrics", "POST")[0] == 405
 
 
-def test_page_that_fails_is_told_in_the_log_and_not_in_the_answer(endpoint: HttpEndpoint) -> None:
+def test_page_that_fails_is_reported_in_the_log_and_not_in_the_answer(endpoint: HttpEndpoint) -> None:
     with structlog.testing.capture_logs() as lines:
         status, _, body = get(endpoint, "/broken")
     assert (status, body) == (500, b"internal error; see the log of gpu-dra-driver\n")
@@ -104,7 +104,7 @@ def test_client_that_does_not_read_is_cut_off_without_a_traceback(
     assert capfd.readouterr().err == ""
 
 
-def test_clients_that_stay_without_a_word_cost_a_bounded_number_of_threads_and_keep_nobody_out(
+def test_clients_that_stay_without_a_word_cost_a_bounded_number_of_threads_and_lock_no_one_out(
     endpoint: HttpEndpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dra_driver.reporting.http._MAX_CONNECTIONS", 4)

@@ -162,7 +162,7 @@ def test_requests_to_the_api_server_are_counted_by_method_and_code(metrics: Metr
     assert [found["PUT", code] for code in ("200", "409", "none")] == [2, 1, 1]
 
 
-def test_every_kind_of_step_has_a_name_of_its_own_from_the_start(metrics: Metrics) -> None:
+def test_every_kind_of_step_has_its_own_name_from_the_start(metrics: Metrics) -> None:
     kinds = {step_label(kind) for kind in get_args(Step)}
     assert len(kinds) == len(get_args(Step))
     assert kinds >= {"set_time_slice", "run_mps", "create_mig", "leave_mig_mode", "write_cdi_spec"}
@@ -221,7 +221,7 @@ def test_steps_are_timed_by_kind_whether_they_fail_or_not(metrics: Metrics) -> N
     assert {key: count for key, count in errors.items() if count} == {spec: 1, other: 1}
 
 
-def test_nothing_is_told_of_when_a_series_was_made(metrics: Metrics) -> None:
+def test_nothing_is_reported_when_a_series_was_made(metrics: Metrics) -> None:
     assert not [name for name, _ in scraped(metrics) if name.endswith("_created")]
 
 

@@ -154,7 +154,7 @@ def test_devices_are_counted_by_type_and_by_what_hits_them(metrics: Metrics, hea
     assert devices(metrics)["mig", "lost"] == 2
 
 
-def test_card_that_a_virtual_machine_has_is_well_though_nobody_looks_at_it(
+def test_card_that_a_virtual_machine_has_is_healthy_though_it_is_not_checked(
     metrics: Metrics, health: KnownHealth
 ) -> None:
     metrics.show.devices(lambda: inventory(h100(0), cards=(card(0), bound(1))), health, dict)
@@ -176,7 +176,7 @@ def test_devices_made_on_demand_have_the_health_of_their_instance(
 @pytest.mark.parametrize(
     ("found", "counts"), [(None, {}), (Inventory(), {}), (MIXED, {("gpu", "unknown"): 2})]
 )
-def test_without_a_recent_poll_nobody_is_called_well(
+def test_without_a_recent_poll_no_one_is_called_well(
     metrics: Metrics, health: KnownHealth, found: Any, counts: dict[Any, int]
 ) -> None:
     health.stale = {uuid(n) for n in range(3)}
@@ -184,7 +184,9 @@ def test_without_a_recent_poll_nobody_is_called_well(
     assert {key: count for key, count in devices(metrics).items() if key[0] == "gpu"} == counts
 
 
-def test_health_of_each_gpu_is_told_by_severity_reason_and_xid(metrics: Metrics, health: KnownHealth) -> None:
+def test_health_of_each_gpu_is_reported_by_severity_reason_and_xid(
+    metrics: Metrics, health: KnownHealth
+) -> None:
     metrics.show.health(lambda: MIXED, health)
     assert by_label(metrics, "nvidia_dra_gpu_severity", "uuid") == {(uuid(n),): 0 for n in range(3)}
     health.has(Severity.UNHEALTHY, "xid", HealthTarget(uuid(0)))
@@ -205,7 +207,7 @@ def test_health_of_each_gpu_is_told_by_severity_reason_and_xid(metrics: Metrics,
     }
 
 
-def test_an_unresponsive_gpu_is_told_also_while_no_look_at_it_ends(
+def test_an_unresponsive_gpu_is_reported_even_while_every_check_of_it_hangs(
     metrics: Metrics, health: KnownHealth
 ) -> None:
     metrics.show.health(lambda: MIXED, health)
@@ -216,7 +218,7 @@ def test_an_unresponsive_gpu_is_told_also_while_no_look_at_it_ends(
     assert by_label(metrics, "nvidia_dra_gpu_reason", "uuid", "reason") == {(uuid(1), "unresponsive"): 2}
 
 
-def test_trouble_of_an_instance_alone_is_told_of_its_mig_devices(
+def test_trouble_of_an_instance_alone_is_reported_for_its_mig_devices(
     metrics: Metrics, health: KnownHealth
 ) -> None:
     metrics.show.health(lambda: MIXED, health)
@@ -237,7 +239,7 @@ def test_trouble_of_an_instance_alone_is_told_of_its_mig_devices(
     assert by_label(metrics, "nvidia_dra_mig_severity", *labels) == {}
 
 
-def test_trouble_of_an_instance_that_nobody_looked_at_yet_has_no_empty_name(
+def test_trouble_of_an_instance_that_no_one_checked_yet_has_no_empty_name(
     metrics: Metrics, health: KnownHealth
 ) -> None:
     """An empty label value equals a missing label: alerts and joins by it would miss the sample."""
@@ -248,7 +250,9 @@ def test_trouble_of_an_instance_that_nobody_looked_at_yet_has_no_empty_name(
     assert by_label(metrics, "nvidia_dra_mig_severity", *labels) == {(uuid(2), "unknown", "7/0"): 3}
 
 
-def test_severity_is_not_told_of_a_gpu_that_nobody_looked_at(metrics: Metrics, health: KnownHealth) -> None:
+def test_severity_is_not_reported_for_a_gpu_that_no_one_checked(
+    metrics: Metrics, health: KnownHealth
+) -> None:
     metrics.show.health(lambda: MIXED, health)
     health.stale = {uuid(1)}
     health.has(Severity.UNHEALTHY, "xid", HealthTarget(uuid(1)))
@@ -258,7 +262,7 @@ def test_severity_is_not_told_of_a_gpu_that_nobody_looked_at(metrics: Metrics, h
     assert monitored == {(uuid(0),): 1, (uuid(1),): 0, (uuid(2),): 1}
 
 
-def test_inventory_tells_versions_faults_and_mig_devices_by_profile(metrics: Metrics) -> None:
+def test_inventory_reports_versions_faults_and_mig_devices_by_profile(metrics: Metrics) -> None:
     shown: list[Inventory | None] = [None]
     metrics.show.inventory(lambda: shown[0])
     info = ("version", "cuda")
@@ -283,7 +287,7 @@ def test_gpus_in_maintenance_are_counted_by_claim_and_state(metrics: Metrics) ->
     }  # fmt: skip
 
 
-def test_single_values_follow_what_they_are_asked_of(metrics: Metrics) -> None:
+def test_single_values_follow_what_they_are_read_from(metrics: Metrics) -> None:
     problems: list[str] = []
     told = {"written": 0, "dropped": 0, "failed": 0}
     metrics.show.value("readiness", "ready", lambda: not problems)
@@ -339,7 +343,7 @@ def test_source_that_fails_costs_its_own_metrics_only_and_is_counted(metrics: Me
     assert counted["readiness", "error"] == counted["claims", "timeout"] == 0
 
 
-def test_source_that_hangs_is_left_out_asked_once_and_told_when_it_answers() -> None:
+def test_source_that_hangs_is_left_out_asked_once_and_reported_when_it_answers() -> None:
     release, asked, failed = threading.Event(), [], []
     readings = Readings(lambda *what: failed.append(what), within_s=0.2)
     views = Views(DRIVER, NODE, readings, lambda source: None)

@@ -135,7 +135,7 @@ def test_problem_is_reported_when_this_instance_begins_to_speak_for_the_node(ben
     assert bench.file() == [ShownProblem(FOREIGN, 1002)]
 
 
-def test_check_that_fails_is_a_problem_of_its_own(bench: Bench) -> None:
+def test_check_that_fails_is_its_own_problem(bench: Bench) -> None:
     bench.error = StateError("cannot read /x: Input/output error")
     bench.turn()
     assert bench.made.codes() == ["check-failed"]
@@ -293,7 +293,7 @@ def refused(path: Path) -> str:
     return str(caught.value)
 
 
-def test_disk_at_rest_is_no_problem_and_nothing_is_written(watch: DiskWatch, tmp_path: Path) -> None:
+def test_disk_at_rest_is_not_a_problem_and_nothing_is_written(watch: DiskWatch, tmp_path: Path) -> None:
     assert watch.problems() == []
     assert [path.name for path in tmp_path.rglob("*")] == ["claims"]
 
@@ -386,7 +386,7 @@ def test_failure_elsewhere_is_not_a_problem_of_this_directory(
     assert watch.problems() == []
 
 
-def test_directory_that_is_gone_is_no_problem(watch: DiskWatch, tmp_path: Path) -> None:
+def test_directory_that_is_gone_is_not_a_problem(watch: DiskWatch, tmp_path: Path) -> None:
     assert "the directory does not exist" in refused(tmp_path / "gone/a")
     assert watch.problems() == []
 
@@ -430,7 +430,7 @@ def test_disk_whose_size_cannot_be_had_holds_up_nothing(
     gate.set()
 
 
-def test_fault_of_one_file_is_no_problem_of_the_disk(watch: DiskWatch, tmp_path: Path) -> None:
+def test_fault_of_one_file_is_not_a_problem_of_the_disk(watch: DiskWatch, tmp_path: Path) -> None:
     (tmp_path / "claims/uid-1.json/in-the-way").mkdir(parents=True)
     refused(tmp_path / "claims/uid-1.json")
     assert watch.problems() == []

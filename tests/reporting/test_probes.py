@@ -114,7 +114,7 @@ def test_sockets_fail_liveness_and_before_the_first_answer_the_start() -> None:
     assert node.probes.liveness() == ["the DRA socket does not answer"]
 
 
-def test_change_of_readiness_is_told_once_with_its_reasons() -> None:
+def test_change_of_readiness_is_reported_once_with_its_reasons() -> None:
     node = Node(FakePlugin(None))
     with structlog.testing.capture_logs() as lines:
         for status in (None, None, RegistrationStatus(False, "old"), REGISTERED, REGISTERED):

@@ -132,7 +132,7 @@ def test_a_state_that_was_removed_from_the_claim_is_given_again_by_the_next_prep
     assert heard.firsts == [True, False], "only the first time nothing needs to be read before the write"
 
 
-def test_a_state_is_given_again_after_a_look_only_if_it_was_removed(heard):
+def test_a_state_is_given_again_after_a_check_only_if_it_was_removed(heard):
     states = states_for(heard, {"uid-1": RECORD})
     states.renew("uid-1", frozenset({("gpu.nvidia.com", "node-a", GPU_0, None)}))
     assert heard.states == [], "also by an instance that did not write it"
@@ -173,7 +173,7 @@ def test_a_state_that_is_written_after_the_claim_is_gone_counts_for_nothing(repo
 
 
 @tabled("action", "subject", "error", "told")
-def test_mig_is_told_and_counted(reporter, heard, action, subject, error, told):
+def test_mig_is_reported_and_counted(reporter, heard, action, subject, error, told):
     cause = None if error is None else DeviceBusyError(error)
     reporter.mig_changed(action, subject, 1.5, cause)
     assert heard.told == ([] if told is None else [(*told, error is not None)])
@@ -196,7 +196,7 @@ def test_a_state_is_renewed_when_it_is_another_or_was_not_written(heard):
     assert len(heard.states) == 3
 
 
-def test_claim_that_a_process_keeps_is_told_of_on_the_node(reporter, heard):
+def test_claim_that_a_process_keeps_is_reported_on_the_node(reporter, heard):
     reporter.still_in_use(REF, "was deleted, but process 4711 still computes on gpu-0")
     [(kind, reason, message, warning)] = heard.told
     assert (kind, reason, warning) == ("node", "ClaimStillInUse", True)
@@ -237,7 +237,7 @@ def test_writes_of_slices_are_counted_and_need_no_event(news: NodeEvents, told: 
     assert (told.counted, told.events) == ([error, 0.5], [])
 
 
-def test_what_is_wrong_with_slices_is_told(news: NodeEvents, told: Told) -> None:
+def test_what_is_wrong_with_slices_is_reported(news: NodeEvents, told: Told) -> None:
     news.contested("a second publisher")
     news.device_left_out("device gpu-1: too many attributes")
     news.fields_dropped("DRADeviceTaints")
@@ -249,7 +249,7 @@ def test_what_is_wrong_with_slices_is_told(news: NodeEvents, told: Told) -> None
     assert "DRADeviceTaints" in told.texts[-1]
 
 
-def test_what_is_another_instances_turn_to_tell_is_not_told(told: Told) -> None:
+def test_what_is_another_instances_turn_to_report_is_not_reported(told: Told) -> None:
     is_ours = False
     news = NodeEvents(told, told, lambda: is_ours)
     news.contested("fight")
@@ -298,13 +298,13 @@ class Node:
         ]
 
 
-def test_nobody_is_asked_when_no_claim_uses_mps() -> None:
+def test_no_one_is_queried_when_no_claim_uses_mps() -> None:
     node = Node()
     node.daemons = (replace(READY, users=(0, 1000)),)
     assert (node.look(), node.asked) == ([], 0)
 
 
-def test_each_claim_of_a_daemon_is_told_once() -> None:
+def test_each_claim_of_a_daemon_is_reported_once() -> None:
     node = Node()
     node.use("a")
     node.use("b")
@@ -328,7 +328,7 @@ def test_pods_of_further_users_add_no_event_of_a_claim_that_has_one() -> None:
         assert len(node.look()) == (1 if user == 1 else 0)
 
 
-def test_nothing_is_told_when_users_are_alike_or_served_at_once() -> None:
+def test_nothing_is_reported_when_users_are_alike_or_served_at_once() -> None:
     node = Node()
     node.use("a")
     node.daemons = (replace(READY, users=(1000,)),)

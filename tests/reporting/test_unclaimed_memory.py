@@ -59,7 +59,7 @@ def test_process_is_reported_once_after_ten_minutes(node: Node) -> None:
     assert node.after(11) == [4712]
 
 
-def test_process_that_ends_and_comes_back_begins_anew(node: Node) -> None:
+def test_process_that_ends_and_comes_back_starts_over(node: Node) -> None:
     node.has(TRAIN)
     node.after(10)
     node.has()

@@ -76,7 +76,7 @@ class Node:
         return {key[0]: value for key, value in by_label(self.metrics(), name, "device").items()}
 
 
-def test_nothing_is_read_unless_somebody_asks() -> None:
+def test_nothing_is_read_unless_someone_asks() -> None:
     node = Node(record(hold(GPU_0)))
     node.metrics()
     assert node.asked == []
@@ -174,7 +174,7 @@ def test_gpu_that_fails_is_left_out() -> None:
     assert set(errors.values()) == {0}
 
 
-def test_memory_that_nobody_claims_is_counted_on_every_gpu() -> None:
+def test_memory_that_no_one_claims_is_counted_on_every_gpu() -> None:
     node = Node(record(hold(GPU_0)))
     node.uses[uuid(1)] = GpuUse(
         IDLE, {}, (GpuProcess(5, "train", 3 << 30), GpuProcess(6, "x", 1 << 30), GpuProcess(7, "y"))
@@ -185,7 +185,7 @@ def test_memory_that_nobody_claims_is_counted_on_every_gpu() -> None:
     }  # fmt: skip
 
 
-def test_a_claim_that_only_looks_at_a_gpu_hides_no_memory_there() -> None:
+def test_a_claim_that_only_observes_a_gpu_hides_no_memory_there() -> None:
     """A monitor observes every GPU (adminAccess); the memory of a process that has exited is still unclaimed."""
     for monitor, expected in ((replace(hold(GPU_0), admin_access=True), [1]), (hold(GPU_0), [])):
         node = Node(record(monitor))
@@ -193,7 +193,7 @@ def test_a_claim_that_only_looks_at_a_gpu_hides_no_memory_there() -> None:
         assert [process.pid for process in node.usage.look().unclaimed[uuid(0)]] == expected
 
 
-def test_search_for_memory_that_nobody_claims_reads_processes_only() -> None:
+def test_search_for_memory_that_no_one_claims_reads_processes_only() -> None:
     node = Node(record(hold(GPU_0), hold(MIG_1G)))
     node.uses[uuid(1)] = GpuUse(BUSY, {}, (GpuProcess(5, "train", 3 << 30),))
     node.uses[uuid(2)] = GpuUse(BUSY, {}, None)
@@ -214,7 +214,7 @@ def test_gpu_that_hangs_in_a_scrape_is_not_read_by_the_search_either() -> None:
     end.set()
 
 
-def test_without_the_processes_of_the_host_none_are_told() -> None:
+def test_without_the_processes_of_the_host_none_are_reported() -> None:
     node = Node(record(hold(GPU_0)))
     node.uses = {gpu: replace(use, processes=None) for gpu, use in node.uses.items()}
     assert node.values("nvidia_dra_device_utilization_ratio") == {GPU_0: 0.7}
@@ -226,7 +226,7 @@ PLACES = {(uuid(0), None), (uuid(2), 7)}
 
 
 @tabled("gpu", "process", "where", "expected")
-def test_a_process_belongs_to_nobody(gpu: int, process: list[Any], where: Any, expected: bool) -> None:
+def test_a_process_is_unclaimed(gpu: int, process: list[Any], where: Any, expected: bool) -> None:
     origins = {process[0]: ProcessOrigin(where)}
     assert bool(unclaimed(uuid(gpu), [GpuProcess(*process)], PLACES, origins)) is expected
 
@@ -252,7 +252,7 @@ def shared_node(*processes: GpuProcess) -> Node:
     return node
 
 
-def test_two_pods_that_share_a_gpu_are_told_apart() -> None:
+def test_two_pods_that_share_a_gpu_are_distinguished() -> None:
     node = shared_node(
         GpuProcess(10, "a", 1 << 30, None, 40),
         GpuProcess(11, "a", 2 << 30, None, 80),
@@ -281,7 +281,7 @@ def test_utilisation_that_nvml_lacks_for_one_process_is_absent_for_all_pods_and_
     assert pod_values(node, "processes") == {(A.name,): 2, (B.name,): 1}
 
 
-def test_busy_gpu_without_a_process_is_no_idle_pod() -> None:
+def test_busy_gpu_without_a_process_is_not_an_idle_pod() -> None:
     node = shared_node()
     assert pod_values(node, "utilization_ratio") == {}
     node.uses[uuid(0)] = GpuUse(IDLE)
@@ -318,7 +318,7 @@ def test_pods_of_processes_that_cannot_be_read_have_no_use() -> None:
     assert pod_values(node, "processes") == {}
 
 
-def test_pods_of_one_claim_are_told_apart_and_one_with_two_claims_has_no_claim_name() -> None:
+def test_pods_of_one_claim_are_distinguished_and_one_with_two_claims_has_no_claim_name() -> None:
     node = shared_node(GpuProcess(10, "a", 1, None, 40), GpuProcess(20, "b", 1, None, 50))
     node.records["a"] = of_pods("a", A, B)
     assert pod_values(node, "utilization_ratio", "pod", "claim") == {
@@ -335,7 +335,7 @@ def test_pods_on_mig_devices_have_the_memory_of_their_own_instance() -> None:
     assert pod_values(node, "utilization_ratio") == {}
 
 
-def test_claim_that_only_looks_or_is_not_prepared_has_no_pods_use() -> None:
+def test_claim_that_only_observes_or_is_not_prepared_has_no_pods_use() -> None:
     node = shared_node(GpuProcess(10, "a", 1, None, 40))
     node.records = {
         "a": of_pods("a", A, devices=(replace(hold(GPU_0), admin_access=True),)),

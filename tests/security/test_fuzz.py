@@ -132,7 +132,7 @@ def test_parser_returns_or_raises_what_it_announces(target: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("target", FOUND)
-def test_parser_stands_what_was_found_before(target: str, tmp_path: Path) -> None:
+def test_parser_is_what_was_found_before(target: str, tmp_path: Path) -> None:
     for content in FOUND[target]:
         check(target, content, tmp_path)
 

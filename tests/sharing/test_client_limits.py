@@ -76,7 +76,7 @@ def test_shares_keep_their_number_when_mps_does_not_enforce_them() -> None:
     assert build_pool(node(R580), NODE, many).notes == ()
 
 
-def test_each_device_with_fewer_shares_is_told_when_the_rule_asks_for_more() -> None:
+def test_each_device_with_fewer_shares_is_reported_when_the_rule_requests_more() -> None:
     notes = build_pool(node(R580, h100(0), pascal(1)), NODE, SIXTY).notes
     assert notes == (
         "device gpu-00000000: it has 48 shares instead of 60, because MPS serves at most 48 clients on a GPU with "
@@ -142,12 +142,12 @@ def multi_user(
 
 
 @pytest.mark.parametrize("versions", [R550, R555, DriverVersions()])
-def test_claims_with_mps_serve_one_user_when_they_do_not_ask_for_more(versions: DriverVersions) -> None:
+def test_claims_with_mps_serve_one_user_when_they_do_not_request_more(versions: DriverVersions) -> None:
     assert (multi_user(versions), multi_user(versions, asked=False)) == (False, False)
 
 
 @pytest.mark.parametrize("versions", [R555, R590, DriverVersions()])
-def test_claims_with_mps_serve_several_users_when_they_ask_and_the_driver_can(
+def test_claims_with_mps_serve_several_users_when_they_request_it_and_the_driver_can(
     versions: DriverVersions,
 ) -> None:
     assert multi_user(versions, asked=True) is True

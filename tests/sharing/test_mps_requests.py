@@ -58,7 +58,7 @@ def test_a_request_for_several_mig_devices_with_mps_is_refused() -> None:
     )
 
 
-def test_requests_with_and_without_mps_are_told_what_containers_must_do() -> None:
+def test_requests_with_and_without_mps_advise_containers() -> None:
     wanted = claim(result(GPU_0, "shared"), result(GPU_1, "plain"), configs=(mps("shared"),))
     assert advice_on_requests(record(wanted)) == (
         f"The claim has requests with MPS: shared ({GPU_0}), and plain without MPS. Let each container name one "
@@ -67,7 +67,7 @@ def test_requests_with_and_without_mps_are_told_what_containers_must_do() -> Non
     )
 
 
-def test_two_requests_with_mps_are_told_what_containers_must_do() -> None:
+def test_two_requests_with_mps_advise_containers() -> None:
     wanted = claim(
         result(GPU_0, "one"), result(MIG_3G, "two/first"), configs=(mps(), mps(kind="MigDeviceConfig"))
     )

@@ -43,7 +43,7 @@ def test_limits_of_a_share(
 
 
 @pytest.mark.parametrize("shares", [5, 60])
-def test_shares_of_an_older_larger_number_are_no_more_than_the_device(shares: int) -> None:
+def test_shares_of_an_older_larger_number_are_not_more_than_the_device(shares: int) -> None:
     """The driver lowers the number of shares where MPS serves fewer clients; the claim keeps what it was allocated."""
     share = result("gpu-0", consumed_capacity={"shares": str(shares)})
     assert limits_of(share, GPU, FOUR) == ShareLimits(81559, 100)
@@ -58,13 +58,13 @@ def test_mig_device_is_measured_by_its_profile() -> None:
     assert limits_of(asked, device, MEMORY) == ShareLimits(1024, 31)
 
 
-def test_what_is_unknown_of_the_device_is_no_limit() -> None:
+def test_what_is_unknown_of_the_device_is_not_a_limit() -> None:
     share = result("gpu-0", consumed_capacity={"shares": "1", "multiprocessors": "8"})
     assert limits_of(share, BLIND, FOUR) == ShareLimits(None, 25)
     assert limits_of(share, BLIND, MEMORY) == ShareLimits()
 
 
-def test_amount_that_is_no_quantity_is_an_error() -> None:
+def test_amount_that_is_not_a_quantity_is_an_error() -> None:
     with pytest.raises(InvalidConfigError, match="'much' is not a quantity"):
         limits_of(result("gpu-0", consumed_capacity={"memory": "much"}), GPU, MEMORY)
 

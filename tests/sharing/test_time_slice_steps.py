@@ -100,7 +100,7 @@ echo "$@" >> {tmp_path}/asked
 
 
 @pytest.mark.parametrize("moment", ["while the records are read", "while nvidia-smi runs"])
-def test_time_slice_that_another_reload_loses_meanwhile_is_set_again(tmp_path: Path, moment: str) -> None:
+def test_time_slice_that_another_reload_loses_in_between_is_set_again(tmp_path: Path, moment: str) -> None:
     late = ClaimRecord(claim(uid="late"), "prepared", "boot-1", (), (SetTimeSlice("GPU-2", 3),), "")
 
     class Records(RecordStore):

@@ -202,7 +202,7 @@ def test_session_counts_its_initialisations(look, refused):
     assert pynvml.nvmlDeviceGetCount() == 4
 
 
-def test_wait_for_events_hears_another_process(nvml, handles):
+def test_wait_for_events_sees_another_process(nvml, handles):
     machine, events, heard = nvml("dgx-h100"), pynvml.nvmlEventSetCreate(), []
     pynvml.nvmlDeviceRegisterEvents(handles()[5], pynvml.nvmlEventTypeXidCriticalError, events)
     waiter = threading.Thread(target=lambda: heard.append(pynvml.nvmlEventSetWait_v2(events, 10_000)))

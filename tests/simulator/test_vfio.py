@@ -18,7 +18,7 @@ def link(machine: Machine, path: str) -> str | None:
     return found.readlink().name if found.is_symlink() else None
 
 
-def test_gpu_that_nobody_has_goes_to_the_nvidia_driver_when_that_is_loaded(
+def test_gpu_that_no_one_has_goes_to_the_nvidia_driver_when_that_is_loaded(
     make: Callable[..., Machine],
 ) -> None:
     machine = make("l40s-8")

@@ -51,7 +51,7 @@ def bench() -> Bench:
 
 
 @pytest.mark.parametrize("found", [PLAIN, CUT], ids=["plain", "cut"])
-def test_a_server_that_keeps_everything_is_asked_once(bench: Bench, found: object) -> None:
+def test_a_server_that_keeps_everything_is_queried_once(bench: Bench, found: object) -> None:
     bench.answers = [ALL]
     for _ in range(2):
         assert bench.support.of(found, OWNER) == ALL
@@ -61,7 +61,7 @@ def test_a_server_that_keeps_everything_is_asked_once(bench: Bench, found: objec
 
 
 @pytest.mark.parametrize("lacks", [UNCOUNTED, UNTAINTED], ids=["partitions", "taints"])
-def test_a_server_that_lacks_something_is_asked_again_every_hour(bench: Bench, lacks: Support) -> None:
+def test_a_server_that_lacks_something_is_queried_again_every_hour(bench: Bench, lacks: Support) -> None:
     assert bench.support.ask_at == math.inf
     bench.answers = [lacks, lacks, ALL]
     for _ in range(2):
@@ -80,7 +80,7 @@ def test_a_server_that_lacks_something_is_asked_again_every_hour(bench: Bench, l
     assert bench.told == (["gate off"] if lacks is UNCOUNTED else [])
 
 
-def test_partitions_are_asked_for_when_there_could_be_some(bench: Bench) -> None:
+def test_partitions_are_requested_when_there_could_be_some(bench: Bench) -> None:
     bench.answers = [ALL, UNCOUNTED]
     assert bench.support.of(PLAIN, OWNER) == ALL
     assert bench.support.of(CUT, OWNER) == UNCOUNTED
@@ -95,14 +95,14 @@ def test_cards_need_counters(bench: Bench, one: Card) -> None:
     assert (bench.asked, bench.support.problem, bench.told) == ([(ALL, True)], "gate off", ["gate off"])
 
 
-def test_shares_beside_a_virtual_machine_are_counted() -> None:
+def test_shares_next_to_a_virtual_machine_are_counted() -> None:
     rule = share_all(SharingRule("shares", 4))
     assert shares_counters(inventory(h100(0), cards=(card(0),)), rule)
     assert not shares_counters(inventory(h100(0)), rule)
     assert not shares_counters(inventory(cards=(bound(0),)), rule)
 
 
-def test_nobody_waits_for_an_answer_that_is_not_needed(bench: Bench) -> None:
+def test_nothing_waits_for_an_answer_that_is_not_needed(bench: Bench) -> None:
     """A moment in the past would keep the publisher awake."""
     bench.answers = [UNCOUNTED]
     bench.support.of(CUT, OWNER)
@@ -112,7 +112,7 @@ def test_nobody_waits_for_an_answer_that_is_not_needed(bench: Bench) -> None:
     assert (bench.support.ask_at, bench.support.problem) == (100.0 + HOUR, "gate off")
 
 
-def test_what_was_not_asked_for_in_between_is_asked_for_again(bench: Bench) -> None:
+def test_what_was_not_requested_in_between_is_requested_again(bench: Bench) -> None:
     bench.answers = [UNCOUNTED, UNTAINTED, UNCOUNTED]
     bench.support.of(CUT, OWNER)
     bench.support.refused(INVALID)
@@ -120,7 +120,7 @@ def test_what_was_not_asked_for_in_between_is_asked_for_again(bench: Bench) -> N
     assert bench.support.of(CUT, OWNER) == UNCOUNTED
 
 
-def test_a_server_that_is_away_is_asked_at_once(bench: Bench) -> None:
+def test_a_server_that_is_away_is_queried_at_once(bench: Bench) -> None:
     bench.answers = [ApiUnavailableError("down"), UNCOUNTED]
     with pytest.raises(ApiUnavailableError):
         bench.support.of(CUT, OWNER)
@@ -128,7 +128,7 @@ def test_a_server_that_is_away_is_asked_at_once(bench: Bench) -> None:
     assert bench.support.of(CUT, OWNER) == UNCOUNTED
 
 
-def test_concern_is_told_once_where_counters_are_used(bench: Bench, logs: list) -> None:
+def test_concern_is_reported_once_where_counters_are_used(bench: Bench, logs: list) -> None:
     bench.support.concern = "an old scheduler"
     bench.answers = [UNCOUNTED, ALL]
     bench.support.of(CUT, OWNER)
@@ -202,7 +202,9 @@ def test_other_changes_of_the_server_are_taken_for_what_was_sent_while_they_are_
     assert bench.support.as_sent([stored]) == [stored], "the last answer counts"
 
 
-def test_devices_are_what_the_server_says_only_if_it_can_be_asked(connect: Callable[..., ApiClient]) -> None:
+def test_devices_are_what_the_server_says_only_if_it_can_be_queried(
+    connect: Callable[..., ApiClient],
+) -> None:
     known = Support(frozenset({TAINTS_GATE}), OLDEST_TAINTS)
     with PlaygroundApiServer() as server:
         api = connect(server)
@@ -225,7 +227,7 @@ NONE = frozenset({TAINTS_GATE, SHARES_GATE})
         (34, {TAINTS_GATE: True, SHARES_GATE: True}, frozenset(), OLDEST_TAINTS),
     ],
 )
-def test_servers_are_asked_without_a_write(
+def test_servers_are_queried_without_a_write(
     connect: Callable[..., ApiClient],
     minor: int,
     gates: dict[str, bool],

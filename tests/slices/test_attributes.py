@@ -78,7 +78,7 @@ def test_whole_gpu_has_every_attribute_when_all_is_known() -> None:
     check_form(device)
 
 
-def test_card_has_every_attribute_whoever_has_it() -> None:
+def test_card_has_every_attribute_with_any_driver() -> None:
     found = [inventory(h100(0), cards=(card(0),)), inventory(cards=(bound(0),))]
     devices = [wire_device(node.by_name[VFIO_0], node) for node in found]
     assert devices == [DATA["card"]] * 2
@@ -96,7 +96,7 @@ def test_card_has_every_attribute_whoever_has_it() -> None:
     }
 
 
-def test_minor_number_is_no_attribute_where_mig_mode_comes_and_goes() -> None:
+def test_minor_number_is_not_an_attribute_where_mig_mode_comes_and_goes() -> None:
     placed = PlacedProfile(ONE_G, (Placement(6, 1),))
     cut = replace(h100(2), partitioning=Partitioning((placed,), ((ONE_G, Placement(6, 1)),)))
     whole, part = inventory(cut).devices()
@@ -198,7 +198,7 @@ def test_mig_device_that_can_be_made_has_all_but_a_uuid_and_memory_slices() -> N
 
 
 @pytest.mark.parametrize(("known", "stated"), [(132, "132"), (None, "32")])
-def test_gpu_that_can_be_cut_tells_its_engines_and_keeps_its_memory(known: int | None, stated: str) -> None:
+def test_gpu_that_can_be_cut_reports_its_engines_and_keeps_its_memory(known: int | None, stated: str) -> None:
     device = wire(on_demand(multiprocessors=known))
     assert device["attributes"] == wire(h100(0, minor=None))["attributes"]
     assert list(device["capacity"]) == sorted(device["capacity"])
@@ -213,7 +213,7 @@ def test_gpu_that_can_be_cut_tells_its_engines_and_keeps_its_memory(known: int |
     }
 
 
-def test_gpu_that_is_not_cut_because_nothing_fits_tells_its_memory_only() -> None:
+def test_gpu_that_is_not_cut_because_nothing_fits_reports_its_memory_only() -> None:
     node = replace(inventory(on_demand()), confidential_compute="ppcie").without_partitions()
     assert [wire_device(device, node) for device in node.devices()] == [wire(h100(0, minor=None))]
 

@@ -39,7 +39,7 @@ def test_devices_are_chunked_at_64(count: int, sizes: list[int]) -> None:
     assert pool.faults == ()
 
 
-def test_device_is_left_out_and_told_when_it_breaks_a_limit() -> None:
+def test_device_is_left_out_and_reported_when_it_breaks_a_limit() -> None:
     parts = [mig(1, replace(PROFILE, name=f"1g.{'9' * 50}gb"), 0, 1, 7), mig(1, PROFILE, 1, 1, 8)]
     pool = build_pool(inventory(h100(0), partitioned(1, *parts)), NODE)
     refused = f"{GPU_1}-mig-1g{'9' * 50}gb-19-0"

@@ -183,7 +183,7 @@ def test_index_is_hexadecimal_and_wide_enough() -> None:
 
 
 @tabled("key", "value")
-def test_slice_is_put_right_when_somebody_edited_it(server: Server, key: str, value: Any) -> None:
+def test_slice_is_put_right_when_someone_edited_it(server: Server, key: str, value: Any) -> None:
     wanted = pool([device("a")])
     server.publish(wanted)
     (entry,) = server.sorted()
@@ -193,7 +193,7 @@ def test_slice_is_put_right_when_somebody_edited_it(server: Server, key: str, va
     assert server.sorted()[0]["spec"] == expected
 
 
-def test_owner_is_replaced_when_the_node_was_registered_anew(server: Server) -> None:
+def test_owner_is_replaced_when_the_node_was_registered_again(server: Server) -> None:
     wanted = pool([device("a")])
     server.publish(wanted)
     reborn = Owner("gpu.nvidia.com", "node-a", "other-uid")

@@ -131,7 +131,7 @@ def test_files_from_before_a_reboot_do_not_count(start: Start, directory: Path) 
     assert [name for name in names(directory) if not name.endswith("-a.lock")] == left
 
 
-def test_file_that_somebody_removed_is_made_again(start: Start, directory: Path) -> None:
+def test_file_that_someone_removed_is_made_again(start: Start, directory: Path) -> None:
     old, new = start("old"), start("new")
     for name in names(directory):
         (directory / name).unlink()
@@ -183,7 +183,7 @@ def test_instance_that_cannot_announce_leaves_the_other_alone(
     assert (new.is_ours(), old.is_ours()) == (True, False)
 
 
-def test_what_is_no_file_of_an_instance_is_in_nobodys_way(directory: Path) -> None:
+def test_what_is_not_a_file_of_an_instance_is_not_in_the_way(directory: Path) -> None:
     """In the place of one that would come before ours, or of a temporary file."""
     old = InstanceLeadership(directory, "old")
     old.announce()

@@ -159,7 +159,7 @@ def nodes(draw: st.DrawFn) -> Inventory:
 
 
 @given(found=nodes(), seed=st.integers(), groups=st.booleans())
-def test_no_card_is_given_out_twice_whatever_claims_ask_for(
+def test_no_card_is_given_out_twice_whatever_claims_request(
     found: Inventory, seed: int, groups: bool
 ) -> None:
     """The scheduler's rules over what is published: each claim of another type, until nothing fits."""

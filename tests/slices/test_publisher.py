@@ -202,7 +202,7 @@ def without_capacity(obj: dict) -> dict:
     return obj
 
 
-def test_dropped_fields_are_told_once_and_not_sent_again(bench: Bench, logs: list) -> None:
+def test_dropped_fields_are_reported_once_and_not_sent_again(bench: Bench, logs: list) -> None:
     bench.slices.store = without_capacity
     bench.start()
     assert bench.publisher.wait_published(20)
@@ -227,7 +227,7 @@ def test_names_of_slices_that_are_gone_are_forgotten(bench: Bench) -> None:
     assert len(bench.publisher.support._stored_otherwise) == 1
 
 
-def test_device_that_breaks_a_limit_is_told_once(bench: Bench, logs: list) -> None:
+def test_device_that_breaks_a_limit_is_reported_once(bench: Bench, logs: list) -> None:
     from tests.fakes.samples import ONE_G, mig, partitioned
 
     bad = partitioned(1, mig(1, replace(ONE_G, name=f"1g.{'9' * 50}gb"), 0, 1, 7))
@@ -242,7 +242,7 @@ def test_device_that_breaks_a_limit_is_told_once(bench: Bench, logs: list) -> No
     assert "the name is not a DNS label" in told[0]
 
 
-def test_bounded_shares_are_told_once(bench: Bench, logs: list[dict[str, Any]]) -> None:
+def test_bounded_shares_are_reported_once(bench: Bench, logs: list[dict[str, Any]]) -> None:
     bench.inventory = inventory(h100(0))
     bench.publisher.sharing = share_all(SharingRule("shares", 60, enforce="mps"))
     bench.start()
@@ -262,7 +262,7 @@ def test_bounded_shares_are_told_once(bench: Bench, logs: list[dict[str, Any]]) 
         ValueError("a bug"),
     ],
 )
-def test_publishing_goes_on_after_an_error(bench: Bench, error: Exception) -> None:
+def test_publishing_continues_after_an_error(bench: Bench, error: Exception) -> None:
     waits = bench.publisher._worker._stopping = Waits()
     bench.slices.failures = [error] * 3
     bench.start()
@@ -280,7 +280,7 @@ def test_problem_says_why_while_publishing_fails(bench: Bench) -> None:
     assert not bench.publisher.wait_published(0)
 
 
-def test_server_is_not_asked_before_it_wants_to_be(bench: Bench) -> None:
+def test_server_is_not_queried_before_it_wants_to_be(bench: Bench) -> None:
     waits = bench.publisher._worker._stopping = Waits()
     bench.slices.failures = [ApiUnavailableError("too many requests", retry_after_s=7.0)] * 20
     bench.start()
@@ -288,7 +288,7 @@ def test_server_is_not_asked_before_it_wants_to_be(bench: Bench) -> None:
     assert all(asked >= 7.0 for asked in waits.asked[:20])
 
 
-def test_backoff_has_an_end_and_starts_anew_after_success(bench: Bench) -> None:
+def test_backoff_has_an_end_and_starts_over_after_success(bench: Bench) -> None:
     waits = bench.publisher._worker._stopping = Waits()
     bench.slices.failures = [ApiUnavailableError("down")] * 12
     bench.start()
@@ -432,7 +432,7 @@ def not_updated(seconds: int, why: str) -> list[tuple[str, str]]:
     return [(NOT_UPDATED[0], NOT_UPDATED[1].format(seconds, why))]
 
 
-def test_failures_that_end_by_themselves_are_no_problem_even_if_nothing_is_written(
+def test_failures_that_end_by_themselves_are_not_a_problem_even_if_nothing_is_written(
     running: Bench, clock: Time
 ) -> None:
     """A failed round is followed by one that finds nothing to write."""
@@ -535,7 +535,7 @@ def test_driver_that_recreates_its_slices_is_a_problem_the_second_time(running: 
         assert [text[:60] for _, text in problems(running)] == [text[:60] for _, text in found]
 
 
-def test_slices_taken_over_from_another_driver_are_no_problem(bench: Bench, clock: Time) -> None:
+def test_slices_taken_over_from_another_driver_are_not_a_problem(bench: Bench, clock: Time) -> None:
     other = Bench()
     other.start()
     assert other.publisher.wait_published(20)
@@ -685,7 +685,7 @@ def test_slice_that_cannot_be_deleted_is_left_behind_in_an_older_generation(runn
     assert settled(running) == 2
 
 
-def test_refused_deletions_are_tried_again_ever_more_rarely(
+def test_refused_deletions_are_retried_ever_more_rarely(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_BACKOFF_MOST_S", 0.4)
@@ -749,7 +749,7 @@ def has_many(entry: dict) -> bool:
     )
 
 
-def test_a_refused_slice_costs_no_other_its_place_and_is_tried_again(refusing: Bench, logs: list) -> None:
+def test_a_refused_slice_costs_no_other_its_place_and_is_retried(refusing: Bench, logs: list) -> None:
     slices: Any = refusing.slices
     slices.faulty = has_many
     refusing.start()
@@ -834,7 +834,7 @@ def test_a_refused_change_leaves_what_is_still_wanted_of_the_slice(refusing: Ben
     assert slices.by_index() == [(2, 64), (2, 64), (2, 1)]
 
 
-def test_a_server_that_refuses_everything_is_asked_ever_more_rarely(refusing: Bench) -> None:
+def test_a_server_that_refuses_everything_is_queried_ever_more_rarely(refusing: Bench) -> None:
     slices: Any = refusing.slices
     slices.faulty = lambda entry: True
     began = time.monotonic()
@@ -898,7 +898,7 @@ def dropping(bench: Bench) -> Bench:
     return following
 
 
-def test_what_a_server_lacks_is_not_sent_again_and_told_once(dropping: Bench, logs: list) -> None:
+def test_what_a_server_lacks_is_not_sent_again_and_reported_once(dropping: Bench, logs: list) -> None:
     """Neither by the instance that learns it from a response, nor by one that tests."""
     before = dropping.slices.current()
     assert len(dropping.slices.writes) == 1
@@ -927,7 +927,7 @@ def test_what_an_answer_shows_changes_the_pool_at_once(bench: Bench) -> None:
     assert bench.publisher.withheld == tuple(NAMES)
 
 
-def test_what_is_not_needed_of_what_a_server_lacks_is_not_told(bench: Bench) -> None:
+def test_what_is_not_needed_of_what_a_server_lacks_is_not_reported(bench: Bench) -> None:
     bench.lacks = Support(frozenset({TAINTS_GATE, SHARES_GATE}))
     bench.start()
     assert bench.publisher.wait_published(20)
@@ -985,7 +985,7 @@ def test_nothing_is_published_before_the_server_said_what_it_takes(bench: Bench)
     assert bench.publisher.wait_published(20)
 
 
-def test_server_is_asked_again_when_it_refuses_a_slice(refusing: Bench) -> None:
+def test_server_is_queried_again_when_it_refuses_a_slice(refusing: Bench) -> None:
     slices: Any = refusing.slices
     slices.faulty = lambda entry: any(
         len(device.get("taints", ())) for device in entry["spec"].get("devices", ())
@@ -1022,7 +1022,9 @@ def test_lag_is_counted_from_the_first_change_over_all_failures(bench: Bench) ->
     assert bench.heard.lags[1] < 50
 
 
-def test_no_lag_is_told_where_nothing_had_to_be_written_or_another_instance_publishes(bench: Bench) -> None:
+def test_no_lag_is_reported_where_nothing_had_to_be_written_or_another_instance_publishes(
+    bench: Bench,
+) -> None:
     bench.our_turn = False
     bench.publisher._marked_at = time.monotonic() - 100
     bench.start()

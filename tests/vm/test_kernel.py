@@ -143,7 +143,7 @@ def test_daemon_that_is_killed_while_the_kernel_hangs_leaves_a_successor_all_oth
         ("unprepare", "drivers/nvidia/bind", signal.SIGKILL),
     ],
 )
-def test_claim_goes_on_after_its_daemon_has_ended_in_the_middle(
+def test_claim_continues_after_its_daemon_has_ended_in_the_middle(
     vm: Vm, what: str, file: str, number: int
 ) -> None:
     ref = vm.claim("middle", A)

@@ -47,13 +47,15 @@ def test_a_selector_matches_as_in_kubernetes(expression: str, expected: bool) ->
 
 
 @tabled("expression", "fault")
-def test_an_evaluation_that_ends_in_an_error_is_told_and_is_not_false(expression: str, fault: str) -> None:
+def test_an_evaluation_that_ends_in_an_error_is_reported_and_is_not_false(
+    expression: str, fault: str
+) -> None:
     with pytest.raises(SelectorError, match=re.escape(fault)):
         compiled(expression).matches(DEVICE)
 
 
 @tabled("expression", "fault", more=[("[" + "1," * 9000 + "1].all(x, x == 1)", "is longer than 10240 bytes")])
-def test_what_does_not_compile_is_told_with_its_position(expression: str, fault: str) -> None:
+def test_what_does_not_compile_is_reported_with_its_position(expression: str, fault: str) -> None:
     with pytest.raises(InvalidConfigError, match=re.escape(fault)) as caught:
         compiled(expression)
     assert "\n" not in str(caught.value)

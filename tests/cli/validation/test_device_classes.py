@@ -32,7 +32,7 @@ def test_label_is_the_name_that_kubernetes_takes(profile: str, label: str) -> No
     assert made["spec"]["extendedResourceName"] == f"nvidia.com/mig-{label}"
 
 
-def test_every_profile_has_a_class_of_its_own_that_the_api_server_takes() -> None:
+def test_every_profile_has_its_own_class_that_the_api_server_takes() -> None:
     classes = mig_classes(PROFILES, DRIVER)
     assert len({entry["metadata"]["name"] for entry in classes}) == len(PROFILES) == len(classes)
     server = PlaygroundApiServer()
@@ -51,7 +51,7 @@ def test_order_is_that_of_size_whatever_the_order_given() -> None:
 
 
 @pytest.mark.parametrize("names", [["1g.10gb+me", "1g.10gb.me"], ["1g.10gb+"], ["1g.10gb+-x"]])
-def test_names_that_cannot_be_told_apart_or_taken_are_refused(names: list[str]) -> None:
+def test_names_that_cannot_be_distinguished_or_taken_are_refused(names: list[str]) -> None:
     with pytest.raises(InvalidConfigError, match=re.escape(repr(names[0]))):
         mig_classes(names, DRIVER)
 

@@ -58,7 +58,7 @@ def test_what_says_nothing_has_no_documents(tmp_path: Path, content: str) -> Non
 @pytest.mark.parametrize(
     "content", [CLAIM.replace("\n", "\r\n"), "\ufeff" + CLAIM, CLAIM.replace("\n", "\r")]
 )
-def test_line_ends_and_a_byte_order_mark_are_no_matter(tmp_path: Path, content: str) -> None:
+def test_line_ends_and_a_byte_order_mark_do_not_matter(tmp_path: Path, content: str) -> None:
     [document] = of(tmp_path, content)
     assert (document.name, document.problem) == ("ResourceClaim a", None)
 
@@ -91,7 +91,7 @@ def test_what_cannot_be_read_is_one_sentence(tmp_path: Path, content: str, line:
         (b"a" * (_MAX_BYTES + 1), "has more than 4 MiB; split it into smaller files"),
     ],
 )
-def test_a_file_that_is_no_text_is_refused(
+def test_a_file_that_is_not_text_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, why: str
 ) -> None:
     with pytest.raises(InvalidConfigError) as caught:

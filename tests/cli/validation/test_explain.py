@@ -50,7 +50,7 @@ def wanted(*selectors: str, class_name: str = "gpu.nvidia.com", **more: Any) -> 
     )
 
 
-def test_each_condition_tells_what_it_leaves() -> None:
+def test_each_condition_reports_what_it_leaves() -> None:
     found = funnel(wanted(f"{C}.memory.compareTo(quantity('60Gi')) >= 0", f"{A}.index >= 0"), MACHINE)
     assert [step.left for step in found.steps] == [4, 2, 1, 1]
     assert found.matching == (GPU_0,)

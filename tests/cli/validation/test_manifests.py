@@ -121,7 +121,7 @@ def test_claims_of_a_pod_that_no_container_uses() -> None:
     assert unused_claims(POD) == ["spare"]
 
 
-def test_parameters_that_stand_alone() -> None:
+def test_parameters_that_are_alone() -> None:
     assert parameter_faults(PARAMETERS, "") == []
     (fault,) = parameter_faults(PARAMETERS | {"shring": 1}, "")
     assert str(fault) == "shring: unknown field; did you mean sharing?"
