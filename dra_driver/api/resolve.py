@@ -22,7 +22,7 @@ from dra_driver.api.config import (
     fits,
 )
 from dra_driver.errors import InvalidConfigError
-from dra_driver.model.claim import DeviceConfig, DeviceResult
+from dra_driver.model.claim import AllocatedClaim, DeviceConfig, DeviceResult
 from dra_driver.model.schema import Words
 
 MAX_BYTES = 10 * 1024
@@ -147,6 +147,12 @@ def config_for_result(
 def manages(config: OpaqueConfig) -> bool:
     """Whether the parameters request management access."""
     return isinstance(config, GpuConfig | MigDeviceConfig) and config.management
+
+
+def asks_for_maintenance(claim: AllocatedClaim) -> bool:
+    """Return whether a claim has a MaintenanceConfig, whether or not a later entry replaces it."""
+    given = (entry.parameters for entry in claim.configs)
+    return any(isinstance(one, Mapping) and one.get("kind") == MaintenanceConfig.__name__ for one in given)
 
 
 def needs_admin_access(what: str, request: str) -> str:

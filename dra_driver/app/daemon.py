@@ -34,6 +34,7 @@ from dra_driver.host.driver_programs import InstalledPrograms, NvidiaSmi
 from dra_driver.host.gpu_nodes import GpuNodes
 from dra_driver.host.processes import any_runs, is_of_the_host, origin, sees_all_processes
 from dra_driver.host.sysfs import Sysfs
+from dra_driver.inventory.maintenance import MaintenanceSteps
 from dra_driver.inventory.rules.gpu_names import refuse_other_names
 from dra_driver.journal.cleaner import Cleaner
 from dra_driver.journal.executor import Executor, StepDispatcher
@@ -60,6 +61,7 @@ from dra_driver.model.record import (
     LeaveMigMode,
     RunMps,
     SetTimeSlice,
+    StartMaintenance,
     WriteCdiSpec,
     WriteDeviceMetadata,
 )
@@ -213,11 +215,20 @@ class Driver:
             InstalledPrograms(paths.driver_root, directory / "imex.lib", names=(IMEX_PROGRAM,)),
             nodes=nodes,
         )
+        self._maintenance = MaintenanceSteps(
+            detachments,
+            self.records,
+            self.ledger,
+            lambda gpu_uuids: self.publishing.is_offered(gpu_uuids),  # noqa: PLW0108  it is made later
+            self._publish,
+            self.discovery.request_rescan,
+        )
         self._steps = StepDispatcher(
             {
                 CreateMig: self._gpus.mig_devices,
                 LeaveMigMode: self._gpus.mig_devices,
                 BindVfio: self._gpus.vfio_steps,
+                StartMaintenance: self._maintenance,
                 SetTimeSlice: self._time_slices,
                 RunMps: MpsSteps(self._mps_files, self.ledger),
                 WriteDeviceMetadata: MetadataSteps(self._metadata_files, self.discovery, self.ledger),
@@ -424,6 +435,7 @@ class Driver:
         self._specs.create()
         self._metadata_files.create()
         self.passthrough.open()
+        self._maintenance.open()
 
     def start(self) -> None:
         """Start all parts. Raises: InvalidConfigError, StateError, FatalError, after stopping every part."""
@@ -504,7 +516,7 @@ class Driver:
 
     def _hardware_changed(self) -> None:
         """Handle a new or reloaded NVIDIA driver, other GPUs in NVML, or NVML's return."""
-        _call_all(self._time_slices.driver_reloaded, self.cleaner.retry_now, self.layouts.wake)
+        _call_all(self._time_slices.driver_reloaded, self.cleaner.retry_now, self.layouts.wake, self._publish)
 
     def _health_moved(self, change: HealthChange) -> None:
         """Handle a change of the health of a GPU or MIG device."""

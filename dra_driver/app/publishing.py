@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from dra_driver.app.settings import Settings
 from dra_driver.health.gpu_health import GpuHealth
@@ -47,7 +47,7 @@ class Publishing:
         self._settings, self._api, self._records = settings, api, records
         self._health, self._cleaner, self._layouts = health, cleaner, layouts
         self._withdraws = False
-        self.leads, self.inventory = leadership.is_ours, discovery.latest
+        self.leads, self.inventory, self._discovery = leadership.is_ours, discovery.latest, discovery
         self.support = ApiSupport(api, settings.sharing, reports.reporter)
         self.cache = SliceCache(api, settings.driver_name, settings.node_name, self._dirty)
         self.publisher = Publisher(self, self.cache, settings.sharing, self.support, reports.node)
@@ -87,17 +87,33 @@ class Publishing:
     def left_out(self, dropped: bool) -> Callable[[OfferedDevice], bool]:
         """Return a function that says which devices are withheld from the slices now.
 
-        Devices with pending cleanup are withheld whatever the health setting, because a Prepare would fail.
-        `dropped` says whether the API server drops taints.
+        Devices of GPUs in maintenance are withheld, and devices with pending cleanup whatever the health
+        setting, because a Prepare would fail. `dropped` says whether the API server drops taints.
         """
         mode = self._settings.unhealthy_devices
         # Set before the records are read, so that a claim that is released from now on triggers another round.
         self._withdraws = mode == "withdraw" or (mode == "auto" and dropped)
         pending = self._cleaner.withheld() if dropped or self._withdraws else lambda _device: None
-        if not self._withdraws:
-            return lambda device: pending(device) is not None
-        withdrawn = withdrawals(self.taints(), self._records.all().values(), self._settings.sharing)
-        return lambda device: pending(device) is not None or withdrawn(device)
+        # Before the records too: it is emptied only after NVML has been read again.
+        away, records = set(self._discovery.in_service), self._records.all().values()
+        away.update(*(step.gpu_uuids for one in records if (step := one.maintenance) is not None))
+        withdrawn = (
+            withdrawals(self.taints(), records, self._settings.sharing)
+            if self._withdraws
+            else lambda _device: False
+        )
+        return lambda device: device.gpu.uuid in away or pending(device) is not None or withdrawn(device)
+
+    def is_offered(self, gpu_uuids: Collection[str]) -> bool:
+        """Whether the API server may have a device of these GPUs. Raises: ApiUnavailableError, ApiRejectedError."""
+        inventory = self.inventory()
+        if inventory is None or not self.cache.synced.is_set():
+            return True
+        names = {device.name for device in inventory.devices() if device.gpu.uuid in gpu_uuids}
+        published = (
+            one["name"] for entry in self.cache.current() for one in entry["spec"].get("devices") or ()
+        )
+        return not names.isdisjoint(published)
 
     def _dirty(self) -> None:
         self.publisher.mark_dirty()

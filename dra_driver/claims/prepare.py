@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import structlog
 
+from dra_driver.api.resolve import asks_for_maintenance
 from dra_driver.cdi.spec_step import ExtraDeviceFinder
 from dra_driver.claims.calls import KubeletCall
 from dra_driver.claims.rules.holders import DeviceHeldError
@@ -41,7 +42,7 @@ from dra_driver.journal.locks import ClaimGuard, ClaimLocks, GpuLocks
 from dra_driver.journal.records import RecordStore
 from dra_driver.journal.rules.cleanups import PendingCleanup
 from dra_driver.mig.layouts import NodeLayouts
-from dra_driver.model.claim import AllocatedClaim, DeviceResult, Prepared
+from dra_driver.model.claim import AllocatedClaim, ClaimRef, DeviceResult, Prepared
 from dra_driver.model.host import NO_EXTRA_DEVICES, ExtraDevices
 from dra_driver.model.inventory import Inventory, OfferedDevice
 from dra_driver.model.plan import Plan
@@ -87,7 +88,7 @@ class ClaimPlanner:
 
     def gpus_of(self, claim: AllocatedClaim, call: KubeletCall) -> frozenset[str]:
         """Return the UUIDs of the GPUs to lock for the claim, as far as its devices are known. adminAccess
-        needs no lock.
+        needs no lock, except for maintenance.
 
         Raises: NvmlUnavailableError.
         """
@@ -98,7 +99,8 @@ class ClaimPlanner:
             # driver.
             self.rescan(call)
         inventory = self._inventory()
-        found = (inventory.usable(result.device) for result in claim.results if not result.admin_access)
+        needs_all = asks_for_maintenance(claim)
+        found = (inventory.usable(one.device) for one in claim.results if needs_all or not one.admin_access)
         return frozenset(device.gpu.uuid for device in found if device is not None)
 
     def plan(self, claim: AllocatedClaim, known: ClaimRecord | None) -> Plan:
@@ -148,6 +150,12 @@ class ClaimPlanner:
     def is_usable(self) -> bool:
         """Whether the NVIDIA driver answers."""
         return self.discovery.unavailable() is None
+
+    def opens_again(self, ref: ClaimRef) -> bool:
+        """Whether NVML was closed for this claim by an attempt that a crash ended; it is opened again then, so that the
+        next try can plan. Raises: StateError."""
+        detachments = self.discovery.detachments
+        return detachments is not None and detachments.end_of(ref)
 
     def answer(self, claim: AllocatedClaim, made: Plan | ClaimRecord) -> Prepared:
         """Return the answer to the kubelet for a claim with this plan or record."""
@@ -214,8 +222,8 @@ class Preparer:
         """
         try:
             return self._prepare_until_free(attempt)
-        except Exception:
-            self.give_up(attempt)
+        except Exception as error:
+            self.give_up(attempt, error)
             raise
 
     def _prepare_until_free(self, attempt: PrepareAttempt) -> tuple[Prepared, ClaimRecord | None]:
@@ -226,12 +234,13 @@ class Preparer:
                 return self._prepare_once(attempt)
             except NOT_NOW as error:
                 if not isinstance(error, NvmlTransientError):
-                    self.give_up(attempt)
+                    self.give_up(attempt, error)
                 self.waiter.wait(attempt, error)
             except (NvmlUnavailableError, DeviceLostError):
                 # Discovery may not have noticed that the NVIDIA driver was loaded or that the GPU is back. A
                 # rescan takes a moment; the kubelet would retry only after a minute.
-                if has_looked or not self.planner.is_usable():
+                opens_again = not self._was_prepared(attempt) and self.planner.opens_again(attempt.ref)
+                if has_looked or not (opens_again or self.planner.is_usable()):
                     raise
                 has_looked = True
                 self.planner.rescan(attempt.call)
@@ -371,8 +380,9 @@ class Preparer:
             guard.note_prepared(attempt.call.began_ns)
             return done
 
-    def give_up(self, attempt: PrepareAttempt) -> None:
-        """Roll the claim back, unless it is prepared or a later attempt continues with it.
+    def give_up(self, attempt: PrepareAttempt, error: Exception) -> None:
+        """Roll the claim back, unless it is prepared or a later attempt continues with it. A maintenance claim
+        that may succeed later keeps its record, so that no other claim gets its GPUs.
 
         Never raises a DraDriverError: the next Prepare or Unprepare handles what cannot be rolled back now.
         """
@@ -387,13 +397,15 @@ class Preparer:
                 record = self.records.get(uid)
                 if record is None or record.phase == "prepared":
                     return
+                if record.maintenance is not None and isinstance(error, RetryableError):
+                    return
                 self.executor.end(record)
             self.executor.clean(uid)
-        except DraDriverError as error:
+        except DraDriverError as left:
             _log.error(
                 "rollback_incomplete",
                 claim_uid=uid,
-                reason=str(error),
+                reason=str(left),
                 remedy="the record is kept; the next Prepare or Unprepare of the claim goes on with it",
             )
 

@@ -77,7 +77,10 @@ def detach_node(settings: Settings, seconds: int, gpus: Sequence[str], *, force:
     chosen = chosen_gpus(machine, gpus) if gpus and not force else None
 
     def concerns(record: ClaimRecord) -> bool:
-        return chosen is None or not record.gpu_uuids.isdisjoint(chosen)
+        if chosen is None or not record.gpu_uuids.isdisjoint(chosen):
+            return True
+        lasting = machine.detachments.now()  # NVML is closed for all GPUs
+        return lasting is not None and lasting.claim == record.ref
 
     def claims() -> list[str]:
         state = machine.state()

@@ -213,9 +213,10 @@ class GpuHealth:
         self._on_shown()
 
     def gpus(self) -> Mapping[str, str | None] | None:
-        """Return the GPUs to watch; None while NVML is unavailable, because the inventory is empty then."""
+        """Return the GPUs to watch; None while NVML is unavailable, because the inventory is empty or old then."""
         inventory = self._discovery.latest()
-        if inventory is None or (not inventory.every_gpu and self._discovery.unavailable() is not None):
+        is_away = self._discovery.unavailable() is not None
+        if inventory is None or (is_away and (self._discovery.in_service or not inventory.every_gpu)):
             return None
         taken = self._under_vfio()
         return {gpu.uuid: gpu.pci_bus_id for gpu in inventory.every_gpu if gpu.uuid not in taken}

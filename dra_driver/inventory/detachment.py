@@ -39,7 +39,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -48,17 +48,20 @@ import structlog
 
 from dra_driver.base.atomic import make_directory, read_or_none, remove_file, state_error, write_atomically
 from dra_driver.base.fields import Codec, encode_file, parse_file
-from dra_driver.base.file_lock import UseMark
+from dra_driver.base.file_lock import UseMark, hold_file
 from dra_driver.errors import (
     ClaimsInTheWayError,
+    DeviceBusyError,
     NvmlDetachedError,
     NvmlInUseError,
     NvmlPausedError,
     NvmlTransientError,
+    RetryableError,
     StateError,
 )
 from dra_driver.host.processes import pid_namespace, start_time
 from dra_driver.host.rooted_tree import names_in
+from dra_driver.model.claim import ClaimRef
 from dra_driver.model.maintenance import Detachment, Maintenance, maintenances
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.units import named
@@ -130,7 +133,7 @@ class Detachments:
         self._pauses = plugin_directory / PAUSES
         self._namespace = pid_namespace(_PROC)
         self._own_file = self._pauses / f"{self._namespace.strip('pid:[]')}-{os.getpid()}.json"
-        self._guard = threading.Lock()
+        self._guard, self._writing = threading.Lock(), threading.Lock()
         self._pausing = 0
         self._own: Pause | None = None
 
@@ -317,16 +320,48 @@ class Detachments:
             return 0 <= self._clock() - pause.began_s < _UNSEEN_S
         return start_time(_PROC, pause.pid) == pause.started
 
-    def begin(self, seconds: float) -> Detachment:
-        """Keep NVML closed for `seconds` from now on, replacing any earlier detachment. Raises: StateError."""
+    def begin(
+        self, seconds: float, claim: ClaimRef | None = None, gpu_uuids: tuple[str, ...] = ()
+    ) -> Detachment:
+        """Keep NVML closed for `seconds` from now on. Without a `claim`, this replaces any earlier detachment. A
+        claim keeps its own detachment, and waits for the end of any other.
+
+        Raises: DeviceBusyError while another claim keeps NVML closed, NvmlDetachedError while `detach` does;
+        StateError.
+        """
         if self._boot_id is None:
             raise StateError("the ID of this boot cannot be read, so a detachment would outlive a reboot")
         until = datetime.now().astimezone() + timedelta(seconds=seconds)
-        made = Detachment(
-            self._boot_id, self._clock() + seconds, until.isoformat(sep=" ", timespec="seconds")
-        )
-        write_atomically(self._path, encode_file(_SHAPE.encode(made), FORMAT_VERSION), durable=False)
+        shown = until.isoformat(sep=" ", timespec="seconds")
+        made = Detachment(self._boot_id, self._clock() + seconds, shown, claim, gpu_uuids)
+        lock = self._path.with_suffix(".lock")
+        with hold_file(lock, self._writing, time.monotonic() + _CLOSING_S, "the closing of NVML"):
+            found = self.now() if claim is not None else None
+            if found is not None and found.claim == claim:
+                return found
+            if found is not None:
+                raise (NvmlDetachedError if found.claim is None else DeviceBusyError)(found.problem)
+            self._write(made)
         return made
+
+    def _write(self, made: Detachment) -> None:
+        write_atomically(self._path, encode_file(_SHAPE.encode(made), FORMAT_VERSION), durable=False)
+
+    def wait_closed(self, made: Detachment, timeout_s: float) -> None:
+        """Wait until every process of this plugin on the node has closed NVML for a detachment.
+
+        Raises: NvmlInUseError if that takes longer; RetryableError if the detachment was ended; StateError.
+        """
+        end = time.monotonic() + timeout_s
+        while self.is_nvml_open():
+            if self.now() != made:
+                raise RetryableError("close NVML: another process ended that; run it again")
+            if time.monotonic() >= end:
+                raise NvmlInUseError(
+                    f"the plugin has not closed NVML within {timeout_s:.0f} s; a change of a GPU may be under way, or "
+                    "NVML hangs: see the plugin's log, and try again"
+                )
+            time.sleep(_POLL_S)
 
     def is_nvml_open(self, excluded: UseMark | None = None) -> bool:
         """Whether any of the plugin's processes has NVML open, except for the session that holds the mark
@@ -351,12 +386,28 @@ class Detachments:
         if self.now() != made:
             return
         if before is None:
-            self.end()
+            self._remove()
         else:
             write_atomically(self._path, before, durable=False)
 
     def end(self) -> None:
-        """Let NVML be opened again. Raises: StateError."""
+        """Let NVML be opened again. The file of a maintenance claim stays, with its time over. Raises: StateError."""
+        found = self.written()
+        if found is None or found.claim is None:
+            self._remove()
+        elif self.now() is not None:
+            until = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
+            self._write(replace(found, until_s=self._clock(), until=until))
+
+    def end_of(self, claim: ClaimRef) -> bool:
+        """Remove the file of a maintenance claim, if there is one; return whether there was. Raises: StateError."""
+        found = self.written()
+        is_its = found is not None and found.claim is not None and found.claim.uid == claim.uid
+        if is_its:
+            self._remove()
+        return is_its
+
+    def _remove(self) -> None:
         try:
             self._path.unlink(missing_ok=True)
         except OSError as error:
@@ -424,14 +475,7 @@ def detach(
     before = detachments.content()
     made = detachments.begin(seconds)
     try:
-        deadline = time.monotonic() + timeout_s
-        while detachments.is_nvml_open():
-            if time.monotonic() >= deadline:
-                raise NvmlInUseError(
-                    f"the plugin has not closed NVML within {timeout_s:.0f} s; a change of a GPU may be under way, or "
-                    "NVML hangs: see the plugin's log, and try again"
-                )
-            time.sleep(_POLL_S)
+        detachments.wait_closed(made, timeout_s)
         _refuse(claims)  # for claims prepared during the wait
     except BaseException:
         detachments.restore(made, before)

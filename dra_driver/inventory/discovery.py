@@ -74,9 +74,9 @@ class Discovery:
     or answers again.
 
     Without an `ownership`, every MIG device is foreign. NVML is kept closed while GPUs are detached, and during
-    a pause; in a pause the devices stay on offer. `cards` returns the GPUs for virtual machines, given the GPUs
-    that NVML lists. Without `files` the NVIDIA driver's files are not checked; without `imex` its channels are
-    not counted.
+    a pause; in a pause and for a maintenance claim the devices stay on offer. `cards` returns the GPUs for
+    virtual machines, given the GPUs that NVML lists. Without `files` the NVIDIA driver's files are not checked;
+    without `imex` its channels are not counted.
     """
 
     nvml: NvmlReader
@@ -113,6 +113,8 @@ class Discovery:
         self._backoff = Backoff(_RETRY_FIRST_S, _RETRY_MOST_S)
         self._logged_faults: frozenset[DiscoveryFault] = frozenset()
         self._is_started = False
+        self.in_service: Collection[str] = ()
+        """UUIDs of the GPUs of the maintenance claim that NVML is or was closed for, until NVML has been read again."""
         self._worker = BackgroundWorker("discovery", self._look, self._crashed)
 
     def latest(self) -> Inventory | None:
@@ -357,8 +359,8 @@ class Discovery:
         """Close NVML and withdraw the devices.
 
         They are withdrawn rather than tainted, because a reset or a change of the MIG mode may turn them into
-        other devices. Settings that closing NVML may undo, such as time slices, are restored when NVML answers
-        again.
+        other devices. For a maintenance claim only the devices of its GPUs are, by its record. Settings that
+        closing NVML may undo, such as time slices, are restored when NVML answers again.
         """
         try:
             self.nvml.session.release(detached.problem)
@@ -366,7 +368,10 @@ class Discovery:
             self._log_in_use(error)
             return
         self._has_nvml = False
-        self._became_unavailable(NvmlDetachedError(detached.problem))
+        self.in_service = detached.gpu_uuids
+        self._became_unavailable(
+            NvmlDetachedError(detached.problem), keeps_devices=detached.claim is not None
+        )
 
     def _wants_new_session(self, now: HostFingerprint) -> bool:
         """Whether NVML must be closed and opened again.
@@ -443,7 +448,7 @@ class Discovery:
         changed = differs(inventory, self.inventory)
         # Set the inventory first: a thread that sees no problem must not find the old devices.
         self.inventory = inventory
-        self._problem = None
+        self._problem, self.in_service = None, ()
         self._was_available = True
         if not changed:
             return
@@ -486,13 +491,19 @@ class Discovery:
         self._fingerprint = HardwareFingerprint(host)
         self._became_known(Inventory(cards=cards))
 
-    def _became_unavailable(self, error: DraDriverError) -> None:
-        """Withdraw known devices, because they cannot be used without the NVIDIA driver."""
+    def _became_unavailable(self, error: DraDriverError, *, keeps_devices: bool = False) -> None:
+        """Withdraw known devices unless it `keeps_devices`, because they cannot be used without the NVIDIA
+        driver.
+        """
         problem = str(error)
         if self._problem != problem:
             _log.warning("nvml_unavailable", reason=problem)
         self._problem = problem
-        if self.inventory is not None and (self.inventory.every_gpu or self.inventory.cards):
+        if (
+            not keeps_devices
+            and self.inventory is not None
+            and (self.inventory.every_gpu or self.inventory.cards)
+        ):
             self.inventory = Inventory(self.inventory.versions)
             self.on_change()
 

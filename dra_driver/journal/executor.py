@@ -38,6 +38,7 @@ from dra_driver.model.plan import Plan
 from dra_driver.model.record import (
     STEP_TEXTS,
     ClaimRecord,
+    StartMaintenance,
     Step,
     WriteCdiSpec,
     WriteDeviceMetadata,
@@ -242,6 +243,9 @@ class Executor:
                 self.runner.undo(step, record)
         with self.cleaner.ending(record.ref.uid):
             self.records.delete(record.ref.uid)
+        if record.maintenance is not None:
+            # Not before: a Prepare that closes NVML now sees afterwards that the record is gone.
+            self.runner.undo(record.maintenance, record)
 
     def clean(self, uid: str) -> None:
         """Undo in the lanes what the claim has set on GPUs, and wait briefly. The caller holds no lock. Raises:
@@ -258,7 +262,8 @@ class Executor:
                 remedy="what the newer release set on GPUs may be left; see `nvidia-smi`, or reboot the node",
             )
         claim = AllocatedClaim(ClaimRef("?", "?", claim_uid), (), ())
-        return ClaimRecord(claim, "preparing", self.boot_id, (), (WriteDeviceMetadata(()), WriteCdiSpec()))
+        steps = (StartMaintenance((), "Wait", 0), WriteDeviceMetadata(()), WriteCdiSpec())
+        return ClaimRecord(claim, "preparing", self.boot_id, (), steps)
 
     def in_place(self, record: ClaimRecord) -> bool:
         """Whether every step of the record was done in this boot and its result still exists."""

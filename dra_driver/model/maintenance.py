@@ -33,13 +33,17 @@ def closed_seconds(text: str) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Detachment:
-    """NVML stays closed until `until_s` of the boot clock. `until` is the same for people, with the time zone. `claim`
-    is the maintenance claim that needs it, None if `gpu-dra-driver detach` wrote it."""
+    """NVML stays closed until `until_s` of the boot clock. `until` is the same for people, with the time zone.
+
+    `claim` is the maintenance claim that needs it, and `gpu_uuids` are its GPUs; None if `gpu-dra-driver detach` wrote
+    it.
+    """
 
     boot_id: str
     until_s: float
     until: str
     claim: ClaimRef | None = None
+    gpu_uuids: tuple[str, ...] = ()
 
     @property
     def problem(self) -> str:

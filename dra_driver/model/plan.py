@@ -56,11 +56,12 @@ class PlannedDevice:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a claim needs on this node."""
+    """What a claim needs on this node. `waits_for` are the other claims on the GPUs of a maintenance claim."""
 
     claim: AllocatedClaim
     devices: tuple[PlannedDevice, ...]
     steps: tuple[Step, ...]
+    waits_for: tuple[str, ...] = ()
 
     @property
     def locked_gpus(self) -> frozenset[str]:

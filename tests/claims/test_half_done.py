@@ -71,7 +71,7 @@ class Scene:
             pass  # and no longer locked
 
     def give_up(self) -> None:
-        self.begun.give_up(self.attempt)
+        self.begun.give_up(self.attempt, RetryableError("not today"))
 
 
 @pytest.fixture
@@ -143,7 +143,7 @@ def test_prepare_that_was_refused_last_takes_it_back(scene: Scene) -> None:
     second = scene.wait()
     scene.give_up()
     scene.refuse(scene.attempt)
-    scene.begun.give_up(second)
+    scene.begun.give_up(second, RetryableError("not today"))
     assert scene.taken_back == []
     scene.give_up()
     assert scene.taken_back == [BEGUN]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ from dra_driver.model.record import (
     LeaveMigMode,
     RunMps,
     SetTimeSlice,
+    StartMaintenance,
     WriteCdiSpec,
     WriteDeviceMetadata,
 )
@@ -61,7 +63,16 @@ from dra_driver.simulator.pci import functions
 from tests.fakes.clock import Clock
 from tests.fakes.journal import Journaled
 from tests.fakes.machines import SimulatedNode
-from tests.fakes.preparing import Claims, Crash, Devices, Outcomes, Users, claims_of, no_programs
+from tests.fakes.preparing import (
+    Claims,
+    Crash,
+    Devices,
+    Outcomes,
+    Users,
+    claims_of,
+    maintenance_steps,
+    no_programs,
+)
 from tests.fakes.samples import DRIVER, NODE, claim, result
 from tests.fakes.waiting import eventually
 
@@ -400,6 +411,7 @@ class KindNode(Journaled):
             pause=self.clock.pause,
         )
         self.mode = MigMode(context)
+        self.maintenance = maintenance_steps(self, plugin)
         self.work_with(StepDispatcher(self._runners(context)), [self.mode])
         self.cleaner.temporary = temporary_files(plugin, directory / "cdi", DRIVER)
         self.outcomes = Outcomes()
@@ -413,6 +425,7 @@ class KindNode(Journaled):
     def restarted(self, **options: Any) -> KindNode:
         """The next instance, after the first check at its start."""
         node = self.again(**options)
+        node.maintenance.open()
         node.cleaner.clear_temporary()
         assert node.cleaner.clean_all() == []
         return node
@@ -474,6 +487,7 @@ class KindNode(Journaled):
                 lambda: site.detachment,
                 self.lanes,
             ),
+            StartMaintenance: self.maintenance,
             WriteDeviceMetadata: MetadataSteps(
                 self.metadata_files, SimpleNamespace(latest=lambda: site.inventory), self.ledger
             ),
@@ -507,7 +521,7 @@ def _is_fixed(path: Path) -> bool:
 def _renamed(path: Path, names: Mapping[str, str]) -> str:
     if path.is_dir():
         return "directory"
-    text = path.read_text()
+    text = re.sub('"until":"[^"]*"', '"until":"later"', path.read_text())
     for name, shown in names.items():
         text = text.replace(name, shown)
     return text
@@ -525,6 +539,10 @@ def sharing(site: Site) -> SharingPolicy:
 def parameters(kind: str = "GpuConfig", *requests: str, **shared: Any) -> DeviceConfig:
     body = {"apiVersion": "resource.nvidia.com/v1beta1", "kind": kind, "sharing": shared}
     return DeviceConfig("FromClaim", requests, DRIVER, body)
+
+
+def maintenance_parameters(**fields: Any) -> dict[str, Any]:
+    return {"apiVersion": "resource.nvidia.com/v1beta1", "kind": "MaintenanceConfig", **fields}
 
 
 MPS = {
@@ -591,6 +609,12 @@ KINDS: Mapping[str, Kind] = {
         lambda site: claim(_small(site), result(site.possible(7, "2g.20gb", 0), "large"))
     ),
     "whole GPU that may be cut": Kind(lambda site: claim(site.whole(6))),
+    "maintenance": Kind(
+        lambda site: claim(
+            result(site.whole(2), admin_access=True),
+            configs=(DeviceConfig("FromClaim", (), DRIVER, maintenance_parameters()),),
+        )
+    ),
     "virtual machine": Kind(lambda site: claim(site.for_machine(FOR_MACHINES))),
     "metadata": Kind(_several, metadata=_BOTH),
     "MIG on demand with MPS and metadata": Kind(

@@ -21,13 +21,22 @@ from dra_driver.claims.reconciler import Reconciler, Rhythm
 from dra_driver.claims.specs_without_record import SpecsWithoutRecord
 from dra_driver.claims.waiting import PrepareAttempt, Waiter, WaitTimeouts
 from dra_driver.errors import ApiUnavailableError, ClaimRefusedError
+from dra_driver.inventory.detachment import Detachments
+from dra_driver.inventory.maintenance import MaintenanceSteps
 from dra_driver.journal.executor import StepDispatcher
 from dra_driver.model.claim import AllocatedClaim, ClaimNow, ClaimRef
 from dra_driver.model.driver_files import DriverPrograms
 from dra_driver.model.host import HostPaths
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.plan import Plan
-from dra_driver.model.record import ClaimRecord, RunMps, Step, WriteCdiSpec, WriteDeviceMetadata
+from dra_driver.model.record import (
+    ClaimRecord,
+    RunMps,
+    StartMaintenance,
+    Step,
+    WriteCdiSpec,
+    WriteDeviceMetadata,
+)
 from tests.fakes.journal import Journaled
 from tests.fakes.samples import DRIVER, NODE
 
@@ -85,6 +94,7 @@ class Devices:
     hidden: Inventory | None = None
     problem: str | None = None
     scans: int = 0
+    detachments: Detachments | None = None
 
     def latest(self) -> Inventory | None:
         return self.inventory
@@ -216,6 +226,18 @@ def claims_of(
     )
 
 
+def maintenance_steps(node: Journaled, directory: Path) -> MaintenanceSteps:
+    """Of a node whose slices never have a device, and whose NVML no one has open."""
+    return MaintenanceSteps(
+        Detachments(directory, node.boot_id, clock=lambda: 0.0),
+        node.records,
+        node.ledger,
+        is_offered=lambda _gpus: False,
+        publish=lambda: None,
+        rescan=lambda: None,
+    )
+
+
 def noted_waits(waiter: Waiter) -> list[str]:
     """From now on it has the UIDs of the claims whose Prepare waits."""
     waiting: list[str] = []
@@ -260,7 +282,14 @@ class Node(Journaled):
         self.outcomes = Outcomes()
         mps = SpecSteps(self.specs)  # of which no test wants more than that it runs
         self.work_with(
-            StepDispatcher({WriteCdiSpec: self.steps, WriteDeviceMetadata: described, RunMps: mps}),
+            StepDispatcher(
+                {
+                    WriteCdiSpec: self.steps,
+                    WriteDeviceMetadata: described,
+                    RunMps: mps,
+                    StartMaintenance: maintenance_steps(self, directory),
+                }
+            ),
         )
         self.waited_for: list[str] = []
         self.users: dict[str, str] = {}

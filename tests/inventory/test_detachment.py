@@ -125,7 +125,7 @@ def test_claims_are_in_the_way_also_those_that_come_in_between(detachments: Deta
 
 
 def test_a_directory_that_is_not_there_is_reported(tmp_path: Path) -> None:
-    with pytest.raises(StateError, match=r"detach\.json"):
+    with pytest.raises(StateError, match=r"detach\.lock"):
         detach(Detachments(tmp_path / "away", "boot-1"), 60, None)
 
 

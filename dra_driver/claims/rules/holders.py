@@ -20,10 +20,11 @@ from dataclasses import dataclass
 from dra_driver.errors import ClaimRefusedError
 from dra_driver.model.claim import ClaimNow
 from dra_driver.model.mps import usage_kind
-from dra_driver.model.record import ClaimRecord, HeldDevice
-from dra_driver.model.units import counted
+from dra_driver.model.record import ClaimRecord, HeldDevice, StartMaintenance
+from dra_driver.model.units import counted, named
 from dra_driver.sharing.rules.modes import incompatibility
 
+_MAX_NAMED = 8
 Wanted = tuple[str, HeldDevice]
 """The name of a claim's request, and the device that the claim would hold."""
 
@@ -89,6 +90,44 @@ def refuse_crowded(
                 f"at most {counted(most, 'client')} with this GPU and driver; wait until one of them is gone"
             )
             raise DeviceHeldError([Conflict(*user, text) for user in users], enough=len(users) - most + 1)
+
+
+def claims_to_wait_for(step: StartMaintenance, others: Iterable[ClaimRecord]) -> tuple[str, ...]:
+    """Return `namespace/name` of each claim on these GPUs, except for maintenance claims. A claim with adminAccess
+    counts too: its pod has the GPU open. Raises: ClaimRefusedError if there are any and the policy is Refuse.
+    """
+    users = tuple(
+        sorted(
+            f"{record.ref.namespace}/{record.ref.name}"
+            for record in others
+            if record.maintenance is None and not record.gpu_uuids.isdisjoint(step.gpu_uuids)
+        )
+    )
+    if users and step.policy == "Refuse":
+        raise ClaimRefusedError(
+            f"claims use the GPUs: {named(users, _MAX_NAMED)}; delete their pods first, or set policy: Wait in the "
+            "MaintenanceConfig"
+        )
+    return users
+
+
+def refuse_in_maintenance(wanted: Sequence[Wanted], others: Iterable[ClaimRecord]) -> None:
+    """Raises: DeviceHeldError if a maintenance claim has the GPU of one of the devices."""
+    conflicts = [
+        Conflict(
+            record,
+            held,
+            f"request {request}: the GPU of device {device.device} is in maintenance for claim {record.ref}; delete "
+            "the pod so that it starts elsewhere, or wait until that claim is released",
+        )
+        for record in others
+        if record.maintenance is not None
+        for held in record.devices
+        for request, device in wanted
+        if held.gpu_uuid == device.gpu_uuid
+    ]
+    if conflicts:
+        raise DeviceHeldError(conflicts)
 
 
 def _is_client(held: HeldDevice, device: HeldDevice) -> bool:

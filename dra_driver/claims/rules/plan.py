@@ -17,12 +17,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from dra_driver.api.config import DEFAULTS, VfioDeviceConfig
-from dra_driver.api.resolve import ResolvedConfig, config_for_result, manages
+from dra_driver.api.config import DEFAULTS, MaintenanceConfig, VfioDeviceConfig
+from dra_driver.api.resolve import ResolvedConfig, asks_for_maintenance, config_for_result, manages
 from dra_driver.cdi.rules.metadata import cdi_id as metadata_cdi_id
 from dra_driver.cdi.rules.metadata import check_names
 from dra_driver.cdi.rules.spec import SpecDevice, cdi_id
-from dra_driver.claims.rules.holders import refuse_crowded, refuse_held
+from dra_driver.claims.rules.holders import (
+    claims_to_wait_for,
+    refuse_crowded,
+    refuse_held,
+    refuse_in_maintenance,
+)
 from dra_driver.claims.rules.imex_channels import imex_of
 from dra_driver.errors import ClaimRefusedError, DeviceLostError, InvalidConfigError, RetryableError
 from dra_driver.model.claim import AllocatedClaim, ClaimRef, DeviceResult, Prepared, PreparedDevice
@@ -48,6 +53,7 @@ from dra_driver.model.record import (
     LeaveMigMode,
     RunMps,
     SetTimeSlice,
+    StartMaintenance,
     Step,
     WriteCdiSpec,
     WriteDeviceMetadata,
@@ -94,7 +100,7 @@ def plan_claim(
 
     A claim with adminAccess to many GPUs, such as a monitor's, is prepared without the lost ones, because a
     monitor is needed most on a node with a bad GPU. A claim that uses a lost GPU, or has no other GPU, cannot
-    be prepared.
+    be prepared, unless it is for maintenance.
 
     Raises: ClaimRefusedError that names the request, the device and the remedy (DeviceHeldError if other claims
     hold the device, or its MPS daemon is full); DeviceLostError; InvalidConfigError for opaque parameters.
@@ -112,10 +118,17 @@ def plan_claim(
     if extra_devices != NO_EXTRA_DEVICES or kept is not None:
         held = known.devices if known is not None and kept is not None else None
         devices = _with_extra_devices(devices, extra_devices, inventory, held)
+    maintenance = _maintenance(found, parameters) if kept is None or known is None else known.maintenance
+    waits_for: tuple[str, ...] = ()
     if kept is None:
         wanted = [(device.result.request, device.held()) for device in devices]
         records = list(others)
         refuse_held(wanted, records)
+        if maintenance is not None:
+            waits_for = claims_to_wait_for(maintenance, records)
+        elif known is None:
+            # A claim that has a record was there before: after a reboot the maintenance claim waits for it.
+            refuse_in_maintenance(wanted, records)
         most = {
             device.offered.name: max_clients(device.offered.gpu, inventory.versions)
             for device in devices
@@ -123,7 +136,34 @@ def plan_claim(
         }
         refuse_crowded(wanted, records, most)
     versions = EVERY_METADATA_VERSION if is_for_machine else metadata
-    return Plan(claim, devices, _steps(devices, _metadata(claim, devices, known, versions), known))
+    steps = _steps(devices, _metadata(claim, devices, known, versions), known)
+    return Plan(claim, devices, (maintenance, *steps) if maintenance is not None else steps, waits_for)
+
+
+def _maintenance(
+    found: Sequence[tuple[DeviceResult, OfferedDevice]], parameters: Sequence[ResolvedConfig]
+) -> StartMaintenance | None:
+    """Return the step of a maintenance claim with these devices and their parameters; None for any other claim.
+
+    A MIG device stands for its GPU. Raises: ClaimRefusedError if only some devices are for maintenance, their
+    parameters differ, or one is a MIG device on demand, which need not exist.
+    """
+    configs = [one.config for one in parameters if isinstance(one.config, MaintenanceConfig)]
+    if not configs:
+        return None
+    for (result, offered), resolved in zip(found, parameters, strict=True):
+        if resolved.config != configs[0]:
+            raise ClaimRefusedError(
+                f"request {result.request}: all requests of a maintenance claim need the same MaintenanceConfig; use "
+                "two claims"
+            )
+        if isinstance(offered, DynamicMigDevice):
+            raise ClaimRefusedError(
+                f"request {result.request}: device {offered.name} is created on demand, so MaintenanceConfig does "
+                "not fit it; request the whole GPU"
+            )
+    gpus = tuple(sorted({offered.gpu.uuid for _, offered in found}))
+    return StartMaintenance(gpus, configs[0].policy, configs[0].timeout_s)
 
 
 def is_for_virtual_machine(devices: Sequence[tuple[DeviceResult, DeviceKind]]) -> bool:
@@ -175,7 +215,10 @@ def _found(
     lost: DeviceLostError | None = None
     for result in claim.results:
         try:
-            found.append((result, _as_held(_find(result, pool, inventory, known, setting_for_lost), known)))
+            device = _find(
+                result, pool, inventory, known, setting_for_lost, is_maintenance=asks_for_maintenance(claim)
+            )
+            found.append((result, _as_held(device, known)))
         except DeviceLostError as error:
             has_it = known is not None and any(held.device == result.device for held in known.devices)
             if has_it or not result.admin_access:
@@ -355,6 +398,8 @@ def _find(
     inventory: Inventory,
     known: ClaimRecord | None,
     setting_for_lost: str | None,
+    *,
+    is_maintenance: bool,
 ) -> OfferedDevice:
     if result.pool != pool:
         raise ClaimRefusedError(
@@ -372,7 +417,7 @@ def _find(
             "not back yet; it is tried again until it is"
         )
     if device is not None:
-        if device.gpu.uuid in inventory.lost_uuids:
+        if device.gpu.uuid in inventory.lost_uuids and not (result.admin_access and is_maintenance):
             raise DeviceLostError(
                 f"request {result.request}: device {device.name} is on GPU {device.gpu.uuid}, which does not answer "
                 f"any more; reset the GPU or reboot the node, or {_elsewhere(setting_for_lost)}"

@@ -1,0 +1,250 @@
+"""A claim takes a GPU out of service, against a driver at work: what waits, what stays usable, and what comes back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+
+from dra_driver.claims import lifecycle
+from dra_driver.claims.waiting import WaitTimeouts
+from dra_driver.model.claim import ClaimRef, Failed, Prepared
+from tests.fakes.waiting import eventually
+from tests.integration.conftest import Json, Node
+from tests.integration.test_process import call
+from tests.integration.test_serviced import tainted
+
+DRIVER = "gpu.nvidia.com"
+GPU_RESET = 1
+
+
+@pytest.fixture(autouse=True)
+def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lifecycle, "WaitTimeouts", partial(WaitTimeouts, last_s=44.0))
+
+
+def config(**fields: Any) -> list[Json]:
+    body = {"apiVersion": "resource.nvidia.com/v1beta1", "kind": "MaintenanceConfig", **fields}
+    return [{"source": "FromClaim", "opaque": {"driver": DRIVER, "parameters": body}}]
+
+
+def maintenance(node: Node, name: str, *devices: str, **fields: Any) -> ClaimRef:
+    return node.allocated_by_hand(name, *devices, config=config(**fields), adminAccess=True)
+
+
+def states(node: Node) -> dict[str, str]:
+    found = node.driver._gpus.detachments.maintenances(node.driver.records.all().values())
+    return {one.claim.name: one.state for one in found}
+
+
+def names(node: Node) -> list[str]:
+    return [device["name"] for device in node.devices()]
+
+
+def failure(node: Node, ref: ClaimRef) -> str:
+    outcome = node.prepare(ref)[ref.uid]
+    assert isinstance(outcome, Failed), outcome
+    return outcome.error
+
+
+def reset(node: Node, gpu: str) -> Any:
+    return call("simulate", "reset", gpu, "--simulator-dir", str(node.settings.simulator_dir))
+
+
+def test_gpu_with_an_xid_is_reset_by_a_claim_and_its_taint_ends(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dra_driver.health.rules.state.SETTLE_S", 1)
+    before = names(node)
+    running, late = node.allocated_by_hand("running", before[1]), node.allocated_by_hand("late", before[2])
+    answer = node.ready(running)
+    node.machine.set_recovery_action(3, GPU_RESET)
+    node.machine.raise_xid(3, 119)
+    eventually(lambda: tainted(node).keys() == {before[3]})
+    ref = maintenance(node, "reset", before[3])
+    prepared = node.ready(ref)
+    assert [one.device for one in prepared.devices] == [before[3]]
+    assert states(node) == {"reset": "in_service"}
+    assert names(node) == [name for name in before if name != before[3]], "other GPUs stay published"
+    assert reset(node, "3").returncode == 0
+    error = failure(node, late)
+    assert "NVML is closed until 2" in error
+    assert "for maintenance claim default/reset; NVML opens again when that claim is released" in error
+    assert node.ready(running) == answer
+    assert node.ready(ref) == prepared, "the next pod of the Job gets the claim as it is"
+    assert states(node) == {"reset": "in_service"}
+    node.take_back(ref)
+    assert states(node) == {}
+    node.wait_devices(8)
+    assert names(node) == before
+    eventually(lambda: tainted(node) == {})
+    node.ready(late)
+
+
+def test_maintenance_waits_for_a_running_claim_and_other_claims_stay_away(node: Node) -> None:
+    name = names(node)[3]
+    running, late = node.allocated_by_hand("running", name), node.allocated_by_hand("late", name)
+    node.ready(running)
+    ref = maintenance(node, "reset", name)
+    error = failure(node, ref)
+    assert (
+        "waits for the claims on its GPUs: default/running; maintenance starts when their pods are gone"
+        in error
+    )
+    assert states(node) == {"reset": "waiting"}
+    eventually(lambda: name not in names(node))
+    assert "NVML is closed" not in str(node.driver.problems()), "nothing is closed while it waits"
+    node.take_back(running)
+    assert f"the GPU of device {name} is in maintenance for claim default/reset" in failure(node, late)
+    node.ready(ref)
+    assert states(node) == {"reset": "in_service"}
+    node.take_back(ref)
+    eventually(lambda: name in names(node))
+    node.ready(late)
+
+
+def test_maintenance_with_policy_refuse_leaves_the_gpu_to_its_claims(node: Node) -> None:
+    name = names(node)[3]
+    monitor = node.allocated_by_hand("monitor", name, adminAccess=True)
+    node.ready(monitor)
+    ref = maintenance(node, "reset", name, policy="Refuse")
+    node.refused(ref, "claims use the GPUs: default/monitor; delete their pods first")
+    assert name in names(node)
+    node.take_back(monitor)
+    node.ready(ref)
+    assert states(node) == {"reset": "in_service"}
+
+
+def test_waiting_claim_that_is_released_gives_its_gpu_back(node: Node) -> None:
+    name = names(node)[3]
+    running = node.allocated_by_hand("running", name)
+    node.ready(running)
+    ref = maintenance(node, "reset", name)
+    failure(node, ref)
+    eventually(lambda: name not in names(node))
+    node.take_back(ref)
+    eventually(lambda: name in names(node))
+    assert node.unprepare(running) == {running.uid: None}
+
+
+def test_second_maintenance_claim_waits_for_the_first(node: Node) -> None:
+    before = names(node)
+    first, second = maintenance(node, "first", before[3]), maintenance(node, "second", before[5])
+    node.ready(first)
+    assert "for maintenance claim default/first" in failure(node, second)
+    assert states(node) == {"first": "in_service"}
+    node.take_back(first)
+    eventually(lambda: isinstance(node.prepare(second)[second.uid], Prepared))
+    assert states(node) == {"second": "in_service"}
+
+
+def test_time_that_is_over_opens_nvml_and_keeps_the_gpu_withdrawn(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = names(node)
+    ref, late = maintenance(node, "reset", before[3]), node.allocated_by_hand("late", before[2])
+    prepared = node.ready(ref)
+    monkeypatch.setattr(
+        node.driver._gpus.detachments, "_clock", lambda: node.driver._gpus.detachments.written().until_s
+    )
+    eventually(lambda: node.driver.discovery.unavailable() is None)
+    assert states(node) == {"reset": "overdue"}
+    node.ready(late)
+    assert node.ready(ref) == prepared, "and it closes NVML no more"
+    assert node.driver.discovery.unavailable() is None
+    assert before[3] not in names(node)
+    node.take_back(ref)
+    eventually(lambda: names(node) == before)
+
+
+def test_detach_end_opens_nvml_and_detach_names_the_claim(node: Node) -> None:
+    before = names(node)
+    ref = maintenance(node, "reset", before[3])
+    node.ready(ref)
+    refused = call("detach", before[5], *node.machine_flags)
+    assert (refused.returncode, "claims use the GPUs: default/reset" in refused.stderr) == (1, True)
+    ended = call("detach", "--end", *node.machine_flags)
+    assert ended.stdout.startswith("gpu-dra-driver opens NVML again")
+    eventually(lambda: node.driver.discovery.unavailable() is None)
+    assert states(node) == {"reset": "overdue"}
+    assert before[3] not in names(node)
+    node.take_back(ref)
+    eventually(lambda: names(node) == before)
+
+
+def test_restart_in_service_keeps_the_slices_and_nvml_closed(node: Node) -> None:
+    before = names(node)
+    running = node.allocated_by_hand("running", before[1])
+    answer = node.ready(running)
+    ref = maintenance(node, "reset", before[3])
+    prepared = node.ready(ref)
+    slices = node.slices()
+    node.restart_driver()
+    assert node.ready(running) == answer
+    assert node.ready(ref) == prepared
+    assert states(node) == {"reset": "in_service"}
+    assert not node.driver._gpus.detachments.is_nvml_open()
+    assert node.slices() == slices
+    assert node.driver.is_ready(), "a rolling update goes on"
+    node.take_back(ref)
+    node.wait_devices(8)
+
+
+@pytest.mark.parametrize("is_released", [False, True])
+def test_file_of_a_claim_that_is_not_prepared_is_removed_by_the_next_start(
+    node: Node, is_released: bool
+) -> None:
+    before = names(node)
+    ref = maintenance(node, "reset", before[3])
+    node.driver._gpus.detachments.begin(900, ref)
+    node.driver.stop()
+    if is_released:
+        node.delete_claim("reset")
+    node.start_driver()
+    node.wait_devices(8)
+    assert node.driver._gpus.detachments.written() is None
+
+
+def test_nvml_that_does_not_close_is_retried_and_the_gpu_stays_withdrawn(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dra_driver.inventory.maintenance._CLOSING_S", 0.5)
+    name = names(node)[3]
+    ref = maintenance(node, "reset", name)
+    ended = threading.Event()
+
+    def hang() -> None:
+        with node.driver._gpus.nvml.session.operation(lambda: 5.0):
+            ended.wait(30)
+
+    thread = threading.Thread(target=hang)
+    thread.start()
+    try:
+        assert "the plugin has not closed NVML within" in failure(node, ref)
+        assert node.driver._gpus.detachments.written() is None
+        assert states(node) == {"reset": "waiting"}
+        eventually(lambda: name not in names(node))
+    finally:
+        ended.set()
+        thread.join()
+    node.ready(ref)
+    assert states(node) == {"reset": "in_service"}
+
+
+def test_two_instances_close_nvml_for_a_claim_and_open_it_again(
+    node: Node, make_node: Callable[..., Node]
+) -> None:
+    """As in a rolling update: the newer one is a process of its own."""
+    before = names(node)
+    node.spawn(POD_UID="pod-newer")
+    eventually(lambda: len(node.kubelet.instances(DRIVER)) == 2)
+    ref = maintenance(node, "reset", before[3])
+    eventually(lambda: isinstance(node.prepare(ref)[ref.uid], Prepared))
+    assert not node.driver._gpus.detachments.is_nvml_open()
+    assert reset(node, "3").returncode == 0
+    node.take_back(ref)
+    eventually(lambda: node.driver.discovery.unavailable() is None)
+    node.wait_devices(8)
