@@ -61,26 +61,28 @@ def test_manual_says_what_the_branch_lacks_and_what_we_then_do(nvidia: Programs,
 
 def parsed(within: str) -> tuple[list[str], dict[str, set[str]], dict[str, str]]:
     """The branches, what each lacks, and the hand-written column."""
-    head, *rows = ([cell.strip() for cell in line.strip("|\n").split("|")] for line in within.splitlines())
-    branches = head[1:-1]
+    first, *rows = within.splitlines()
+    branches = re.findall(r"R\d+", first)
     lacks: dict[str, set[str]] = {branch: set() for branch in branches}
     meanings = {}
-    for name, *cells, meaning in rows[1:]:
+    for row in rows[3:]:
+        name, newest, meaning = (cell.strip() for cell in row.strip("|\n").split("|"))
         meanings[name.strip("`")] = meaning
-        for branch, cell in zip(branches, cells, strict=True):
-            if cell == "no":
-                lacks[branch].add(name.strip("`"))
+        for branch in branches[: branches.index(newest) + 1]:
+            lacks[branch].add(name.strip("`"))
     return branches, lacks, meanings
 
 
 def table(branches: list[str], lacks: dict[str, set[str]], meanings: dict[str, str]) -> str:
-    lines = [["What we use", *branches, WHAT_WE_DO], ["---"] * (len(branches) + 2)]
+    """The branches in one line, and a row for each name: the newest branch that lacks it. Older ones lack it too."""
+    lines = [
+        f"Branches: {', '.join(branches)}.\n\n| What we use | Missing up to | {WHAT_WE_DO} |\n|---|---|---|\n"
+    ]
     for name in sorted(set().union(*lacks.values()), key=lambda name: (not name.startswith("nvml"), name)):
-        has = ["no" if name in lacks[branch] else "yes" for branch in branches]
-        lines.append([f"`{name}`", *has, meanings.get(name, "?")])
-    return "".join(
-        f"|{'|'.join(cells)}|\n" if "---" in cells else f"| {' | '.join(cells)} |\n" for cells in lines
-    )
+        missing = [branch for branch in branches if name in lacks[branch]]
+        assert missing == branches[: len(missing)], f"{name} is missing in {missing}"
+        lines.append(f"| `{name}` | {missing[-1]} | {meanings.get(name, '?')} |\n")
+    return "".join(lines)
 
 
 # --- functions of NVML ---------------------------------------------------------------------------
