@@ -103,7 +103,7 @@ class MigDevices:
                     self._make_whole(step)
         except NotSupportedError as error:
             raise ClaimRefusedError(
-                f"{error}; delete the pod and its claim so that they are allocated anew"
+                f"{error}; delete the pod and its claim so that they are allocated again"
             ) from error
 
     def undo(self, step: CreateMig | LeaveMigMode, record: ClaimRecord) -> None:
@@ -388,5 +388,5 @@ def _foreign_in_the_way(gpu: GpuAddress, instance: GpuInstance, wanted: str) -> 
     return ClaimRefusedError(
         f"{wanted} needs GPU instance {instance.gpu_instance_id} (profile {instance.profile_id}) of GPU {gpu.uuid} to "
         "be gone, which somebody else made and which is therefore left alone; destroy it by hand (nvidia-smi mig), "
-        "or delete the pod and its claim so that they are allocated anew"
+        "or delete the pod and its claim so that they are allocated again"
     )

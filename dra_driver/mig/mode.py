@@ -147,7 +147,7 @@ class MigMode:
         mode = self._hardware.mode(*gpu)
         if mode is None:
             raise ClaimRefusedError(
-                f"GPU {gpu.uuid} has no MIG; delete the claim so that it is allocated anew"
+                f"GPU {gpu.uuid} has no MIG; delete the claim so that it is allocated again"
             )
         if mode[0]:
             return

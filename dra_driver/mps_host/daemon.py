@@ -328,7 +328,7 @@ class Daemon:
             raise RetryableError(
                 f"no time is left to start the MPS daemon of {self._record.spec.device}: reading and setting the "
                 f"compute {whose} took {now - began:.1f} s; switch on persistence mode on the node "
-                "(nvidia-persistenced, or `nvidia-smi -pm 1`), so that nvidia-smi does not initialise each GPU anew"
+                "(nvidia-persistenced, or `nvidia-smi -pm 1`), so that nvidia-smi does not initialise each GPU again"
             )
 
     def _where_supported(self, ask: Callable[[str], T], gpu_uuid: str) -> T | None:

@@ -189,7 +189,7 @@ class MigHardware:
                 except pynvml.NVMLError_InvalidArgument as error:
                     raise RetryableError(
                         f"{action}: the driver takes no such profile or placement ({error}); delete the pod and its "
-                        "claim so that they are allocated anew"
+                        "claim so that they are allocated again"
                     ) from error
         except NotSupportedError as error:
             mode = mig_mode(handle, gpu_uuid)

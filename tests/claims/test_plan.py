@@ -94,17 +94,17 @@ def test_results_and_configs_of_other_drivers_are_left_out() -> None:
         (
             claim("gpu-ffffffff"),
             "request gpu: device gpu-ffffffff of pool node-a does not exist on this node (any more); "
-            "delete the pod and its claim so that they are allocated anew",
+            "delete the pod and its claim so that they are allocated again",
         ),
         (
             claim(result(GPU_2, "big/whole")),
             f"request big/whole: device {GPU_2} of pool node-a does not exist on this node (any more); "
-            "delete the pod and its claim so that they are allocated anew",
+            "delete the pod and its claim so that they are allocated again",
         ),
         (
             claim(GPU_0, result(GPU_0, "second")),
             f"request second: device {GPU_0} is allocated twice in this claim; "
-            "delete the claim so that it is allocated anew",
+            "delete the claim so that it is allocated again",
         ),
     ],
 )

@@ -158,7 +158,7 @@ def test_monitor_goes_without_a_gpu_that_a_virtual_machine_has() -> None:
         (
             claim(VFIO_0, result(GPU_0, "cuda")),
             f"requests gpu and cuda: devices {VFIO_0} and {GPU_0} are the same silicon; delete the claim so that it is "
-            "allocated anew",
+            "allocated again",
         ),
         (
             claim(result(VFIO_0, "look", admin_access=True)),

@@ -182,7 +182,7 @@ def test_failure_of_one_claim_does_not_touch_the_others(node: Node) -> None:
     }  # fmt: skip
     assert error_of(answers["uid-2"]) == (
         "prepare claim default/claim-uid-2 (UID uid-2): request gpu: device gpu-9 of pool node-a does not exist on "
-        "this node (any more); delete the pod and its claim so that they are allocated anew"
+        "this node (any more); delete the pod and its claim so that they are allocated again"
     )
     assert error_of(answers["uid-4"]) == (
         "prepare claim default/gone (UID uid-4): claim default/gone does not exist in the API server; it was deleted"

@@ -426,7 +426,7 @@ def _find(
     if withheld is None:
         raise ClaimRefusedError(
             f"request {result.request}: device {result.device} of pool {pool} does not exist on this node (any "
-            "more); delete the pod and its claim so that they are allocated anew"
+            "more); delete the pod and its claim so that they are allocated again"
         )
     raise ClaimRefusedError(
         f"request {result.request}: device {result.device} is MIG device {withheld.uuid}, which somebody else "
@@ -476,12 +476,12 @@ def _refuse_repeats(found: Sequence[tuple[DeviceResult, OfferedDevice]]) -> None
             if same.name == offered.name and other.share_id == result.share_id:
                 raise ClaimRefusedError(
                     f"request {result.request}: device {offered.name} is allocated twice in this claim; "
-                    "delete the claim so that it is allocated anew"
+                    "delete the claim so that it is allocated again"
                 )
             if same.name != offered.name and _overlap(same, offered):
                 raise ClaimRefusedError(
                     f"requests {other.request} and {result.request}: devices {same.name} and {offered.name} are the "
-                    "same silicon; delete the claim so that it is allocated anew"
+                    "same silicon; delete the claim so that it is allocated again"
                 )
         used.append((result, offered))
 
