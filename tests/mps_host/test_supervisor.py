@@ -554,7 +554,8 @@ def test_no_nvidia_smi_runs_while_the_driver_is_detached(host, logs):
     detachments.end()
     eventually(lambda: host.compute_mode() == 0)
     eventually(lambda: supervisor.status() == ())
-    (host.layout.root / LOCK_FILE).unlink()
+    for name in (LOCK_FILE, "detach.lock"):
+        (host.layout.root / name).unlink()
     assert host.left() == []
     host.assert_nothing_left()
 
