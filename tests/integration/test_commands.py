@@ -447,8 +447,8 @@ def section(name: str) -> str:
 
 WHOLE = (
     "admin-access", "cuda-job", "extended-resource", "gpu-feature-discovery", "h100-else-a100", "jobset", "kai",
-    "kueue", "monitoring-daemonset", "mps-shared-claim", "nvlink-domain", "one-gpu", "pytorch-ddp", "selectors",
-    "shared-claim", "time-slicing", "two-claims", "volcano",
+    "kueue", "monitoring-daemonset", "mps-shared-claim", "nvlink-domain", "one-gpu", "pytorch-ddp", "reset-gpu",
+    "selectors", "shared-claim", "time-slicing", "two-claims", "volcano",
 )  # fmt: skip
 SHARED = {
     "gpu-shares": "dgx-h100",

@@ -57,6 +57,7 @@ STARTED: dict[tuple[str, str], dict[str, list[list[str]]]] = {
         "nvlink-domain": [GPUS[:2]],
         "one-gpu": [["gpu 0"]],
         "pytorch-ddp": [GPUS],
+        "reset-gpu": [["gpu.nvidia.com 0 admin"]],
         "selectors": [["gpu 0"]],
         "shared-claim": [["gpu 0"], ["gpu 0"]],
         "time-slicing": [["gpu 0"], ["gpu 0"]],
@@ -82,7 +83,8 @@ STARTED: dict[tuple[str, str], dict[str, list[list[str]]]] = {
     },
 }
 """By machine and configuration: what each pod of an example gets, in the order of the file. Pods with the same number
-share a device. imex-job starts one pod of two, because the playground has only one tray."""
+share a device. imex-job starts one pod of two, because the playground has only one tray. A GPU
+in maintenance is in no slice."""
 STORED = ("Namespace", "ResourceClaim", "ResourceClaimTemplate")
 """The kinds that the playground stores of an example, besides its pods."""
 
@@ -194,7 +196,7 @@ def described(playground: Playground, claim: dict[str, Any], numbers: dict[str, 
         for device in entry["spec"].get("devices", [])
     }
     results = claim["status"]["allocation"]["devices"]["results"]
-    found = [published[result["driver"], result["device"]] for result in results]
+    found = [published.get((result["driver"], result["device"]), {}) for result in results]
     for constraint in claim["spec"]["devices"].get("constraints", []):
         key = constraint["matchAttribute"].removeprefix("gpu.nvidia.com/")
         assert len({json.dumps(attributes[key]) for attributes in found}) == 1

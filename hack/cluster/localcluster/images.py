@@ -27,6 +27,8 @@ WORKLOAD_TAGS = (
     "nvcr.io/nvidia/cuda:12.4.1-base-ubuntu22.04",
 )
 _BASH = Path("/bin/bash-static")
+# The simulated nvidia-smi needs it to see who has NVML open. Debian's busybox does not have it.
+_FLOCK = Path("/usr/bin/flock")
 # Replaces a CUDA program on a simulated machine, to show which MPS limits a container gets.
 _MPS_CLIENT = Path(__file__).resolve().parents[3] / "dra_driver/simulator/scripts/mps-client.sh"
 _C_LIBRARY = ("libc.so.6", "libm.so.6", "libpthread.so.0", "libdl.so.2", "librt.so.1")
@@ -107,6 +109,7 @@ def _layer(busybox: Path) -> bytes:
             layer.addfile(entry)
         _add_file(layer, "bin/busybox", busybox.read_bytes(), 0o755)
         _add_file(layer, "bin/bash", _BASH.read_bytes(), 0o755)
+        _add_file(layer, "usr/bin/flock", _FLOCK.read_bytes(), 0o755)
         _add_file(layer, "usr/bin/mps-client", _MPS_CLIENT.read_bytes(), 0o755)
         _add_file(layer, "etc/passwd", b"root:x:0:0:root:/root:/bin/sh\n", 0o644)
         _add_file(layer, "etc/group", b"root:x:0:\n", 0o644)
