@@ -218,7 +218,7 @@ class Reporter:
         self.metrics.unprepared(duration_s, None)
         self.failing.succeeded(ref)
         self.statuses.forget(ref)
-        if record is not None and record.maintenance is not None:
+        if record is not None and record.maintenance is not None and record.phase == "prepared":
             text = f"{', '.join(record.maintenance.gpu_uuids)}: maintenance ended, gpu-dra-driver publishes it again"
             self.recorder.claim_event(ref, "MaintenanceEnded", text, warning=False)
         self.freed()

@@ -104,6 +104,7 @@ def test_maintenance_claim_has_events_when_it_begins_and_ends(reporter, heard):
     record = replace(RECORD, steps=(StartMaintenance((uuid(0), uuid(1)), "Wait", 900),))
     reporter.prepared(REF, 0.1, record)
     reporter.unprepared(REF, 0.1, record)
+    reporter.unprepared(REF, 0.1, replace(record, phase="preparing"))  # it waited, and never began
     gpus = f"{uuid(0)}, {uuid(1)}: "
     assert heard.told == [
         ("claim and pods", "MaintenanceStarted", f"{gpus}in maintenance for this claim", False),
