@@ -126,8 +126,8 @@ def defaults() -> str:
 def values_table() -> str:
     """The rows of the table of values, from values.yaml and the comments above its keys."""
     text = (CHART / "values.yaml").read_text()
-    rows = [f"| `{path}` | {default} | {why} |" for path, default, why in _rows(text)]
-    return "\n".join(["| Value | Default | What it is |", "|---|---|---|", *rows]) + "\n"
+    rows = [f"| `{path}{default}` | {why} |" for path, default, why in _rows(text)]
+    return "\n".join(["| Value and default | What it is |", "|---|---|", *rows]) + "\n"
 
 
 def _rows(text: str) -> Iterator[tuple[str, str, str]]:
@@ -135,7 +135,7 @@ def _rows(text: str) -> Iterator[tuple[str, str, str]]:
 
 
 def _values(node: Json, lines: list[str], above: str) -> Iterator[tuple[str, str, str]]:
-    """(path, default, comment) of every key that has a comment; below it everything is its default."""
+    """(path, default as `: value`, comment) of every key that has a comment; below it everything is its default."""
     for key, value in node.value:
         path = f"{above}{key.value}"
         comment: list[str] = []
@@ -147,7 +147,7 @@ def _values(node: Json, lines: list[str], above: str) -> Iterator[tuple[str, str
             default = yaml.safe_load(yaml.serialize(value))
             yield (
                 path,
-                f"`{json.dumps(default)}`" if default or default in (0, False) else "",
+                f": {json.dumps(default)}" if default or default in (0, False) else "",
                 " ".join(comment),
             )
         elif isinstance(value, yaml.MappingNode):

@@ -87,12 +87,13 @@ def event_table(meanings: dict[str, str]) -> Iterator[str]:
             fields.add("exception")
             used = used - {"exception"} | ({"error"} if "exception" in used else set())
         *lower, level = [level for level in LEVELS if level in used] or ["info"]
-        also = f" (or {', '.join(lower)})" if lower else ""
+        also = "".join(f", or {one}" for one in lower)
         named = ", ".join(f"`{field}`" for field in sorted(fields - COMMON_FIELDS))
-        rows[level].append(f"| `{event}`{also} | {named} | {meanings.get(event, '?')} |\n")
+        shown = f"`{event}`{also}" + (f" ({named})" if named else "")
+        rows[level].append(f"| {shown} | {meanings.get(event, '?')} |\n")
     for level, lines in rows.items():
         if lines:
-            yield f"### {level.title()}\n\n| Event | More fields | Meaning |\n|---|---|---|\n"
+            yield f"### {level.title()}\n\n| Event (more fields) | Meaning |\n|---|---|\n"
             yield from [*lines, "\n"]
 
 

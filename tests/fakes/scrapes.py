@@ -171,7 +171,7 @@ def labels_of_samples(metrics: Metrics) -> dict[str, set[str]]:
 
 def table() -> str:
     """The driver's own metrics as a Markdown table."""
-    lines = ["| Metric | Labels | What |", "|---|---|---|"]
+    lines = ["| Metric and labels | What |", "|---|---|"]
     families = (entry for entry in complete_metrics().registry.collect() if entry.name.startswith("nvidia"))
     lines += [_line(family) for family in sorted(families, key=lambda family: family.name)]
     return "\n".join(lines)
@@ -181,7 +181,8 @@ def _line(family: Metric) -> str:
     suffix = {"counter": "_total", "info": "_info"}.get(family.type, "")
     labels = sorted({label for sample in family.samples for label in sample.labels} - {"le", "driver"})
     assert (family.type == "histogram") == family.name.endswith("_seconds")
-    return f"| `{family.name}{suffix}` | {', '.join(labels)} | {family.documentation} |"
+    shown = f"{{{', '.join(labels)}}}" if labels else ""
+    return f"| `{family.name}{suffix}{shown}` | {family.documentation} |"
 
 
 def generated(text: str) -> str:
