@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from dra_driver.app.settings import Settings
+from dra_driver.errors import DraDriverError
 from dra_driver.health.gpu_health import GpuHealth
 from dra_driver.health.rules.taints import withdrawals
 from dra_driver.inventory.discovery import Discovery
@@ -105,15 +106,16 @@ class Publishing:
         return lambda device: device.gpu.uuid in away or pending(device) is not None or withdrawn(device)
 
     def is_offered(self, gpu_uuids: Collection[str]) -> bool:
-        """Whether the API server may have a device of these GPUs. Raises: ApiUnavailableError, ApiRejectedError."""
+        """Whether the API server may have a device of these GPUs; also if it does not answer."""
         inventory = self.inventory()
         if inventory is None or not self.cache.synced.is_set():
             return True
         names = {device.name for device in inventory.devices() if device.gpu.uuid in gpu_uuids}
-        published = (
-            one["name"] for entry in self.cache.current() for one in entry["spec"].get("devices") or ()
-        )
-        return not names.isdisjoint(published)
+        try:
+            slices = self.cache.current()
+        except DraDriverError:
+            return True
+        return any(one["name"] in names for entry in slices for one in entry["spec"].get("devices") or ())
 
     def _dirty(self) -> None:
         self.publisher.mark_dirty()

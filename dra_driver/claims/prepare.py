@@ -29,6 +29,7 @@ from dra_driver.claims.rules.plan import answer, lost_claim, plan_claim
 from dra_driver.claims.specs_without_record import SpecsWithoutRecord
 from dra_driver.claims.waiting import NOT_NOW, PrepareAttempt, Waiter
 from dra_driver.errors import (
+    ClaimRefusedError,
     DeviceLostError,
     DraDriverError,
     NvmlTransientError,
@@ -320,15 +321,8 @@ class Preparer:
                     self.layouts.refuse_changing(gpus)
                 try:
                     plan = self.planner.plan(claim, known)
-                except DeviceHeldError:
-                    # Release the old devices; otherwise two claims that swap devices would wait for each other
-                    # forever.
-                    allocated = frozenset(result.device for result in claim.results)
-                    if (
-                        known is not None
-                        and attempt.waits_since is not None
-                        and not known.is_within(allocated)
-                    ):
+                except ClaimRefusedError as error:
+                    if known is not None and _releases(attempt, known, error):
                         self._end(known, ended)
                     raise
                 if not plan.locked_gpus <= gpus:
@@ -408,6 +402,17 @@ class Preparer:
                 reason=str(left),
                 remedy="the record is kept; the next Prepare or Unprepare of the claim goes on with it",
             )
+
+
+def _releases(attempt: PrepareAttempt, known: ClaimRecord, error: ClaimRefusedError) -> bool:
+    """Whether a refused claim releases what its record holds. Otherwise two claims that swap devices would wait for
+    each other forever, and the GPUs of a maintenance claim would stay withdrawn.
+    """
+    if known.maintenance is not None:
+        return known.phase != "prepared"
+    allocated = frozenset(result.device for result in attempt.claim.results)
+    is_held = isinstance(error, DeviceHeldError) and attempt.waits_since is not None
+    return is_held and not known.is_within(allocated)
 
 
 def refuse_unprepared(guard: ClaimGuard, call: KubeletCall) -> None:

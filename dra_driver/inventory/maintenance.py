@@ -19,7 +19,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Protocol
 
 import structlog
 
@@ -40,16 +39,6 @@ _POLL_S = 0.1
 _MAX_NAMED = 8
 
 
-class MaintenanceObserver(Protocol):
-    """Receives what happens to maintenance claims; reporting does. Must not block or raise."""
-
-    def maintenance_started(self, claim: ClaimRef, gpu_uuids: Collection[str], until: str) -> None:
-        """NVML is closed until then, and the GPUs are in service."""
-
-    def maintenance_ended(self, claim: ClaimRef, gpu_uuids: Collection[str]) -> None:
-        """The claim was released after its maintenance had started; its GPUs return."""
-
-
 @dataclass(eq=False)
 class MaintenanceSteps:
     """Closes NVML for a maintenance claim, and has it opened again.
@@ -64,7 +53,6 @@ class MaintenanceSteps:
     is_offered: Callable[[Collection[str]], bool]
     publish: Callable[[], None]
     rescan: Callable[[], None]
-    observer: MaintenanceObserver | None = None
 
     def open(self) -> None:
         """Remove the file of a claim that is not prepared, which a crash left, and one that a power loss tore. Call
@@ -103,15 +91,11 @@ class MaintenanceSteps:
             self.undo_closing(ref)
             raise
         _log.info("maintenance_started", claim_uid=ref.uid, gpu_uuids=step.gpu_uuids, until=made.until)
-        if self.observer is not None:
-            self.observer.maintenance_started(ref, step.gpu_uuids, made.until)
 
     def undo(self, step: StartMaintenance, record: ClaimRecord) -> None:
         """Have NVML opened again, if it was closed for the claim, and the GPUs published. Raises: StateError."""
         if self.undo_closing(record.ref):
             _log.info("maintenance_ended", claim_uid=record.ref.uid, gpu_uuids=step.gpu_uuids)
-            if self.observer is not None and record.phase == "prepared":
-                self.observer.maintenance_ended(record.ref, step.gpu_uuids)
         self.publish()
 
     def in_place(self, step: StartMaintenance, record: ClaimRecord) -> bool:

@@ -13,7 +13,7 @@ from dra_driver.claims import lifecycle
 from dra_driver.claims.waiting import WaitTimeouts
 from dra_driver.model.claim import ClaimRef, Failed, Prepared
 from tests.fakes.waiting import eventually
-from tests.integration.conftest import Json, Node
+from tests.integration.conftest import Json, Node, sliced
 from tests.integration.test_process import call
 from tests.integration.test_serviced import tainted
 
@@ -248,3 +248,38 @@ def test_two_instances_close_nvml_for_a_claim_and_open_it_again(
     node.take_back(ref)
     eventually(lambda: node.driver.discovery.unavailable() is None)
     node.wait_devices(8)
+
+
+def test_health_and_time_slices_are_those_of_before_and_nothing_is_made_up(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for place in ("book", "monitor"):
+        monkeypatch.setattr(f"dra_driver.health.{place}.FRESH_S", 0.2)
+    with node.machine._change() as state:
+        state.by_uuid[node.machine.gpu(1).uuid].persistence = 0
+    before = names(node)
+    sliced_ref = node.allocated_by_hand("sliced", before[1], config=sliced("Long"))
+    node.ready(sliced_ref)
+    states_before = node.driver.health.book.states()
+    ref = maintenance(node, "reset", before[3])
+    node.ready(ref)
+    assert node.machine.timeslice(1) == 0, "the NVIDIA driver released the GPU"
+    eventually(lambda: not node.driver.health.book.is_fresh(node.machine.gpu(1).uuid))
+    assert node.driver.health.problems() == []
+    assert node.driver.health.book.states() == states_before
+    assert node.driver.health.gpus() is None
+    node.take_back(ref)
+    eventually(lambda: node.machine.timeslice(1) == 3)
+    eventually(lambda: node.driver.health.gpus() is not None)
+
+
+def test_gpu_returns_only_after_nvml_has_been_read_again(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = names(node)
+    ref = maintenance(node, "reset", before[3])
+    node.ready(ref)
+    with monkeypatch.context() as patch:
+        patch.setattr(node.driver.discovery, "_read_everything", lambda: True)
+        node.take_back(ref)
+        node.driver.publishing.publisher._publish_once()
+        assert before[3] not in names(node)
+    eventually(lambda: names(node) == before)

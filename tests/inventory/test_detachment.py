@@ -17,6 +17,7 @@ import pytest
 from dra_driver.base.file_lock import UseMark
 from dra_driver.errors import (
     ClaimsInTheWayError,
+    DeviceBusyError,
     InvalidConfigError,
     NvmlDetachedError,
     NvmlInUseError,
@@ -31,11 +32,14 @@ from dra_driver.inventory import discovery as discovery_module
 from dra_driver.inventory.detachment import LOCK_FILE, Detachments, detach, nvml_pause
 from dra_driver.inventory.discovery import Discovery
 from dra_driver.inventory.rules.gpu_names import named_gpus
+from dra_driver.model.claim import ClaimRef
 from dra_driver.nvml.reader import NvmlReader
 from dra_driver.simulator import SimulatedLibrary
 from tests.fakes.clock import Clock
 from tests.fakes.machines import SimulatedNode
 from tests.fakes.waiting import eventually
+
+RESET, FLASH = ClaimRef("ops", "reset", "uid-1"), ClaimRef("ops", "flash", "uid-2")
 
 
 @pytest.fixture
@@ -62,6 +66,51 @@ def test_it_lasts_as_long_as_was_requested(detachments: Detachments, clock: Cloc
     detachments.end()
     detachments.end()
     assert detachments.now() is None
+
+
+def test_maintenance_claim_keeps_its_detachment_and_waits_for_any_other(
+    detachments: Detachments, clock: Clock
+) -> None:
+    made = detachments.begin(300, RESET, ("GPU-1",))
+    assert made.problem.startswith(f"NVML is closed until {made.until} for maintenance claim ops/reset; ")
+    assert detachments.begin(600, RESET) == made
+    with pytest.raises(DeviceBusyError, match="for maintenance claim ops/reset"):
+        detachments.begin(300, FLASH)
+    assert not detachments.end_of(FLASH)
+    clock.now += 300
+    assert (detachments.now(), detachments.written()) == (None, made)
+    other = detachments.begin(300, FLASH)
+    assert (detachments.now(), detachments.end_of(RESET)) == (other, False)
+    detachments.begin(300)
+    with pytest.raises(NvmlDetachedError, match="detach --end"):
+        detachments.begin(300, FLASH)
+
+
+def test_end_leaves_the_file_of_a_maintenance_claim_with_its_time_over(
+    detachments: Detachments, clock: Clock
+) -> None:
+    made = detachments.begin(300, RESET, ("GPU-1",))
+    clock.now += 100
+    detachments.end()
+    found = detachments.written()
+    assert found is not None
+    assert (detachments.now(), found.claim, found.gpu_uuids) == (None, RESET, ("GPU-1",))
+    assert found.until_s == clock.now
+    assert found.until <= made.until
+    detachments.end()
+    assert detachments.written() == found, "it was over since the first end"
+    assert detachments.end_of(RESET)
+    assert detachments.written() is None
+
+
+def test_closing_that_someone_ends_is_not_waited_for(detachments: Detachments, tmp_path: Path) -> None:
+    mark = UseMark(tmp_path / LOCK_FILE)
+    mark.hold()
+    made = detachments.begin(300, RESET)
+    detachments.end()
+    with pytest.raises(RetryableError, match="another process ended that"):
+        detachments.wait_closed(made, 60)
+    mark.release()
 
 
 @pytest.mark.parametrize(
@@ -306,6 +355,7 @@ from dra_driver.base.file_lock import UseMark
 from dra_driver.host.sysfs import Sysfs
 from dra_driver.inventory import discovery as module
 from dra_driver.inventory.detachment import LOCK_FILE, Detachments
+from dra_driver.model.claim import ClaimRef
 from dra_driver.nvml.reader import NvmlReader
 from dra_driver.simulator import SimulatedLibrary, open_machine
 

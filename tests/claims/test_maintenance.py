@@ -1,0 +1,269 @@
+"""A claim that takes GPUs out of service: what it may request, what it waits for, and what a failed try leaves."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dra_driver.base.file_lock import UseMark
+from dra_driver.claims.rules.holders import DeviceHeldError
+from dra_driver.claims.rules.plan import plan_claim
+from dra_driver.errors import ClaimRefusedError, DeviceLostError, RetryableError
+from dra_driver.inventory.detachment import LOCK_FILE
+from dra_driver.inventory.maintenance import MaintenanceSteps
+from dra_driver.model.claim import AllocatedClaim, DeviceConfig, Failed, Prepared
+from dra_driver.model.plan import Plan
+from dra_driver.model.record import ClaimRecord, StartMaintenance, WriteCdiSpec
+from tests.claims.test_plan_mig import NODE_, ONE_0
+from tests.fakes.kindnode import KINDS, KindNode, RecordedMpsHost, Site, maintenance_parameters
+from tests.fakes.preparing import Node, maintenance_steps
+from tests.fakes.samples import (
+    DRIVER,
+    GPU_0,
+    GPU_1,
+    MIG_1G,
+    MIG_3G,
+    MIXED,
+    NODE,
+    claim,
+    hold,
+    record,
+    result,
+    uuid,
+)
+from tests.fakes.waiting import eventually
+
+UID = "uid-1"
+
+
+def config(*requests: str, **fields: Any) -> DeviceConfig:
+    return DeviceConfig("FromClaim", requests, DRIVER, maintenance_parameters(**fields))
+
+
+def maintenance(*devices: str, uid: str = UID, **fields: Any) -> AllocatedClaim:
+    results = [result(device, admin_access=True) for device in devices]
+    return claim(*results, uid=uid, configs=(config(**fields),))
+
+
+def in_maintenance(*names: str, uid: str = "uid-reset") -> ClaimRecord:
+    held = [hold(name, admin_access=True) for name in names]
+    gpus = tuple(sorted({one.gpu_uuid for one in held}))
+    return replace(record(*held, uid=uid), steps=(StartMaintenance(gpus, "Wait", 900),))
+
+
+def plan(wanted: AllocatedClaim, *others: ClaimRecord, **more: Any) -> Plan:
+    return plan_claim(wanted, more.pop("inventory", MIXED), NODE, DRIVER, others, **more)
+
+
+# --- what is planned -----------------------------------------------------------------------------
+
+
+def test_plan_has_each_gpu_once_and_locks_it() -> None:
+    made = plan(maintenance(GPU_1, MIG_1G, MIG_3G, policy="Refuse", timeout="90s"))
+    assert made.steps == (StartMaintenance((uuid(1), uuid(2)), "Refuse", 90), WriteCdiSpec())
+    assert (made.locked_gpus, made.waits_for) == ({uuid(1), uuid(2)}, ())
+
+
+@pytest.mark.parametrize(
+    ("configs", "inventory", "device", "text"),
+    [
+        (
+            (config("one"),),
+            MIXED,
+            GPU_1,
+            "all requests of a maintenance claim need the same MaintenanceConfig",
+        ),
+        ((config("one"), config("two", timeout="1h")), MIXED, GPU_1, "need the same MaintenanceConfig"),
+        ((config("one"), config("two", policy="Refuse")), MIXED, GPU_1, "need the same MaintenanceConfig"),
+        ((config(),), NODE_, ONE_0, "is created on demand, so MaintenanceConfig does not fit it"),
+    ],
+)
+def test_claim_that_is_not_for_maintenance_of_existing_devices_alone_is_refused(
+    configs: tuple[DeviceConfig, ...], inventory: Any, device: str, text: str
+) -> None:
+    wanted = claim(
+        result(GPU_0, "one", admin_access=True), result(device, "two", admin_access=True), configs=configs
+    )
+    with pytest.raises(ClaimRefusedError, match=text):
+        plan(wanted, inventory=inventory)
+
+
+OTHERS = (
+    record(hold(GPU_0), uid="uid-user"),
+    record(hold(MIG_1G, admin_access=True), uid="uid-monitor"),
+    record(hold(GPU_1), uid="uid-elsewhere"),
+    in_maintenance(GPU_0),
+)
+
+
+def test_claims_on_the_gpus_are_waited_for_also_those_that_only_look() -> None:
+    made = plan(maintenance(GPU_0, MIG_3G), *OTHERS)
+    assert made.waits_for == ("default/claim-uid-monitor", "default/claim-uid-user")
+    assert plan(maintenance(GPU_1), *OTHERS[:2], OTHERS[3]).waits_for == ()
+
+
+def test_policy_refuse_names_the_claims_on_the_gpus() -> None:
+    with pytest.raises(ClaimRefusedError, match="claims use the GPUs: default/claim-uid-user; delete their"):
+        plan(maintenance(GPU_0, policy="Refuse"), *OTHERS)
+
+
+@pytest.mark.parametrize("wanted", [claim(MIG_1G), claim(result(MIG_1G, admin_access=True))])
+def test_new_claim_on_a_gpu_in_maintenance_is_refused(wanted: AllocatedClaim) -> None:
+    with pytest.raises(DeviceHeldError, match=f"the GPU of device {MIG_1G} is in maintenance for claim"):
+        plan(wanted, in_maintenance(MIG_3G))
+    assert plan(wanted, in_maintenance(GPU_0)).devices
+
+
+def test_claim_with_a_record_is_prepared_again_and_the_maintenance_claim_waits_for_it() -> None:
+    """After a reboot both are prepared again; neither must wait for the other forever."""
+    known = record(hold(GPU_0), uid=UID, phase="preparing")
+    assert plan(claim(GPU_0), in_maintenance(GPU_0), known=known).devices
+    assert plan(maintenance(GPU_0), known).waits_for == ("default/claim-uid-1",)
+
+
+def test_lost_gpu_is_for_maintenance_but_for_no_other_claim() -> None:
+    lost = replace(MIXED, lost=tuple(gpu for gpu in MIXED.gpus if gpu.uuid == uuid(0)))
+    lost = replace(lost, gpus=tuple(gpu for gpu in MIXED.gpus if gpu.uuid != uuid(0)))
+    assert plan(maintenance(GPU_0), inventory=lost).steps[0] == StartMaintenance((uuid(0),), "Wait", 900)
+    with pytest.raises(DeviceLostError):
+        plan(claim(result(GPU_0, admin_access=True)), inventory=lost)
+
+
+# --- what is done --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def steps(node: Node, monkeypatch: pytest.MonkeyPatch) -> MaintenanceSteps:
+    monkeypatch.setattr("dra_driver.inventory.maintenance._WITHDRAWING_S", 0.0)
+    monkeypatch.setattr("dra_driver.inventory.maintenance._CLOSING_S", 0.3)
+    found = node.runner.runners[StartMaintenance]
+    assert isinstance(found, MaintenanceSteps)
+    return found
+
+
+@contextmanager
+def nvml_open(node: Node) -> Iterator[None]:
+    """Another process of the plugin does not close NVML."""
+    mark = UseMark(node.directory / LOCK_FILE)
+    mark.hold()
+    try:
+        yield
+    finally:
+        mark.release()
+
+
+def phase(node: Node) -> str | None:
+    found = node.records.get(UID)
+    return None if found is None else found.phase
+
+
+def error_of(answer: object) -> str:
+    assert isinstance(answer, Failed), answer
+    return answer.error
+
+
+def test_failed_try_keeps_the_record_unless_the_failure_is_permanent(
+    node: Node, steps: MaintenanceSteps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = maintenance(GPU_0)
+    steps.is_offered = lambda _gpus: True
+    assert f"GPU {uuid(0)} is still in the ResourceSlices" in error_of(node.prepare(wanted))
+    assert (phase(node), steps.detachments.written()) == ("preparing", None)
+    steps.is_offered = lambda _gpus: False
+    with nvml_open(node):
+        assert "has not closed NVML within" in error_of(node.prepare(wanted))
+    assert (phase(node), steps.detachments.written()) == ("preparing", None)
+    node.steps.on_do = refuse
+    assert "not this one" in error_of(node.prepare(wanted))
+    assert (phase(node), steps.detachments.written()) == (None, None)
+
+
+def refuse(_plan: Plan) -> None:
+    raise ClaimRefusedError("not this one")
+
+
+def test_record_of_a_refused_try_is_removed_though_another_try_wrote_it(
+    node: Node, steps: MaintenanceSteps
+) -> None:
+    wanted = maintenance(GPU_0, policy="Refuse")
+    steps.is_offered = lambda _gpus: True
+    assert isinstance(node.prepare(wanted), Failed)
+    assert phase(node) == "preparing"
+    node.records.save(record(hold(GPU_0), uid="uid-user"))
+    assert "claims use the GPUs" in error_of(node.prepare(wanted))
+    assert phase(node) is None
+
+
+def test_unprepare_ends_a_closing_that_is_under_way(node: Node, steps: MaintenanceSteps) -> None:
+    wanted, answers = maintenance(GPU_0), []
+    with nvml_open(node):
+        thread = threading.Thread(target=lambda: answers.append(node.prepare(wanted)))
+        thread.start()
+        eventually(lambda: steps.detachments.now() is not None)
+        assert node.unprepare(wanted) is None
+        thread.join()
+    assert isinstance(answers[0], Failed)
+    assert (phase(node), steps.detachments.written()) == (None, None)
+
+
+def test_instance_without_devices_begins_the_closing_again_that_a_dead_one_left(
+    node: Node, steps: MaintenanceSteps
+) -> None:
+    wanted = maintenance(GPU_0)
+    steps.detachments.begin(900, wanted.ref)
+    node.devices.detachments = steps.detachments
+    node.devices.inventory, node.devices.hidden, node.devices.problem = None, MIXED, "NVML is closed"
+    assert isinstance(node.prepare(wanted), Prepared)
+    assert steps.detachments.now() is not None
+
+
+def test_claim_that_had_its_time_is_answered_and_closes_nothing(node: Node, steps: MaintenanceSteps) -> None:
+    wanted = maintenance(GPU_0)
+    answer = node.prepare(wanted)
+    assert isinstance(answer, Prepared)
+    steps.detachments.end()
+    assert node.prepare(wanted) == answer
+    assert steps.detachments.now() is None
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_file_of_a_claim_whose_record_is_unreadable_is_kept(node: Node, is_kept: bool) -> None:
+    wanted = maintenance(GPU_0)
+    steps = maintenance_steps(node, node.directory)
+    steps.detachments.begin(900, wanted.ref)
+    if is_kept:
+        (node.directory / "claims" / f"{UID}.json").write_text("torn")
+    steps.open()
+    assert (steps.detachments.now() is not None) == is_kept
+
+
+def test_mps_daemon_that_an_ended_claim_left_is_waited_for(
+    site: Site, memory_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for limit in ("CLEAN_BEFORE_S", "UNDO_S"):
+        monkeypatch.setattr(f"dra_driver.journal.cleaner.{limit}", 0.1)
+    site.reset()
+    node = KindNode(site, memory_path / "node")
+    served = KINDS["MPS settings"].wanted(site)
+    wanted = maintenance(site.whole(3), uid="uid-reset")
+    assert isinstance(node.prepare(served), Prepared)
+    with monkeypatch.context() as patch:
+        patch.setattr(RecordedMpsHost, "stop", fail)
+        assert node.unprepare(served) is None
+        error = error_of(node.prepare(wanted, 3.5))
+        assert (
+            f"maintenance starts after the cleanup of its GPUs. Cleanup pending for claim {served.ref}"
+            in error
+        )
+    assert isinstance(node.prepare(wanted), Prepared)
+    assert node.unprepare(wanted) is None
+
+
+def fail(*_given: object) -> None:
+    raise RetryableError("not today")
