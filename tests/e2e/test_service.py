@@ -80,7 +80,7 @@ def claims(cluster: Cluster) -> list[str]:
     return [one["metadata"]["name"] for one in cluster.get("resourceclaims", "-n", NAMESPACE)["items"]]
 
 
-def told(cluster: Cluster, reason: str, namespace: str = NAMESPACE) -> list[str]:
+def messages(cluster: Cluster, reason: str, namespace: str = NAMESPACE) -> list[str]:
     """The messages of all events with this reason, on claims and pods."""
     found = cluster.get("events", "-n", namespace)["items"]
     return [event["message"] for event in found if event["reason"] == reason]
@@ -137,7 +137,7 @@ def test_job_resets_a_gpu_that_needs_it_and_the_next_pod_gets_the_gpu(
     wait_for("the GPU to be withdrawn", lambda: published(cluster) == everything - {index})
     wait_for(
         "the claim that is waited for",
-        lambda: any("default/user" in text for text in told(cluster, "PrepareFailed")),
+        lambda: any("default/user" in text for text in messages(cluster, "PrepareFailed")),
     )
     step(cluster)
     assert state(cluster) == ["waiting"]
@@ -152,7 +152,7 @@ def test_job_resets_a_gpu_that_needs_it_and_the_next_pod_gets_the_gpu(
     cluster.apply(claim_and_pod("later", selector=only(OTHER + 2)))
     wait_for(
         "a Prepare to be refused",
-        lambda: any(f"{NAMESPACE}/{claim}" in text for text in told(cluster, "PrepareFailed", "default")),
+        lambda: any(f"{NAMESPACE}/{claim}" in text for text in messages(cluster, "PrepareFailed", "default")),
     )
     assert cluster.pod("neighbour")["status"]["phase"] == "Running"
 
@@ -164,8 +164,8 @@ def test_job_resets_a_gpu_that_needs_it_and_the_next_pod_gets_the_gpu(
         lambda: index in published(cluster) and not taints(cluster, index),
     )
     assert resets(uuid) == before + 1
-    wait_for("the end to be told", lambda: told(cluster, "MaintenanceEnded"))
-    assert told(cluster, "MaintenanceStarted")
+    wait_for("the event of the end", lambda: messages(cluster, "MaintenanceEnded"))
+    assert messages(cluster, "MaintenanceStarted")
     cluster.wait_running("next", "later", timeout_s=SLOW_S)
     assert (state(cluster), cluster.seen_by("next")) == ([], [uuid])
 
@@ -176,7 +176,9 @@ def test_service_with_refuse_names_the_claim_that_uses_the_gpu_and_leaves_it_pub
     cluster.start("user", selector=only(REFUSED))
     everything = published(cluster)
     serviced(service(uuid_of(cluster, REFUSED), GATED, policy="Refuse"))
-    wait_for("the refusal", lambda: any("default/user" in text for text in told(cluster, "PrepareFailed")))
+    wait_for(
+        "the refusal", lambda: any("default/user" in text for text in messages(cluster, "PrepareFailed"))
+    )
     wait_for("the GPU to be published", lambda: published(cluster) == everything)
     assert cluster.pod("user")["status"]["phase"] == "Running"
     assert not AT_WORK.exists()
@@ -189,7 +191,7 @@ def test_service_beyond_its_timeout_is_overdue_and_only_its_gpu_stays_withdrawn(
     serviced(service(uuid_of(cluster, OVERDUE), GATED, timeout="20s"))
     wait_for("the Job to be at work", AT_WORK.exists)
     wait_for("the metric", lambda: state(cluster) == ["overdue"])
-    wait_for("an event", lambda: told(cluster, "MaintenanceOverdue"))
+    wait_for("an event", lambda: messages(cluster, "MaintenanceOverdue"))
     assert published(cluster) == everything - {OVERDUE}
     cluster.apply(claim_and_pod("other", selector=only(OTHER)))
     cluster.wait_running("other", timeout_s=SLOW_S)
