@@ -62,7 +62,7 @@ class MigHolders:
             is_held = any(
                 held.gpu_uuid == gpu_uuid and (held.kind == "gpu" or record.boot_id == boot_id)
                 for held in record.devices
-                if not held.admin_access
+                if record.maintenance is not None or not held.admin_access
             )
             if is_held:
                 return f"claim {record.ref}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from dra_driver.mig.layouts import TAINTED_FIRST_S, NodeLayouts
 from dra_driver.model.gpu import Card, Gpu
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.mig import GpuLayout, LayoutEntry, MigLayouts, OwnedInstance
-from dra_driver.model.record import ClaimRecord, HeldDevice
+from dra_driver.model.record import ClaimRecord, HeldDevice, StartMaintenance
 from tests.fakes.machines import SimulatedNode
 from tests.fakes.mignode import MigNode, make_idle
 from tests.fakes.preparing import Crash
@@ -162,8 +163,12 @@ def test_a_device_whose_undo_has_failed_keeps_its_gpu_until_it_is_destroyed(node
     assert profiles(node) == [THREE, ONE, ONE]
 
 
-def test_a_claim_keeps_its_gpu_until_it_ends(node: MigNode) -> None:
-    hold(node)
+@pytest.mark.parametrize("is_maintenance", [False, True])
+def test_a_claim_keeps_its_gpu_until_it_ends(node: MigNode, is_maintenance: bool) -> None:
+    hold(node, admin_access=is_maintenance)
+    if is_maintenance:
+        step = StartMaintenance((node.gpu_uuid,), "Wait", 900)
+        node.records.save(replace(node.records.all()["uid-1"], steps=(step,)))
     layouts = Layouts(node)
     state = layouts.settle()
     assert (state.state, node.on_gpu()) == ("waiting", (False, []))
