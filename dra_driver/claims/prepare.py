@@ -153,8 +153,8 @@ class ClaimPlanner:
         return self.discovery.unavailable() is None
 
     def opens_again(self, ref: ClaimRef) -> bool:
-        """Whether NVML was closed for this claim by an attempt that a crash ended; it is opened again then, so that the
-        next try can plan. Raises: StateError."""
+        """Whether NVML was closed for this claim by an attempt that failed or that a crash ended; it is opened again
+        then, so that the next try can plan. Raises: StateError."""
         detachments = self.discovery.detachments
         return detachments is not None and detachments.end_of(ref)
 
@@ -376,7 +376,7 @@ class Preparer:
 
     def give_up(self, attempt: PrepareAttempt, error: Exception) -> None:
         """Roll the claim back, unless it is prepared or a later attempt continues with it. A maintenance claim
-        that may succeed later keeps its record, so that no other claim gets its GPUs.
+        that may succeed later keeps its record, so that no other claim gets its GPUs, but NVML is opened again.
 
         Never raises a DraDriverError: the next Prepare or Unprepare handles what cannot be rolled back now.
         """
@@ -391,8 +391,10 @@ class Preparer:
                 record = self.records.get(uid)
                 if record is None or record.phase == "prepared":
                     return
-                if record.maintenance is not None and isinstance(error, RetryableError):
-                    return
+                if record.maintenance is not None:
+                    self.planner.opens_again(attempt.ref)
+                    if isinstance(error, RetryableError):
+                        return
                 self.executor.end(record)
             self.executor.clean(uid)
         except DraDriverError as left:

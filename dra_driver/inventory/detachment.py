@@ -353,15 +353,15 @@ class Detachments:
         Raises: NvmlInUseError if that takes longer; RetryableError if the detachment was ended; StateError.
         """
         end = time.monotonic() + timeout_s
-        while self.is_nvml_open():
-            if self.now() != made:
-                raise RetryableError("close NVML: another process ended that; run it again")
+        while self.is_nvml_open() and self.now() == made:
             if time.monotonic() >= end:
                 raise NvmlInUseError(
                     f"the plugin has not closed NVML within {timeout_s:.0f} s; a change of a GPU may be under way, or "
                     "NVML hangs: see the plugin's log, and try again"
                 )
             time.sleep(_POLL_S)
+        if self.now() != made:
+            raise RetryableError("close NVML: another process ended that; run it again")
 
     def is_nvml_open(self, excluded: UseMark | None = None) -> bool:
         """Whether any of the plugin's processes has NVML open, except for the session that holds the mark

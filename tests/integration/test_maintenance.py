@@ -283,3 +283,56 @@ def test_gpu_returns_only_after_nvml_has_been_read_again(node: Node, monkeypatch
         node.driver.publishing.publisher._publish_once()
         assert before[3] not in names(node)
     eventually(lambda: names(node) == before)
+
+
+def test_overdue_claim_keeps_the_next_maintenance_claim_from_its_gpu(node: Node) -> None:
+    before = names(node)
+    first, second = maintenance(node, "first", before[3]), maintenance(node, "second", before[3])
+    other = maintenance(node, "other", before[5])
+    node.ready(first)
+    call("detach", "--end", *node.machine_flags)
+    eventually(lambda: node.driver.discovery.unavailable() is None)
+    assert "waits for the claims on its GPUs: default/first" in failure(node, second)
+    assert states(node) == {"first": "overdue", "second": "waiting"}
+    node.ready(other)  # on another GPU
+    node.take_back(other)
+    node.take_back(first)
+    eventually(lambda: isinstance(node.prepare(second)[second.uid], Prepared))
+
+
+def test_claim_that_fails_after_nvml_was_closed_opens_it_again(node: Node) -> None:
+    """The CDI spec cannot be written."""
+    before = names(node)
+    ref, late = maintenance(node, "reset", before[3]), node.allocated_by_hand("late", before[2])
+    node.ready(late)
+    [spec] = node.specs()
+    blocked = node.cdi / spec.replace(late.uid, ref.uid)
+    node.take_back(late)
+    blocked.mkdir()
+    failure(node, ref)
+    assert states(node) == {"reset": "waiting"}
+    assert node.driver._gpus.detachments.written() is None
+    node.ready(late)
+    blocked.rmdir()
+    node.ready(ref)
+    assert states(node) == {"reset": "in_service"}
+
+
+def test_closing_that_someone_ends_in_between_does_not_start_the_maintenance(node: Node) -> None:
+    """`detach --end`, or an instance that starts, between the closing of NVML and the answer."""
+    ref = maintenance(node, "reset", names(node)[3])
+    detachments = node.driver._gpus.detachments
+    is_open = detachments.is_nvml_open
+
+    def ended(*given: Any) -> bool:
+        found = is_open(*given)
+        if not found:
+            detachments.end()
+        return found
+
+    detachments.is_nvml_open = ended
+    assert "another process ended that" in failure(node, ref)
+    detachments.is_nvml_open = is_open
+    assert states(node) == {"reset": "waiting"}
+    node.ready(ref)
+    assert states(node) == {"reset": "in_service"}

@@ -93,14 +93,16 @@ def refuse_crowded(
 
 
 def claims_to_wait_for(step: StartMaintenance, others: Iterable[ClaimRecord]) -> tuple[str, ...]:
-    """Return `namespace/name` of each claim on these GPUs, except for maintenance claims. A claim with adminAccess
-    counts too: its pod has the GPU open. Raises: ClaimRefusedError if there are any and the policy is Refuse.
+    """Return `namespace/name` of each claim on these GPUs, except for maintenance claims that wait as well. A claim
+    with adminAccess counts too: its pod has the GPU open. Raises: ClaimRefusedError if there are any and the policy is
+    Refuse.
     """
     users = tuple(
         sorted(
             f"{record.ref.namespace}/{record.ref.name}"
             for record in others
-            if record.maintenance is None and not record.gpu_uuids.isdisjoint(step.gpu_uuids)
+            if (record.maintenance is None or record.phase == "prepared")
+            and not record.gpu_uuids.isdisjoint(step.gpu_uuids)
         )
     )
     if users and step.policy == "Refuse":
