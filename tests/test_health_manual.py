@@ -54,7 +54,7 @@ GPU = HealthState(HealthTarget(uuid(0)))
 ACTIONS = [value for name, value in vars(pynvml).items() if name.startswith("NVML_GPU_RECOVERY_ACTION_")]
 HEADERS = {
     "signals": "| Reason | Meaning |\n|---|---|\n",
-    "xids": "| Xid | Meaning | NVIDIA's catalog |\n|---|---|---|\n",
+    "xids": "| Xid | Meaning |\n|---|---|\n",
 }
 GROUPS = {
     ("NoSchedule", "Unhealthy"): "Taint with `NoSchedule`; devices of pods become `Unhealthy`:",
@@ -161,10 +161,11 @@ def xid_rows() -> Iterator[Row]:
         [number, *_] = numbers
         reasons = told(Xid(number))
         shown = ", ".join(map(str, numbers))
-        action = f"`{bucket}`" if bucket else ""
-        unsure = "" if is_decided(number) else " (recovery action)"
+        notes = [f"`{bucket}`"] if bucket else []
+        notes += [] if is_decided(number) or not reasons else ["recovery action"]
+        in_brackets = f" ({', '.join(notes)})" if notes else ""
         group = group_of(reasons[0]) if reasons else ("", "Healthy")
-        yield group, f"| {shown} | {text}{unsure if reasons else ''} | {action} |\n"
+        yield group, f"| {shown} | {text}{in_brackets} |\n"
 
 
 MAKERS: Mapping[str, Callable[[], Iterator[Row]]] = {"signals": signal_rows, "xids": xid_rows}
