@@ -267,7 +267,7 @@ def test_times_in_the_manual_are_those_of_the_driver() -> None:
         f"{rules.SETTLE_S} s have passed since the last such event",
         f"{rules.SETTLE_UNSURE_S // 60} minutes have passed since the last such Xid",
         f"went bad {rules.FLAPS} times within an hour is held back for {rules.HOLD_S // 60} minutes",
-        f"at most {rules.HOLD_MOST_S // 3600} hours",
+        f"at most {rules.HOLD_MAX_S // 3600} hours",
     ):
         assert sentence in text
     assert (rules.FLAP_WINDOW_S, healthstream._TIMEOUT_S) == (3600, book.FRESH_S)

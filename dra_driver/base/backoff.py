@@ -26,13 +26,13 @@ class Backoff:
         step, self._step_s = self._step_s, min(self._step_s * 2, self._max_s)
         return step
 
-    def next(self, asked_s: float | None = None) -> float:
-        """Return the next delay, at least as long as the API server's Retry-After (`asked_s`).
+    def next(self, retry_after_s: float | None = None) -> float:
+        """Return the next delay, at least as long as the API server's Retry-After (`retry_after_s`).
 
         Retry-After is randomised too; otherwise all nodes that received it would return at the same moment.
         """
         wait_s = self.step() * _jitter.uniform(*self._spread)
-        return max(wait_s, (asked_s or 0.0) * _jitter.uniform(1.0, 1.2))
+        return max(wait_s, (retry_after_s or 0.0) * _jitter.uniform(1.0, 1.2))
 
     def reset(self, lasted_s: float = math.inf) -> None:
         """Start again at the first delay, after a success.

@@ -21,7 +21,7 @@ from dra_driver.base.atomic import UNREADABLE, WRITES, open_plain, state_error
 from dra_driver.errors import RetryableError
 
 _POLL_S = 0.005
-_LOOK_S = 0.1
+_CHECK_S = 0.1
 """How often a waiting thread checks whether its call was cancelled."""
 LOCK_LAYOUT = "hhqqi4x"
 """`struct flock` on 64-bit Linux."""
@@ -70,7 +70,7 @@ def hold_file(
 def _wait_for_thread(
     lock: threading.Lock, deadline: float, what: str, is_cancelled: Callable[[], bool] | None
 ) -> None:
-    step = _LOOK_S if is_cancelled is not None else math.inf
+    step = _CHECK_S if is_cancelled is not None else math.inf
     while True:
         left = deadline - time.monotonic()
         if lock.acquire(timeout=max(0.0, min(left, step))):

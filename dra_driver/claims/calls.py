@@ -34,7 +34,7 @@ _ANSWER_BEFORE_S = 2.0
 _KNOWN_CLAIMS_API_S = 3.0
 _FIRST_PAUSE_S = 0.5
 _MAX_PAUSE_S = 4.0
-_LOOK_EVERY_S = 1.0
+_CHECK_EVERY_S = 1.0
 _LATE_RIGHTS = frozenset({401, 403})
 """After an installation or a token renewal, permissions may arrive a few seconds after the plugin starts."""
 
@@ -214,13 +214,13 @@ class ClaimFetch:
             except (ApiUnavailableError, ApiRejectedError) as error:
                 if not _may_end_soon(error):
                     raise
-                asked_s = error.retry_after_s if isinstance(error, ApiUnavailableError) else None
-                pause = backoff.next(asked_s)
+                retry_after_s = error.retry_after_s if isinstance(error, ApiUnavailableError) else None
+                pause = backoff.next(retry_after_s)
                 if pause >= call.left():
                     raise
             again = time.monotonic() + pause
             while (rest := again - time.monotonic()) > 0:
-                time.sleep(min(rest, _LOOK_EVERY_S))
+                time.sleep(min(rest, _CHECK_EVERY_S))
                 call.left()  # raises if the kubelet has cancelled the call
 
 

@@ -53,7 +53,7 @@ from dra_driver.model.sharing import NO_SHARING, SharingPolicy
 _log = structlog.get_logger(__name__)
 
 _SCAN_WAIT_S = 10.0
-_LOOK_S = 1.0
+_CHECK_S = 1.0
 _LOCK_S = 5.0
 _PREPARED_WAIT_S = 5.0
 """How long a Prepare of an already prepared claim waits for the lanes. The pod has its devices already."""
@@ -260,7 +260,7 @@ class Preparer:
         except DraDriverError as error:
             if not self._was_prepared(attempt):
                 raise
-            with self.claim_locks.hold(attempt.ref.uid, _LOOK_S) as guard:
+            with self.claim_locks.hold(attempt.ref.uid, _CHECK_S) as guard:
                 refuse_unprepared(guard, attempt.call)
                 known = self.records.get(attempt.ref.uid)
                 if known is None or known.claim != claim or not self.executor.in_place(known):

@@ -252,7 +252,7 @@ class Reconciler(BackgroundWorker):
 
     def _check_claim(self, record: ClaimRecord) -> _Stale | None:
         """Check one claim; returns None if it is not stale."""
-        now = self.lookup.look(record.ref, self.rhythm.request_s)
+        now = self.lookup.current(record.ref, self.rhythm.request_s)
         found = staleness(record, now, self.driver)
         if found is not None:
             return _Stale(record, found, self.clock())

@@ -56,7 +56,7 @@ _log = structlog.get_logger(__name__)
 NotNow = DeviceHeldError | DeviceBusyError | NvmlTransientError
 NOT_NOW = (DeviceHeldError, DeviceBusyError, NvmlTransientError)
 """The errors after which the attempt should call `Waiter.wait`."""
-_ASK_S = 3.0
+_QUERY_S = 3.0
 """How many seconds the API server may take to answer one query about a holder."""
 
 
@@ -207,8 +207,8 @@ class Waiter:
         if holder.ref.uid in attempt.gone:
             return known
         try:
-            seconds = min(_ASK_S, attempt.call.deadline - self.clock())
-            now = self.lookup.look(holder.ref, max(0.05, seconds))
+            seconds = min(_QUERY_S, attempt.call.deadline - self.clock())
+            now = self.lookup.current(holder.ref, max(0.05, seconds))
         except DraDriverError as error:
             if known is not None:
                 return known

@@ -35,7 +35,7 @@ from dra_driver.model.problems import NodeProblem
 if TYPE_CHECKING:
     from dra_driver.nvml.health_source import HealthSource
 
-_LOOK_EVERY_S = 5.0
+_CHECK_EVERY_S = 5.0
 _FORGET_AFTER_S = 600.0
 _log = structlog.get_logger(__name__)
 
@@ -68,7 +68,7 @@ class Monitor(HealthThread):
             str, float
         ] = {}  # since when a GPU has been missing from the bus, by the monotonic clock
         self._is_started = False
-        super().__init__("health", self.turn, _LOOK_EVERY_S)
+        super().__init__("health", self.turn, _CHECK_EVERY_S)
 
     def problems(self, names: Mapping[str, str]) -> Sequence[NodeProblem]:
         """Return problems for GPUs that do not respond, and watched GPUs whose health has not been read for 30
@@ -141,7 +141,7 @@ class Monitor(HealthThread):
             self._forget_gone(gpus)
             self._watch({*gpus, *self._lost()} if gpus else set())
         self.check_for_hangs()
-        return _LOOK_EVERY_S
+        return _CHECK_EVERY_S
 
     def check_for_hangs(self) -> None:
         """Record operations that hang or have ended, and calls of NVML that do not return."""

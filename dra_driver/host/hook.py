@@ -29,7 +29,7 @@ _PLACES = tuple(
 )
 _FLAG = "--nvidia-cdi-hook-path"
 _BOUND_S = 2.0
-_ASK_AGAIN_S = 30.0
+_RECHECK_AFTER_S = 30.0
 """How long a failure of the hook is cached: a busy host or a mount may have caused it."""
 _LONGEST_CAUSE = 200
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -224,7 +224,7 @@ def _answer_of(commands: Sequence[list[str]]) -> _Answer:
     deadline = time.monotonic() + _BOUND_S
     faults: list[_Answer] = []
     for command in commands:
-        due_at = time.monotonic() + _ASK_AGAIN_S
+        due_at = time.monotonic() + _RECHECK_AFTER_S
         try:
             timeout_s = max(0.01, deadline - time.monotonic())
             code, text = run_program(command, {"PATH": _PATH}, timeout_s=timeout_s, slot=_NAME)

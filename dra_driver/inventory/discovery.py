@@ -54,11 +54,11 @@ from dra_driver.nvml.reader import NvmlReader
 _log = structlog.get_logger(__name__)
 
 _RETRY_FIRST_S = 0.25
-_RETRY_MOST_S = 5.0
-_LOOK_EVERY_S = 2.0
+_RETRY_MAX_S = 5.0
+_CHECK_EVERY_S = 2.0
 _HANG_AFTER_S = 30.0
 _PAUSE_S = 3.0
-_PAUSE_LOOK_S = 0.1
+_PAUSE_POLL_S = 0.1
 _RESCAN_EVERY_S = 60.0
 _RESCAN_INCOMPLETE_S = 10.0
 _DRIVER_FILES = "NVIDIA driver"
@@ -110,7 +110,7 @@ class Discovery:
         self._kept_closed: str | None = None
         self._in_use: str | None = None
         self._last_scan = 0.0
-        self._backoff = Backoff(_RETRY_FIRST_S, _RETRY_MOST_S)
+        self._backoff = Backoff(_RETRY_FIRST_S, _RETRY_MAX_S)
         self._logged_faults: frozenset[DiscoveryFault] = frozenset()
         self._is_started = False
         self.in_service: Collection[str] = ()
@@ -218,7 +218,7 @@ class Discovery:
     def _pause_s(self) -> float:
         if self._problem is None or self._detached() is not None:
             self._backoff.reset()
-            return _LOOK_EVERY_S
+            return _CHECK_EVERY_S
         return self._backoff.step()
 
     def _driver_file_faults(self) -> list[DiscoveryFault]:
@@ -279,7 +279,7 @@ class Discovery:
         self._scan_began_at = time.monotonic()
         try:
             while self._wait_for_pause() and not self._read_everything():
-                if self._worker.pause(_PAUSE_LOOK_S):
+                if self._worker.pause(_PAUSE_POLL_S):
                     break
         finally:
             self._scan_began_at, self._last_scan = None, time.monotonic()
@@ -299,7 +299,7 @@ class Discovery:
         try:
             with self.nvml.session.closed(lambda: _PAUSE_S):
                 while (reason := self._paused()) is not None and not self._worker.is_stopping:
-                    self._worker.pause(_PAUSE_LOOK_S)
+                    self._worker.pause(_PAUSE_POLL_S)
                     if self._kept_closed is None and time.monotonic() - began >= _PAUSE_S:
                         self._kept_closed = reason
                         _log.warning("nvml_kept_closed", reason=reason)

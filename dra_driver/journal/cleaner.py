@@ -58,13 +58,13 @@ _OTHER_INSTANCE_S = 3.0
 _CLEAN_AGAIN_S = 0.5
 """The pause before a Prepare retries a failed undo."""
 _ALL_S = 30.0
-_LOOK_EVERY_S = 5.0
+_CHECK_EVERY_S = 5.0
 """How often the loop checks for cleanups left by the other instance of a rolling update."""
 _TOOLS_EVERY_S = 1.0
 """How often the loop checks while cleanups are pending."""
 _CLEAR_EVERY_S = 30.0
 _RETRY_FIRST_S = 0.5
-_RETRY_MOST_S = 30.0
+_RETRY_MAX_S = 30.0
 
 
 S_contra = TypeVar("S_contra", contravariant=True)
@@ -388,9 +388,9 @@ class Cleaner(BackgroundWorker):
             if str(error) != self._problem:
                 self._problem = str(error)
                 _log.warning("cleanup_not_tried", reason=self._problem)
-            return _LOOK_EVERY_S
+            return _CHECK_EVERY_S
         self._problem = None
-        return _TOOLS_EVERY_S if works else _LOOK_EVERY_S
+        return _TOOLS_EVERY_S if works else _CHECK_EVERY_S
 
     def clear_temporary(self) -> None:
         """Remove temporary files of killed writers, at most every half minute."""
@@ -416,7 +416,7 @@ class Cleaner(BackgroundWorker):
         """Schedule the next try after a try on these GPUs."""
         with self._guard:
             for gpu in gpus:
-                backoff = self._pauses.pop(gpu, (Backoff(_RETRY_FIRST_S, _RETRY_MOST_S), 0.0))[0]
+                backoff = self._pauses.pop(gpu, (Backoff(_RETRY_FIRST_S, _RETRY_MAX_S), 0.0))[0]
                 if not is_clean:
                     self._pauses[gpu] = backoff, self.clock() + backoff.next()
 

@@ -52,7 +52,7 @@ STEPS_S = 43.0
 """How long the steps on GPUs may take if the call has no deadline."""
 _USUAL_S = 25.0
 """Longer than any tool may take for a step. No claim waits for a lane behind an older operation."""
-_LOOK_S = 1.0
+_CHECK_S = 1.0
 _FINISH_S = 0.5
 """Time of the call that is reserved for writing files, and for rolling back."""
 _UNDO_WAIT_S = 5.0
@@ -174,7 +174,7 @@ class Executor:
             ]
             self.lanes.refuse_unresponsive(frozenset[str]().union(*waiting), _USUAL_S)
             left = max(0.0, end - time.monotonic())
-            late = wait(submitted, min(_LOOK_S, left) if waiting else left).not_done
+            late = wait(submitted, min(_CHECK_S, left) if waiting else left).not_done
             if not late or time.monotonic() >= end:
                 return late
 

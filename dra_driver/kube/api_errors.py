@@ -30,7 +30,7 @@ _MAX_TEXT = 600
 _SHOWN_BYTES = 60
 _SHOWN_OF_PAGE = 4096
 _TAGS = re.compile(r"<(style|script)\b.*?</\1>|<[^>]*>", re.DOTALL | re.IGNORECASE)
-_LONGEST_ASKED_S = 300.0
+_MAX_RETRY_AFTER_S = 300.0
 """The maximum Retry-After that is obeyed. A proxy in maintenance may send more."""
 
 
@@ -150,8 +150,8 @@ def _retry_after(header: str, status: dict[str, Any]) -> float | None:
             asked = (when - datetime.now(UTC)).total_seconds() if when.tzinfo else None
     else:
         hint = _details(status).get("retryAfterSeconds")
-        asked = min(hint, _LONGEST_ASKED_S) if isinstance(hint, int) and hint > 0 else None
-    return None if asked is None else min(max(asked, 0.0), _LONGEST_ASKED_S)
+        asked = min(hint, _MAX_RETRY_AFTER_S) if isinstance(hint, int) and hint > 0 else None
+    return None if asked is None else min(max(asked, 0.0), _MAX_RETRY_AFTER_S)
 
 
 def _details(status: dict[str, Any]) -> dict[str, Any]:

@@ -30,7 +30,7 @@ _DATA_BYTES = 10 * 1024
 _MESSAGE_CHARACTERS = 1024  # the API allows 32 KiB, but no one reads that much
 _TRIES = 4
 _CONFLICT, _INVALID = 409, 422
-_ASK_AGAIN_S = 3600.0
+_RECHECK_AFTER_S = 3600.0
 _DATA_VERSION = "v1alpha1"
 
 
@@ -75,7 +75,7 @@ class ClaimStatusClient:
         allocation, or if the status is already right. `is_first` means that the claim was just read and had no
         status: it is read again only if the API server refuses the write. `timeout_s` limits each request.
         """
-        if self._dropped_at is not None and self.clock() - self._dropped_at < _ASK_AGAIN_S:
+        if self._dropped_at is not None and self.clock() - self._dropped_at < _RECHECK_AFTER_S:
             return False
         if is_first and devices:
             try:

@@ -59,7 +59,7 @@ class ClaimClient:
             )
         return parse_allocated_claim(obj, ref)
 
-    def look(self, ref: ClaimRef, timeout_s: float | None = None) -> ClaimNow | None:
+    def current(self, ref: ClaimRef, timeout_s: float | None = None) -> ClaimNow | None:
         """Return the current state of the claim of that name; None if the API server says that there is none.
 
         Raises: ApiRejectedError, ApiUnavailableError if it cannot be read.

@@ -33,7 +33,7 @@ SERVED_BY_KEY, SERVED_BY = "served-by", "gpu-dra-driver"
 """Metadata of each GetInfo response, by which other instances of this plugin recognise it. The kubelet ignores it."""
 _log = structlog.get_logger(__name__)
 
-_ASK_S = 1.0
+_QUERY_S = 1.0
 _SILENT_LOOKS = 2
 """A busy instance may respond late once."""
 
@@ -257,7 +257,7 @@ def owner_of(path: Path, driver: str, plugin_dir: Path) -> SocketOwner:
     if not listening(path):
         return SocketOwner("dead")
     try:
-        info, metadata = call_with_metadata(path, GET_INFO, pb.InfoRequest(), pb.PluginInfo, _ASK_S)
+        info, metadata = call_with_metadata(path, GET_INFO, pb.InfoRequest(), pb.PluginInfo, _QUERY_S)
     except grpc.RpcError as error:
         if error.code() is grpc.StatusCode.UNIMPLEMENTED and path.parent == plugin_dir:
             return SocketOwner("foreign")

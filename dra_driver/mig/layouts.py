@@ -65,8 +65,8 @@ _HANGS_S = 60.0
 _PLANNING_S = 5.0
 TAINTED_FIRST_S = 5.0
 """How long a GPU is tainted before it is changed, so that claims already allocated to it are prepared by then."""
-_LOOK_EVERY_S = 30.0
-_LOOK_WAITING_S = 5.0
+_CHECK_EVERY_S = 30.0
+_CHECK_WAITING_S = 5.0
 
 
 @dataclass(eq=False)
@@ -134,7 +134,7 @@ class NodeLayouts(BackgroundWorker):
     def _turn(self) -> float:
         self.look()
         is_waiting = any(one.state == "waiting" for one in self.states().values())
-        return _LOOK_WAITING_S if is_waiting else _LOOK_EVERY_S
+        return _CHECK_WAITING_S if is_waiting else _CHECK_EVERY_S
 
     def look(self) -> None:
         """Brings every GPU to the layout as far as possible now. `states` has what is in the way."""

@@ -217,7 +217,7 @@ def _key(report: Report) -> Hashable:
 _REQUEST_S: Final = 5.0
 _FLUSH_S: Final = 2.0
 _MAX_PODS = 16
-_LONGEST_ASKED_S = 120.0
+_MAX_RETRY_AFTER_S = 120.0
 
 
 @dataclass(eq=False)
@@ -377,8 +377,8 @@ class EventRecorder(BackgroundWorker):
         if isinstance(queued.report, ClaimState):
             # It may have been stored without an answer, and the claim may have changed.
             queued = replace(queued, report=replace(queued.report, is_first=False))
-        asked_s = error.retry_after_s if isinstance(error, ApiUnavailableError) else None
-        delay = self._backoff.next(min(asked_s or 0.0, _LONGEST_ASKED_S))
+        retry_after_s = error.retry_after_s if isinstance(error, ApiUnavailableError) else None
+        delay = self._backoff.next(min(retry_after_s or 0.0, _MAX_RETRY_AFTER_S))
         with self._lock:
             now = self.clock()
             self._queue.put_first(queued)

@@ -36,7 +36,7 @@ _LONGEST_ERROR = 1000
 _PROBLEM_AFTER_S = 10
 """A single failure that the next call resolves is not a problem of the node."""
 _ASKED_AGAIN_WITHIN_S = 180
-_LOOK_EVERY_S = 60.0
+_CHECK_EVERY_S = 60.0
 _LOOKS_AT_ONCE = 2
 _REQUEST_S = 5.0
 _SLOW_S = 10.0
@@ -131,7 +131,7 @@ class FailingClaims(BackgroundWorker):
         if self._failing:
             self._forget_prepared()
             self._look_up()
-            pause = min(pause, _LOOK_EVERY_S)
+            pause = min(pause, _CHECK_EVERY_S)
         return pause
 
     def _forget_prepared(self) -> None:
@@ -178,7 +178,7 @@ class FailingClaims(BackgroundWorker):
             one
             for one in self.all()
             if self.clock() - one.last_at >= _ASKED_AGAIN_WITHIN_S
-            and now - self._looked_at.get(one.ref.uid, -math.inf) >= _LOOK_EVERY_S
+            and now - self._looked_at.get(one.ref.uid, -math.inf) >= _CHECK_EVERY_S
         ]
         due.sort(key=lambda one: self._looked_at.get(one.ref.uid, -math.inf))
         for one in due[:_LOOKS_AT_ONCE]:

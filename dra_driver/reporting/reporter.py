@@ -115,7 +115,7 @@ class NodeEvents:
         return is_ours
 
 
-_LOOK_S = 15.0
+_CHECK_S = 15.0
 
 
 @dataclass(eq=False)
@@ -148,7 +148,7 @@ class MpsEvents(BackgroundWorker):
         try:
             daemons = self.daemons()
         except DraDriverError:
-            return _LOOK_S
+            return _CHECK_S
         for status in daemons:
             for reason, text in notes_of(status):
                 for uid, record in users.items():
@@ -156,7 +156,7 @@ class MpsEvents(BackgroundWorker):
                     if status.device in _daemons_of(record) and entry not in self._reported:
                         self._reported.add(entry)
                         self.recorder.claim_event(record.ref, reason, text, warning=True)
-        return _LOOK_S
+        return _CHECK_S
 
 
 def _daemons_of(record: ClaimRecord) -> Collection[str]:
@@ -371,7 +371,7 @@ class Reports:
             self.recorder, states, records.all, inventory, created_instance, speaks_for_node
         )
         claims = ClaimClient(api)
-        self.failing = FailingClaims((driver, node_name), claims.look, self._prepare_is_slow, records.get)
+        self.failing = FailingClaims((driver, node_name), claims.current, self._prepare_is_slow, records.get)
         self.mps = MpsEvents(self.recorder, records.all, mps_files.statuses)
         self.reporter = Reporter(
             metrics,

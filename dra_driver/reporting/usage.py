@@ -137,7 +137,7 @@ def _unclaimed(
     }
 
 
-_LOOK_S = 60.0
+_CHECK_S = 60.0
 _REPORT_AFTER_S = 600.0
 
 
@@ -164,7 +164,7 @@ class UnclaimedMemory(BackgroundWorker):
         try:
             unclaimed = self.look()
         except DraDriverError:
-            return _LOOK_S
+            return _CHECK_S
         now = self.clock()
         found = {
             (uuid, process.pid, process.name): process
@@ -179,4 +179,4 @@ class UnclaimedMemory(BackgroundWorker):
             is_due = now - self._since[key] >= _REPORT_AFTER_S and key not in self._reported
             if is_due and self.report(key[0], process):
                 self._reported.add(key)
-        return _LOOK_S
+        return _CHECK_S

@@ -48,7 +48,7 @@ from dra_driver.slices.rules.diff import (
 _log = structlog.get_logger(__name__)
 
 
-_ASK_AGAIN_S = 3600.0
+_RECHECK_AFTER_S = 3600.0
 _INVALID = 422
 _COUNTS_SHARES = (1, 36, 2)
 """The first Kubernetes release whose scheduler counts what shares consume of counters; no 1.35 release does."""
@@ -243,7 +243,7 @@ class ApiSupport:
     def ask_at(self) -> float:
         """When to test the server again, on the clock; infinity if never."""
         may_change = self._known.missing or self.problem is not None or self._known.keeps_groups
-        return self._asked_at + _ASK_AGAIN_S if may_change else math.inf
+        return self._asked_at + _RECHECK_AFTER_S if may_change else math.inf
 
     def of(self, inventory: Inventory, owner: Owner) -> Support:
         """Returns what the server accepts and stores of the inventory's devices.

@@ -7,8 +7,8 @@ from typing import Any
 
 from dra_driver.cli.validation.rules.allocator import AllocationError, allocate, free_devices
 from dra_driver.cli.validation.rules.pods import (
-    asked_resources,
     extended_requests,
+    requested_resources,
     served_resources,
 )
 from playground.apiserver.server import PlaygroundApiServer
@@ -88,7 +88,7 @@ class PlaygroundScheduler:
         Raises: AllocationError for a resource without a class.
         """
         served = served_resources(self._server.objects("deviceclasses"))
-        asked = {name for one in pod["spec"].get("containers") or () for name in asked_resources(one)}
+        asked = {name for one in pod["spec"].get("containers") or () for name in requested_resources(one)}
         unknown = sorted(name for name in asked - served.keys() if "/" in name)
         if unknown:
             raise AllocationError(f"Insufficient {unknown[0]}: no DeviceClass has this extendedResourceName")

@@ -88,7 +88,7 @@ def api_server(node: KindNode, name: str) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(node.claims, "read", refuse)
-        patch.setattr(node.claims, "look", refuse)
+        patch.setattr(node.claims, "current", refuse)
         yield
 
 

@@ -74,15 +74,15 @@ class Bench:
 
     def during_the_look(self, happens: Callable[[], object]) -> None:
         """Once, right after the API server answered."""
-        look = self.node.claims.look
+        look = self.node.claims.current
 
         def then(ref: ClaimRef, timeout_s: float) -> ClaimNow | None:
-            self.node.claims.look = look  # type: ignore[method-assign]
+            self.node.claims.current = look  # type: ignore[method-assign]
             seen = look(ref, timeout_s)
             happens()
             return seen
 
-        self.node.claims.look = then  # type: ignore[method-assign]
+        self.node.claims.current = then  # type: ignore[method-assign]
 
     @contextmanager
     def waiting(self, wanted: AllocatedClaim) -> Iterator[Future[object]]:
@@ -189,14 +189,14 @@ UNSURE = pytest.mark.parametrize(
 
 def unsure_of(bench: Bench, patch: pytest.MonkeyPatch, error: DraDriverError, *uids: str) -> None:
     """From now on the API server does not say what became of these claims."""
-    look = bench.node.claims.look
+    look = bench.node.claims.current
 
     def unsure(ref: ClaimRef, timeout_s: float) -> ClaimNow | None:
         if ref.uid in uids:
             raise error
         return look(ref, timeout_s)
 
-    patch.setattr(bench.node.claims, "look", unsure)
+    patch.setattr(bench.node.claims, "current", unsure)
 
 
 @UNSURE
@@ -261,7 +261,7 @@ def test_look_ends_after_several_claims_in_a_row_without_an_answer_and_keeps_wha
         raise ApiUnavailableError("starting")
 
     with monkeypatch.context() as patch:
-        patch.setattr(four_stale.node.claims, "look", unsure)
+        patch.setattr(four_stale.node.claims, "current", unsure)
         assert four_stale.look() == 30
     assert (len(asked), four_stale.held) == (5, sorted({f"uid-{number}" for number in range(4)} - {asked[0]}))
     assert four_stale.look() is None
@@ -292,7 +292,7 @@ def test_api_server_is_queried_no_sooner_than_it_says(bench: Bench, monkeypatch:
     def busy(ref: ClaimRef, timeout_s: float) -> None:
         raise ApiUnavailableError("too many requests", retry_after_s=900)
 
-    monkeypatch.setattr(bench.node.claims, "look", busy)
+    monkeypatch.setattr(bench.node.claims, "current", busy)
     assert bench.look() == 900
 
 
@@ -561,14 +561,14 @@ def test_thread_looks_by_itself_and_when_someone_waits(node: Node) -> None:
 def test_first_check_comes_by_itself_and_a_surprise_ends_nothing(node: Node) -> None:
     surprises = [ValueError("a bug")]
 
-    look = node.claims.look
+    look = node.claims.current
 
     def surprising(ref: ClaimRef, timeout_s: float) -> ClaimNow | None:
         if surprises:
             raise surprises.pop()
         return look(ref, timeout_s)
 
-    node.claims.look = surprising  # type: ignore[method-assign]
+    node.claims.current = surprising  # type: ignore[method-assign]
     rhythm = Rhythm(first_s=0, every_s=0.01, grace_s=0.01, retry_s=0.01, between_requests_s=0)
     told = Told()
     reconciler = reconciler_of(node, told, rhythm=rhythm)

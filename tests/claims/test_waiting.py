@@ -238,7 +238,7 @@ def test_holder_of_which_the_api_server_says_nothing_is_not_waited_for(
     def look(ref: object, timeout_s: float) -> None:
         raise refusal or StateError("the API server does not answer")
 
-    monkeypatch.setattr(node.claims, "look", look)
+    monkeypatch.setattr(node.claims, "current", look)
     text = error_of(node.prepare(claim(GPU_0)))
     assert "held by claim default/claim-holder" in text
     assert "whether that claim is about to end is not known: " in text
@@ -246,7 +246,7 @@ def test_holder_of_which_the_api_server_says_nothing_is_not_waited_for(
 
 def test_running_unprepare_is_waited_for_without_the_api_server(node: Node, calls: Calls) -> None:
     node.prepare(HOLDER)
-    node.claims.look = lambda ref, timeout_s: pytest.fail("asked")  # type: ignore[method-assign]
+    node.claims.current = lambda ref, timeout_s: pytest.fail("asked")  # type: ignore[method-assign]
     with ClaimLocks(node.directory / "locks").hold("holder", 10):
         unprepare = threading.Thread(target=lambda: node.unprepare(HOLDER))
         unprepare.start()
@@ -506,7 +506,7 @@ def test_release_is_seen_although_the_api_server_is_slow(
         node.prepare(each)
         node.claims.deallocated.add(each.ref.uid)
     asked: list[str] = []
-    look = node.claims.look
+    look = node.claims.current
 
     def slow(ref: ClaimRef, timeout_s: float) -> object:
         asked.append(ref.uid)
@@ -514,7 +514,7 @@ def test_release_is_seen_although_the_api_server_is_slow(
             node.unprepare(each)
         return look(ref, timeout_s)
 
-    monkeypatch.setattr(node.claims, "look", slow)
+    monkeypatch.setattr(node.claims, "current", slow)
     assert isinstance(node.prepare(claim(GPU_0, GPU_1)), Prepared)
     assert len(asked) == 1
 

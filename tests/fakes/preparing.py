@@ -70,7 +70,7 @@ class Claims:
             )
         return self.allocated[ref.uid]
 
-    def look(self, ref: ClaimRef, timeout_s: float) -> ClaimNow | None:
+    def current(self, ref: ClaimRef, timeout_s: float) -> ClaimNow | None:
         """`unused` claims are not reserved, `deallocated` ones have no allocation; all others are in use."""
         self.looks.append(ref.uid)
         if self.down:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from dra_driver.health.rules.state import (
     FLAP_WINDOW_S,
     FLAPS,
-    HOLD_MOST_S,
+    HOLD_MAX_S,
     HOLD_S,
     REBOOT_AFTER_S,
     REMEMBER_S,
@@ -401,7 +401,7 @@ def test_a_gpu_that_goes_bad_again_and_again_is_held_longer_each_time():
         assert names(observe(state, WELL, at + hold - 1)) == ["flapping"]
         well = observe(state, WELL, at + hold)
         assert (well.reasons, well.held_until) == ((), None)
-    quiet = at + FLAP_WINDOW_S + HOLD_MOST_S
+    quiet = at + FLAP_WINDOW_S + HOLD_MAX_S
     assert _bad_and_well(observe(state, WELL, quiet), quiet).severity is S.OK
 
 
@@ -427,7 +427,7 @@ def test_the_hold_has_an_end():
     state = GPU
     for turn in range(12):
         state = _bad_and_well(state, NOW + turn * 60)
-    assert state.held_until == NOW + 11 * 60 + SETTLE_S + HOLD_MOST_S
+    assert state.held_until == NOW + 11 * 60 + SETTLE_S + HOLD_MAX_S
 
 
 def test_a_clock_that_was_set_back_holds_nothing_for_ever():
@@ -488,7 +488,7 @@ def test_what_was_cleared_does_not_come_back_by_itself(steps):
         state = observe(state, observation, now)
     state = after(Reset(), WELL, WELL, MonitoringState(), state=state, now=now)
     assert set(names(state)) <= {"flapping"}
-    for wait in (1, SETTLE_S, HOLD_MOST_S, 2 * HOLD_MOST_S):
+    for wait in (1, SETTLE_S, HOLD_MAX_S, 2 * HOLD_MAX_S):
         state = observe(state, WELL, now + wait)
         assert set(names(state)) <= {"flapping"}
     assert state.reasons == ()

@@ -219,7 +219,7 @@ def test_an_installed_hook_must_run_with_what_the_host_has(driver: Path, host: P
 def test_a_hook_that_gave_no_answer_is_queried_again_later(
     driver: Path, plugin: Path, error: Exception, cause: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hook_module, "_ASK_AGAIN_S", 3600)
+    monkeypatch.setattr(hook_module, "_RECHECK_AFTER_S", 3600)
     finds = finder(driver, plugin=plugin)
     path = put_hook(plugin, "/nvidia-cdi-hook")
     with monkeypatch.context() as broken:
@@ -233,7 +233,7 @@ def test_a_hook_that_gave_no_answer_is_queried_again_later(
 def test_a_hook_that_answered_badly_is_not_queried_again(
     driver: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hook_module, "_ASK_AGAIN_S", 0)
+    monkeypatch.setattr(hook_module, "_RECHECK_AFTER_S", 0)
     calls = tmp_path / "calls"
     put_program(driver, USUAL, f"echo x >> {calls}; exit 3")
     finds = finder(driver)

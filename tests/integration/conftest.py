@@ -219,8 +219,8 @@ def heard(driver: Driver) -> int:
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """The monitor waits for NVML events and notices its stop only afterwards."""
     monkeypatch.setattr("dra_driver.health.monitor._WAIT_S", 0.05)
-    monkeypatch.setattr("dra_driver.health.monitor._LOOK_EVERY_S", 0.2)
-    monkeypatch.setattr("dra_driver.inventory.discovery._LOOK_EVERY_S", 0.5)
+    monkeypatch.setattr("dra_driver.health.monitor._CHECK_EVERY_S", 0.2)
+    monkeypatch.setattr("dra_driver.inventory.discovery._CHECK_EVERY_S", 0.5)
 
 
 @pytest.fixture(scope="module")

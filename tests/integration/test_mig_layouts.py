@@ -31,7 +31,7 @@ CUT = 2 * 4 + 6
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layouts, "TAINTED_FIRST_S", 0.3)
-    monkeypatch.setattr(layouts, "_LOOK_WAITING_S", 0.1)
+    monkeypatch.setattr(layouts, "_CHECK_WAITING_S", 0.1)
 
 
 @pytest.fixture

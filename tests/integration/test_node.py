@@ -78,7 +78,7 @@ def test_prepare_right_after_a_driver_reload_is_answered_at_once(
     make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The earlier session is invalid, but the kubelet should not have to wait a minute for a retry."""
-    monkeypatch.setattr("dra_driver.inventory.discovery._LOOK_EVERY_S", 30.0)
+    monkeypatch.setattr("dra_driver.inventory.discovery._CHECK_EVERY_S", 30.0)
     made = make_node().running(8 * 26, dynamic_mig=True)
     name = next(one["name"] for one in made.devices() if "-mig-1g10gb-19-" in one["name"])
     made.machine.unload_driver()

@@ -20,7 +20,7 @@ from tests.integration.conftest import DRIVER, Node
 def prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     """Checks of the hardware are more frequent; nothing else differs."""
     monkeypatch.setattr("dra_driver.health.monitor._WAIT_S", 0.05)
-    monkeypatch.setattr("dra_driver.inventory.discovery._LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr("dra_driver.inventory.discovery._CHECK_EVERY_S", 0.05)
 
 
 def prepared(node: Node, count: int) -> dict[ClaimRef, Prepared]:

@@ -360,7 +360,7 @@ from dra_driver.nvml.reader import NvmlReader
 from dra_driver.simulator import SimulatedLibrary, open_machine
 
 structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
-module._LOOK_EVERY_S = 0.01
+module._CHECK_EVERY_S = 0.01
 directory, machine = Path(sys.argv[1]), open_machine(Path(sys.argv[2]))
 root, heard = str(machine.host_root), []
 detachments = Detachments(directory, "boot-1")
@@ -410,7 +410,7 @@ def test_all_instances_close_nvml_for_a_moment_and_keep_their_devices(
     other: OtherInstance,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(discovery_module, "_LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(discovery_module, "_CHECK_EVERY_S", 0.01)
     heard: list[str] = []
     reader, discovery = instance(node, tmp_path, detachments, heard)
     discovery.start()

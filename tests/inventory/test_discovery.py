@@ -171,7 +171,7 @@ COMPLETE = inventory(*map(h100, range(3)))
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
-    for name in ("_RETRY_FIRST_S", "_RETRY_MOST_S", "_LOOK_EVERY_S"):
+    for name in ("_RETRY_FIRST_S", "_RETRY_MAX_S", "_CHECK_EVERY_S"):
         monkeypatch.setattr(module, name, 0.005)
     made = Bench()
     yield made

@@ -253,7 +253,7 @@ def test_claim_behind_a_step_that_takes_longer_than_usual_is_refused_with_its_na
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hangs_first: bool
 ) -> None:
     """A hang in its first minute would cost each claim behind it the kubelet's whole time."""
-    monkeypatch.setattr("dra_driver.journal.executor._LOOK_S", 0.01)
+    monkeypatch.setattr("dra_driver.journal.executor._CHECK_S", 0.01)
     monkeypatch.setattr("dra_driver.journal.executor._USUAL_S", 0.0 if hangs_first else 0.2)
     disk = SlowDisk()
     executor = executor_over(disk)

@@ -427,7 +427,7 @@ def test_error_names_kubernetes_versions_when_v1_is_not_served(connect, served):
         asks = [
             client.check_group,
             lambda: SliceCache(client, "gpu.nvidia.com", "n").open_watch("1"),
-            lambda: ClaimClient(client).look(ClaimRef("default", "absent", "uid-1")),
+            lambda: ClaimClient(client).current(ClaimRef("default", "absent", "uid-1")),
         ]
         for ask in asks:
             with pytest.raises(PathNotFoundError, match=r"resource\.k8s\.io/v1.*Kubernetes 1\.34 or later"):
@@ -436,7 +436,7 @@ def test_error_names_kubernetes_versions_when_v1_is_not_served(connect, served):
 
 
 def test_claim_that_does_not_exist_is_none(client):
-    assert ClaimClient(client).look(ClaimRef("default", "absent", "uid-1")) is None
+    assert ClaimClient(client).current(ClaimRef("default", "absent", "uid-1")) is None
 
 
 @pytest.mark.parametrize("name", ["..", ".", ""])

@@ -119,7 +119,7 @@ def test_missing_claim_is_named_with_status(target):
 def test_state_of_a_claim_is_reported_whatever_it_is(target, claim, pod):
     client, name = ClaimClient(target.api), claim["metadata"]["name"]
     ref = ClaimRef(target.namespace, name, claim["metadata"]["uid"])
-    assert client.look(ref) == ClaimNow(ref.uid, False, False, None, (), frozenset())
+    assert client.current(ref) == ClaimNow(ref.uid, False, False, None, (), frozenset())
     result = {"request": "gpu", "driver": "gpu.nvidia.com", "pool": "n", "device": "gpu-0"}
     claim["status"] = {
         "allocation": {"devices": {"results": [result]}},
@@ -128,8 +128,8 @@ def test_state_of_a_claim_is_reported_whatever_it_is(target, claim, pod):
     where = {"namespace": target.namespace, "name": name}
     target.api.call("PUT", "resourceclaims", subresource="status", body=claim, action="test", **where)
     devices = frozenset({("gpu.nvidia.com", "n", "gpu-0")})
-    assert client.look(ref) == ClaimNow(ref.uid, False, True, devices, (pod,), frozenset())
-    assert client.look(ClaimRef(target.namespace, "absent", ref.uid)) is None
+    assert client.current(ref) == ClaimNow(ref.uid, False, True, devices, (pod,), frozenset())
+    assert client.current(ClaimRef(target.namespace, "absent", ref.uid)) is None
 
 
 def test_claim_is_refused_when_not_allocated(target, claim):

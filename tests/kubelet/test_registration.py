@@ -144,7 +144,7 @@ def test_drivers_with_other_names_and_dead_sockets_are_not_a_problem(node: Node,
 def test_socket_that_hangs_is_of_unknown_origin_from_the_second_look_on(
     node: Node, mute, monkeypatch
 ) -> None:
-    monkeypatch.setattr("dra_driver.kubelet.registration._ASK_S", 0.1)
+    monkeypatch.setattr("dra_driver.kubelet.registration._QUERY_S", 0.1)
     path = node.registry / f"{DRIVER}-uid-9-reg.sock"
     mute(path)
     seen = watch(node)
@@ -162,7 +162,7 @@ def test_socket_that_hangs_is_of_unknown_origin_from_the_second_look_on(
 def test_socket_that_cannot_be_queried_is_ours_if_a_living_instance_has_its_pod_uid(
     node: Node, mute, monkeypatch
 ) -> None:
-    monkeypatch.setattr("dra_driver.kubelet.registration._ASK_S", 0.1)
+    monkeypatch.setattr("dra_driver.kubelet.registration._QUERY_S", 0.1)
     (node.plugins / DRIVER).mkdir(parents=True)
     mute(node.registry / f"{DRIVER}-uid-1-reg.sock")
     mute(node.plugins / DRIVER / "dra-uid-1.sock")

@@ -51,7 +51,7 @@ class Bench:
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
-    monkeypatch.setattr(failing_claims, "_LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(failing_claims, "_CHECK_EVERY_S", 0.0)
     return Bench()
 
 

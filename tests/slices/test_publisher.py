@@ -959,7 +959,7 @@ def test_restart_writes_what_the_server_keeps_by_now(dropping: Bench) -> None:
 
 
 def test_gate_that_is_enabled_later_is_noticed(dropping: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api_support, "_ASK_AGAIN_S", 0.05)
+    monkeypatch.setattr(api_support, "_RECHECK_AFTER_S", 0.05)
     dropping.start()
     assert dropping.publisher.wait_published(20)
     eventually(lambda: dropping.questions >= 4)

@@ -34,11 +34,11 @@ from dra_driver.cli.validation.rules.manifests import (
 )
 from dra_driver.cli.validation.rules.pods import (
     IMPLICIT,
-    asked_resources,
     claims_of,
     extended_requests,
     pod_faults,
     pod_specs,
+    requested_resources,
     served_resources,
     trap_hints,
     unknown_requests,
@@ -482,7 +482,7 @@ class ManifestCheck:
             for place in ("initContainers", "containers")
             for container in spec.get(place) or ()
             if isinstance(container, dict)
-            for resource in asked_resources(container)
+            for resource in requested_resources(container)
         }
         for resource in sorted(asked - served.keys()):
             if resource.startswith("nvidia.com/"):

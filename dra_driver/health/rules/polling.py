@@ -120,13 +120,13 @@ def reasons_found(polled: PolledHealth) -> Mapping[str, list[Finding]]:
     return found
 
 
-def asks_for_action(polled: PolledHealth) -> bool:
+def requests_action(polled: PolledHealth) -> bool:
     """Whether the NVIDIA driver requests an action, or the GPU needs a reset or a replacement."""
     return any(getattr(polled, field) for field in _REPAIR_FIELDS)
 
 
 def is_memory_read(polled: PolledHealth) -> bool:
-    """Whether no value that `asks_for_action` reads is missing because its query failed."""
+    """Whether no value that `requests_action` reads is missing because its query failed."""
     return polled.failed.isdisjoint(_REPAIR_FIELDS)
 
 

@@ -16,11 +16,11 @@ from itertools import chain
 from dra_driver.health.rules.polling import (
     NVLINK,
     Finding,
-    asks_for_action,
     is_memory_read,
     nvlink_errors_found,
     nvlink_findings,
     reasons_found,
+    requests_action,
     seen_nvlinks,
 )
 from dra_driver.health.rules.xids import NO_CHANGES, XidPolicy, is_program_fault, severity_of_xid, xid_text
@@ -67,7 +67,7 @@ SILENT_POLLS = 2
 NO_ANSWER = "no-answer"
 FLAPS, FLAP_WINDOW_S = 3, 3600
 """A device that fails this often within this window is held back."""
-HOLD_S, HOLD_MOST_S = 600, 4 * 3600
+HOLD_S, HOLD_MAX_S = 600, 4 * 3600
 """How long a recovered device is held back: doubled each further time, up to the maximum."""
 UNRESPONSIVE_AFTER_S = 60
 """How long an operation must hang before its GPU is unresponsive; claims wait equally long."""
@@ -247,7 +247,7 @@ def _after_poll(state: HealthState, polled: PolledHealth, now: int) -> HealthSta
             timed = replace(reason, last_at=min(reason.last_at, now), since=min(reason.since, now))
             if not _is_over(timed, polled, now, is_still=is_still):
                 kept.append(timed)
-        elif reason.key != FLAPPING or now < (state.held_until or 0) <= now + HOLD_MOST_S:
+        elif reason.key != FLAPPING or now < (state.held_until or 0) <= now + HOLD_MAX_S:
             kept.append(reason)
     is_held = any(reason.key == FLAPPING for reason in kept)
     return _having(replace(state, held_until=state.held_until if is_held else None), kept)
@@ -259,8 +259,8 @@ def shows_reset(state: HealthState, polled: PolledHealth) -> bool:
     A lost GPU comes back only by a reset, and only a reset lowers the memory error counter.
     """
     known, found = state.ecc_uncorrected, polled.ecc_uncorrected
-    counts_anew = known is not None and found is not None and found < known
-    return counts_anew or (state.has(LOST) and polled.answered)
+    was_recounted = known is not None and found is not None and found < known
+    return was_recounted or (state.has(LOST) and polled.answered)
 
 
 def _is_still(state: HealthState, polled: PolledHealth) -> bool:
@@ -296,7 +296,7 @@ def _with_nvlinks(state: HealthState, polled: PolledHealth, now: int) -> HealthS
 
 def _is_over(reason: Reason, polled: PolledHealth, now: int, *, is_still: bool) -> bool:
     """Whether the reason of an event ends with a poll that the GPU answered."""
-    if asks_for_action(polled) or not is_memory_read(polled):
+    if requests_action(polled) or not is_memory_read(polled):
         return False
     if ending_of(reason) is Ending.STILL and not is_still:
         return False
@@ -354,7 +354,7 @@ def _damped(before: HealthState, after: HealthState, now: int) -> HealthState:
     times = len([at for at in after.setbacks if now - FLAP_WINDOW_S < at <= now])
     if times < FLAPS:
         return after
-    until = now + min(HOLD_S * 2 ** (times - FLAPS), HOLD_MOST_S)
+    until = now + min(HOLD_S * 2 ** (times - FLAPS), HOLD_MAX_S)
     text = f"went bad {times} times within {FLAP_WINDOW_S} s, so it is held back for {until - now} s"
     held = Reason(FLAPPING, "", Severity.DEGRADED, now, now, text)
     return _with(replace(after, held_until=max(until, after.held_until or 0)), held)

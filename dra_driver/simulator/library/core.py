@@ -33,7 +33,7 @@ from dra_driver.simulator.mig import Refusal
 KIND_GPU, KIND_MIG, KIND_GI, KIND_CI = range(4)
 _BASE = 0x7F3A_0000_0000
 _SLOTS = 0xFFF
-_LOOK_S = 0.1
+_CHECK_S = 0.1
 """How often a hanging call checks whether its fault was cleared."""
 
 
@@ -242,7 +242,7 @@ class Core:
             return
         until = time.monotonic() + fault.delay_s
         while (left := until - time.monotonic()) > 0:
-            time.sleep(min(_LOOK_S, left))
+            time.sleep(min(_CHECK_S, left))
             # A counted fault no longer applies when its last call has begun.
             if fault.remaining is None and fault not in self._read().faults:
                 break

@@ -229,8 +229,10 @@ def extended_requests(spec: JsonObject, served: Mapping[str, str]) -> list[JsonO
     containers = [*initial, *(one for one in spec.get("containers") or () if isinstance(one, dict))]
     short = {index for index, one in enumerate(initial) if one.get("restartPolicy") != "Always"}
     found: list[JsonObject] = []
-    for resource in sorted({name for one in containers for name in asked_resources(one) if name in served}):
-        amounts = [asked_resources(one).get(resource, 0) for one in containers]
+    for resource in sorted(
+        {name for one in containers for name in requested_resources(one) if name in served}
+    ):
+        amounts = [requested_resources(one).get(resource, 0) for one in containers]
         kept = [0 if index in short else amount for index, amount in enumerate(amounts)]
         more = {index: amounts[index] - sum(kept[index:]) for index in sorted(short)}
         most = max(more, key=lambda index: more[index], default=None)
@@ -246,7 +248,7 @@ def extended_requests(spec: JsonObject, served: Mapping[str, str]) -> list[JsonO
     return sorted(found, key=lambda request: str(request["name"]))
 
 
-def asked_resources(container: JsonObject) -> dict[str, int]:
+def requested_resources(container: JsonObject) -> dict[str, int]:
     """Return how many of each resource a container requests. Amounts that are not whole numbers are skipped."""
     return {
         str(name): int(str(amount))
