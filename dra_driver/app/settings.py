@@ -78,8 +78,8 @@ class Flag:
     value for the command. `default` is the value if nothing is given, and `shown` describes it in --help. With
     `is_repeated` the value is a list.
 
-    A setting can also be in the configuration file: with `shape` at the dotted path `key`, converted by
-    `of_file`. Without `help` it can only be in the file. An empty text means None for a setting that may be
+    In the configuration file, a setting is at the dotted path `key`; its value has `shape`, and `of_file`
+    converts it. Without `help` it can only be in the file. An empty text means None for a setting that may be
     None.
     """
 

@@ -106,7 +106,7 @@ class BackgroundWorker:
     """Calls `work` repeatedly in a daemon thread named `name`, from `start` until `stop`.
 
     `work` returns the seconds to pause before the next call; math.inf pauses until `wake`. `wake` during the
-    work shortens the next pause. An exception is a bug: it is logged with its traceback, and `on_crash` returns
+    work cancels the next pause. An exception is a bug: it is logged with its traceback, and `on_crash` returns
     the pause.
     """
 

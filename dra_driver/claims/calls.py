@@ -93,7 +93,7 @@ class CallsUnderWay:
 
     @contextmanager
     def calling(self, action: Action, uid: str) -> Iterator[None]:
-        """Mark a call for the claim as in progress: a Prepare from its fetch on, or an Unprepare."""
+        """Mark a Prepare (from the fetch of the claim on) or an Unprepare as in progress."""
         with self._changed:
             self._calls[action, uid] += 1
         try:

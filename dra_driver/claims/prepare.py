@@ -249,8 +249,8 @@ class Preparer:
     def _prepare_once(self, attempt: PrepareAttempt) -> tuple[Prepared, ClaimRecord | None]:
         """Plan, write the record, run the steps and answer.
 
-        If an error prevents this for a claim that was prepared in this boot and is still in place, answer from
-        its record: the pod may be running, and keeps its other devices if one GPU is lost.
+        After an error, a claim that was prepared in this boot and is still in place is answered from its
+        record. Its pod may be running, and keeps its other devices if one GPU is lost.
         """
         claim = attempt.claim
         try:
@@ -299,7 +299,7 @@ class Preparer:
         """Plan under the locks of the claim and its GPUs. Then write the record, or return the cleanups to do
         first.
 
-        The plan is None if the locked GPUs were not the right ones, or if another call changed the record. If
+        The plan is None if the claim needs GPUs that are not locked, or if another call changed the record. If
         an earlier allocation of the claim has ended, its UID is added to `ended`; the caller must call
         `executor.clean` for it after the locks are released.
         """

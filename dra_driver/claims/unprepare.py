@@ -40,9 +40,8 @@ class Unpreparer:
     ) -> bool:
         """Unprepare a claim as if the kubelet had called; returns whether it was done.
 
-        It is not done if the claim's record is no longer `expected`, if the claim was prepared after
-        `checked_ns` (time.monotonic_ns()), when the API server was queried, or if the claim is being prepared
-        now.
+        It is not done if the claim's record is no longer `expected`, if the claim is being prepared now, or if
+        it was prepared after `checked_ns` (time.monotonic_ns(), when the API server was queried).
 
         Raises: the error that prevented it; the record stays.
         """

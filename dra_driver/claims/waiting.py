@@ -66,8 +66,8 @@ class PrepareAttempt:
     the claim.
 
     The other fields belong to `Waiter`: when the attempt first waited, by the waiter's clock; the type of the
-    error that it last waited for; the number of changes that it has seen; for each holder's UID, why the holder
-    releases its devices; and the holders whose claims no longer exist, which are not queried again.
+    last error; and the number of changes that it has seen. `leaving` says, by holder UID, why a holder releases
+    its devices; `gone` are the holders whose claims no longer exist, which are not queried again.
     """
 
     ref: ClaimRef

@@ -69,9 +69,9 @@ NOT_DISCOVERED = "devices have not been discovered yet"
 class Discovery:
     """Owns the inventory.
 
-    The callbacks run in the discovery thread: `on_change` after each change; `on_reload` when the NVIDIA driver
-    is found for the first time or was reloaded; `on_hardware` when NVML lists other GPUs under the same driver,
-    or answers again.
+    The callbacks run in the discovery thread. `on_change` is called after each change, and `on_reload` when the
+    NVIDIA driver is found for the first time or was reloaded. `on_hardware` is called when NVML lists other
+    GPUs under the same driver, or answers again.
 
     Without an `ownership`, every MIG device is foreign. NVML is kept closed while GPUs are detached, and during
     a pause; in a pause and for a maintenance claim the devices stay on offer. `cards` returns the GPUs for
@@ -175,7 +175,7 @@ class Discovery:
     def health_polled(self, gpu_uuid: str, polled: PolledHealth) -> None:
         """Request a scan if a health poll found other NVLinks or another fabric than the inventory has.
 
-        Every poll is compared, so that a change is found in whatever order scans and polls run.
+        Every poll is compared, so that a change is found regardless of the order of scans and polls.
         """
         if is_other_nvlink(self.inventory, gpu_uuid, polled):
             self.request_rescan()

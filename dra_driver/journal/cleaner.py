@@ -119,10 +119,10 @@ class Cleaner(BackgroundWorker):
     """Undoes pending cleanups: for an Unprepare, before a Prepare that needs the GPU, and in its own thread
     while `leads` returns True.
 
-    The thread submits work to the lanes on request, when `tools` returns a new value (a program, the MPS host
-    or the NVIDIA driver came back), and otherwise after growing pauses for each GPU. The `restorers` work in
-    the same lanes, in both instances. `changed` is called after pending cleanups have changed. Twice a minute
-    the thread removes `temporary` files of killed writers, given as directory and pattern.
+    The thread submits work to the lanes on request, and when `tools` returns a new value: a program, the MPS
+    host or the NVIDIA driver came back. Otherwise it retries after growing pauses for each GPU. The `restorers`
+    work in the same lanes, in both instances. `changed` is called after pending cleanups have changed. Twice a
+    minute the thread removes `temporary` files of killed writers, given as directory and pattern.
     """
 
     ledger: Ledger

@@ -311,7 +311,8 @@ class Ledger:
             self.change((), [detail])
 
     def change(self, changed: Iterable[Item], gone: Iterable[Item], void: Iterable[str] = ()) -> None:
-        """Write changed items, remove others, and remove void items from the files of the GPUs `void`.
+        """Write the `changed` items, remove those in `gone`, and drop void items from the files of the GPUs in
+        `void`.
 
         Items that a full disk cannot remove are remembered as removed. Raises: StateError, after trying
         everything.

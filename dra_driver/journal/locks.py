@@ -1,5 +1,4 @@
-"""Locks on GPUs and on claims, for the threads of this process and against the second instance of a rolling
-update.
+"""Locks on GPUs and on claims. They exclude other threads and the second instance of a rolling update.
 
 While the lock of a GPU is held, its file names the operation and its start, for the other instance. The
 programs that an operation starts, such as nvidia-smi or a write to the kernel, hold the lock too: if the plugin
@@ -8,13 +7,13 @@ file is ignored.
 
 The lock of a claim lets one call at a time work on the claim. It remembers, in this process, the last calls
 that prepared and unprepared the claim. When a pod is deleted, the kubelet cancels its Prepare and calls
-Unprepare while the handler of the Prepare still runs: such a late Prepare must not write a record that no
+Unprepare while the handler of the Prepare still runs. Such a late Prepare must not write a record that no
 Unprepare would ever remove. An Unprepare that a newer Prepare has overtaken must keep what that Prepare did.
 The reconciler must not unprepare a claim because of an API server's answer that is older than the claim's
 Prepare.
 
 The two instances of a rolling update share the locks, but not this memory. Between them the plugin relies on
-the kubelet, which cancels a call before it makes a newer one, and on the records: `Executor.finish` fails if
+the kubelet, which cancels a call before it sends a newer one, and on the records. `Executor.finish` fails if
 another call has changed the record, and the reconciler removes a record that is written even later
 (`claims.reconciler`).
 """

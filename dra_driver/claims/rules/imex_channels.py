@@ -21,8 +21,8 @@ def imex_of(
 ) -> ImexChannels | None:
     """Return the IMEX channels that a device gets; None for a device outside any fabric, or with adminAccess.
 
-    On a node that gives no channels, a claim is prepared even if its GPU's fabric is not ready, since nothing
-    that the claim gets depends on the fabric: a program that starts too early fails (CUDA error 802), and works
+    On a node that gives no channels, a claim is prepared even if its GPU's fabric is not ready, because nothing
+    that the claim gets depends on the fabric. A program that starts too early fails (CUDA error 802), and works
     after its container restarts. A taint keeps new pods away, unless they tolerate it or it is switched off.
 
     Raises: RetryableError if the NVIDIA driver has no channels, or like `gets_channels`; ClaimRefusedError if

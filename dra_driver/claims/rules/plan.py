@@ -93,8 +93,8 @@ def plan_claim(
 ) -> Plan:
     """Return the plan for this driver's part of a claim.
 
-    `others` are the records of all other claims on this node, `sharing` is the node's policy, `known` is the
-    claim's own record, and `metadata` lists the versions in which the node writes device metadata.
+    `others` are the records of all other claims on this node, and `known` is the claim's own record. `sharing`
+    is the node's policy, and `metadata` lists the versions in which the node writes device metadata.
     `setting_for_lost` is the setting that would keep new pods away from lost GPUs; None if they already stay
     away. `extra_devices` are the devices that the node's configuration adds to claims.
 
@@ -305,8 +305,8 @@ def _metadata(
     """Return the metadata steps. A prepared claim keeps the versions of its record, or no metadata if it had
     none.
 
-    Otherwise the containers of a pod would differ, and a step that disappeared from the record would never be
-    undone.
+    Otherwise the containers of a pod would see different files, and a step that disappeared from the record
+    would never be undone.
     """
     steps: tuple[WriteDeviceMetadata, ...] = (WriteDeviceMetadata(versions),) if versions and devices else ()
     if known is not None and known.devices == tuple(device.held() for device in devices):

@@ -60,8 +60,8 @@ class Slice:
 class Claim:
     """A claim: the pods and groups of pods that it is reserved for, and what it consumes of each device.
 
-    `classes` are those that a claim without devices requests. `serviced` are the devices that it takes out of
-    service.
+    `classes` are the DeviceClasses that a claim requests while it has no devices. `serviced` are the devices
+    that it takes out of service.
     """
 
     namespace: str
@@ -384,8 +384,8 @@ def _waiting(
 ) -> Iterator[Row]:
     """Yield rows for waiting claims and pods.
 
-    These are claims without devices, for devices of the driver or of a missing class, and pods that request
-    such devices as extended resources: the scheduler creates their claims when it has found a node.
+    Claims wait for devices of the driver or of a missing class. Pods wait for such devices as extended
+    resources; the scheduler creates their claims when it has found a node.
     """
     known = {name for name, _, _ in classes}
     ours = {name for name, selectors, _ in classes if driver in selectors}

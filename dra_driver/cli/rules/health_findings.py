@@ -67,7 +67,9 @@ _REMEDIES: tuple[tuple[str, str], ...] = (
     ("program", _WAIT),
     ("unmonitored", "gpu-dra-driver gets no Xids of this GPU; look for them with `dmesg | grep -i xid`"),
 )  # fmt: skip
-"""The remedies, by the beginning of a reason. If a device has several reasons, the first in this table is used."""
+"""Remedies, keyed by the first words of a reason. If a device has several reasons, the first match in this
+table is used.
+"""
 _OTHER = "`nvidia-smi -q -i {bus}` and `dmesg | grep -i nvrm` on the node"
 _WORST_FIRST = ("lost", "unhealthy", "degraded", "information")
 _FAILING = ("lost", "unhealthy")

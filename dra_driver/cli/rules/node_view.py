@@ -55,8 +55,8 @@ class SeenGpu:
     """A GPU. `name` is the device's; `mode` is the MIG mode or None; `load` is None if NVML reports nothing.
 
     A GPU that NVML does not list and whose UUID is unknown has its PCI bus ID as the name and "" as the UUID.
-    `health` is the worst known severity of the GPU and its instances, `unknown` if it was not read, or `vfio`
-    for a GPU that a virtual machine has or may get, whose health cannot be read.
+    `health` is the worst known severity of the GPU and its instances, or `unknown` if it was not read. It is
+    `vfio` for a GPU that a virtual machine has or may get, whose health cannot be read.
     """
 
     name: str

@@ -96,8 +96,8 @@ _BY_KEY: Mapping[str, Ending] = {
 
 
 def ending_of(reason: Reason) -> Ending:
-    """Return how the reason ends. Of Xids, only program faults (by NVIDIA's catalog) and informational ones end
-    with time.
+    """Return how the reason ends. Time ends an Xid only if it is informational, or a program's fault by
+    NVIDIA's catalog.
     """
     if reason.key == UNRESPONSIVE:
         return Ending.ANSWER if reason.value else Ending.OURS

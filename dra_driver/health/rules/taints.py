@@ -177,7 +177,7 @@ def is_withdrawn(
     """Whether a device is removed from the slices because taints have no effect.
 
     A device that a claim holds stays: no other claim gets it, and readers of the slices find it. A shared
-    device is removed, because other claims would get a share, unless it has counters: the scheduler ignores the
+    device is removed, because other claims would get a share, unless it has counters. The scheduler ignores the
     counters of a device that is not in the slices, and would allocate that part of the GPU again.
     """
     if not keep_away(taints):

@@ -1,5 +1,5 @@
-"""Builds the inventory from what NVML and the PCI bus show and what was known before, decides which hardware
-changes matter, and computes NVLink domains: a deterministic partition of GPUs into fully connected groups.
+"""Builds the inventory from NVML, the PCI bus and the previous inventory, and decides which hardware changes
+matter. It also computes NVLink domains: a deterministic partition of GPUs into fully connected groups.
 """
 
 from __future__ import annotations

@@ -91,7 +91,8 @@ _BY_TYPE = re.compile(
 def standard_classes(driver: str, profiles: Iterable[str] = ()) -> Mapping[str, JsonObject]:
     """Return the classes that are installed with gpu-dra-driver, and one for each MIG profile, by name.
 
-    They include `shares.gpu.nvidia.com` and `vfio.gpu.nvidia.com`, which are installed only with the feature.
+    They include `shares.gpu.nvidia.com` and `vfio.gpu.nvidia.com`, which the chart installs only with their
+    features.
 
     Raises: InvalidConfigError if two profiles would have the same name.
     """

@@ -233,9 +233,9 @@ def _uses(devices: JsonObject, path: str, driver: str) -> Iterator[_Use]:
 
 
 def _use_faults(use: _Use) -> Iterator[FieldFault]:
-    """Yield what Prepare would refuse: parameters that name a request whose classes all select another type of
-    device; and `management` or MaintenanceConfig without adminAccess, even if the request is not named, if its
-    class selects that type.
+    """Yield what Prepare would refuse. That is parameters that name a request whose classes all select another
+    type of device, and `management` or MaintenanceConfig for a request without adminAccess. The latter also
+    applies to unnamed requests whose class selects that type.
     """
     kinds = CONFIG_KINDS[use.kind]
     if use.named is not None and not use.of_type(None, *kinds):
