@@ -88,8 +88,8 @@ class Publishing:
     def left_out(self, dropped: bool) -> Callable[[OfferedDevice], bool]:
         """Return a function that says which devices are withheld from the slices now.
 
-        Devices of GPUs in maintenance are withheld, and devices with pending cleanup whatever the health
-        setting, because a Prepare would fail. `dropped` says whether the API server drops taints.
+        Devices of GPUs in maintenance are withheld. Devices with pending cleanup are withheld regardless of the
+        health setting, because a Prepare would fail. `dropped` says whether the API server drops taints.
         """
         mode = self._settings.unhealthy_devices
         # Set before the records are read, so that a claim that is released from now on triggers another round.

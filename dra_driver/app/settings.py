@@ -395,12 +395,12 @@ class Settings:
 
     @property
     def on_demand(self) -> Callable[[Gpu], bool] | None:
-        """Returns whether a GPU is partitioned into MIG devices on demand; None if no GPU is."""
+        """A function that returns whether a GPU is partitioned into MIG devices on demand; None if no GPU is."""
         return self.dynamic_mig_gpus.matches_gpu if self.dynamic_mig else None
 
     @property
     def for_virtual_machines(self) -> Callable[[Gpu], bool] | None:
-        """Returns whether virtual machines may get a GPU; None if they get no GPU."""
+        """A function that returns whether virtual machines may get a GPU; None if they get none."""
         return self.passthrough_gpus.matches_gpu if self.passthrough else None
 
     @property

@@ -79,8 +79,8 @@ _WATCHED = (
 
 
 _FRESH_S = 0.05
-"""Eight pods that start together are one burst. If the toolkit is replaced during a burst, its containers fail
-anyway.
+"""Pods that start together, for example eight, share one reading. If the toolkit is replaced in that time, their
+containers fail anyway.
 """
 
 
@@ -104,7 +104,7 @@ class DriverRoot:
         self._hook = HookFinder(paths, hook)
         self._lock = threading.Lock()
         self._known: tuple[Fingerprint, str | None, DriverFiles] | None = None
-        self._looked_at = 0.0
+        self._read_at = 0.0
 
     def files(self, nvml_version: str | None) -> DriverFiles:
         """Like `scan`, but return the last result while nothing has changed. The calls of one burst check once.
@@ -114,13 +114,13 @@ class DriverRoot:
         """
         with self._lock:
             known = self._known
-            looked_at = self._looked_at
-        if known is not None and known[1] == nvml_version and time.monotonic() - looked_at < _FRESH_S:
+            read_at = self._read_at
+        if known is not None and known[1] == nvml_version and time.monotonic() - read_at < _FRESH_S:
             return known[2]
         fingerprint = self.fingerprint()
         if known is not None and known[:2] == (fingerprint, nvml_version):
             with self._lock:
-                self._looked_at = time.monotonic()
+                self._read_at = time.monotonic()
             return known[2]
         # Checked before the scan, so that later changes have another time.
         is_quiet = all(is_settled(mark[2]) for mark in fingerprint if isinstance(mark, tuple))
@@ -288,10 +288,10 @@ class DriverRoot:
     def _xorg_modules(
         self, tree: RootedTree, version: str, driver_dirs: Iterable[str]
     ) -> tuple[list[DriverFile], list[DriverLink], dict[str, str]]:
-        """Return the X server's modules, a link, and the modules for other architectures.
+        """Return the X server's modules, the GLX link, and the modules for other architectures.
 
         Each module is from the first directory that has it for this architecture. An X server loads the GLX
-        module by the link, which hosts have elsewhere or not at all.
+        module by that link, which hosts have elsewhere or not at all.
         """
         places: list[str] = []
         for directory in driver_dirs:

@@ -137,8 +137,9 @@ class ImexDaemon:
 
 
 def settings(text: str) -> Mapping[str, str]:
-    """Return the settings of the control service in nvidia-imex's configuration file. The last one of a name is
-    used.
+    """Return the settings of the control service in nvidia-imex's configuration file.
+
+    If a setting occurs twice, the last value counts.
     """
     return dict(_SETTING.findall(text))
 

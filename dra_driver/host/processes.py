@@ -30,7 +30,7 @@ driver, and the daemons and servers of MPS, which stop with their claims.
 """
 _OWN_NAMES = ("gpu-dra-driver", "dra_driver")
 _INITIAL_PID_NAMESPACE = "pid:[4026531836]"
-"""The kernel's constant number for the host's namespace."""
+"""The host's PID namespace: its number is the same on every Linux kernel."""
 _START_TIME = 18
 """Its place in `stat` after the state."""
 

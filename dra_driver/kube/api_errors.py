@@ -119,7 +119,7 @@ def one_line(text: str) -> str:
 
 
 def _page_text(body: bytes) -> str | None:
-    """Return a message that a web page answered, with the beginning of its text; None if the body is not a page."""
+    """Return a message with the beginning of a web page's text; None if the body is not a web page."""
     start = body[:_SHOWN_OF_PAGE].decode("utf-8", "replace")
     if not start.lstrip().startswith("<"):
         return None

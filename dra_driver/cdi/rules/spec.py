@@ -190,7 +190,7 @@ def _distinct(claim_uid: str, devices: Sequence[CdiDevice]) -> list[CdiDevice]:
 
 
 def common_edits(driver: DriverFiles) -> dict[str, Any]:
-    """Return the edits that every container gets for the NVIDIA driver, whatever its devices.
+    """Return the edits that every container gets for the NVIDIA driver, regardless of its devices.
 
     Raises: RetryableError if a required device node is missing.
     """

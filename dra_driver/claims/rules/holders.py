@@ -71,7 +71,7 @@ def refuse_crowded(
     """Raise DeviceHeldError if the MPS daemon of a device already has its maximum number of clients.
 
     `max_clients` is that maximum for each device with MPS. A claim counts as one client, even if its pods have
-    more. Only as many claims as exceed the limit must end.
+    more. `enough` in the error is how many of these claims must end.
     """
     records = list(others)
     for request, device in wanted:

@@ -287,7 +287,7 @@ class DriverChecks:
         return ok(f"{len(on)} of {counted(len(inventory.gpus), 'GPU')} in MIG mode")
 
     def gpu_agents(self) -> Finding:
-        """Check for programs that keep GPUs open, and so prevent switching MIG mode or passthrough."""
+        """Check for programs that keep GPUs open and thereby prevent switching MIG mode or passthrough."""
         if not self.dynamic_mig and not self.passthrough:
             return skip("MIG devices are not made on demand")
         users = self.gpu_users()

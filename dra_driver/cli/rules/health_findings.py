@@ -151,7 +151,7 @@ def _age(seconds: float | None) -> str:
 
 
 def _kind(reason: str) -> str:
-    """Return the reason as a key of `_REMEDIES`: for an Xid whose number decides the remedy, only that."""
+    """Return the key of `_REMEDIES` for a reason. For an Xid it depends on the number."""
     key, _, number = reason.partition(" ")
     if key == "xid" and number.isdecimal():
         return (
