@@ -150,7 +150,7 @@ def manages(config: OpaqueConfig) -> bool:
 
 
 def asks_for_maintenance(claim: AllocatedClaim) -> bool:
-    """Return whether a claim has a MaintenanceConfig, whether or not a later entry replaces it."""
+    """Return whether a claim has a MaintenanceConfig, even if a later entry replaces it."""
     given = (entry.parameters for entry in claim.configs)
     return any(isinstance(one, Mapping) and one.get("kind") == MaintenanceConfig.__name__ for one in given)
 

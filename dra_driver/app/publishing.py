@@ -95,15 +95,17 @@ class Publishing:
         # Set before the records are read, so that a claim that is released from now on triggers another round.
         self._withdraws = mode == "withdraw" or (mode == "auto" and dropped)
         pending = self._cleaner.withheld() if dropped or self._withdraws else lambda _device: None
-        # Before the records too: it is emptied only after NVML has been read again.
-        away, records = set(self._discovery.in_service), self._records.all().values()
-        away.update(*(step.gpu_uuids for one in records if (step := one.maintenance) is not None))
+        # Read before the records, because it is emptied only after NVML has been read again.
+        in_maintenance, records = set(self._discovery.gpus_in_maintenance), self._records.all().values()
+        in_maintenance.update(*(step.gpu_uuids for one in records if (step := one.maintenance) is not None))
         withdrawn = (
             withdrawals(self.taints(), records, self._settings.sharing)
             if self._withdraws
             else lambda _device: False
         )
-        return lambda device: device.gpu.uuid in away or pending(device) is not None or withdrawn(device)
+        return lambda device: (
+            device.gpu.uuid in in_maintenance or pending(device) is not None or withdrawn(device)
+        )
 
     def is_offered(self, gpu_uuids: Collection[str]) -> bool:
         """Whether the API server may have a device of these GPUs; also if it does not answer."""

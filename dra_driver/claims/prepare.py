@@ -152,9 +152,10 @@ class ClaimPlanner:
         """Whether the NVIDIA driver answers."""
         return self.discovery.unavailable() is None
 
-    def opens_again(self, ref: ClaimRef) -> bool:
-        """Whether NVML was closed for this claim by an attempt that failed or that a crash ended; it is opened again
-        then, so that the next try can plan. Raises: StateError."""
+    def reopen_nvml(self, ref: ClaimRef) -> bool:
+        """Let NVML be opened again if a failed or crashed attempt closed it for this claim; return whether it did.
+        The next attempt can then plan. Raises: StateError.
+        """
         detachments = self.discovery.detachments
         return detachments is not None and detachments.end_of(ref)
 
@@ -240,8 +241,8 @@ class Preparer:
             except (NvmlUnavailableError, DeviceLostError):
                 # Discovery may not have noticed that the NVIDIA driver was loaded or that the GPU is back. A
                 # rescan takes a moment; the kubelet would retry only after a minute.
-                opens_again = not self._was_prepared(attempt) and self.planner.opens_again(attempt.ref)
-                if has_looked or not (opens_again or self.planner.is_usable()):
+                reopened = not self._was_prepared(attempt) and self.planner.reopen_nvml(attempt.ref)
+                if has_looked or not (reopened or self.planner.is_usable()):
                     raise
                 has_looked = True
                 self.planner.rescan(attempt.call)
@@ -392,7 +393,7 @@ class Preparer:
                 if record is None or record.phase == "prepared":
                     return
                 if record.maintenance is not None:
-                    self.planner.opens_again(attempt.ref)
+                    self.planner.reopen_nvml(attempt.ref)
                     if isinstance(error, RetryableError):
                         return
                 self.executor.end(record)

@@ -213,10 +213,12 @@ class GpuHealth:
         self._on_shown()
 
     def gpus(self) -> Mapping[str, str | None] | None:
-        """Return the GPUs to watch; None while NVML is unavailable, because the inventory is empty or old then."""
+        """Return the GPUs to watch; None while NVML is unavailable, because the inventory is then empty or old."""
         inventory = self._discovery.latest()
-        is_away = self._discovery.unavailable() is not None
-        if inventory is None or (is_away and (self._discovery.in_service or not inventory.every_gpu)):
+        is_unavailable = self._discovery.unavailable() is not None
+        if inventory is None or (
+            is_unavailable and (self._discovery.gpus_in_maintenance or not inventory.every_gpu)
+        ):
             return None
         taken = self._under_vfio()
         return {gpu.uuid: gpu.pci_bus_id for gpu in inventory.every_gpu if gpu.uuid not in taken}

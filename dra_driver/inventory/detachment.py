@@ -323,8 +323,8 @@ class Detachments:
     def begin(
         self, seconds: float, claim: ClaimRef | None = None, gpu_uuids: tuple[str, ...] = ()
     ) -> Detachment:
-        """Keep NVML closed for `seconds` from now on. Without a `claim`, this replaces any earlier detachment. A
-        claim keeps its own detachment, and waits for the end of any other.
+        """Keep NVML closed for `seconds` from now on. Without a `claim`, this replaces any earlier detachment.
+        A claim that already has a detachment keeps it.
 
         Raises: DeviceBusyError while another claim keeps NVML closed, NvmlDetachedError while `detach` does;
         StateError.
@@ -391,7 +391,9 @@ class Detachments:
             write_atomically(self._path, before, durable=False)
 
     def end(self) -> None:
-        """Let NVML be opened again. The file of a maintenance claim stays, with its time over. Raises: StateError."""
+        """Let NVML be opened again. The file of a maintenance claim stays, with its time set to now. Raises:
+        StateError.
+        """
         found = self.written()
         if found is None or found.claim is None:
             self._remove()

@@ -113,8 +113,10 @@ class Discovery:
         self._backoff = Backoff(_RETRY_FIRST_S, _RETRY_MAX_S)
         self._logged_faults: frozenset[DiscoveryFault] = frozenset()
         self._is_started = False
-        self.in_service: Collection[str] = ()
-        """UUIDs of the GPUs of the maintenance claim that NVML is or was closed for, until NVML has been read again."""
+        self.gpus_in_maintenance: Collection[str] = ()
+        """UUIDs of the GPUs of the maintenance claim for which NVML is or was closed, until NVML has been read
+        again.
+        """
         self._worker = BackgroundWorker("discovery", self._look, self._crashed)
 
     def latest(self) -> Inventory | None:
@@ -359,8 +361,8 @@ class Discovery:
         """Close NVML and withdraw the devices.
 
         They are withdrawn rather than tainted, because a reset or a change of the MIG mode may turn them into
-        other devices. For a maintenance claim only the devices of its GPUs are, by its record. Settings that
-        closing NVML may undo, such as time slices, are restored when NVML answers again.
+        other devices. For a maintenance claim, only the devices of its GPUs are withdrawn, according to its
+        record. Settings that closing NVML may undo, such as time slices, are restored when NVML answers again.
         """
         try:
             self.nvml.session.release(detached.problem)
@@ -368,7 +370,7 @@ class Discovery:
             self._log_in_use(error)
             return
         self._has_nvml = False
-        self.in_service = detached.gpu_uuids
+        self.gpus_in_maintenance = detached.gpu_uuids
         self._became_unavailable(
             NvmlDetachedError(detached.problem), keeps_devices=detached.claim is not None
         )
@@ -448,7 +450,7 @@ class Discovery:
         changed = differs(inventory, self.inventory)
         # Set the inventory first: a thread that sees no problem must not find the old devices.
         self.inventory = inventory
-        self._problem, self.in_service = None, ()
+        self._problem, self.gpus_in_maintenance = None, ()
         self._was_available = True
         if not changed:
             return
@@ -492,8 +494,8 @@ class Discovery:
         self._became_known(Inventory(cards=cards))
 
     def _became_unavailable(self, error: DraDriverError, *, keeps_devices: bool = False) -> None:
-        """Withdraw known devices unless it `keeps_devices`, because they cannot be used without the NVIDIA
-        driver.
+        """Withdraw known devices, because they cannot be used without the NVIDIA driver. With `keeps_devices`,
+        they stay.
         """
         problem = str(error)
         if self._problem != problem:

@@ -41,10 +41,10 @@ _MAX_NAMED = 8
 
 @dataclass(eq=False)
 class MaintenanceSteps:
-    """Closes NVML for a maintenance claim, and has it opened again.
+    """Closes NVML for a maintenance claim, and lets discovery open it again.
 
-    `is_offered` returns whether the API server may still have a device of these GPUs, `publish` has the slices written,
-    and `rescan` has discovery look at NVML, both soon.
+    `is_offered` returns whether the API server may still have a device of these GPUs. `publish` requests that
+    the slices be written soon, and `rescan` that discovery check NVML soon.
     """
 
     detachments: Detachments
@@ -55,8 +55,8 @@ class MaintenanceSteps:
     rescan: Callable[[], None]
 
     def open(self) -> None:
-        """Remove the file of a claim that is not prepared, which a crash left, and one that a power loss tore. Call
-        this before NVML is opened. Raises: StateError.
+        """Remove an unreadable file, and the file that a crash left for a claim that is not prepared. Call this
+        before NVML is opened. Raises: StateError.
         """
         written, records = self.detachments.written(), self.records.all()
         if written is None:
@@ -70,7 +70,8 @@ class MaintenanceSteps:
             _log.info("maintenance_abandoned", claim=str(written.claim), claim_uid=uid)
 
     def do(self, step: StartMaintenance, plan: Plan) -> None:
-        """Close NVML, once nothing uses the GPUs. A claim that is prepared has had its time, and keeps what it has.
+        """Close NVML once nothing uses the GPUs. Does nothing for a prepared claim, whose maintenance has
+        already started.
 
         Raises: DeviceBusyError that names the claims on the GPUs, or the maintenance claim on other GPUs;
         RetryableError, also if NVML is not closed in time; StateError.
@@ -93,17 +94,17 @@ class MaintenanceSteps:
         _log.info("maintenance_started", claim_uid=ref.uid, gpu_uuids=step.gpu_uuids, until=made.until)
 
     def undo(self, step: StartMaintenance, record: ClaimRecord) -> None:
-        """Have NVML opened again, if it was closed for the claim, and the GPUs published. Raises: StateError."""
+        """Let NVML be opened again if it was closed for the claim, and publish the GPUs. Raises: StateError."""
         if self.undo_closing(record.ref):
             _log.info("maintenance_ended", claim_uid=record.ref.uid, gpu_uuids=step.gpu_uuids)
         self.publish()
 
     def in_place(self, step: StartMaintenance, record: ClaimRecord) -> bool:
-        """Always: NVML is not closed again for a claim that has had its time."""
+        """Return True: NVML is not closed a second time for a claim."""
         return True
 
     def undo_closing(self, ref: ClaimRef) -> bool:
-        """Have NVML opened again, if it was closed for the claim; return whether it was. Raises: StateError."""
+        """Let NVML be opened again if it was closed for the claim; return whether it was. Raises: StateError."""
         was_closed = self.detachments.end_of(ref)
         if was_closed:
             self.rescan()
@@ -124,8 +125,9 @@ class MaintenanceSteps:
             raise DeviceBusyError(f"maintenance starts after the cleanup of its GPUs. {pending[0].text}")
 
     def _wait_withdrawn(self, step: StartMaintenance) -> None:
-        """Wait until the API server has no device of the GPUs, since a scheduler could still allocate it. Raises:
-        RetryableError."""
+        """Wait until the API server has no device of the GPUs, because the scheduler could still allocate one.
+        Raises: RetryableError.
+        """
         end = time.monotonic() + seconds_for("withdraw the GPUs", _WITHDRAWING_S)
         while self.is_offered(step.gpu_uuids):
             if time.monotonic() >= end:

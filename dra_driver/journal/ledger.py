@@ -322,9 +322,9 @@ class Ledger:
         for number, items in enumerate((changed, gone)):
             for item in items:
                 by_home.setdefault(_home(item), ([], []))[number].append(item)
-        for home, (here, away) in by_home.items():
+        for home, (now_valid, now_gone) in by_home.items():
             try:
-                self._change(home, here, away)
+                self._change(home, now_valid, now_gone)
             except StateError as error:
                 problem = error
         if problem is not None:
@@ -333,15 +333,15 @@ class Ledger:
     def _change(self, home: str, changed: Sequence[Item], gone: Sequence[Item]) -> Mapping[Hashable, Item]:
         """Return the previously valid items by key. Raises: StateError."""
         before = self._store.get(home) or ()
-        away, news = set(map(_key, gone)), {_key(item): item for item in changed}
+        gone_keys, news = set(map(_key, gone)), {_key(item): item for item in changed}
         with self._guard:
             for item in (*changed, *gone):
                 if isinstance(item, LedgerEntry):
                     self._seen.pop(item.key, None)
             self._gone -= set(map(_mark, changed))
-            self._gone |= {_mark(item) for item in before if _key(item) in away}
+            self._gone |= {_mark(item) for item in before if _key(item) in gone_keys}
             left = [item for item in before if _mark(item) not in self._gone and counts(item, self.boot_id)]
-            lost = [item for item in before if _key(item) in away and not isinstance(item, LedgerEntry)]
+            lost = [item for item in before if _key(item) in gone_keys and not isinstance(item, LedgerEntry)]
             self._removed |= dict.fromkeys(lost, self.clock())
             self._details -= set(lost)
         # Undos run in the reverse order of the file. What an older boot did last may be done first in this

@@ -99,8 +99,8 @@ def failure(
     `status` is the API's Status object ({} if there is none); `retry_after` is the header of that name.
     """
     if code in RETRYABLE_STATUS or code >= 500:
-        asked_s = _retry_after(retry_after.strip(), status)
-        return ApiUnavailableError(text, retry_after_s=asked_s, is_brief=True)
+        retry_s = _retry_after(retry_after.strip(), status)
+        return ApiUnavailableError(text, retry_after_s=retry_s, is_brief=True)
     reason = str(status.get("reason") or "")
     if code == 410:
         return WatchExpiredError(text, status=code, reason=reason or "Expired")

@@ -93,9 +93,9 @@ def refuse_crowded(
 
 
 def claims_to_wait_for(step: StartMaintenance, others: Iterable[ClaimRecord]) -> tuple[str, ...]:
-    """Return `namespace/name` of each claim on these GPUs, except for maintenance claims that wait as well. A claim
-    with adminAccess counts too: its pod has the GPU open. Raises: ClaimRefusedError if there are any and the policy is
-    Refuse.
+    """Return `namespace/name` of each claim on these GPUs, except for other waiting maintenance claims. A claim with
+    adminAccess counts too: its pod has the GPU open. Raises: ClaimRefusedError if there is one and the policy
+    is Refuse.
     """
     users = tuple(
         sorted(

@@ -145,8 +145,8 @@ def _maintenance(
 ) -> StartMaintenance | None:
     """Return the step of a maintenance claim with these devices and their parameters; None for any other claim.
 
-    A MIG device stands for its GPU. Raises: ClaimRefusedError if only some devices are for maintenance, their
-    parameters differ, or one is a MIG device on demand, which need not exist.
+    A MIG device means its GPU. Raises: ClaimRefusedError if only some devices are for maintenance, their
+    parameters differ, or one is a MIG device on demand, because it may not exist.
     """
     configs = [one.config for one in parameters if isinstance(one.config, MaintenanceConfig)]
     if not configs:
