@@ -74,7 +74,7 @@ class Discovery:
     GPUs under the same driver, or answers again.
 
     Without an `ownership`, every MIG device is foreign. NVML is kept closed while GPUs are detached, and during
-    a pause; in a pause and for a maintenance claim the devices stay on offer. `cards` returns the GPUs for
+    a pause. During a pause or a maintenance claim, the devices stay published. `cards` returns the GPUs for
     virtual machines, given the GPUs that NVML lists. Without `files` the NVIDIA driver's files are not checked;
     without `imex` its channels are not counted.
     """

@@ -75,8 +75,8 @@ _OURS = {
 def gpu_maps(inventory: Inventory, known: NodeState, on_demand: Callable[[Gpu], bool]) -> list[GpuMap]:
     """Return the content of a drawing for each GPU in MIG mode or with MIG on demand.
 
-    `inventory` is NVML's own: `partitioning` on every GPU that has profiles, with all GPU instances in
-    `withheld`, whoever created them.
+    `inventory` is what NVML reports: every GPU that has profiles has `partitioning`, with all its GPU instances
+    in `withheld`, no matter who created them.
     """
     return [
         _map_of(inventory.gpu_names[gpu.uuid], gpu, gpu.partitioning, known, on_demand(gpu))

@@ -297,7 +297,7 @@ class ManifestCheck:
     def _knows_classes(self, names: Sequence[str], report: DocumentReport) -> bool:
         """Return whether all classes are known and select devices of gpu-dra-driver.
 
-        A class name that is nearly a known one is a fault; any other unknown class may be in the cluster.
+        A class name that resembles a known one is a fault; any other unknown class may exist in the cluster.
         """
         unjudged = []
         for name in names:
@@ -351,7 +351,7 @@ class ManifestCheck:
             )
 
     def _try_claim(self, spec: JsonObject, report: DocumentReport) -> bool:
-        """Try a claim on an empty machine of each type; returns whether one can serve it, or there is no
+        """Try a claim on an empty machine of each type; return True if one can serve it or if there is no
         machine.
         """
         fits = [(machine, machine.claim(spec, self._classes)) for machine in self.machines]

@@ -68,8 +68,8 @@ class LedgerEntry:
 class PendingCleanup:
     """What must still be undone for one ended claim. `name` is the claim's UID.
 
-    `record` has what the ledgers say about the claim, `steps` are the steps to undo, and `since` is in seconds
-    since 1970. `cause` says why the last try failed; None before the first try.
+    `record` contains what the ledgers know about the claim, `steps` are the steps to undo, and `since` is in
+    seconds since 1970. `cause` says why the last try failed; None before the first try.
     """
 
     name: str
