@@ -53,7 +53,7 @@ def load_library(path: str) -> object:
             raise NvmlUnavailableError(f"cannot load the NVML library {path}: {error}") from error
         raise NvmlLibraryError(
             f"cannot load the NVML library {path}: {error}; install the NVIDIA driver of this machine's architecture "
-            "anew, or if this node has no GPU, remove it"
+            "again, or if this node has no GPU, remove it"
         ) from error
 
 
@@ -198,7 +198,7 @@ class NvmlSession:
         if a call does not end within a few seconds or hangs, or while NVML is paused.
         """
         with self._turn:
-            self._wait_until_free("initialise NVML anew", _PATIENCE_S)
+            self._wait_until_free("initialise NVML again", _PATIENCE_S)
             if self._pausing:
                 raise NvmlInUseError(str(NvmlPausedError()))
             was_open = self._begin("initialised")

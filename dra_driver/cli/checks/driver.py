@@ -325,7 +325,7 @@ class DriverChecks:
         if len(outside) == len(inventory.gpus):
             return warn(
                 "no GPU is in a fabric, so no claim gets an IMEX channel",
-                "`nvidia-smi -q | grep -A4 Fabric` on the node: the state must be Completed, the ClusterUUID not zero",
+                "`nvidia-smi -q | grep -A10 Fabric` on the node: the state must be Completed, the ClusterUUID not zero",
             )
         channels = ImexChannelNodes(self.paths.proc)
         count = channels.count()
@@ -356,7 +356,7 @@ class DriverChecks:
         if outside:
             return warn(
                 f"nvidia-imex is ready, but these GPUs are in no fabric (yet): {named(outside)}",
-                "`nvidia-smi -q | grep -A4 Fabric` on the node",
+                "`nvidia-smi -q | grep -A10 Fabric` on the node",
             )
         return ok(f"nvidia-imex is ready, claims get {_channels(wanted)} of {count}")
 

@@ -29,7 +29,7 @@ _RESTART = (
     "`kubectl delete pod -A -l app.kubernetes.io/name=gpu-dra-driver,app.kubernetes.io/component=node --field-selector "
     f"spec.nodeName={{node}}`; if that does not help, {_REBOOT}"
 )
-_FABRIC = "`nvidia-smi -q | grep -A9 Fabric` and `systemctl status nvidia-fabricmanager` on the node"
+_FABRIC = "`nvidia-smi -q | grep -A10 Fabric` and `systemctl status nvidia-fabricmanager` on the node"
 _SLOW = "`nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER -i {bus}`: look at the cooling and the power supply"
 _PCIE = (
     "`nvidia-smi -q -i {bus} | grep -A9 'GPU Link Info'` on the node: check that the GPU sits firmly in its slot, and "
