@@ -197,8 +197,7 @@ def _kept_taints(
     ill = withdrawals(taints, state.records, settings.sharing) if withdraws else none_withheld
     serviced = {uuid: one for one in state.maintenances for uuid in one.gpu_uuids}
     notes = [
-        f"{uuid}: withdrawn for maintenance claim {one.claim.namespace}/{one.claim.name}, {one.text}"
-        for uuid, one in serviced.items()
+        f"{uuid}: withdrawn for maintenance claim {one.name}, {one.text}" for uuid, one in serviced.items()
     ]
     return (
         taints,

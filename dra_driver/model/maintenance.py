@@ -77,6 +77,11 @@ class Maintenance:
     until: str | None = None
 
     @property
+    def name(self) -> str:
+        """`namespace/name` of the claim."""
+        return f"{self.claim.namespace}/{self.claim.name}"
+
+    @property
     def text(self) -> str:
         """For people: `in service until 2026-11-27 20:05:00+00:00`."""
         words = {"waiting": "waiting", "in_service": "in service until", "overdue": "overdue since"}[
@@ -115,9 +120,9 @@ def overdue_problems(found: Iterable[Maintenance]) -> list[NodeProblem]:
     return [
         NodeProblem(
             "maintenance-overdue",
-            f"Maintenance claim {one.claim.namespace}/{one.claim.name} is {one.text}: NVML is open again, but its GPUs "
+            f"Maintenance claim {one.name} is {one.text}: NVML is open again, but its GPUs "
             f"({', '.join(one.gpu_uuids)}) stay withdrawn until the claim ends; delete its pod",
-            one.claim.uid,
+            one.name,
             one.claim,
         )
         for one in found
