@@ -349,7 +349,8 @@ class Driver:
         )
         show.devices(inventory, health, self.health.instances)
         show.inventory(inventory)
-        show.health(inventory, health)
+        # While NVML is closed for maintenance, no GPU is watched, and none needs an alert for that.
+        show.health(lambda: None if self.health.gpus() is None else inventory(), health)
         show.mig_layouts(self.layouts.states)
         show.cleanups(self.cleaner.outstanding)
         show.maintenances(self._maintenances)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from dra_driver.claims import lifecycle
 from dra_driver.claims.waiting import WaitTimeouts
 from dra_driver.model.claim import ClaimRef, Failed, Prepared
+from tests.fakes.scrapes import scraped
 from tests.fakes.waiting import eventually
 from tests.integration.conftest import Json, Node, sliced
 from tests.integration.test_process import call
@@ -336,3 +338,44 @@ def test_closing_that_someone_ends_in_between_does_not_start_the_maintenance(nod
     assert states(node) == {"reset": "waiting"}
     node.ready(ref)
     assert states(node) == {"reset": "in_service"}
+
+
+def test_gpus_that_are_not_watched_on_purpose_have_no_sample_to_alert_on(node: Node) -> None:
+    ref = maintenance(node, "reset", names(node)[3])
+
+    def monitored() -> int:
+        return sum(name == "nvidia_dra_gpu_monitored" for name, _ in scraped(node.driver.metrics))
+
+    assert monitored() == 8
+    node.ready(ref)
+    assert monitored() == 0
+    node.take_back(ref)
+    eventually(lambda: monitored() == 8)
+
+
+def test_stale_maintenance_claim_is_released_while_nvml_is_closed(node: Node) -> None:
+    """Its pod was force-deleted, or it was deleted while the node was off: no process can be found without NVML."""
+    before = names(node)
+    ref = maintenance(node, "reset", before[3])
+    node.ready(ref)
+    node.delete_claim("reset")
+    reconciler = node.driver.claims.reconciler
+    reconciler.check()
+    reconciler.clock = lambda: time.monotonic() + reconciler.rhythm.grace_s
+    reconciler.check()
+    assert states(node) == {}
+    eventually(lambda: names(node) == before)
+    assert node.driver._gpus.detachments.written() is None
+
+
+def test_slices_that_cannot_be_written_keep_nvml_open(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dra_driver.inventory.maintenance._WITHDRAWING_S", 0.5)
+    name = names(node)[3]
+    ref, late = maintenance(node, "reset", name), node.allocated_by_hand("late", names(node)[2])
+    node.server.faults.fail(10**6, 503, path="resourceslices", method="PUT")
+    node.server.faults.fail(10**6, 503, path="resourceslices", method="PATCH")
+    assert "is still in the ResourceSlices of this node" in failure(node, ref)
+    assert node.driver._gpus.detachments.written() is None
+    node.ready(late)
+    node.server.faults.clear()
+    eventually(lambda: isinstance(node.prepare(ref)[ref.uid], Prepared))
