@@ -144,7 +144,7 @@ def _memory(at: str, value: str) -> str:
     """The fault of a quantity of memory, or nothing: as `_memory_fault` of the schema."""
     at = at.replace("`", "'")
     text = f"{at} + ': "
-    below = f"{text}' + string({value}) + ' is below the least limit, 1Mi'"
+    below = f"{text}' + string({value}) + ' is below the minimum, 1Mi'"
     return textwrap.dedent(f"""\
         type({value}) == string ?
           (!isQuantity({value}) || !{value}.matches('[0-9]') || {value}.size() > 64 ?
@@ -175,9 +175,10 @@ def _misfits(kind: str) -> str:
     """As `_misfits` of `validate`, for the places of one kind. A request's name is that of all its alternatives, or
     has the name of one behind a slash."""
     unfit = (
-        f"{_asked('r')}\n.filter(l, l.size() > 0 && l.all(b, {_gives({*get_args(DeviceType)} - {*KINDS[kind]})}))\n"
-        f".map(l, p.config + '.requests[' + string(j) + \"]: {kind} does not fit request '\" + r + \"' of class \" +\n"
-        "l.map(b, b.deviceClassName).join(', ')).join('')"
+        f"{_asked('r')}\n.filter(l, l.size() > 0 && l.all(b, "
+        f"{_gives({*get_args(DeviceType)} - {*KINDS[kind]})}))\n.map(l, p.config + '.requests[' + string(j) + \"]: "
+        f"{kind} does not apply to request '\" + r + \"' of class \" +\nl.map(b, b.deviceClassName).join(', "
+        "')).join('')"
     )
     return _joined(
         f"variables.{kind}.map(p, p.requests.transformList(j, r,\n{unfit})\n.filter(f, f != '').join('; '))"
@@ -263,7 +264,7 @@ def _strategy_parts(found: Policy, places: str) -> None:
                 found.fault(
                     f"{part}_unfitting",
                     f"{shared}.filter(p, p.is.?strategy.orValue('') == '{strategy}' && '{part}' in p.is)\n"
-                    f".map(p, p.at + '.{part}: does not fit strategy {strategy}; "
+                    f".map(p, p.at + '.{part}: is not allowed with strategy {strategy}; "
                     f"remove it or use strategy {other}')",
                 )
 

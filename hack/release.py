@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def check(root: Path, version: str) -> None:
     """Refuse what cannot be released."""
     if not _VERSION.fullmatch(version):
-        raise RefusedError(f"{version!r} is no version: write VERSION=1.2.3 or VERSION=1.2.3-rc.1.")
+        raise RefusedError(f"{version!r} is not a version: write VERSION=1.2.3 or VERSION=1.2.3-rc.1.")
     said = {name: found for name, found in versions(root).items() if found != version}
     if said:
         told = ", ".join(f"{name} says {found or 'nothing'}" for name, found in said.items())

@@ -129,7 +129,7 @@ def _memory_fault(value: Any) -> str | None:
         is_enough = _memory(value) >= MIN_MEMORY
     except InvalidConfigError as error:
         return str(error)
-    return None if is_enough else f"{value} is below the least limit, 1Mi"
+    return None if is_enough else f"{value} is below the minimum, 1Mi"
 
 
 def _memory(value: Any) -> int:

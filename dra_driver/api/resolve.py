@@ -52,7 +52,7 @@ def _unfitting_parts(parameters: Mapping[str, Any]) -> list[str]:
     if not isinstance(sharing, Mapping) or not isinstance(strategy, str) or strategy not in STRATEGY_PARTS:
         return []
     return [
-        f"sharing.{part}: does not fit strategy {strategy}; remove it or use strategy {other}"
+        f"sharing.{part}: is not allowed with strategy {strategy}; remove it or use strategy {other}"
         for other, part in STRATEGY_PARTS.items()
         if part in sharing and other != strategy
     ]
@@ -123,7 +123,7 @@ def config_for_result(
             continue
         text = _describe(index, entry)
         if entry.driver is None:
-            raise _refused(text, "it has no opaque parameters; this driver knows no other sort")
+            raise _refused(text, "it has no opaque parameters; this driver supports no other kind")
         if entry.driver != driver:
             continue
         try:
@@ -138,7 +138,7 @@ def config_for_result(
         elif named:
             raise _refused(
                 text,
-                f"{type(config).__name__} does not fit device {result.device} of request {result.request}, "
+                f"{type(config).__name__} does not apply to device {result.device} of request {result.request}, "
                 f"which is {_TYPE_NAMES[device_type]}",
             )
     return resolved

@@ -26,12 +26,12 @@ from dra_driver.model.sharing import (
 
 WORDS: Final = Words(
     must="expected",
-    text="a text; put it into quotes",
+    text="a string; put it in quotes",
     whole="a whole number",
     object="keys and values",
     word="{!r}",
     index=".{}",
-    unknown="there is no such key",
+    unknown="unknown key",
     names_found=False,
 )
 _MAX_BYTES: Final = 1 << 20
@@ -81,7 +81,7 @@ def _of_gpus(uuids: Sequence[str]) -> str | None:
 def _can_match(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     uuids = given.get("uuids")
     if given.get("devices") == "gpu" and uuids and all(uuid.startswith("MIG-") for uuid in uuids):
-        yield "devices", "the UUIDs are those of MIG devices, so nothing can match"
+        yield "devices", "these are UUIDs of MIG devices, so nothing can match"
 
 
 _PRODUCT: Final = Scalar(str, least=1, most=96)
@@ -120,9 +120,9 @@ def _fit_together(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     is_off = word(mode) == "off"
     enforce = None if is_off else given.get("enforce")
     if mode == "shares" and shares is None:
-        yield "shares", "mode shares needs their number"
+        yield "shares", "mode shares needs a number of shares"
     elif mode not in ("shares", None) and shares is not None:
-        yield "shares", f"does not fit mode {word(mode)}; remove it or use mode shares"
+        yield "shares", f"is not allowed with mode {word(mode)}; remove it or use mode shares"
     elif enforce == "mps" and (shares or 0) > MAX_MPS_SHARES:
         yield (
             "shares",
@@ -130,7 +130,7 @@ def _fit_together(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         )
     for name in ("enforce", "multiprocessors"):
         if is_off and given.get(name) is not None:
-            yield name, "does not fit mode off"
+            yield name, "is not allowed with mode off"
     if enforce != "mps" and given.get("multiUser") is not None:
         yield "multiUser", "needs enforce mps"
 
@@ -145,7 +145,7 @@ def _is_reached(entries: Sequence[Mapping[str, Any]]) -> str | None:
     for number, selector in enumerate(selectors):
         for earlier in range(number):
             if selectors[earlier].covers(selector):
-                return f"entry {number} can never apply: entry {earlier} takes all its devices; order them"
+                return f"entry {number} can never apply: entry {earlier} matches all its devices; change the order"
     return None
 
 
@@ -207,12 +207,12 @@ def _indexes(value: Any) -> str | None:
 
 def _mode_fits(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if given.get("mig-enabled") is False and given.get("mig-devices"):
-        yield "mig-devices", "there can be none with mig-enabled false"
+        yield "mig-devices", "must be empty if mig-enabled is false"
 
 
 def _uses_one(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if given.get("layout") is None and given.get("fromLabel") is not True:
-        yield "layout", "the node gets no layout; name one, or set fromLabel"
+        yield "layout", "the node gets no layout; set a layout, or fromLabel"
 
 
 _MIG_CONFIGS: Final = Object(
@@ -226,7 +226,9 @@ _MIG_CONFIGS: Final = Object(
                         "devices": Scalar(object, _indexes),
                         "mig-enabled": Scalar(bool),
                         "mig-devices": MapField(
-                            Scalar(int, least=1), lambda key: isinstance(key, str), "{} is no profile's name"
+                            Scalar(int, least=1),
+                            lambda key: isinstance(key, str),
+                            "{} is not the name of a profile",
                         ),
                     },
                     ("devices", "mig-enabled"),
@@ -235,7 +237,7 @@ _MIG_CONFIGS: Final = Object(
                 None,
             ),
             lambda key: isinstance(key, str),
-            "{} is no layout's name",
+            "{} is not the name of a layout",
         ),
     },
     ("version", "mig-configs"),
@@ -278,7 +280,7 @@ XIDS: Final = ListField(Scalar(int, least=1, most=9999), None)
 TAINTS: Final = MapField(
     Choice(("None", "NoSchedule", "NoExecute")),
     lambda key: key in TAINTED_KEYS,
-    f"there is no taint {{}}; there are: {', '.join(TAINTED_KEYS)}",
+    f"unknown taint {{}}; available: {', '.join(TAINTED_KEYS)}",
 )
 
 

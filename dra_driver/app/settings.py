@@ -190,7 +190,7 @@ def host_device_list(text: str) -> tuple[HostDevice, ...]:
     """Parse a list of names, such as `"gds,mofed"`. Raises: InvalidConfigError."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not set(names) <= set(HOST_DEVICES):
-        raise InvalidConfigError(f"expected names with commas between them, of {', '.join(HOST_DEVICES)}")
+        raise InvalidConfigError(f"expected a comma-separated list of {', '.join(HOST_DEVICES)}")
     return in_order(names)
 
 
@@ -198,11 +198,11 @@ def xid_list(text: str) -> frozenset[int]:
     """Parse `--additional-xids-to-ignore`, such as `"45, 63"`. Raises: InvalidConfigError."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not all(re.fullmatch(r"[0-9]{1,4}", part) for part in parts):
-        raise InvalidConfigError("expected Xid numbers with commas between them")
+        raise InvalidConfigError("expected comma-separated Xid numbers")
     return frozenset(int(part) for part in parts)
 
 
-_POD_UID = Scalar(str, lambda uid: None if is_uid(uid) else "expected a UID, as metadata.uid has it")
+_POD_UID = Scalar(str, lambda uid: None if is_uid(uid) else "expected a UID, such as metadata.uid of a pod")
 _PATH = _begins_with_slash("expected an absolute path")
 _SWITCH = Scalar(bool)
 
@@ -229,13 +229,13 @@ class Settings:
     )
     container_driver_root: str = _setting(
         "/driver-root",
-        "Driver root as this process sees it, if that directory exists.",
+        "Path of the driver root in this container, if it exists.",
         _PATH,
         env=("DRIVER_ROOT_CTR_PATH",),
     )
     host_root: str | None = _setting(
         None,
-        "The host's / as this process sees it, if it is mounted; nvidia-cdi-hook is looked for there.",
+        "Path of the host's / in this container, if it is mounted; used to find nvidia-cdi-hook.",
         _PATH,
     )
     nvidia_cdi_hook_path: str | None = _setting(
@@ -243,7 +243,7 @@ class Settings:
         "nvidia-cdi-hook on the host; none: containers get all files without hooks.",
         _begins_with_slash("expected an absolute path or none", NO_HOOK),
         key="nvidiaCDIHookPath",
-        shown="looked for on the host, in our own directory, in the driver root",
+        shown="searched on the host, next to the plugin, and in the driver root",
     )
     kubelet_registrar_directory_path: str = _setting(
         "/var/lib/kubelet/plugins_registry", "The kubelet's plugin registry.", _PATH
@@ -257,29 +257,31 @@ class Settings:
     kubeconfig: str | None = _setting(None, "", shown="in-cluster")
     kube_api_qps: float = _setting(
         20.0,
-        "Limit of API calls a second; 0: no limit.",
+        "Most API calls per second; 0 means no limit.",
         Scalar(float, least=0),
         key="kubeAPIQPS",
         of_file=float,
     )
-    kube_api_burst: int = _setting(100, "Burst of API calls.", Scalar(int, least=1), key="kubeAPIBurst")
+    kube_api_burst: int = _setting(
+        100, "Most API calls in a burst.", Scalar(int, least=1), key="kubeAPIBurst"
+    )
     http_endpoint: str = _setting(
         "", "host:port of metrics, /healthz, /readyz, /startupz.", Scalar(str, _address), shown="off"
     )
     metrics_path: str = _setting(
         "/metrics",
-        "Path of the metrics; off: only the probes are served.",
+        "Path of the metrics; off serves only the probes.",
         Scalar(str, _metrics_path),
     )
     usage_metrics: bool = _setting(
         True,
-        "Measure how the devices of claims are used, at each scrape, and look for memory that no claim has.",
+        "Measure the usage of claims' devices at each scrape, and report GPU memory that does not belong to a claim.",
         _SWITCH,
         shown="on",
     )
     dev_char_links: bool = _setting(
         True,
-        "Make links to the NVIDIA driver's device nodes in the host's /dev/char.",
+        "Create links to the NVIDIA driver's device nodes in the host's /dev/char.",
         _SWITCH,
         shown="on",
     )
@@ -316,7 +318,7 @@ class Settings:
     )
     passthrough: bool = _setting(
         False,
-        "Offer GPUs for virtual machines too: a claim binds them to vfio.",
+        "Also offer GPUs for virtual machines; a claim binds the GPU to vfio.",
         _SWITCH,
         key="passthrough.enabled",
         is_required=True,
@@ -334,7 +336,7 @@ class Settings:
     mig_layouts: MigLayouts = _setting(MigLayouts(), None, MIG_LAYOUTS, of_file=mig_layouts)
     ignored_xids: frozenset[int] = _setting(
         frozenset(),
-        "Xid errors that say nothing about a GPU's health, besides the known ones: 45,63.",
+        "Xids that do not make a GPU unhealthy, in addition to the built-in list, for example 45,63.",
         XIDS,
         key="health.ignoredXids",
         of_file=frozenset,
@@ -351,7 +353,7 @@ class Settings:
     )
     device_metadata: str = _setting(
         "off",
-        "Tell containers of their devices in files: off or both.",
+        "Mount files that describe the devices into containers: off or both.",
         Choice(tuple(METADATA_VERSIONS)),
         of_file=word,
     )
@@ -374,8 +376,8 @@ class Settings:
     )
     host_devices: tuple[HostDevice, ...] = _setting(
         (),
-        "Nodes of the host that every claim gets beside its GPUs: of gds, mofed, gdrcopy and nvswitch, with commas "
-        "between them.",
+        "Device nodes that every claim gets in addition to its GPUs: a comma-separated list of gds, mofed, gdrcopy "
+        "and nvswitch.",
         ListField(Choice(HOST_DEVICES), None),
         of_file=in_order,
         parsed=host_device_list,
@@ -424,7 +426,7 @@ SETTINGS: Final[Mapping[str, Flag]] = {
 }
 CONFIG: Final = Flag(
     "config",
-    "YAML file with settings; flags and environment win.",
+    "YAML file with settings; flags and environment variables override it.",
     env=("CONFIG_FILE",),
     metavar="FILE",
     to=Path,

@@ -78,7 +78,7 @@ class TokenBucket:
             now = self._clock()
             if self.ready_at(now) - now > max_s:
                 raise TimeoutError(
-                    f"gpu-dra-driver's own limit of {self._qps:g} requests a second is used up; raise kubeAPIQPS"
+                    f"gpu-dra-driver's own limit of {self._qps:g} requests a second is reached; raise kubeAPIQPS"
                 )
             wait_s = self.take(now)
         if wait_s:

@@ -87,7 +87,7 @@ def run_program(
     with _guard:
         stuck = _stuck.get(slot)
         if stuck is not None and stuck.poll() is None:
-            raise TimeoutError(f"process {stuck.pid} of an earlier try still hangs in the kernel")
+            raise TimeoutError(f"process {stuck.pid} of an earlier attempt still hangs in the kernel")
         _stuck.pop(slot, None)
     child = start_program(
         arguments,
@@ -101,7 +101,7 @@ def run_program(
     except BaseException as error:
         _give_up(child, slot)
         if isinstance(error, subprocess.TimeoutExpired):
-            raise TimeoutError(f"it did not end within {timeout_s:.3g} s") from error
+            raise TimeoutError(f"it did not finish within {timeout_s:.3g} s") from error
         raise
     return child.returncode, output
 

@@ -46,5 +46,7 @@ def seconds_for(what: str, max_s: float) -> float:
         return max_s
     left = deadline - time.monotonic()
     if left <= 0:
-        raise RetryableError(f"no time is left to {what} before the call must be answered; it is tried again")
+        raise RetryableError(
+            f"no time is left to {what} before the deadline of this call; it will be retried"
+        )
     return min(max_s, left)

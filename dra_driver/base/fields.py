@@ -36,7 +36,7 @@ class Kind:
 
 def _text(name: str, value: Any) -> str:
     if not isinstance(value, str):
-        raise StateError(f"field {name!r} is {value!r}, which is not text")
+        raise StateError(f"field {name!r} is {value!r}, which is not a string")
     return value
 
 
@@ -48,7 +48,7 @@ def _number(name: str, value: Any) -> int:
 
 def _texts(name: str, value: Any) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise StateError(f"field {name!r} is {value!r}, which is not a list of texts")
+        raise StateError(f"field {name!r} is {value!r}, which is not a list of strings")
     return tuple(value)
 
 
@@ -244,8 +244,8 @@ def parse_file(
         number = document.get(field)
         if type(number) is int and number > known:
             raise NewerFormatError(
-                f"the {what} has format version {number} of a newer release of gpu-dra-driver, and this one reads only "
-                f"version {known}; install that release again"
+                f"a newer release of gpu-dra-driver wrote the {what} (format version {number}); this release reads "
+                f"only version {known}; install the newer release again"
             )
         if type(number) is not int or number != known:
             raise StateError(f"format version {number!r} is unknown")

@@ -112,7 +112,7 @@ class JsonStore(Generic[T]):
     def path(self, name: str) -> Path:
         """Return the path of the value's file. Raises: StateError for a name that could leave the directory."""
         if not self.is_name(name):
-            raise StateError(f"{name!r} is not usable as a file name; the {self.what} is refused")
+            raise StateError(f"{name!r} is not a valid file name, so the {self.what} is rejected")
         return self.directory / f"{name}{_SUFFIX}"
 
     def get(self, name: str) -> T | None:

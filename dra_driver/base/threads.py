@@ -77,7 +77,7 @@ class BoundedCall(Generic[T]):
                 thread.start()
                 self._thread = thread
             except RuntimeError as error:
-                self._value, self._problem = None, f"{self._what} could not be asked: {error}"
+                self._value, self._problem = None, f"{self._what} could not be queried: {error}"
 
     def result(self, wait_s: float) -> tuple[T | None, str | None]:
         """Wait up to `wait_s` seconds; returns the last result (None after a failure) and what went wrong.
@@ -98,7 +98,7 @@ class BoundedCall(Generic[T]):
         except DraDriverError as error:
             problem = str(error)
         except Exception as error:  # noqa: BLE001  an unexpected error must not cost the rest of the answer
-            problem = f"{self._what} answered with a surprise: {error!r}"
+            problem = f"{self._what} failed unexpectedly: {error!r}"
         self._value, self._problem = value, problem
 
 

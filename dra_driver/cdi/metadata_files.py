@@ -249,7 +249,7 @@ class MetadataSteps:
         if inventory is None:
             raise NvmlUnavailableError(
                 "the devices of this node are not known now, so their metadata cannot be written; see the log of "
-                "gpu-dra-driver for what NVML answers"
+                "gpu-dra-driver for the error of NVML"
             )
         by_request: dict[str, list[DescribedDevice]] = {}
         for planned in plan.devices:

@@ -271,8 +271,8 @@ class CdiSteps:
                 # A claim with adminAccess creates no MIG device. It monitors through the GPU's node.
                 return self.nodes.whole_gpu(planned.cdi_device, self._minor(gpu), None)
             raise StateError(
-                f"MIG device {possible.name} does not exist, although an earlier step makes it; this is a fault of the "
-                "driver, please report it"
+                f"MIG device {possible.name} does not exist, although an earlier step should have created it; this is "
+                "a bug of gpu-dra-driver, please report it"
             )
         return self.nodes.mig_device(
             planned.cdi_device,

@@ -66,12 +66,10 @@ class KubeletCall:
         Raises: RetryableError if the deadline has passed or the kubelet cancelled the call.
         """
         if self.is_cancelled is not None and self.is_cancelled():
-            raise RetryableError(
-                "the kubelet cancelled this call; it calls again if a pod still needs the claim"
-            )
+            raise RetryableError("the kubelet cancelled this call; it retries if a pod still needs the claim")
         left = self.deadline - time.monotonic()
         if left <= 0:
-            raise RetryableError("the kubelet's deadline is over; the kubelet calls again")
+            raise RetryableError("the kubelet's deadline has passed; the kubelet retries")
         return left
 
     def left_for_known(self) -> float:

@@ -1,4 +1,4 @@
-"""Finds the processes that still compute on a claim's devices.
+"""Finds the processes that still use a claim's devices.
 
 A pod can be deleted in the API server while its processes still run: they hang in the NVIDIA driver, or someone
 made the kubelet forget a pod that it could not stop.
@@ -49,7 +49,7 @@ _MAX_NAMED = 8
 class InUse:
     """Processes that compute on a claim's devices.
 
-    `text` is a clause such as `process 4711 (python3) still computes on gpu-4cf8db2d (GPU GPU-4cf8db2d-…)`.
+    `text` is a clause such as `process 4711 (python3) still uses gpu-4cf8db2d (GPU GPU-4cf8db2d-…)`.
     """
 
     pids: frozenset[int]
@@ -128,11 +128,13 @@ class GpuProcesses:
 
     def _users_of(self, uuid: str, device: str, end: float) -> dict[int, str]:
         """Raises: RetryableError if NVML does not answer by `end` (time.monotonic()), or fails."""
-        hangs = RetryableError(f"NVML does not answer what computes on {device}")
+        hangs = RetryableError(f"NVML has not returned the processes on {device} in time")
         if not self._turn.acquire(timeout=max(0.0, end - time.monotonic())):
             raise hangs
         try:
-            call = self._calls.setdefault(uuid, BoundedCall(f"NVML about {device}", partial(self._ask, uuid)))
+            call = self._calls.setdefault(
+                uuid, BoundedCall(f"NVML (processes on {device})", partial(self._ask, uuid))
+            )
             if call.is_running:
                 raise hangs  # It hangs since an earlier call, so do not wait for it again.
             call.start()
@@ -143,7 +145,7 @@ class GpuProcesses:
         finally:
             self._turn.release()
         if found is None or problem is not None:
-            raise RetryableError(problem or f"NVML does not tell what computes on {device}")
+            raise RetryableError(problem or f"NVML does not return the processes on {device}")
         return {pid: text for pid, text in found.items() if not self.is_of_the_host(pid)}
 
     def _ask(self, uuid: str) -> Mapping[int, str]:
@@ -159,5 +161,5 @@ class GpuProcesses:
 
 def _text(users: Mapping[int, str], used: list[str]) -> str:
     processes = [users[pid] for pid in sorted(users)]
-    verb = "computes" if len(processes) == 1 else "compute"
-    return f"{named(processes, _MAX_NAMED)} still {verb} on {', '.join(used)}"
+    verb = "uses" if len(processes) == 1 else "use"
+    return f"{named(processes, _MAX_NAMED)} still {verb} {', '.join(used)}"

@@ -403,7 +403,7 @@ class Preparer:
                 "rollback_incomplete",
                 claim_uid=uid,
                 reason=str(left),
-                remedy="the record is kept; the next Prepare or Unprepare of the claim goes on with it",
+                remedy="the record is kept; the next Prepare or Unprepare of the claim continues from it",
             )
 
 
@@ -425,5 +425,5 @@ def refuse_unprepared(guard: ClaimGuard, call: KubeletCall) -> None:
     """
     if guard.was_unprepared_since(call.began_ns):
         raise RetryableError(
-            "the claim was unprepared while this call was under way; the kubelet calls again if a pod still needs it"
+            "the claim was unprepared during this call; the kubelet retries if a pod still needs the claim"
         )

@@ -196,8 +196,8 @@ class Reconciler(BackgroundWorker):
         for uid in lost:
             self._log_once(
                 uid,
-                "its record cannot be read, so its name is not known, and its devices are kept for it; the kubelet's "
-                "Unprepare ends it; if no pod uses it, remove its CDI spec",
+                "its record cannot be read, so its name is not known; its devices stay reserved until the kubelet "
+                "unprepares it; if no pod uses it, remove its CDI spec",
             )
         for uid in sorted(specs):
             self._log_once(
@@ -231,7 +231,7 @@ class Reconciler(BackgroundWorker):
         if unanswered and not verdicts:
             raise next(iter(unanswered.values()))
         for uid, unsure in unanswered.items():
-            self._log_once(uid, f"the API server does not answer for it, and is asked again: {unsure}")
+            self._log_once(uid, f"the API server did not return the claim; the plugin retries: {unsure}")
         self._unanswered = len(unanswered)
         for uid in self._stale.keys() - subjects.keys():
             del self._stale[uid]  # the kubelet unprepared it
@@ -323,14 +323,15 @@ class Reconciler(BackgroundWorker):
         try:
             use = self.users.of(record)
         except DraDriverError as error:
-            self._log_once(ref.uid, f"it {why}; whether its devices are still in use is not known: {error}")
+            self._log_once(ref.uid, f"it {why}; whether its devices are still in usage is not known: {error}")
             return True
         if use is None:
             self._kept.pop(ref.uid, None)
             return False
+        pids = " ".join(map(str, sorted(use.pids)))
         text = (
-            f"{why}, but {use.text}; end that on the node (kill -9), or if it does not end, reset the GPU or "
-            "reboot the node"
+            f"{why}, but {use.text}; run `kill -9 {pids}` on the node, or if that does not help, reset the GPU "
+            "or reboot the node"
         )
         subject = f"{ref.namespace}/{ref.name}"
         self._kept[ref.uid] = NodeProblem("claim-in-use", f"Claim {subject} {text}", subject)

@@ -72,8 +72,7 @@ class Unpreparer:
                     return False
                 if guard.was_prepared_by_call_after(call.began_ns):
                     raise RetryableError(
-                        "the claim was prepared again after this call began; it is unprepared when the kubelet calls "
-                        "again"
+                        "the claim was prepared again after this call began; the kubelet retries"
                     )
                 record = self.records.get(ref.uid)
                 call.left()  # raises if the kubelet has cancelled this call: a newer call may follow

@@ -213,7 +213,7 @@ class Waiter:
             if known is not None:
                 return known
             raise ClaimRefusedError(
-                f"{conflict.text}; whether that claim is about to end is not known: {error}"
+                f"{conflict.text}; it is not known whether that claim is ending: {error}"
             ) from error
         found = release_reason(holder, now, self.driver, conflict.held.device)
         if found is None:
@@ -232,7 +232,7 @@ class Waiter:
         """Return the error of an attempt that ran out of time. `why` says why the holder of the `conflict` is
         leaving.
         """
-        waited = f"waited {self.waited_s(attempt):.0f} s; the kubelet tries again"
+        waited = f"waited {self.waited_s(attempt):.0f} s; the kubelet retries"
         if conflict is None or not isinstance(error, DeviceHeldError):
             kind = NvmlTransientError if isinstance(error, NvmlTransientError) else DeviceBusyError
             return kind(f"{error}; {waited}")
@@ -241,9 +241,9 @@ class Waiter:
             return RetryableError(f"{conflict.text}: claim {holder.ref} {why}; {waited}")
         users = self.users.describe(holder)
         if users is not None:
-            why = f"{why}, but {users}: end that process on the node"
+            why = f"{why}, but {users}: stop the process on the node"
         return RetryableError(
-            f"device {conflict.held.device} is still being torn down for claim {holder.ref}, which {why}; {waited}"
+            f"cleanup of device {conflict.held.device} has not finished for claim {holder.ref}, which {why}; {waited}"
         )
 
 

@@ -29,9 +29,9 @@ _STEPS = {
 
 
 def claims(given: Namespace) -> None:
-    """With their devices and pods, from the records on this node alone. Works without API server and NVML, also while
+    """Shows their devices and pods, from the records on this node. Works without the API server and NVML, also while
     gpu-dra-driver does not run, and changes nothing. Use the same directory flags as for `run`. The pods of a shared
-    claim are written down every ten minutes; json and yaml list all of them.
+    claim are recorded every ten minutes; json and yaml list all of them.
     """
     settings = node_settings(given)
     found = prepared_claims(settings)
@@ -40,7 +40,7 @@ def claims(given: Namespace) -> None:
 
 def _lines(found: NodeClaims, directory: Path, width: int | None) -> list[str]:
     is_empty = not found.claims and not found.failing
-    lines = [f"no claim is prepared (records are looked for in {directory / 'claims'})"] if is_empty else []
+    lines = [f"no claim is prepared (records: {directory / 'claims'})"] if is_empty else []
     lines += [_failing(one, width) for one in found.failing]
     for claim in found.claims:
         set_up = ", ".join(_STEPS.get(step, step) for step in reversed(claim.undo))

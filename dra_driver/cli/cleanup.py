@@ -12,7 +12,7 @@ from dra_driver.cli.rules.prepared_claims import shown
 from dra_driver.cli.scratch import node_settings
 
 FLAGS = (
-    switch("now", "Try all pending cleanup now; as root on the node.", "--now"),
+    switch("now", "Retry all pending cleanup now; run this as root on the node.", "--now"),
     OUTPUT,
     *OF_NODE,
 )
@@ -20,9 +20,9 @@ EXAMPLES = ("", "--now")
 
 
 def cleanup(given: Namespace) -> int:
-    """Cleanup is pending where an Unprepare or a failed Prepare could not undo something, for example because
-    nvidia-smi was broken. gpu-dra-driver tries again by itself. `--now` tries at once, also while gpu-dra-driver does
-    not run. Exit code 0: no cleanup is pending, 1: something is left.
+    """Cleanup is pending when an Unprepare or a failed Prepare could not undo something, for example because nvidia-smi
+    failed. gpu-dra-driver retries by itself. `--now` retries at once, also while gpu-dra-driver does not run. Exit code
+    0: no cleanup is pending, 1: cleanup is pending.
     """
     left, problems = pending_cleanup(node_settings(given), now=given.now)
 

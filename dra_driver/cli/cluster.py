@@ -40,8 +40,13 @@ _METRICS_ONE_S = 10.0
 
 FLAGS = (
     switch("usage", "Show utilisation and memory of each claim's devices, the most wasteful first."),
-    Flag("namespace", "Only claims of this namespace.", spelled=("-n", "--namespace"), env=()),
-    Flag("filter", "Only rows with this text, such as a node, a GPU, a pod or `taint`.", env=(), default=""),
+    Flag("namespace", "Show only claims of this namespace.", spelled=("-n", "--namespace"), env=()),
+    Flag(
+        "filter",
+        "Show only rows with this text, such as a node, a GPU, a pod or `taint`.",
+        env=(),
+        default="",
+    ),
     OUTPUT,
     CLUSTER_KUBECONFIG,
     CONTEXT,
@@ -51,16 +56,16 @@ EXAMPLES = ("", "--usage -n ml", "--filter taint", "-o json")
 
 
 def cluster(given: Namespace) -> None:
-    """A row for each GPU, and for each MIG device and share that a claim has: node, device, claim, pods, use, problem.
-    A device of a claim that no slice has is there too, as after the NVIDIA driver was unloaded. Claims and pods that
-    wait come last, with what the scheduler says. Nothing runs on the nodes for it. `kubectl gpus` is this command, and
-    `kubectl gpus top NODE` runs `top` in the plugin's pod on a node.
-    Needs the right to list resourceslices, resourceclaims, deviceclasses and pods. With --usage it reads the metrics of
-    the plugins through the API server, which needs the right to get pods/proxy in their namespace.
+    """Prints a row for each GPU, and for each MIG device and share that a claim has: node, device, claim, pods, usage,
+    problem. A claim's device that is no longer in a slice is listed too, for example after the NVIDIA driver was
+    unloaded. Waiting claims and pods come last, with the reason from the scheduler. The command starts nothing on the
+    nodes. `kubectl gpus` is this command, and `kubectl gpus top NODE` runs `top` in the plugin's pod on a node.
+    Needs permission to list resourceslices, resourceclaims, deviceclasses and pods. With --usage it reads the metrics
+    of the plugins through the API server, which needs permission to get pods/proxy in their namespace.
     """
     configure_logs("critical", "console")
     if given.namespace is not None and not is_dns_label(given.namespace):
-        raise InvalidConfigError(f"{given.namespace!r} is not the name of a namespace; check --namespace")
+        raise InvalidConfigError(f"{given.namespace!r} is not a valid name of a namespace; check --namespace")
     endpoint = load_endpoint(given.kubeconfig or usual_kubeconfig(), context=given.context)
     look = _Look(ApiClient(endpoint, timeout_s=_TIMEOUT_S), given.driver_name or DEFAULT_DRIVER_NAME)
     rows, totals = look.read(with_usage=given.usage)
@@ -85,7 +90,7 @@ def _lines(rows: Sequence[Row], totals: Totals, width: int | None) -> Iterator[s
     yield hanging("", str(totals), width)
     if not totals.gpus:
         yield hanging(
-            "", "no node publishes GPUs; run `gpu-dra-driver doctor` in its pod on a node that should", width
+            "", "no node publishes GPUs; run `gpu-dra-driver doctor` in the plugin's pod on a GPU node", width
         )
     columns = {"NODE": 0, "DEVICE": 0, "PRODUCT": 3, "CLAIM": 0, "POD?": 2, "USE?": 1, "PROBLEM?": 0}
     cells = [(row.node, row.device, row.product, row.claim, _pods(row), row.use, row.problem) for row in rows]
@@ -166,7 +171,9 @@ class _Look:
             metadata = entry.get("metadata") if isinstance(entry, dict) else None
             name = metadata.get("name") if isinstance(metadata, dict) else None
             why = f"{type(error).__name__} {error}"
-            self.unknown.append(f"{plural} {name or 'without a name'} is left out, it cannot be read: {why}")
+            self.unknown.append(
+                f"{plural} {name or 'without a name'} is skipped, because it cannot be read: {why}"
+            )
 
     def _loads(self) -> dict[Slot, Used]:
         """Return the use of each device of a claim, by pool and device name."""
@@ -174,7 +181,7 @@ class _Look:
         listed = self._list("/api/v1/pods", partial(rules.plugin_pod, driver=self._driver), query=plugins)
         pods = [pod for pod in listed if pod is not None]
         if not pods:
-            self.unknown.append(f"use is not known: no pod of driver {self._driver} serves metrics")
+            self.unknown.append(f"usage is not known: no pod of driver {self._driver} serves metrics")
         reads = [
             partial(self._client.text, pod.path, action="read its metrics", timeout_s=_METRICS_ONE_S)
             for pod in pods
@@ -186,7 +193,7 @@ class _Look:
             try:
                 found = rules.loads_of(read.result(0), self._driver)
                 if found is None:
-                    raise ValueError("the plugin does not measure use (--no-usage-metrics)")
+                    raise ValueError("the plugin does not measure usage (--no-usage-metrics)")
             except (CancelledError, TimeoutError):
                 problems[pod.node] = f"it did not answer within {_TIMEOUT_S:g} s"
             except (ApiRejectedError, ApiUnavailableError, ValueError) as error:
@@ -196,7 +203,7 @@ class _Look:
                 answered.add(pod.node)
                 loads |= {(pod.node, device): load for device, load in found.items()}
         left = [f"node {node}: {text}" for node, text in problems.items() if node not in answered]
-        self.unknown += [f"use is not known: {text}" for text in left]
+        self.unknown += [f"usage is not known: {text}" for text in left]
         return loads
 
 
@@ -209,7 +216,7 @@ def _explained(error: ApiRejectedError, resource: str) -> Exception:
     if error.status == 403:
         return FatalError(
             f"this user may not list {resource} in all namespaces; "
-            f"ask for a ClusterRole with the verb list for {resource}"
+            f"request a ClusterRole with the verb list for {resource}"
         )
     return error
 
@@ -218,5 +225,5 @@ def _why_unmeasured(error: Exception, pod: PluginPod) -> str:
     if isinstance(error, ApiRejectedError) and error.status == 403:
         return f"this user needs a Role with the verb get for pods/proxy in namespace {pod.namespace}"
     if isinstance(error, ApiUnavailableError):
-        return f"{error}; if a network policy protects its pod, that must let the API server reach port {pod.port}"
+        return f"{error}; if the pod has a network policy, the policy must let the API server reach port {pod.port}"
     return str(error)

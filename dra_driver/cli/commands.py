@@ -23,8 +23,8 @@ _EXIT_USAGE = 2
 
 
 def _completion(given: argparse.Namespace) -> None:
-    """bash: `source <(gpu-dra-driver completion bash)`. zsh: write it to a file `_gpu-dra-driver` in a directory of
-    `$fpath`. fish: `gpu-dra-driver completion fish | source`.
+    """bash: `source <(gpu-dra-driver completion bash)`. zsh: write the output to a file `_gpu-dra-driver` in a
+    directory of `$fpath`. fish: `gpu-dra-driver completion fish | source`.
     """
     import shtab
 
@@ -54,8 +54,8 @@ _SUMMARIES = {
     "doctor": "Check this node and its GPUs, and say what to do.",
     "claims": "Print the claims that are prepared on this node.",
     "cleanup": "Print the pending cleanup of claims.",
-    "detach": "Close NVML on this node for some minutes.",
-    "serviced": "Say that a GPU was reset or replaced.",
+    "detach": "Close NVML on this node for a limited time.",
+    "serviced": "Confirm that a GPU was reset or replaced.",
     "top": "Show this node live: GPUs, claims, health.",
     "validate": "Check manifests and configuration files.",
 }
@@ -69,7 +69,7 @@ ROOT: Final = Command(
             module="simulate",
         ),
         "completion": Command(
-            "Print what completes commands and flags in a shell.",
+            "Print a shell completion script.",
             _completion.__doc__ or "",
             (Flag("shell", "The shell.", Choice(("bash", "zsh", "fish")), metavar="SHELL", count="1"),),
             _completion,

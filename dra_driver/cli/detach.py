@@ -21,7 +21,7 @@ from dra_driver.model.record import ClaimRecord, RunMps
 FLAGS = (
     Flag(
         "gpus",
-        "The GPUs to be changed: device name, UUID, index or PCI bus ID. Claims on others do not count.",
+        "The GPUs to change: device name, UUID, index or PCI bus ID. Claims on other GPUs do not matter.",
         metavar="GPU",
         shown="all",
         count="*",
@@ -42,14 +42,14 @@ EXAMPLES = ("0000:1b:00.0 --for 10m", "--end")
 
 
 def detach(given: Namespace) -> None:
-    """Then GPUs can be reset, MIG modes switched and the NVIDIA driver unloaded. Returns when every instance of
-    gpu-dra-driver on this node has closed NVML. No device is offered until the time is over; then gpu-dra-driver opens
-    NVML again, and sets time slices and compute modes again. Refused while claims use the GPUs. Run it as root on the
-    node, or with kubectl exec in the pod of gpu-dra-driver.
+    """While NVML is closed, you can reset GPUs, switch MIG modes and unload the NVIDIA driver. The command returns when
+    every instance of gpu-dra-driver on this node has closed NVML. Until the time is over, the node publishes no
+    devices; then gpu-dra-driver opens NVML again, and restores time slices and compute modes. The command fails while
+    claims use the GPUs. Run it as root on the node, or with kubectl exec in the pod of gpu-dra-driver.
     """
 
     if given.end and (given.gpus or given.force or given.duration is not None):
-        raise InvalidConfigError("--end ends all of it: leave out GPUs, --for and --force")
+        raise InvalidConfigError("--end cannot be combined with GPUs, --for or --force")
     seconds = _seconds("5m" if given.duration is None else given.duration)
     settings = node_settings(given)
     if given.end:
@@ -92,12 +92,14 @@ def detach_node(settings: Settings, seconds: int, gpus: Sequence[str], *, force:
             for one in state.cleanups
             if concerns(one.record) and any(isinstance(step, RunMps) for step in one.steps)
         ]
-        return found + [f"{ref.namespace}/{ref.name} (ended, but its MPS daemon is left)" for ref in pending]
+        return found + [
+            f"{ref.namespace}/{ref.name} (gone, but its MPS daemon still runs)" for ref in pending
+        ]
 
     made = detachment.detach(machine.detachments, seconds, None if force else claims)
     return (
-        f"no instance of gpu-dra-driver has NVML open; none opens it before {made.until}\n"
-        "no device of this node is offered meanwhile; `gpu-dra-driver detach --end` ends that"
+        f"gpu-dra-driver has closed NVML until {made.until}\n"
+        "until then, this node publishes no devices; `gpu-dra-driver detach --end` ends the detachment"
     )
 
 

@@ -21,9 +21,9 @@ EXAMPLES = ("--simulate dgx-h100", "--simulate a30-4 | kubectl apply -f -")
 
 
 def device_classes(given: Namespace) -> None:
-    """For the profiles of this machine's GPUs, ready for `kubectl apply -f -`. The class mig-PROFILE.nvidia.com takes
-    MIG devices of that profile, whoever made them, and lets pods ask for one by the extended resource
-    nvidia.com/mig-PROFILE, without a claim.
+    """Uses the profiles of this machine's GPUs; the output is ready for `kubectl apply -f -`. The class
+    mig-PROFILE.nvidia.com matches all MIG devices of that profile. Pods can also request one without a claim, through
+    the extended resource nvidia.com/mig-PROFILE.
     """
     from dra_driver.cli.inspect import possible_profiles
     from dra_driver.cli.validation.rules.classes import mig_classes
@@ -44,7 +44,7 @@ def device_classes(given: Namespace) -> None:
     reason = f"{' and '.join(without)} {'have' if len(without) > 1 else 'has'} no GPU with MIG profiles"
     if not names:
         raise NotSupportedError(
-            f"{reason}; run this where there is such a GPU, or name a machine with --simulate"
+            f"{reason}; run this on a node with such a GPU, or choose a machine with --simulate"
         )
     if without:
         print(f"note: {reason}", file=sys.stderr)

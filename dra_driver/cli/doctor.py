@@ -61,10 +61,10 @@ EXAMPLES = (
 
 
 def doctor(given: Namespace) -> int:
-    """Host, health of the GPUs, runtime, plugin, kubelet and cluster. It writes a small file into each directory that
-    the plugin needs and removes it; nothing else changes. Run it in the pod of gpu-dra-driver
-    (`kubectl exec`), where it has the right settings, or on the node with the flags of `run`. Exit code 0: nothing
-    fails, 1: a line says FAIL.
+    """Checks the host, the health of the GPUs, the container runtime, the plugin, the kubelet and the cluster. It
+    writes a small file into each directory that the plugin needs and removes it; it changes nothing else. Run it in the
+    pod of gpu-dra-driver (`kubectl exec`), where it has the right settings, or on the node with the flags of `run`.
+    Exit code 0: no check fails, 1: a line says FAIL.
     """
     from dra_driver.cli.checks.check import run_checks
 

@@ -25,7 +25,7 @@ _EXAMPLES = "Examples:"
 
 SIMULATE_SEVERAL = replace(
     FLAGS["simulate"],
-    help="A simulated machine instead of this one; repeat it for several machines.",
+    help="A simulated machine instead of this one; repeat the flag for several machines.",
     is_repeated=True,
 )
 CONTEXT = Flag("context", "Context of the kubeconfig.", env=())

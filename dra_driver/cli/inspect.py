@@ -51,7 +51,8 @@ FLAGS = (
     *of_run("node_name", "driver_name", "nvidia_driver_root", "container_driver_root", "simulator_dir"),
     *of_run("config", "dynamic_mig", "passthrough", "device_names", "consumable_shares", "imex_channel"),
     replace(
-        SETTINGS["kubelet_plugins_directory_path"], help="Where gpu-dra-driver keeps records and health."
+        SETTINGS["kubelet_plugins_directory_path"],
+        help="Directory in which gpu-dra-driver keeps records and health.",
     ),
     Flag(
         "gpus",
@@ -66,16 +67,16 @@ EXAMPLES = ("--simulate dgx-h100", "--simulate dgx-h100 --dynamic-mig --mig gpu-
 
 
 def inspect(given: Namespace) -> None:
-    """No cluster is needed. -o json and -o yaml print the objects themselves. The table shows the devices; below it are
-    the memory slices of each GPU in MIG mode or with MIG devices on demand: what exists, who holds it, and what there
-    is room for. GPUs that differ in nothing share rows and drawings. Changes nothing. What could not be read is printed
-    on standard error.
+    """Needs no cluster and changes nothing. -o json and -o yaml print the slices themselves. The table shows the
+    devices; below it are the memory slices of each GPU in MIG mode or with MIG devices on demand: its MIG devices,
+    their claims, and the free room. Identical GPUs share rows and drawings. What could not be read is printed on
+    standard error.
     """
     from dra_driver.errors import InvalidConfigError, NotSupportedError, NvmlUnavailableError
 
     output, mig = given.output, given.mig
     if mig and not output.is_for_people:
-        raise InvalidConfigError(f"--mig prints a drawing for people; leave out -o {output}, or --mig")
+        raise InvalidConfigError(f"--mig cannot be combined with -o {output}")
     # A machine that is simulated only for this command has no earlier state.
     is_empty = given.simulate is not None and given.simulator_dir is None
     with scratch_settings("inspect", vars(given), given.config, "error") as settings:
@@ -97,14 +98,14 @@ def inspect(given: Namespace) -> None:
     devices = [device for entry in slices for device in entry["spec"].get("devices", [])]
     if given.gpus:
         if not output.is_for_people:
-            raise InvalidConfigError(f"-o {output} prints whole slices; leave out {', '.join(given.gpus)}")
+            raise InvalidConfigError(f"-o {output} prints whole slices; remove {', '.join(given.gpus)}")
         known = {name for device in devices for name in _names(device)} | {
             name for one in maps for name in one.called
         }
         unknown = [name for name in given.gpus if name not in known]
         if unknown:
             raise InvalidConfigError(
-                f"there is no GPU {unknown[0]} here; `gpu-dra-driver inspect` lists those there are"
+                f"there is no GPU {unknown[0]} on this node; `gpu-dra-driver inspect` lists the GPUs"
             )
         devices = [device for device in devices if not _names(device).isdisjoint(given.gpus)]
         maps = [one for one in maps if not one.called.isdisjoint(given.gpus)]
@@ -120,7 +121,7 @@ def inspect(given: Namespace) -> None:
     if not mig and not devices:
         raise NotSupportedError(
             "no device would be published: neither the PCI bus nor NVML (libnvidia-ml.so.1) shows a GPU that could be "
-            "offered; `gpu-dra-driver doctor` looks for the cause"
+            "offered; `gpu-dra-driver doctor` shows the cause"
         )
 
 
@@ -164,7 +165,7 @@ def slices_to_publish(settings: Settings, *, is_empty: bool = False) -> tuple[li
         inventory = discover_once(reader, host, ownership, machine.cards, files=files, imex=imex)
     if is_empty and state.ledger_fault is not None and any(gpu.mig_enabled for gpu in inventory.gpus):
         raise OwnershipUnknownError(
-            f"which MIG devices gpu-dra-driver made is not known: {state.ledger_fault}"
+            f"it is not known which MIG devices gpu-dra-driver created: {state.ledger_fault}"
         )
     taints, withheld, faults = (untainted, none_withheld, []) if is_empty else _kept_taints(machine, state)
     pool = build_pool(inventory, settings.node_name, settings.sharing, taints, withheld)

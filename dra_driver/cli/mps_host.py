@@ -41,13 +41,14 @@ FLAGS = (
     *of_run("driver_name"),
     replace(
         SETTINGS["kubelet_plugins_directory_path"],
-        help="The kubelet's plugin data directory; the same as of `run`.",
+        help="The kubelet's plugin data directory; the same as for `run`.",
         default=_PLUGINS,
     ),
     *of_run("nvidia_driver_root", "container_driver_root"),
     Flag(
         "allow_plain_shm",
-        "Do without a tmpfs a daemon where mounting is not permitted. For tests; CUDA clients need one.",
+        "Continue without a tmpfs for a daemon if mounting is not permitted. Only for tests; CUDA clients need the "
+        "tmpfs.",
         Scalar(bool),
     ),
     Flag(
@@ -59,7 +60,7 @@ FLAGS = (
     ),
     Flag(
         "probe_interval",
-        "Seconds between two looks at servers and clients.",
+        "Seconds between two checks of servers and clients.",
         Scalar(float, least=0.1),
         env=("MPS_PROBE_INTERVAL",),
         default=10.0,
@@ -72,11 +73,11 @@ EXAMPLES = ("", "--simulate dgx-h100 --simulator-dir /tmp/machine")
 
 
 def mps_host(given: Namespace) -> None:
-    """One nvidia-cuda-mps-control for each shared GPU or MIG device, until SIGTERM.
+    """Runs one nvidia-cuda-mps-control for each shared GPU or MIG device, until it receives SIGTERM.
 
-    `run` writes what shall run to PLUGINS/DRIVER/mps/host.wanted, which only root can open. Daemons are started in
-    sessions of their own: they run on when this process ends, and its successor takes them over. In a
-    container they end with the container, so its DaemonSet is updated on delete only. Needs root; in a pod
+    `run` writes the daemons that it needs to PLUGINS/DRIVER/mps/host.wanted, which only root can open. Each daemon has
+    its own session: it continues when this process stops, and the next mps-host adopts it. In a container the daemons
+    stop with the container, so the pods of the DaemonSet are replaced only when you delete them. Needs root; in a pod
     also hostPID, privileged, and bidirectional mount propagation on the plugins directory.
     """
     logs = configure_logs(given.log_level, given.log_format)

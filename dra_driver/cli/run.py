@@ -32,9 +32,9 @@ _M_ARENA_MAX = -8
 
 
 def run(given: Namespace) -> None:
-    """Until SIGTERM.
+    """Runs until it receives SIGTERM.
 
-    Flags and environment variables have the names that NVIDIA's own DRA driver uses, so its manifests work.
+    Flags and environment variables have the same names as in NVIDIA's own DRA driver, so its manifests work.
     """
     # Otherwise the C library creates a heap for each thread, which costs 2 MiB.
     ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 2)
@@ -58,7 +58,7 @@ def run(given: Namespace) -> None:
 
 
 _CHANGES_BEHAVIOUR = {
-    "feature_gates": f"of the feature gates only {' and '.join(GATES)} mean something here; all else that is built is "
+    "feature_gates": f"only the feature gates {' and '.join(GATES)} have an effect here; all other features are "
     "on"
 }
 

@@ -33,7 +33,7 @@ def scratch_directory(purpose: str) -> Iterator[str]:
         made = tempfile.TemporaryDirectory(prefix=f"{_PREFIX}{purpose}-")
     except OSError as error:
         raise FatalError(
-            f"cannot make a temporary directory ({error.strerror or error}); set TMPDIR to one that is writable"
+            f"cannot create a temporary directory ({error.strerror or error}); set TMPDIR to one that is writable"
         ) from error
     with made as path, _locked(Path(path)):
         yield path

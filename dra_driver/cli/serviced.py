@@ -25,10 +25,10 @@ EXAMPLES = ("gpu-6b45fc99", "0000:1b:00.0")
 
 
 def serviced(given: Namespace) -> None:
-    """Use it after you reset a GPU whose taint `xid` or `ecc` stays because the NVIDIA driver reports neither a
-    recovery action nor the reset. gpu-dra-driver ends these reasons with the next poll that finds the GPU well. It
-    fails if no reason of the GPU waits for a reset. Run it as root on the node, or with kubectl exec in the pod of
-    gpu-dra-driver.
+    """Use it after you reset a GPU whose taint `xid` or `ecc` stays, because the NVIDIA driver reports neither a
+    recovery action nor the reset. gpu-dra-driver clears these reasons at the next poll that finds the GPU healthy. The
+    command fails if the GPU has no reason that waits for a reset. Run it as root on the node, or with kubectl exec in
+    the pod of gpu-dra-driver.
     """
 
     print(serviced_gpu(node_settings(given), given.gpu))
@@ -52,8 +52,12 @@ def serviced_gpu(settings: Settings, name: str) -> str:
     if not waiting:
         others = "; ".join(reason.text for reason in _reasons(machine, uuid))
         raise PermanentError(
-            f"no reason of GPU {uuid} waits for a reset"
-            + (f"; it is not well because: {others}" if others else "; gpu-dra-driver reports it as well")
+            f"GPU {uuid} has no health reason that waits for a reset"
+            + (
+                f"; the GPU is still not healthy: {others}"
+                if others
+                else "; gpu-dra-driver reports the GPU as healthy"
+            )
         )
     if not read_problems(settings.plugin_directory)[0]:
         raise RetryableError("gpu-dra-driver is not running on this node; start it, then run this again")
@@ -67,11 +71,11 @@ def serviced_gpu(settings: Settings, name: str) -> str:
     while left := [r for r in _reasons(machine, uuid) if r.name in ended and r.last_at < at]:
         if time.monotonic() >= until:
             raise RetryableError(
-                f"the plugin still reports of GPU {uuid}: {'; '.join(reason.text for reason in left)}; they end when "
-                "the GPU answers, NVML requests no action, and no memory repair waits for a reset"
+                f"the plugin still reports for GPU {uuid}: {'; '.join(reason.text for reason in left)}; this clears "
+                "when the GPU answers, NVML requests no action, and no memory repair waits for a reset"
             )
         time.sleep(_POLL_S)
-    return f"GPU {uuid}: ended: {'; '.join(text.partition('; ')[0] for text in ended.values())}"
+    return f"GPU {uuid}: cleared: {'; '.join(text.partition('; ')[0] for text in ended.values())}"
 
 
 def _reasons(machine: CommandMachine, uuid: str) -> Sequence[Reason]:

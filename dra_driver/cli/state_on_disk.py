@@ -154,12 +154,12 @@ def _read_health(path: Path, boot_id: str | None) -> tuple[Iterable[HealthState]
     except FileNotFoundError:
         return (), ()
     except OSError as error:
-        return (), (f"cannot read the kept health {path}: {error.strerror or error}; {_REMEDY}",)
+        return (), (f"cannot read the saved health {path}: {error.strerror or error}; {_REMEDY}",)
     except StateError as error:
-        return (), (f"the kept health {path} cannot be read: {error}; {_REMEDY}",)
+        return (), (f"the saved health {path} cannot be read: {error}; {_REMEDY}",)
     if boot_id is None or kept.boot_id == boot_id:
         return kept.states, ()
-    note = "the kept health is from before the last boot, and nobody has watched the GPUs since; start gpu-dra-driver"
+    note = "the saved health is from before the last boot, and gpu-dra-driver has not run since; start gpu-dra-driver"
     states = (state for state in kept.states if not state.target.is_instance)
     return (rebooted(state, 0) for state in states), (note,)
 
@@ -174,7 +174,7 @@ def read_claims(state: NodeState, settings: Settings, now: datetime) -> NodeClai
         problems.append(str(error))
     claims = prepared_claims(state, specs, step_kind, now)
     problems += [
-        f"{file} was set aside, because it is not a readable file of gpu-dra-driver; look at it, then remove it"
+        f"{file} was set aside, because it is not a readable file of gpu-dra-driver; inspect it, then remove it"
         for file in set_aside_files(settings.plugin_directory, Path(settings.cdi_root), settings.driver_name)
     ]
     problems += contradictions(state, specs, claims)

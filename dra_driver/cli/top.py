@@ -54,13 +54,15 @@ _MOVES = {"j": 1, "\x1b[B": 1, "\x1bOB": 1, "k": -1, "\x1b[A": -1, "\x1bOA": -1}
 _PAGES = {" ": 1, "\x1b[6~": 1, "b": -1, "\x1b[5~": -1}
 
 FLAGS = (
-    Flag("interval", "Seconds between two looks.", Scalar(float, least=0.2, most=86400), env=(), default=2.0),
-    switch("once", "Print one look and end, also on a terminal."),
-    replace(OUTPUT, help="How to print; wide, json and yaml print one look."),
+    Flag(
+        "interval", "Seconds between two updates.", Scalar(float, least=0.2, most=86400), env=(), default=2.0
+    ),
+    switch("once", "Print once and exit, also on a terminal."),
+    replace(OUTPUT, help="Output format; wide, json and yaml print once."),
     Flag("sort", "Which GPUs come first.", Choice(get_args(Order)), env=(), default="index"),
     Flag(
         "filter",
-        "Only GPUs, claims and pods with this text; one of a kind with its details.",
+        "Show only GPUs, claims and pods with this text; a single match shows its details.",
         env=(),
         default="",
     ),
@@ -77,10 +79,10 @@ EXAMPLES = (
 
 
 def top(given: Namespace) -> None:
-    """Also pods and MPS daemons. Changes nothing. On a terminal it is drawn again at each interval, until q or Ctrl-C;
-    into a pipe it is printed once. Works without API server, and while gpu-dra-driver does not run; without NVML it
-    shows what is written down on the node, and why NVML fails. Run it in the pod of gpu-dra-driver (`kubectl gpus top
-    NODE`, `kubectl exec`), or on the node with the flags of `run`.
+    """Also shows pods and MPS daemons. Changes nothing. On a terminal it refreshes at each interval, until you press q
+    or Ctrl-C; in a pipe it prints once. Works without the API server, and while gpu-dra-driver does not run. Without
+    NVML it shows what is recorded on the node, and why NVML fails. Run it in the pod of gpu-dra-driver (`kubectl gpus
+    top NODE`, `kubectl exec`), or on the node with the flags of `run`.
     """
     with (
         scratch_settings("top", vars(given), given.config) as settings,
@@ -224,7 +226,7 @@ def _health(view: NodeView, width: int | None) -> list[RenderableType]:
             *table(columns, rows, width),
             _text(f"Health{whose} unknown: {_why(view, unknown)}", "bold red"),
         ]
-    return table(columns, rows, width) or [*title, _text("All GPUs are well.", "green")]
+    return table(columns, rows, width) or [*title, _text("All GPUs are healthy.", "green")]
 
 
 def _why(view: NodeView, unknown: Sequence[str]) -> str:

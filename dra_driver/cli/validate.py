@@ -42,12 +42,12 @@ _INDENT = " " * 9
 FLAGS = (
     Flag("files", "YAML files or directories; - is standard input.", metavar="FILE", count="+"),
     SIMULATE_SEVERAL,
-    switch("server", "Use the DeviceClasses, claims and templates of the cluster too."),
+    switch("server", "Also use the DeviceClasses, claims and templates of the cluster."),
     CLUSTER_KUBECONFIG,
     CONTEXT,
     Flag(
         "namespace",
-        "Namespace for documents that have none.",
+        "Namespace for documents without one.",
         spelled=("-n", "--namespace"),
         env=(),
         shown="that of the context",
@@ -68,10 +68,10 @@ EXAMPLES = ("claims.yaml", "--simulate dgx-h100 examples/one-gpu", "--server -n 
 
 
 def validate(given: Namespace) -> int:
-    """ResourceClaims, their templates, DeviceClasses, what makes pods, and configurations of gpu-dra-driver. Claims
-    are checked against empty machines, those of a pod also at one time: simulated machines, or this node with the
-    configuration given by --config or among the files. Exit code 0: no fault, 1: faults, 2: wrong usage, 3: no fault
-    known, but the cluster could not be read.
+    """Checks ResourceClaims, their templates, DeviceClasses, pods and workloads, and configuration files of
+    gpu-dra-driver. It checks claims against machines with all devices free, and the claims of one pod also together:
+    against simulated machines, or against this node with the configuration from --config or from the files. Exit code
+    0: no fault, 1: faults, 2: wrong usage, 3: no fault found, but the cluster could not be read.
     """
     from dra_driver.cli.validation.documents import read_documents
     from dra_driver.cli.validation.manifest_check import DEFAULT_NAMESPACE, check_documents
@@ -80,9 +80,7 @@ def validate(given: Namespace) -> int:
     if not documents:
         raise InvalidConfigError(f"there are no documents in {', '.join(given.files)}")
     if not given.server and (given.kubeconfig or given.context):
-        raise InvalidConfigError(
-            "--kubeconfig and --context are for --server; give that too, or leave them out"
-        )
+        raise InvalidConfigError("--kubeconfig and --context need --server; add it, or remove them")
     machines, driver, faults, sentence = _machines(documents, vars(given), given.config, given.simulate)
     cluster, namespace = None, given.namespace
     if given.server:
@@ -105,7 +103,7 @@ def _machines(
     """
     names: list[str | None] = [*simulate] if simulate else [None]
     if len(set(names)) > 1 and given["simulator_dir"] is not None:
-        raise InvalidConfigError("--simulator-dir is the directory of one machine; give --simulate once")
+        raise InvalidConfigError("--simulator-dir is the directory of one machine; use --simulate once")
     configured, faults = configured_among(documents)
     stated = {name: value for name, value in given.items() if value is not None and name != "simulate"}
     found: list[MachineFit] = []
@@ -118,11 +116,11 @@ def _machines(
         if machine is not None:
             found.append(machine)
     if not found:
-        return [], driver, faults, f"fit not checked, since {sentence}"
+        return [], driver, faults, f"fit not checked, because {sentence}"
     if len(found) == 1:
         return found, driver, faults, f"checked against an empty {found[0].name} ({sentence})"
     listed = ", ".join(f"{one.name} ({counted(len(one.devices), 'device')})" for one in found)
-    return found, driver, faults, f"checked against {listed}, each empty and by itself"
+    return found, driver, faults, f"checked against {listed}, each on its own and with all devices free"
 
 
 def _cluster(
@@ -159,7 +157,9 @@ def _print(
         summary = f"{counted(len(reports), 'document')}, {bad} with faults{unjudged}; {machines}"
         yield "\n" + hanging("", summary, columns)
         if cluster is not None:
-            read = f"not read: {cluster.problem}" if cluster.problem else "classes and claims are known"
+            read = (
+                f"not read: {cluster.problem}" if cluster.problem else "its classes and claims are included"
+            )
             yield hanging("", f"the cluster {cluster.server}: {read}", columns)
 
     found: dict[str, Any] = {"machine": machines, "faulty": bad}
@@ -180,12 +180,12 @@ def machine_to_try(settings: Settings) -> tuple[MachineFit | None, str]:
         if settings.simulate is not None:
             raise
         reason = str(error).partition(";")[0]
-        return None, f"this one has no usable GPU ({reason}); name one with --simulate"
+        return None, f"this node has no usable GPU ({reason}); choose a machine with --simulate"
     except OwnershipUnknownError as error:
         return None, f"{error}; run this as root"
     fit = MachineFit(name, settings.driver_name, slices, gpus_for_layouts(settings))
     if settings.simulate is None and not fit.devices:
-        return None, "this one has no GPU; name one with --simulate"
+        return None, "this node has no GPU; choose a machine with --simulate"
     return fit, counted(len(fit.devices), "device")
 
 

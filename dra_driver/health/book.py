@@ -190,7 +190,7 @@ class HealthBook:
             self._answers.pop(state.target.gpu_uuid, None)
             self.places.pop(state.target.gpu_uuid, None)
             at = f" at {state.pci_bus_id}" if state.pci_bus_id else ""
-            text = f"the NVIDIA driver no longer has the GPU{at}; its health is forgotten"
+            text = f"the NVIDIA driver no longer has the GPU{at}; the plugin discards its health"
             self.history.forget(
                 HealthChange(state.target, self.now(), state.severity, Severity.OK, text, is_gone=True)
             )

@@ -107,10 +107,10 @@ class HealthStream:
         if isinstance(device, VfioDevice) and device.card.is_bound:
             health, message = (
                 v1.UNKNOWN,
-                "the GPU is under vfio for a virtual machine, so nobody on the node watches it",
+                "the GPU is bound to vfio for a virtual machine, so its health cannot be read",
             )
         elif not self.health.book.is_fresh(uuid):
-            health, message = v1.UNKNOWN, "the GPU has not answered lately, so its health is not known"
+            health, message = v1.UNKNOWN, "the GPU has not answered recently, so its health is not known"
             message = f"{message}; last known: {texts}" if texts else message
         elif any(reason.severity >= Severity.UNHEALTHY for reason in reasons):
             health, message = v1.UNHEALTHY, texts

@@ -94,8 +94,8 @@ class Monitor(HealthThread):
             if uuid not in reported and not is_new and not self.book.is_fresh(uuid):
                 yield NodeProblem(
                     "health-unknown",
-                    f"the health of {_display_name(name, uuid)} has not been read for {FRESH_S:.0f} s; look for "
-                    "Xid errors in the kernel log (dmesg), the GPU may need a reset",
+                    f"the health of {_display_name(name, uuid)} has not been read for {FRESH_S:.0f} s; the GPU may "
+                    "need a reset: check the kernel log (dmesg) for Xid errors",
                     name,
                 )
 

@@ -65,7 +65,7 @@ class HealthStore:
             log_unreadable(
                 unreadable_event="health_unreadable",
                 name="file",
-                remedy="health is read from the GPUs again; remove the file after you have looked at it",
+                remedy="the plugin reads the health from the GPUs again; inspect the file, then remove it",
             ),
             is_name=lambda name: name == path.stem,
         )

@@ -181,7 +181,7 @@ class DevCharLinks:
                 replace_symlink(Path(self.directory, name), target)
                 made.append(name)
             except OSError as error:
-                problem = f"cannot make links in {self.directory}: {error.strerror or error}"
+                problem = f"cannot create links in {self.directory}: {error.strerror or error}"
                 break
         with self._lock:
             is_news = problem not in (None, self._reported)

@@ -176,7 +176,7 @@ class NvidiaSmi:
             lambda: programs, *arguments, action=action, timeout_s=timeout_s, subject=gpu_uuid
         )
         lowered = output.lower()
-        said = f"nvidia-smi ended with {exit_text(code)}: {' '.join(output.split()) or 'it printed nothing'}"
+        said = f"nvidia-smi failed with {exit_text(code)}: {' '.join(output.split()) or 'it printed nothing'}"
         if code in _ABSENT_CODES or (code and any(part in lowered for part in _ABSENT)):
             raise NvmlUnavailableError(f"{action}: {said}")
         if "not supported" in lowered:

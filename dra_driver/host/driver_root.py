@@ -223,7 +223,7 @@ class DriverRoot:
         if not libraries.versions and libraries.left_out:
             raise RetryableError(
                 f"{note_of_left_out(root, libraries.left_out, self._machine)}; "
-                "install the NVIDIA driver that is, or set the driver root to where it is installed"
+                "install the NVIDIA driver for this machine, or set the driver root to where it is installed"
             )
         if not libraries.versions:
             raise RetryableError(
@@ -338,8 +338,8 @@ def unsupported_system(tree: RootedTree, root: str) -> str | None:
         sign = next((path for path in signs if tree.resolve(path) is not None), None)
         if sign is not None:
             return (
-                f"gpu-dra-driver does not support {name}, which this node is by {join_root(root, sign)}: {reason}; "
-                "keep the plugin off this node with a node selector"
+                f"gpu-dra-driver does not support {name} (found {join_root(root, sign)}): {reason}; "
+                "exclude this node with a node selector"
             )
     return None
 
@@ -360,8 +360,8 @@ def find_nvml_library(driver_root: str, machine: str = MACHINE) -> str:
         return tree.local(own)
     if foreign:
         raise NvmlLibraryError(
-            f"{note_of_left_out(driver_root, foreign, machine)}; install the NVIDIA driver that is, set the driver "
-            "root to where it is, or remove these libraries if this node has no GPU"
+            f"{note_of_left_out(driver_root, foreign, machine)}; install the NVIDIA driver for this machine, set the "
+            "driver root to where it is, or remove these libraries if this node has no GPU"
         )
     unsupported = unsupported_system(tree, driver_root)
     if unsupported is not None:

@@ -127,7 +127,7 @@ class MigCaps:
         mode = _MODE.search(text)
         if minor is None or mode is None:
             raise RetryableError(
-                f"the MIG capability {capability} names no device file in {self._path(capability)}"
+                f"the MIG capability {capability} does not name a device file in {self._path(capability)}"
             )
         return DeviceNode(
             path=f"/dev/nvidia-caps/nvidia-cap{minor[1]}",
@@ -161,7 +161,7 @@ class CapabilityNodes:
                     self._have(join_root(self._root, node.path), node)
                 except OSError as error:
                     raise RetryableError(
-                        f"cannot make the device node {_named(node)}: {error.strerror or error}; "
+                        f"cannot create the device node {_named(node)}: {error.strerror or error}; "
                         "run the MPS host as root with the host's /dev (in a pod: privileged), "
                         f"or run `nvidia-modprobe -f {_CAPABILITIES}/{capability}` on the node"
                     ) from error
@@ -174,8 +174,8 @@ class CapabilityNodes:
             there = self._maker.read(path)
             if there is None or there.type != node.type:
                 raise RetryableError(
-                    f"cannot make the device node {_named(node)}: something else is there; remove it from the node, "
-                    "and find out what has put it there"
+                    f"cannot create the device node {_named(node)}: another file is there; remove it from the node, "
+                    "and find out what created it"
                 ) from None
             if (there.major, there.minor) != (node.major, node.minor):
                 self._maker.remove(path)

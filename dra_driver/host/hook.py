@@ -40,8 +40,8 @@ _VERSION = re.compile(r"^VERSION:\n[ \t]+v?(\d+)\.(\d+)\.(\d+)[ \t]*$", re.MULTI
 _SINCE = {"update-application-profile": (1, 20, 1)}
 _CHROOT_FAILED, _CANNOT_RUN = 125, 126
 _NONE = (
-    "nvidia-cdi-hook was not found on the host, so each library is mounted under every name in every usual "
-    "directory; install the NVIDIA container toolkit, set cdiHook.enabled in the chart, or set "
+    "nvidia-cdi-hook was not found on the host: GPUs work, but containers get more mounts and start "
+    "slower; install the NVIDIA container toolkit, set cdiHook.enabled in the chart, or set "
     "--nvidia-cdi-hook-path (and --host-root in a pod)"
 )
 
@@ -147,11 +147,11 @@ class HookFinder:
         if places or not host_path.startswith("/"):
             raise RetryableError(
                 f"{_FLAG} {host_path} is not a file on the host: install the NVIDIA container toolkit there, "
-                "or give the absolute path at which it is"
+                "or set the flag to the absolute path of the hook"
             )
         note = (
-            f"{_FLAG} {host_path} lies where this process does not see the host, so it is used without a check; "
-            "to have it checked, mount the host's root and name it with --host-root"
+            f"{_FLAG} {host_path} is not visible to this process, so the plugin uses it without a check; to "
+            "check it, mount the host's root and set --host-root"
         )
         return Hook(host_path, BASE_HOOK_VERBS, (note,))
 
@@ -172,12 +172,12 @@ class HookFinder:
             return Hook(host_path, answer.verbs)
         if view is self._installed and answer.code and self._configured is None:
             note = (
-                f"{host_path} does not run on the host ({answer.problem}) and is not used: each library is mounted "
-                "under every name; docs/cdi.md says what a host needs"
+                f"{host_path} does not run on the host ({answer.problem}) and is not used: GPUs work, but containers "
+                "get more mounts and start slower; docs/cdi.md says what a host needs"
             )
             return Hook(None, notes=(note,))
         verbs = " and ".join(answer.verbs)
-        note = f"{host_path} does not tell its verbs ({answer.problem}); only {verbs} are used"
+        note = f"{host_path} does not list its verbs ({answer.problem}); only {verbs} are used"
         return Hook(host_path, answer.verbs, (note,))
 
     def _answer(self, host_path: str, view: _View, resolved: str) -> _Answer:
@@ -229,9 +229,9 @@ def _answer_of(commands: Sequence[list[str]]) -> _Answer:
             timeout_s = max(0.01, deadline - time.monotonic())
             code, text = run_program(command, {"PATH": _PATH}, timeout_s=timeout_s, slot=_NAME)
         except TimeoutError:
-            problem, code = f"it did not end within {_BOUND_S:g} s", 0
+            problem, code = f"it did not finish within {_BOUND_S:g} s", 0
         except OSError as error:
-            problem, code = error.strerror or "it cannot be run", _CANNOT_RUN
+            problem, code = error.strerror or "it cannot be started", _CANNOT_RUN
         else:
             if not code:
                 listed, version = _listed_verbs(text), _version(text)
@@ -240,7 +240,7 @@ def _answer_of(commands: Sequence[list[str]]) -> _Answer:
                 )
                 return _Answer((*BASE_HOOK_VERBS, *more))
             cause = _last_line(text)
-            problem, due_at = f"it ends with {exit_text(code)}{cause and f': {cause}'}", math.inf
+            problem, due_at = f"it failed with {exit_text(code)}{cause and f': {cause}'}", math.inf
         faults.append(_Answer(BASE_HOOK_VERBS, problem, code, due_at))
     return replace(faults[0], due_at=min(fault.due_at for fault in faults))
 

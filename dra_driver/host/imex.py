@@ -81,7 +81,7 @@ class ImexDaemon:
         until = time.monotonic() + min(timeout_s, _TIMEOUT_S)
         if not self._lock.acquire(timeout=max(0.0, until - time.monotonic())):
             raise _unready(
-                f"does not answer: another call has waited for it for {min(timeout_s, _TIMEOUT_S):.3g} s"
+                f"does not answer: an earlier query has waited for {min(timeout_s, _TIMEOUT_S):.3g} s"
             )
         try:
             if time.monotonic() < self._ready_until:
@@ -95,7 +95,7 @@ class ImexDaemon:
         socket = self._socket()
         programs = self._find()
         program = programs.path(IMEX_PROGRAM)
-        action = f"ask nvidia-imex at {socket}"
+        action = f"query nvidia-imex at {socket}"
         try:
             code, output = run_program(
                 [program, "-q", "-u", socket], programs.environment(), timeout_s=timeout_s, slot=IMEX_PROGRAM
@@ -108,7 +108,7 @@ class ImexDaemon:
         said = " ".join(output.split())
         if code or said != _READY:
             printed = repr(said[:200]) if said else "nothing"
-            raise _unready(f"says {printed} ({exit_text(code)})")
+            raise _unready(f"reports {printed} ({exit_text(code)})")
 
     def _socket(self) -> str:
         """Return the control socket, as this process sees it. Raises: RetryableError."""
@@ -121,19 +121,20 @@ class ImexDaemon:
                 found = settings(Path(tree.local(file)).read_text("utf-8", errors="replace"))
             except OSError as error:
                 raise RetryableError(
-                    f"cannot read {CONFIG} below {root}: {error.strerror}; nvidia-imex says there where it listens"
+                    f"cannot read {CONFIG} below {root}: {error.strerror}; this file says where nvidia-imex listens"
                 ) from error
             path = found.get("IMEX_CMD_UNIX_DOMAIN_PATH", "")
             if found.get("IMEX_CMD_ENABLED") != "1" or not path.startswith("/"):
                 raise RetryableError(
-                    f"nvidia-imex cannot be asked whether it is ready; set IMEX_CMD_ENABLED=1 and "
-                    f"IMEX_CMD_UNIX_DOMAIN_PATH=/etc/nvidia-imex/imex_ctrl.sock in {CONFIG} on the node and restart it"
+                    "the state of nvidia-imex is not known, because its control socket is off; set IMEX_CMD_ENABLED=1 "
+                    f"and IMEX_CMD_UNIX_DOMAIN_PATH=/etc/nvidia-imex/imex_ctrl.sock in {CONFIG} on the node and "
+                    "restart nvidia-imex"
                 )
             socket = tree.file_or_socket(path)
             if socket is None:
-                raise _unready(f"does not run: its control socket {path} is not there")
+                raise _unready(f"is not running: its control socket {path} is missing")
             return tree.local(socket)
-        raise _unready(f"is not installed: {CONFIG} is not there")
+        raise _unready(f"is not installed: {CONFIG} is missing")
 
 
 def settings(text: str) -> Mapping[str, str]:
@@ -146,5 +147,5 @@ def settings(text: str) -> Mapping[str, str]:
 
 def _unready(what: str) -> RetryableError:
     return RetryableError(
-        f"nvidia-imex of this node {what}; look at `systemctl status nvidia-imex` and `nvidia-imex-ctl -N` on the node"
+        f"nvidia-imex of this node {what}; see `systemctl status nvidia-imex` and `nvidia-imex-ctl -N` on the node"
     )

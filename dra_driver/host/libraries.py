@@ -141,8 +141,8 @@ def note_of_left_out(root: str, left_out: Mapping[str, str], machine: str = MACH
     what, are = counted(len(left_out), "library", "libraries"), "is" if len(left_out) == 1 else "are"
     first = min(left_out)
     return (
-        f"{what} below the driver root {root} {are} left out, not made for this machine ({machine}): "
-        f"the first, {first}, is made for {left_out[first]}"
+        f"{what} below the driver root {root} {are} not used, because this machine is {machine}: for example, "
+        f"{first} is for {left_out[first]}"
     )
 
 

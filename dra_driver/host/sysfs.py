@@ -141,8 +141,8 @@ class Sysfs:
         found = self.boot_id()
         if found is None:
             raise StateError(
-                f"cannot read the ID of this boot from {self._proc}/sys/kernel/random/boot_id, so it is not known what "
-                "of the files of gpu-dra-driver a reboot has ended; mount the node's /proc"
+                f"cannot read the ID of this boot from {self._proc}/sys/kernel/random/boot_id, so gpu-dra-driver "
+                "cannot know which of its files are from before the last reboot; mount the node's /proc"
             )
         return found
 

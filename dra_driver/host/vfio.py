@@ -67,8 +67,8 @@ else:
 """
 """Prints the error number, 0 for success. The kernel requires a single write. The process starts in about 10 ms."""
 _NO_IOMMU = (
-    "the kernel has no IOMMU for it; switch the IOMMU on in the firmware, and on Intel processors by intel_iommu=on on "
-    "the kernel's command line"
+    "the kernel has no IOMMU group for it; enable the IOMMU in the firmware, and on Intel processors with "
+    "intel_iommu=on on the kernel's command line"
 )
 _NOIOMMU_GROUP = "vfio-noiommu"
 """The name that vfio gives to the group of a function without an IOMMU."""
@@ -123,7 +123,7 @@ class HostPciControl:
                 raise OSError(number, os.strerror(number))
             return
         last = said.strip().rpartition("\n")[2] or "it printed nothing"
-        raise OSError(errno.EIO, f"the writing process ended with {exit_text(writer.returncode)}: {last}")
+        raise OSError(errno.EIO, f"the writing process failed with {exit_text(writer.returncode)}: {last}")
 
     def load_module(self, module: str, timeout_s: float) -> None:
         """Load a module with the host's own modprobe, which knows the host's settings."""
@@ -131,7 +131,7 @@ class HostPciControl:
         path = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
         code, said = run_program(command, path, timeout_s=timeout_s, slot=f"modprobe {module}")
         if code:
-            raise RetryableError(f"modprobe says {' '.join(said.split())!r} ({exit_text(code)})")
+            raise RetryableError(f"modprobe reports {' '.join(said.split())!r} ({exit_text(code)})")
 
     def maps_memory(self) -> bool:
         """As in `PciControl`. A kernel without the module returns 0."""
@@ -221,9 +221,9 @@ class VfioCards(Sysfs):
             driver = self.bound_driver(bus_id)
             if driver is not None and not is_vfio(driver):
                 return (
-                    f"it is with {card.driver}, but PCI function {bus_id} of its IOMMU group is with {driver}, so no "
-                    "virtual machine can open the group; give that function to vfio-pci too, or the GPU back to the "
-                    "NVIDIA driver"
+                    f"it is bound to {card.driver}, but PCI function {bus_id} of its IOMMU group is bound to {driver}, "
+                    f"so a virtual machine cannot open the group; bind PCI function {bus_id} to vfio-pci too, or "
+                    "return the GPU to the NVIDIA driver"
                 )
         return None
 
@@ -243,7 +243,7 @@ class VfioCards(Sysfs):
         driver = self._modules.driver_of(module)
         if not self._modules.has_driver(driver):
             raise RetryableError(
-                f"the kernel module {module} is loaded and has no driver {driver}; see the kernel log"
+                f"the kernel module {module} is loaded but does not provide the driver {driver}; see the kernel log"
             )
         return driver
 
@@ -302,7 +302,7 @@ class VfioCards(Sysfs):
         self._write(f"unbind PCI function {bus_id} from {driver}", path, bus_id, wait_s)
         if self.bound_driver(bus_id) == driver:
             raise RetryableError(
-                f"unbind PCI function {bus_id} from {driver}: the kernel took it and did nothing"
+                f"unbind PCI function {bus_id} from {driver}: the kernel accepted the request but did not unbind it"
             )
 
     def bind(self, bus_id: str, driver: str, wait_s: float) -> None:
@@ -329,16 +329,18 @@ class VfioCards(Sysfs):
         until = time.monotonic() + wait_s
         while (problem := self._not_yet(card, driver)) is not None:
             if time.monotonic() >= until:
-                raise RetryableError(f"give GPU {card.bus_id} to {driver}: {problem}")
+                raise RetryableError(f"bind GPU {card.bus_id} to {driver}: {problem}")
             time.sleep(_POLL_S)
 
     def _not_yet(self, card: Card, driver: str) -> str | None:
         for bus_id in card.functions:
             found = self.bound_driver(bus_id)
             if found not in ({driver} if bus_id == card.bus_id else {driver, VFIO_PCI}):
-                return f"PCI function {bus_id} is with {found or 'no driver'}; see the kernel log"
+                return f"PCI function {bus_id} is bound to {found or 'no driver'}; see the kernel log"
         node = f"/dev/vfio/{card.iommu_group}"
-        return None if self.node(node) is not None else f"there is no node {node}; see the kernel log"
+        return (
+            None if self.node(node) is not None else f"the device node {node} is missing; see the kernel log"
+        )
 
     def _write(self, action: str, path: str, text: str, wait_s: float) -> None:
         try:
@@ -398,13 +400,13 @@ class VfioCards(Sysfs):
                 what = _KINDS.get(kind >> 8, f"a function of class 0x{kind:04x}")
                 yield (
                     f"its IOMMU group {card.iommu_group} also has PCI function {bus_id} ({what}), which the virtual "
-                    "machine would get too; switch ACS on in the firmware, or put the card into another slot"
+                    "machine would get too; enable ACS in the firmware, or move the card to another slot"
                 )
         count = self.virtual_functions(card.bus_id)
         if count:
             yield f"it has {count} virtual functions (SR-IOV); remove them (`sriov-manage -d {card.bus_id}`)"
         if card.driver not in (None, NVIDIA) and not card.is_bound:
-            yield f"the kernel driver {card.driver} has it; unbind it from that"
+            yield f"it is bound to the kernel driver {card.driver}; unbind it first"
         if not self._modules.has_driver(card.vfio_driver) and not self._modules.is_installed(module):
             yield _missing(module)
         if not card.has_iommufd and not self._modules.is_there(_CONTAINER_MODULE):

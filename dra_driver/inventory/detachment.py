@@ -235,7 +235,8 @@ class Detachments:
         while busy.is_held():
             if time.monotonic() >= until:
                 raise NvmlInUseError(
-                    "close NVML for a moment: a change of a GPU or nvidia-smi is under way; it is tried again soon"
+                    "close NVML for a moment: a change of a GPU or nvidia-smi is in progress; gpu-dra-driver retries "
+                    "soon"
                 )
             time.sleep(_POLL_S)
 
@@ -256,13 +257,14 @@ class Detachments:
                 raise NvmlDetachedError(detached)
             if own is not None and any(it.began_s <= ours.began_s for it in self._lasting(except_own=True)):
                 raise NvmlTransientError(
-                    "close NVML elsewhere: another process of ours asks the same of this one; it is tried again soon"
+                    "close NVML in other processes: another process of gpu-dra-driver requests the same; "
+                    "gpu-dra-driver retries soon"
                 )
             while self.is_nvml_open(own):
                 if time.monotonic() >= until:
                     raise NvmlInUseError(
                         "close NVML for a moment: another process of gpu-dra-driver on this node has not closed it, "
-                        "such as the other instance of a rolling update; it is tried again soon"
+                        "such as the other instance of a rolling update; gpu-dra-driver retries soon"
                     )
                 time.sleep(_POLL_S)
             yield
@@ -356,12 +358,12 @@ class Detachments:
         while self.is_nvml_open() and self.now() == made:
             if time.monotonic() >= end:
                 raise NvmlInUseError(
-                    f"the plugin has not closed NVML within {timeout_s:.0f} s; a change of a GPU may be under way, or "
-                    "NVML hangs: see the plugin's log, and try again"
+                    f"the plugin has not closed NVML within {timeout_s:.0f} s; a change of a GPU may be in progress, "
+                    "or NVML hangs: see the plugin's log, and try again"
                 )
             time.sleep(_POLL_S)
         if self.now() != made:
-            raise RetryableError("close NVML: another process ended that; run it again")
+            raise RetryableError("close NVML: another process ended the detachment; run the command again")
 
     def is_nvml_open(self, excluded: UseMark | None = None) -> bool:
         """Whether any of the plugin's processes has NVML open, except for the session that holds the mark
@@ -490,6 +492,6 @@ def _refuse(claims: Callable[[], Sequence[str]] | None) -> None:
     if not found:
         return
     raise ClaimsInTheWayError(
-        f"claims use the GPUs: {named(found, _MAX_NAMED)}; end their pods first (kubectl drain), name only "
+        f"claims use the GPUs: {named(found, _MAX_NAMED)}; delete their pods first (kubectl drain), name only "
         "the GPUs that will be changed, or use --force"
     )

@@ -140,8 +140,8 @@ class Discovery:
         if waited <= _HANG_AFTER_S:
             return self._problem
         return self._kept_closed or (
-            f"NVML has not answered for {waited:.0f} s; look for Xid errors in the kernel log, "
-            "a GPU may need a reset"
+            f"NVML has not answered for {waited:.0f} s; a GPU may need a reset: check the "
+            "kernel log for Xid errors"
         )
 
     def problems(self) -> Sequence[NodeProblem]:

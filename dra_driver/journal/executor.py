@@ -197,8 +197,8 @@ class Executor:
         uses = self.lanes.uses()
         late = sorted(uses.keys() & frozenset[str]().union(*groups))
         if not late:
-            raise RetryableError("a step could not begin in the time of this call; the kubelet tries again")
-        raise RetryableError(f"{uses[late[0]].text} in the time of this call; the kubelet tries again")
+            raise RetryableError("a step could not start before the kubelet's deadline; the kubelet retries")
+        raise RetryableError(f"{uses[late[0]].text} before the kubelet's deadline; the kubelet retries")
 
     def _refuse_changed(self, record: ClaimRecord) -> None:
         """Raise RetryableError if the claim's record no longer names these steps: an Unprepare or a failed
@@ -207,7 +207,7 @@ class Executor:
         The call that wrote the new record submits its own steps.
         """
         if not record.names_the_same(self.records.get(record.ref.uid)):
-            changed = RetryableError("another call has changed the claim meanwhile; the kubelet calls again")
+            changed = RetryableError("another call changed the claim; the kubelet retries")
             changed.has_no_effect = True
             raise changed
 
@@ -259,7 +259,8 @@ class Executor:
             _log.warning(
                 "newer_record_removed",
                 claim_uid=claim_uid,
-                remedy="what the newer release set on GPUs may be left; see `nvidia-smi`, or reboot the node",
+                remedy="settings that the newer release made on GPUs may remain; check with `nvidia-smi`, or reboot "
+                "the node",
             )
         claim = AllocatedClaim(ClaimRef("?", "?", claim_uid), (), ())
         steps = (StartMaintenance((), "Wait", 0), WriteDeviceMetadata(()), WriteCdiSpec())
@@ -314,7 +315,7 @@ class StepDispatcher:
         with self._timed(step, "undo"):
             runner = self.runners.get(type(step))
             if runner is None:
-                raise RetryableError("only gpu-dra-driver itself can do that; have it run on the node")
+                raise RetryableError("only gpu-dra-driver itself can do this; start it on the node")
             runner.undo(step, record)
 
     def in_place(self, step: Step, record: ClaimRecord) -> bool:

@@ -246,6 +246,6 @@ class Lanes:
 def _text(use: LockUse) -> str:
     """Describe what hangs on which GPU, and what to do."""
     return (
-        f"GPU {use.gpu_uuid} does not react: {use.what} began at {use.since} UTC and has not ended; if that lasts, "
-        "drain the node and reboot it"
+        f"GPU {use.gpu_uuid} does not respond: {use.what} began at {use.since} UTC and has not finished; if this "
+        "lasts, drain and reboot the node"
     )

@@ -108,10 +108,10 @@ class Ledger:
             or log_unreadable(
                 unreadable_event="ledger_unreadable",
                 name="gpu_uuid",
-                remedy="what prepared claims have set on the GPU is written again; what ended claims left on it may "
-                "stay until the node reboots; look at the file, then remove it",
-                newer="claims that set something on the GPU are not prepared, and what ended claims left on it stays; "
-                "install that release again, or remove the file and reboot the node",
+                remedy="the plugin writes the settings of prepared claims again; settings of deleted claims may remain "
+                "on the GPU until the node reboots; inspect the file, then remove it",
+                newer="the plugin cannot prepare claims that change settings of the GPU, and settings of deleted "
+                "claims remain on it; install that release again, or remove the file and reboot the node",
             ),
             is_name=lambda name: _SAFE_GPU_UUID.fullmatch(name) is not None,
             only_reads=self.reader is not None,

@@ -59,7 +59,7 @@ class LockUse:
     @property
     def text(self) -> str:
         """Describe the operation on the GPU and its start."""
-        return f"{self.what} on GPU {self.gpu_uuid} began at {self.since} UTC and has not ended"
+        return f"{self.what} on GPU {self.gpu_uuid} began at {self.since} UTC and has not finished"
 
 
 class GpuLocks:

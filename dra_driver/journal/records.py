@@ -109,7 +109,7 @@ class RecordStore(JsonStore[ClaimRecord]):
             or log_unreadable(
                 unreadable_event="record_unreadable",
                 name="claim_uid",
-                remedy="the claim can be prepared and unprepared again; look at the file, then remove it",
+                remedy="the claim can still be prepared and unprepared; inspect the file, then remove it",
                 newer="the claim keeps its devices until it is unprepared; to prepare it again, install that release "
                 "again",
             ),

@@ -70,9 +70,9 @@ def decoded_json(data: bytes, action: str) -> Any:
             value = json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
     except (ValueError, RecursionError) as error:
         start = one_line(data[:_SHOWN_BYTES].decode("utf-8", "replace"))
-        text = _page_text(data) or f"the answer begins with {start!r} and is no JSON: {one_line(str(error))}"
+        text = _page_text(data) or f"the answer begins with {start!r} and is not JSON: {one_line(str(error))}"
         raise ApiUnavailableError(
-            f"{action}: {text}; check the server of the kubeconfig and the proxy before it"
+            f"{action}: {text}; check the server of the kubeconfig and the proxy in front of it"
         ) from error
     return value
 
@@ -124,7 +124,8 @@ def _page_text(body: bytes) -> str | None:
     if not start.lstrip().startswith("<"):
         return None
     return (
-        f"a web page answered, not the API server: {one_line(_TAGS.sub(' ', start))[:_SHOWN_BYTES].rstrip()}"
+        "the answer is a web page, not an answer of the API server: "
+        f"{one_line(_TAGS.sub(' ', start))[:_SHOWN_BYTES].rstrip()}"
     )
 
 
@@ -163,8 +164,9 @@ def _transport_text(error: HTTPError, proxy: str | None) -> str:
     """Describe the cause for people. urllib3's own messages contain object addresses."""
     if isinstance(error, ProxyError):
         return (
-            f"the proxy {proxy or 'before the API server'} cannot be used: {_root_text(error.original_error)}; check"
-            " proxy-url in the kubeconfig, or HTTPS_PROXY and NO_PROXY (credentials: http://USER:PASSWORD@HOST:PORT)"
+            f"the proxy {proxy or 'in front of the API server'} cannot be used: {_root_text(error.original_error)}; "
+            "check proxy-url in the kubeconfig, or HTTPS_PROXY and NO_PROXY (credentials: "
+            "http://USER:PASSWORD@HOST:PORT)"
         )
     if isinstance(error, SSLError):
         return _tls_text(error)

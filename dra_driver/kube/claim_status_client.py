@@ -183,8 +183,8 @@ class ClaimStatusClient:
             self._dropped_at = self.clock()
             _log.warning(
                 "claim_status_dropped",
-                remedy="enable the feature gate DRAResourceClaimDeviceStatus in the API server, or do without"
-                " the state of devices in claims; they are not written for an hour",
+                remedy="enable the feature gate DRAResourceClaimDeviceStatus in the API server, or claims do"
+                " not show the state of devices; the plugin retries in an hour",
             )
 
 

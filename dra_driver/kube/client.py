@@ -186,8 +186,8 @@ class ApiClient:
                 if not wanted.path.startswith(f"/apis/{GROUP_VERSION}"):
                     raise
                 raise PathNotFoundError(
-                    f"{error}; the API server does not serve {GROUP_VERSION}, or something before it does not pass it"
-                    " on: use Kubernetes 1.34 or later",
+                    f"{error}; the API server does not serve {GROUP_VERSION}, or a proxy does not forward it:"
+                    " use Kubernetes 1.34 or later",
                     status=error.status,
                     reason=error.reason,
                 ) from error
@@ -230,7 +230,7 @@ class ApiClient:
 
         left = min(until - time.monotonic(), wanted.idle_s)
         if left <= 0:
-            raise TimeoutError("no time was left to ask the API server")
+            raise TimeoutError("no time was left to query the API server")
         method, url, headers, _, _ = official.param_serialize(
             wanted.method,
             wanted.path,
@@ -262,7 +262,7 @@ class ApiClient:
             token.isascii() and token.isprintable()
         ):  # http.client's error message would contain the token
             raise ApiUnavailableError(
-                f"the bearer token of {self.endpoint.origin} has characters that no token has; renew it"
+                f"the bearer token of {self.endpoint.origin} has invalid characters; renew it"
             )
         return {"Authorization": token} if token else {}
 
@@ -300,7 +300,7 @@ class ApiClient:
             except (OSError, ValueError) as error:
                 raise InvalidConfigError(
                     f"{self.endpoint.origin}: the CA, the client certificate or its key cannot be loaded: {error};"
-                    " give them as PEM"
+                    " they must be PEM files"
                 ) from error
             client.rest_client.pool_manager.connection_pool_kw["ssl_context"] = context
         return client

@@ -35,7 +35,7 @@ def server_version(client: ApiClient) -> str:
 
     Raises: ApiRejectedError, ApiUnavailableError.
     """
-    answer = client.request("GET", "/version", action="ask for the API server's version")
+    answer = client.request("GET", "/version", action="get the API server's version")
     return str(answer.get("gitVersion") or "")
 
 
@@ -71,7 +71,7 @@ def is_allowed(client: ApiClient, wanted: Permission) -> bool:
         answer = client.request(
             "POST",
             "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews",
-            action=f"ask whether I may {wanted}",
+            action=f"check the permission to {wanted}",
             body={
                 "apiVersion": "authorization.k8s.io/v1",
                 "kind": "SelfSubjectAccessReview",
@@ -79,5 +79,5 @@ def is_allowed(client: ApiClient, wanted: Permission) -> bool:
             },
         )
     except PathNotFoundError as error:
-        raise PathNotFoundError("this API server has no access reviews", status=404) from error
+        raise PathNotFoundError("this API server does not support access reviews", status=404) from error
     return bool((answer.get("status") or {}).get("allowed"))

@@ -58,7 +58,7 @@ class Endpoint:
         if not (kubeconfig or server or in_pod):
             raise InvalidConfigError(
                 "no API server configured: KUBERNETES_SERVICE_HOST and KUBERNETES_SERVICE_PORT are not set, so"
-                " this is not a pod; give a kubeconfig with --kubeconfig"
+                " this is not a pod; set --kubeconfig"
             )
 
     @property
@@ -135,7 +135,7 @@ def _one_sentence(origin: str) -> Iterator[None]:
         mark = getattr(error, "problem_mark", None)
         where = f"line {mark.line + 1} is not YAML" if mark is not None else one_line(str(error))
         raise InvalidConfigError(
-            f"{origin} cannot be used: {where}; replace it, or in a pod restart the pod"
+            f"{origin} cannot be used: {where}; replace the file, or in a pod, restart the pod"
         ) from None
 
 
@@ -172,13 +172,16 @@ def _read_kubeconfig(paths: str, context: str | None, configuration: Configurati
     )
     if acts_as := sorted(user.keys() & {*_OTHER_USER}):
         raise ValueError(
-            f"its user acts as another one (`{acts_as[0]}`), which gpu-dra-driver cannot; choose another context with"
-            " --context"
+            f"its user impersonates another user (`{acts_as[0]}`), which gpu-dra-driver does not support; choose "
+            "another context with --context"
         )
     with _failures_logged() as failures:
         loader.load_and_set(configuration)
     if failures and not configuration.api_key and not configuration.cert_file:
-        raise ValueError(f"its credential plugin failed: {one_line('; '.join(failures))}; run it by hand")
+        raise ValueError(
+            f"its credential plugin failed: {one_line('; '.join(failures))}; run the credential plugin yourself to see "
+            "why"
+        )
     return str(chosen.get("namespace") or "default")
 
 

@@ -110,7 +110,7 @@ class EventWriter:
                 f"{_collection(about)}/{path_segment(known.name)}",
                 body=patch,
                 content_type=MERGE_PATCH,
-                action=f"count up event {known.name}",
+                action=f"update event {known.name}",
                 timeout_s=timeout_s,
             )
         except ApiRejectedError as error:

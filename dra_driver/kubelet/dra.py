@@ -109,7 +109,7 @@ def _outcomes(
     if len(claims) > MAX_CLAIMS:
         raise RpcError(
             grpc.StatusCode.RESOURCE_EXHAUSTED,
-            f"the call names {len(claims)} claims, but one call may have at most {MAX_CLAIMS}; make several calls",
+            f"the call names {len(claims)} claims, but one call may have at most {MAX_CLAIMS}; use several calls",
         )
     checked = check_claims(ClaimRef(claim.namespace, claim.name, claim.uid) for claim in claims)
     outcomes: dict[str, _Outcome | Failed] = {uid: Failed(text) for uid, text in checked.refused.items()}

@@ -119,7 +119,7 @@ class Liveness:
             fault = error_text(error)
         if fault is None:
             return None
-        return f"{fault}; if that lasts, the kubelet restarts the plugin; SIGUSR2 shows what its threads wait for"
+        return f"{fault}; if this lasts, the kubelet restarts the plugin; SIGUSR2 shows what its threads wait for"
 
 
 class HealthServer:

@@ -91,7 +91,7 @@ def ensure_registry_dir(directory: Path) -> None:
     if not directory.is_dir():
         raise InvalidConfigError(
             f"kubelet registry directory {directory} does not exist; mount the host's directory at the same "
-            f"path, or name another one with --kubelet-registrar-directory-path"
+            f"path, or set another one with --kubelet-registrar-directory-path"
         )
 
 
@@ -104,7 +104,7 @@ def ensure_plugin_dir(directory: Path) -> None:
         directory.mkdir(mode=0o750, parents=True, exist_ok=True)
     except OSError as error:
         raise StateError(
-            f"cannot create the plugin directory {directory}: {error.strerror}; check the mount, or name "
+            f"cannot create the plugin directory {directory}: {error.strerror}; check the mount, or set "
             f"another one with --kubelet-plugins-directory-path"
         ) from error
 
@@ -120,16 +120,14 @@ def ensure_free(path: Path) -> None:
         return
     except OSError as error:
         raise StateError(
-            f"cannot look at the socket path {path}: {error.strerror}; check the directory and its permissions"
+            f"cannot read the socket path {path}: {error.strerror}; check the directory and its permissions"
         ) from error
     if not stat.S_ISSOCK(mode):
-        raise StateError(
-            f"{path} exists and is not a socket; move it away, because the plugin must listen there"
-        )
+        raise StateError(f"{path} exists and is not a socket; move it, because the plugin must listen there")
     if listening(path):
         raise StateError(
-            f"another process listens on {path}; stop it first, or give each instance its own sockets "
-            f"with the pod UID"
+            f"another process listens on {path}; stop it first, or set the pod UID, so that each "
+            f"instance has its own sockets"
         )
 
 

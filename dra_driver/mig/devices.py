@@ -103,7 +103,7 @@ class MigDevices:
                     self._make_whole(step)
         except NotSupportedError as error:
             raise ClaimRefusedError(
-                f"{error}; delete the pod and its claim so that they are allocated again"
+                f"{error}; delete the pod and its claim so that the scheduler allocates another device"
             ) from error
 
     def undo(self, step: CreateMig | LeaveMigMode, record: ClaimRecord) -> None:
@@ -162,9 +162,9 @@ class MigDevices:
         inside = self._hardware.compute_instances(*known.gpu, there.gpu_instance_id)
         if not is_ours(known, there, inside):
             raise ClaimRefusedError(
-                f"GPU instance {there.gpu_instance_id} of GPU {known.gpu_uuid} is in the place of MIG device "
-                f"{known.device} but is not the one that this driver made; destroy it by hand (nvidia-smi mig), "
-                "then delete the pod"
+                f"GPU instance {there.gpu_instance_id} of GPU {known.gpu_uuid} occupies the place of MIG device "
+                f"{known.device}, but gpu-dra-driver did not create it; destroy it with `nvidia-smi mig`, then delete "
+                "the pod"
             )
         if not inside:
             return self._add_compute_instance(known, there.gpu_instance_id)
@@ -286,8 +286,8 @@ class MigDevices:
                 raise _foreign_in_the_way(gpu, instance, wanted)
             if known.device in users:
                 raise DeviceBusyError(
-                    f"{wanted} needs GPU instance {instance.gpu_instance_id} of GPU {gpu.uuid} to be gone, which is "
-                    f"MIG device {known.device} of {users[known.device]}; it is retried until that is unprepared"
+                    f"{wanted} overlaps with MIG device {known.device} (GPU instance {instance.gpu_instance_id} of GPU "
+                    f"{gpu.uuid}) of {users[known.device]}; the kubelet retries until that claim is unprepared"
                 )
             unused.append((instance, known))
         for instance, known in unused:
@@ -321,7 +321,7 @@ class MigDevices:
             self._expected_until.setdefault(instance.device, self._context.clock() + _EXPECTED_S)
             if self._may_appear(instance.device):
                 raise MayAppearError(
-                    f"NVML left open whether it made MIG device {instance.device}, which may still appear"
+                    f"NVML may have created MIG device {instance.device}; it may still appear"
                 )
         self._expected_until.pop(instance.device, None)
         self._ledger.remove(instance)
@@ -351,7 +351,7 @@ class MigDevices:
                 device=known.device,
                 gpu_uuid=known.gpu_uuid,
                 gpu_instance_id=there.gpu_instance_id,
-                remedy="another program created an instance in the place of ours; delete it with `nvidia-smi mig -dgi`",
+                remedy="another program created an instance in the same place; delete it with `nvidia-smi mig -dgi`",
             )
             return "foreign"
         self._destroy_whole(known.gpu, there.gpu_instance_id, inside)
@@ -386,7 +386,7 @@ class MigDevices:
 
 def _foreign_in_the_way(gpu: GpuAddress, instance: GpuInstance, wanted: str) -> ClaimRefusedError:
     return ClaimRefusedError(
-        f"{wanted} needs GPU instance {instance.gpu_instance_id} (profile {instance.profile_id}) of GPU {gpu.uuid} to "
-        "be gone, which somebody else made and which is therefore left alone; destroy it by hand (nvidia-smi mig), "
-        "or delete the pod and its claim so that they are allocated again"
+        f"{wanted} overlaps with GPU instance {instance.gpu_instance_id} (profile {instance.profile_id}) of GPU "
+        f"{gpu.uuid}, which gpu-dra-driver did not create; destroy it with `nvidia-smi mig`, or delete the pod and its "
+        "claim so that the scheduler allocates another device"
     )

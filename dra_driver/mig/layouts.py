@@ -128,7 +128,8 @@ class NodeLayouts(BackgroundWorker):
                 return
         except LockBusyError as error:
             raise NvmlTransientError(
-                f"the node's MIG layout is changing {' or '.join(sorted(gpu_uuids))}; the claim is prepared after that"
+                f"gpu-dra-driver is applying the node's MIG layout to {' or '.join(sorted(gpu_uuids))}; the kubelet "
+                "retries"
             ) from error
 
     def _turn(self) -> float:
@@ -158,8 +159,8 @@ class NodeLayouts(BackgroundWorker):
                 continue
             if LAYOUT_STATE_LABEL in labels:
                 text = (
-                    f"NVIDIA's mig-manager runs on this node (label {LAYOUT_STATE_LABEL}); remove it and that label, "
-                    "then the layout is applied"
+                    f"NVIDIA's mig-manager runs on this node (label {LAYOUT_STATE_LABEL}); remove mig-manager and "
+                    "this label, then the plugin applies the layout"
                 )
                 state: GpuLayout | None = self._state(gpu, name, "refused", text)
             else:
@@ -209,7 +210,7 @@ class NodeLayouts(BackgroundWorker):
         except (TimeoutError, DraDriverError) as error:
             # The GPU cannot be read now, which is no reason to change it.
             _log.warning(
-                "mig_layout_not_seen", gpu_uuid=gpu.uuid, reason=str(error) or "it has not ended in time"
+                "mig_layout_not_seen", gpu_uuid=gpu.uuid, reason=str(error) or "it has not finished in time"
             )
             known = self._states.get(gpu.uuid)
             return known if known is not None and known.layout == name else None
@@ -238,14 +239,16 @@ class NodeLayouts(BackgroundWorker):
         if self._is_as(target, address):
             return self._state(gpu, name, "applied")
         if not may_change:
-            return self._state(gpu, name, "waiting", "the GPU is about to change; new pods stay away from it")
+            return self._state(
+                gpu, name, "waiting", "the plugin will change the GPU soon; no new pods start on it"
+            )
         try:
             holder = self._changed_if_free(gpu, gpu_name, target)
         except DraDriverError as error:
             return self._state(gpu, name, "waiting", str(error))
         if holder is not None:
             return self._state(
-                gpu, name, "waiting", f"{holder} holds the GPU; it changes when that has ended"
+                gpu, name, "waiting", f"{holder} uses the GPU; the plugin changes the GPU when it is free"
             )
         return self._state(gpu, name, "applied")
 
@@ -277,8 +280,8 @@ class NodeLayouts(BackgroundWorker):
         for instance in fixed:
             if target.slots and not self._hardware.compute_instances(*gpu, instance.gpu_instance_id):
                 raise LayoutRefusedError(
-                    f"GPU instance {instance.gpu_instance_id}, which somebody else made, has no compute instance; "
-                    "make one or destroy the GPU instance by hand (nvidia-smi mig)"
+                    f"GPU instance {instance.gpu_instance_id}, which another program created, has no compute "
+                    "instance; create one or destroy the GPU instance with `nvidia-smi mig`"
                 )
         return target
 

@@ -147,7 +147,7 @@ class MigMode:
         mode = self._hardware.mode(*gpu)
         if mode is None:
             raise ClaimRefusedError(
-                f"GPU {gpu.uuid} has no MIG; delete the claim so that it is allocated again"
+                f"GPU {gpu.uuid} does not support MIG; delete the claim so that the scheduler allocates it again"
             )
         if mode[0]:
             return
@@ -165,8 +165,8 @@ class MigMode:
         if self.is_on(gpu):
             if not self._ledger.details(OwnedMode, gpu.uuid):
                 raise ClaimRefusedError(
-                    f"GPU {gpu.uuid} was put into MIG mode by somebody else and cannot be used whole; switch the "
-                    "mode off by hand (nvidia-smi --multi-instance-gpu 0), or delete the pod"
+                    f"GPU {gpu.uuid} was switched to MIG mode by another program and cannot be used whole; switch "
+                    "MIG mode off with `nvidia-smi -i {gpu.uuid} -mig 0`, or delete the pod"
                 )
             self._switch(gpu, on=False)
         self._disown(gpu)

@@ -115,10 +115,10 @@ _NO_NVML_CODE = 12
 _LOADER_SAYS = ("error while loading shared libraries", "symbol lookup error", "(required by ")
 """Messages of the loader, which exits with code 1 if only a symbol version is missing."""
 _WHY_NOT_RUN = {
-    errno.ENOEXEC: "it is no program for this machine's architecture; install the driver that is made for it",
-    errno.EACCES: "nobody may execute it; look at its mode, and whether the driver root is mounted with noexec",
-    errno.ENOENT: "it is not there, or the loader that it names is not there; "
-    "programs that name another loader than the distributions' usual one are not supported",
+    errno.ENOEXEC: "it is not built for this machine's architecture; install the NVIDIA driver for this machine",
+    errno.EACCES: "it is not executable; check its mode, and whether the driver root is mounted with noexec",
+    errno.ENOENT: "it is missing, or the loader that it names is missing; "
+    "programs that need an unusual loader are not supported",
 }
 
 
@@ -171,8 +171,8 @@ def check_started(action: str, program: str, code: int, output: str) -> None:
     no_nvml = code == _NO_NVML_CODE and program.rpartition("/")[2] == SMI_PROGRAM
     if no_nvml or code in _NOT_STARTED_CODES or (code and any(part in lowered for part in _LOADER_SAYS)):
         raise _without_effect(
-            f"{action}: {program} cannot be started ({exit_text(code)}): {' '.join(output.split())}; try to start "
-            "it on the host; if it starts there, report this as a fault of the gpu-dra-driver"
+            f"{action}: {program} cannot be started ({exit_text(code)}): {' '.join(output.split())}; start it on "
+            "the host; if it starts there, report this as a bug of gpu-dra-driver"
         )
 
 

@@ -130,7 +130,7 @@ HOST_DEVICE_REMEDIES: Final[Mapping[HostDevice, str]] = {
 }
 
 FABRIC_REMEDY: Final = (
-    "look at `nvidia-smi -q | grep -A10 Fabric` and `nvidia-smi nvlink -s` on the node, and at nvidia-fabricmanager, "
+    "check `nvidia-smi -q | grep -A10 Fabric` and `nvidia-smi nvlink -s` on the node, and nvidia-fabricmanager, "
     "which runs on the node or on the NVLink switches of the rack"
 )
 """For a GPU that is not registered with its NVLink fabric. Until then it is unknown whether it gets IMEX channels."""

@@ -49,7 +49,10 @@ class Detachment:
     def problem(self) -> str:
         """Why GPUs cannot be used now."""
         if self.claim is None:
-            why = ", so that others can reset GPUs or change the NVIDIA driver; `gpu-dra-driver detach --end` ends that"
+            why = (
+                ", so that others can reset GPUs or change the NVIDIA driver; `gpu-dra-driver detach --end` opens it "
+                "again"
+            )
         else:
             why = (
                 f" for maintenance claim {self.claim.namespace}/{self.claim.name}; NVML opens again when that claim is "

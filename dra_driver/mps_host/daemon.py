@@ -276,7 +276,7 @@ class Daemon:
             shm.mkdir(exist_ok=True)
         except OSError as error:
             raise RetryableError(
-                f"cannot make the directories of the MPS daemon: {error.filename}: {error.strerror}"
+                f"cannot create the directories of the MPS daemon: {error.filename}: {error.strerror}"
             ) from error
         tools.mounter.mount(shm)
         with suppress(OSError):
@@ -327,8 +327,8 @@ class Daemon:
             whose = f"modes of {len(gpus)} GPUs" if len(gpus) > 1 else f"mode of GPU {gpus[0]}"
             raise RetryableError(
                 f"no time is left to start the MPS daemon of {self._record.spec.device}: reading and setting the "
-                f"compute {whose} took {now - began:.1f} s; switch on persistence mode on the node "
-                "(nvidia-persistenced, or `nvidia-smi -pm 1`), so that nvidia-smi does not initialise each GPU again"
+                f"compute {whose} took {now - began:.1f} s; enable persistence mode on the node "
+                "(nvidia-persistenced, or `nvidia-smi -pm 1`) so that nvidia-smi does not have to initialise each GPU"
             )
 
     def _where_supported(self, ask: Callable[[str], T], gpu_uuid: str) -> T | None:
@@ -423,7 +423,7 @@ class Daemon:
         if time.time() - self.status.since > self._tools.timings.calm:
             self._backoff.reset()
         problem = (
-            f"the control daemon ended with {status_text(code)}; {log_tail(self.directories) or 'no log'}"
+            f"the control daemon stopped with {status_text(code)}; {log_tail(self.directories) or 'no log'}"
         )
         self._show("failed", problem=problem)
         self._retry_at = now + self._backoff.step()

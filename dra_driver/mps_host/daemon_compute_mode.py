@@ -98,7 +98,7 @@ class ComputeMode:
             with held as descriptor, inherited([descriptor]):
                 yield
         except LockBusyError as error:
-            raise RetryableError(f"{action}: an nvidia-smi that was started before has not ended") from error
+            raise RetryableError(f"{action}: an earlier nvidia-smi is still running") from error
 
 
 def _problem(action: str, code: int, text: str, *, is_unsupported: bool = False) -> Exception:

@@ -40,12 +40,12 @@ ALWAYS_ANSWERED = "get_default_active_thread_percentage"
 _CUDA_ENDS: Mapping[int, str] = {
     34: "CUDA error 802, system not ready: the NVLink fabric is not set up; `systemctl restart nvidia-fabricmanager` "
     "on the node, and see `journalctl -u nvidia-fabricmanager`",
-    35: "CUDA error 803 or 35, driver mismatch: the libraries of the NVIDIA driver do not fit its kernel module; "
-    "finish the update of the NVIDIA driver, or reboot the node",
-    46: "CUDA error 46, device unavailable: another process has the GPU for itself; end the process that "
-    "`nvidia-smi -q -d COMPUTE,PIDS` on the node shows",
+    35: "CUDA error 803 or 35, driver mismatch: the libraries of the NVIDIA driver do not match its kernel module; "
+    "complete the update of the NVIDIA driver, or reboot the node",
+    46: "CUDA error 46, device unavailable: another process uses the GPU exclusively; stop the process "
+    "that `nvidia-smi -q -d COMPUTE,PIDS` on the node shows",
     100: "CUDA error 100, no device: CUDA finds no GPU; check that `nvidia-smi -L` on the node lists the device, and "
-    "that its nodes are in /dev",
+    "that its device nodes are in /dev",
     231: "CUDA error 999, unknown: `dmesg | grep -iE 'nvrm|xid'` on the node shows the cause; reset the GPU or reboot "
     "the node",
     244: "CUDA error 500, not found: CUDA's library libcuda.so.1 is missing; install the package of the NVIDIA driver "
@@ -55,8 +55,8 @@ _CUDA_ENDS: Mapping[int, str] = {
 with the CUDA error modulo 256. Older ones exit with 1."""
 
 _NO_SOCKET = (
-    "it has made no socket; from R580 on it initialises CUDA first, which takes seconds for each GPU unless "
-    "persistence mode is on: nvidia-persistenced, or `nvidia-smi -pm 1` on the node"
+    "it has not created its socket; from R580 on it initialises CUDA first, which takes seconds for each "
+    "GPU unless persistence mode is on (nvidia-persistenced, or `nvidia-smi -pm 1` on the node)"
 )
 _NO_DAEMON = "Cannot find MPS control daemon"
 _BUSY = "cannot send command"
@@ -148,10 +148,10 @@ class DaemonControl:
             now = time.monotonic()
             if not processes.is_alive(process):
                 raise self._not_ready(
-                    f"ended while it started with {status_text(processes.reap(process.pid))}"
+                    f"stopped during its start with {status_text(processes.reap(process.pid))}"
                 )
             if is_unwanted():
-                raise StartCancelledError("the daemon shall be stopped")
+                raise StartCancelledError("a stop of the daemon was requested")
             if now >= deadline:
                 raise self._not_ready(f"was not ready after {now - began:.1f} s ({reason})")
             if now >= ask_at and (now >= ask_anyway_at or control.exists()):
@@ -173,8 +173,8 @@ class DaemonControl:
             lines = self.query(setter, getter)
             if not lines or not is_answer(wanted, lines[-1]):
                 raise PermanentError(
-                    f"the MPS daemon of {self.spec.device} did not take {setter!r}: "
-                    f"{getter!r} says {' | '.join(lines) or 'nothing'}"
+                    f"the MPS daemon of {self.spec.device} did not apply {setter!r}: "
+                    f"{getter!r} returns {' | '.join(lines) or 'nothing'}"
                 )
 
     def query_servers(self) -> tuple[str | None, int]:
@@ -187,7 +187,7 @@ class DaemonControl:
         if not faulty:
             return None, clients
         return (
-            f"MPS server {', '.join(faulty)} is in state FAULT: a client failed and took all others along",
+            f"MPS server {', '.join(faulty)} is in state FAULT: one client failed, which stopped all other clients",
             clients,
         )
 
@@ -199,7 +199,7 @@ class DaemonControl:
         """
         deadline = time.monotonic() + (self.timings.answer if timeout_s is None else timeout_s)
         if not self._turn.acquire(timeout=max(0.0, deadline - time.monotonic())):
-            raise BusyError(f"the MPS daemon of {self.spec.device} is still being asked something else")
+            raise BusyError(f"the MPS daemon of {self.spec.device} is still answering another query")
         try:
             while True:
                 left = max(0.1, deadline - time.monotonic())
@@ -221,7 +221,7 @@ class DaemonControl:
         asked = (*questions, ALWAYS_ANSWERED)
         lines = self._pass(asked, timeout_s)
         if not lines or not is_number(lines[-1]):
-            raise BusyError(f"the MPS daemon did not answer {asked[0]!r}: it talked with another program")
+            raise BusyError(f"the MPS daemon did not answer {asked[0]!r}: it was busy with another program")
         return lines[:-1]
 
     def stop_processes(self) -> None:
@@ -242,13 +242,13 @@ class DaemonControl:
         left = processes.users_of(self.directories.pipe)
         if left:
             numbers = ", ".join(str(process.pid) for process in left)
-            raise RetryableError(f"MPS processes of {self.directories.pipe} do not end: {numbers}")
+            raise RetryableError(f"MPS processes of {self.directories.pipe} do not stop: {numbers}")
 
     def _pass(self, questions: Sequence[str], timeout_s: float) -> list[str]:
         code, output = run_driver_program(
             self.find,
             CONTROL_PROGRAM,
-            action=f"ask the MPS daemon {questions[0]!r}",
+            action=f"send {questions[0]!r} to the MPS daemon",
             timeout_s=timeout_s,
             subject=self.directories.pipe,
             variables=self._variables,
@@ -292,7 +292,7 @@ def status_text(code: int | None) -> str:
         return "an unknown exit status"
     cause = _CUDA_ENDS.get(code)
     if cause is None and code > 1:
-        cause = "from R580 on, that is a CUDA error modulo 256"
+        cause = "from R580 on, this is a CUDA error modulo 256"
     return exit_text(code) if cause is None else f"{exit_text(code)}: {cause}"
 
 
@@ -350,7 +350,7 @@ def check_spec(spec: MpsDaemonSpec) -> None:
         if not _UUIDS[kind].fullmatch(uuid):
             whose = "MIG device" if kind == "mig" else "GPU"
             raise PermanentError(
-                f"no MPS daemon can be started for {spec.device}: {uuid!r} is not the UUID of a {whose}"
+                f"cannot start an MPS daemon for {spec.device}: {uuid!r} is not the UUID of a {whose}"
             )
 
 

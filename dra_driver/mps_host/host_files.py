@@ -105,8 +105,8 @@ _SILENT_S = 30.0
 _ASKED_AGAIN_S = 600.0
 _SEE_PODS = "see its pod: `kubectl get pods -A -o wide -l app.kubernetes.io/component=mps`"
 _REPLACE = (
-    "delete the pod of the DaemonSet gpu-dra-driver-mps on this node once no MPS claims run there (its daemons end "
-    "with it)"
+    "delete the pod of the DaemonSet gpu-dra-driver-mps on this node when no MPS claim runs there (its MPS daemons "
+    "stop with the pod)"
 )
 
 SPEC = Codec(MpsDaemonSpec)
@@ -168,7 +168,7 @@ class MpsHostFiles:
                 return status
             if (refusal := self._refusal(spec.device)) is not None:
                 raise RetryableError(refusal)
-            self._pause(deadline, f"made the MPS daemon of {spec.device} ready", timeout_s, status)
+            self._pause(deadline, f"started the MPS daemon of {spec.device}", timeout_s, status)
 
     def stop(self, device: str, timeout_s: float = 20.0) -> None:
         """Waits until no process of the device's daemon runs and its GPUs have their earlier compute modes.
@@ -231,7 +231,7 @@ class MpsHostFiles:
         for status in self.statuses():
             if status.problem is not None:
                 device, where = status.device, f"its output is in {status.directory}/log on the node"
-                text = f"The MPS daemon of {device} does not work: {status.problem}"
+                text = _of_daemon(device, status.problem)
                 found.append(
                     NodeProblem("mps-daemon-failed", f"{text}; {where}" if status.directory else text, device)
                 )
@@ -272,14 +272,14 @@ class MpsHostFiles:
         """Returns why no daemon can be requested. Raises: StateError."""
         if not is_locked(self._layout.lock):
             enable = f"enable it: {helm_set('mps.enabled=true')}"
-            return f"the MPS host is not running on this node; {_SEE_PODS}, or {enable} if there are none"
+            return f"the MPS host is not running on this node; if MPS is enabled, {_SEE_PODS}, otherwise {enable}"
         content = read_or_none(self._layout.lock)
         if not content:
             return f"the MPS host of this node is starting; {_SEE_PODS}, and its log"
         with suppress(StateError):
             parse_file(content, "lock file", dict, known=FORMAT, field="format")
             return None
-        return f"the MPS host on this node is of another release than gpu-dra-driver; {_REPLACE}"
+        return f"the MPS host on this node has another release than gpu-dra-driver; {_REPLACE}"
 
     def _want(self, spec: MpsDaemonSpec) -> None:
         """Requests the daemon from the host.
@@ -293,7 +293,7 @@ class MpsHostFiles:
         if found is not None and found != spec and (found.uuid == spec.uuid or is_in_use):
             raise PermanentError(
                 f"the MPS daemon of {device} runs with other settings ({'; '.join(found.differences(spec))}); "
-                "it is stopped when the claims that use it are gone"
+                "the daemon stops when the claims that use it are gone"
             )
         if found != spec:
             # A file damaged by a power failure is written again by the next Prepare, which finds no daemon.
@@ -332,12 +332,19 @@ class MpsHostFiles:
         raise RetryableError(f"the MPS host has not {what} within {timeout_s:.3g} s; {reason}")
 
 
+def _of_daemon(device: str, problem: str) -> str:
+    """The sentence about a daemon that does not work; it names the daemon once."""
+    if problem.startswith(f"the MPS daemon of {device} "):
+        return f"T{problem[1:]}"
+    return f"The MPS daemon of {device} does not work: {problem}"
+
+
 def wanted_files(
     layout: MpsLayout, tell: Callable[[UnreadableFile], None] = lambda _file: None
 ) -> JsonStore[MpsDaemonSpec]:
     """Returns the wanted daemons by device, for a process that only reads."""
     return _files(
-        layout.wanted_directory, "wish for an MPS daemon", lambda body: SPEC.decode(body["spec"]), tell
+        layout.wanted_directory, "request for an MPS daemon", lambda body: SPEC.decode(body["spec"]), tell
     )
 
 
@@ -447,7 +454,7 @@ class MpsLayout:
         if excess > 0:
             raise PermanentError(
                 f"no MPS daemon can run for {device}: the path of its socket {path} has {LONGEST_SOCKET + excess} "
-                f"bytes, and NVIDIA's program takes at most {LONGEST_SOCKET}; use a plugins directory of the kubelet "
+                f"bytes, but NVIDIA's program accepts at most {LONGEST_SOCKET}; use a plugins directory of the kubelet "
                 f"whose path is {counted(excess, 'byte')} shorter"
             )
 
@@ -511,7 +518,7 @@ class DaemonRecords(JsonStore[DaemonRecord]):
         tell = log_unreadable(
             unreadable_event="mps_record_unreadable",
             name="device",
-            remedy="the daemon is found again by its claims; look at the file, then remove it",
+            remedy="the plugin finds the daemon again through its claims; inspect the file, then remove it",
         )
         super().__init__(layout.root, "MPS record", _decode_record, tell, is_name=is_device_name)
         self._layout = layout

@@ -84,7 +84,7 @@ class Supervisor:
             self._take_over()
             os.pwrite(descriptor, json.dumps({"format": host_files.FORMAT}).encode(), 0)
         except LockBusyError as error:
-            raise FatalError(f"another MPS host serves {layout.root} already") from error
+            raise FatalError(f"another MPS host already serves {layout.root}") from error
         except OSError as error:
             raise StateError(f"cannot use {layout.root} for MPS: {error.strerror or error}") from error
         self._held.callback(os.ftruncate, descriptor, 0)
@@ -234,8 +234,8 @@ class Supervisor:
             if common and spec.kind == other.spec.kind == "gpu":
                 theirs = ", ".join(other.spec.devices)
                 raise RetryableError(
-                    f"GPU {min(common)} has the MPS daemon of {theirs}, which has to stop before "
-                    f"{', '.join(spec.devices)} can have one; it stops when the claims that use it are gone"
+                    f"GPU {min(common)} has the MPS daemon of {theirs}, which must stop before "
+                    f"{', '.join(spec.devices)} can get one; it stops when the claims that use it are gone"
                 )
 
     # --- what runs -----------------------------------------------------------------------------

@@ -36,7 +36,7 @@ _UNAVAILABLE = {
     pynvml.NVML_ERROR_DRIVER_NOT_LOADED: "the NVIDIA kernel driver is not loaded; load it (modprobe nvidia)",
     pynvml.NVML_ERROR_LIBRARY_NOT_FOUND: "libnvidia-ml.so.1 was not found below the driver root",
     pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH: (
-        "the NVML library and the kernel driver have different versions; reload the driver or reboot"
+        "the NVML library and the kernel driver have different versions; reload the NVIDIA driver or reboot the node"
     ),
 }
 _GONE = frozenset({pynvml.NVML_ERROR_DRIVER_NOT_LOADED, pynvml.NVML_ERROR_LIBRARY_NOT_FOUND})

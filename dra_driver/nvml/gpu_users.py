@@ -122,11 +122,11 @@ def busy_error(action: str, holders: Sequence[str], subject: str, look_at: str) 
     if not holders:
         return DeviceBusyError(
             f"{action}: {subject} is in use, but NVML shows no process on it; it may be a monitor such as DCGM "
-            f"or a process that has the device file open: look with {look_at}"
+            f"or a process that has the device file open: check with {look_at}"
         )
     return DeviceBusyError(
         f"{action}: {subject} is in use by {named(holders, _MAX_NAMED)}; stop the process, or wait "
-        "until it ends"
+        "until it stops"
     )
 
 

@@ -305,7 +305,7 @@ def _fabric(info: Any) -> tuple[FabricState | None, str]:
         case UnreadyFabric("pending"):
             return "pending", ""
         case UnreadyFabric():
-            return "pending", f"NVML gives its state as {int(info.state)}, which is not known"
+            return "pending", f"NVML reports the unknown state {int(info.state)}"
     mask = int(getattr(info, "healthMask", 0))
     faults: list[tuple[FabricState, str]] = []
     for shift, bad, text, state in _FABRIC_FLAGS:
@@ -314,16 +314,16 @@ def _fabric(info: Any) -> tuple[FabricState | None, str]:
             faults.append((state, text))
         elif value == _UNDEFINED:
             bits = f"bits {shift} and {shift + 1} of its health mask"
-            faults.append(("limited", f"NVML gives {bits} as {value}, which is not known"))
+            faults.append(("limited", f"NVML reports the unknown value {value} for {bits}"))
     configuration = mask >> _CONFIGURATION_SHIFT & _CONFIGURATION_MASK
     if configuration > _CONFIGURATION_CORRECT:
-        unknown = f"NVML gives its configuration as {configuration}, which is not known"
+        unknown = f"NVML reports the unknown configuration {configuration}"
         faults.append(("broken", _CONFIGURATIONS.get(configuration, unknown)))
     summary = int(getattr(info, "healthSummary", 0))
     if summary in _SUMMARIES:
         faults.append((_SUMMARIES[summary], ""))
     elif summary > _SUMMARY_HEALTHY:
-        faults.append(("limited", f"NVML gives its health as {summary}, which is not known"))
+        faults.append(("limited", f"NVML reports the unknown health {summary}"))
     if not faults:
         return "ready", ""
     worst: FabricState = "broken" if any(state == "broken" for state, _ in faults) else "limited"

@@ -109,7 +109,7 @@ class MigHardware:
         action = f"switch MIG mode of GPU {gpu_uuid} {'on' if on else 'off'}"
         before = mig_mode(handle, gpu_uuid)
         if before is None:
-            raise NotSupportedError(f"{action}: the GPU has no MIG")
+            raise NotSupportedError(f"{action}: the GPU does not support MIG")
         if before == (on, on):
             return
         waits = RetryableError(
@@ -188,20 +188,22 @@ class MigHardware:
                     raise self._no_room(action, handle, gpu_uuid, profile_id, placement) from error
                 except pynvml.NVMLError_InvalidArgument as error:
                     raise RetryableError(
-                        f"{action}: the driver takes no such profile or placement ({error}); delete the pod and its "
-                        "claim so that they are allocated again"
+                        f"{action}: the NVIDIA driver does not accept this profile or placement ({error}); delete the "
+                        "pod and its claim so that the scheduler allocates another device"
                     ) from error
         except NotSupportedError as error:
             mode = mig_mode(handle, gpu_uuid)
             if mode is None or mode[0]:
                 raise
-            raise NvmlTransientError(f"{action}: MIG mode is off; it was switched off meanwhile") from error
+            raise NvmlTransientError(f"{action}: MIG mode was switched off") from error
         try:
             with nvml_errors(f"{action}: read it back"):
                 info = pynvml.nvmlGpuInstanceGetInfo(made)
             found, where = int(info.profileId), placement_of(info)
             if (found, where) != (profile_id, placement):
-                raise RetryableError(f"{action}: the driver made profile {found} at {_slices(where)} instead")
+                raise RetryableError(
+                    f"{action}: the NVIDIA driver created profile {found} at {_slices(where)} instead"
+                )
         except DraDriverError as error:
             _destroy_again(error, pynvml.nvmlGpuInstanceDestroy, made)
             raise
@@ -254,7 +256,7 @@ class MigHardware:
             except pynvml.NVMLError_NotFound as error:
                 if gpu_instance_handle(handle, gpu_uuid, gpu_instance_id) is None:
                     return ()
-                raise RetryableError(f"{action}: one was destroyed meanwhile") from error
+                raise RetryableError(f"{action}: one of them was destroyed") from error
 
     @_whole
     def create_compute(self, gpu_uuid: str, pci_bus_id: str | None, gpu_instance_id: int) -> tuple[int, str]:
@@ -267,14 +269,16 @@ class MigHardware:
         action = f"create a compute instance in GPU instance {gpu_instance_id} of GPU {gpu_uuid}"
         instance = gpu_instance_handle(handle, gpu_uuid, gpu_instance_id)
         if instance is None:
-            raise NvmlTransientError(f"{action}: the GPU instance is gone; somebody destroyed it")
+            raise NvmlTransientError(f"{action}: another program destroyed the GPU instance")
         profiles = self._table(handle, gpu_uuid)
         with _creation_errors(action):
             profile = profiles.get(int(pynvml.nvmlGpuInstanceGetInfo(instance).profileId))
             offered = compute_profiles(instance)
             chosen = None if profile is None else whole_compute_profile(offered, profile)
             if chosen is None:
-                raise NotSupportedError(f"{action}: NVML offers none that takes all of the GPU instance")
+                raise NotSupportedError(
+                    f"{action}: NVML offers no compute instance that uses the whole GPU instance"
+                )
             made = pynvml.nvmlGpuInstanceCreateComputeInstance(instance, chosen)
         try:
             with nvml_errors(f"{action}: read it back"):
@@ -348,11 +352,11 @@ class MigHardware:
         same = [item for item in found if item.profile_id == profile_id]
         if profile is not None and len(same) >= profile.max_instances:
             return RetryableError(
-                f"{action}: the GPU has no more of this profile; there are: {_listed(same)}"
+                f"{action}: the GPU cannot have more instances of this profile; it has: {_listed(same)}"
             )
         return NvmlTransientError(
-            f"{action}: {_NO_SPACE}, though nothing is in the way; the memory of the previous instance may still be in "
-            f"the process of being scrubbed (GPU instances there: {_listed(found) or 'none'})"
+            f"{action}: {_NO_SPACE}, although nothing is in the way; the NVIDIA driver may still be scrubbing the "
+            f"memory of the previous instance (GPU instances there: {_listed(found) or 'none'})"
         )
 
 
@@ -392,7 +396,7 @@ def _destroy_again(error: DraDriverError, destroy: Callable[[Handle], object], m
     except DraDriverError as second:
         is_gone = isinstance(error, DeviceLostError | NvmlUnavailableError)
         kind = type(error) if is_gone else NvmlUnknownOutcomeError
-        raise kind(f"{error}; what was made is still there ({second})") from error
+        raise kind(f"{error}; the new instance still exists ({second})") from error
 
 
 def _compute_instances_in(instance: Handle) -> list[tuple[int, str, Handle]]:

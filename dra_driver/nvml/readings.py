@@ -236,9 +236,9 @@ def fabric_registration(info: Any) -> FabricRegistration:
     if state in _PENDING:
         return UnreadyFabric("pending", _PENDING[state])
     if state != COMPLETED:
-        return UnreadyFabric("unknown", f"NVML tells state {state}")
+        return UnreadyFabric("unknown", f"NVML reports state {state}")
     if status != pynvml.NVML_SUCCESS:
-        return UnreadyFabric("broken", f"registration ended with NVML error {status}")
+        return UnreadyFabric("broken", f"the registration failed with NVML error {status}")
     cluster = uuidlib.UUID(bytes=bytes(info.clusterUuid))
     return None if cluster.int == 0 else Fabric(str(cluster), *_unicast_cliques(info))
 
@@ -264,7 +264,7 @@ def confidential_mode() -> ConfidentialMode:
     if feature == pynvml.NVML_CC_SYSTEM_FEATURE_DISABLED:
         return "off"
     if feature != pynvml.NVML_CC_SYSTEM_FEATURE_ENABLED:
-        raise ValueError(f"NVML gives the mode as {feature}, which is not known")
+        raise ValueError(f"NVML reports the unknown mode {feature}")
     return "devtools" if has_tools else "on"
 
 

@@ -318,7 +318,9 @@ def read_gpus(
             if known is None or isinstance(error, DeviceLostError):
                 faults.append(DiscoveryFault(f"GPU with NVML index {index}", str(error)))
                 continue
-            faults.append(DiscoveryFault(f"GPU {known.uuid}", f"it is shown as it last answered: {error}"))
+            faults.append(
+                DiscoveryFault(f"GPU {known.uuid}", f"the plugin shows its last known state: {error}")
+            )
             if known.partitioning is not None:
                 unread.add(known.uuid)
             silent.append(known)
@@ -346,7 +348,7 @@ def _refuse_unidentified(gpu: Gpu, faults: Iterable[DiscoveryFault], unread: set
     for fault in faults:
         if fault.text.startswith("architecture: "):
             unread.add(gpu.uuid)
-            raise RetryableError(f"it is not published, since it may not be a GPU: {fault.text}")
+            raise RetryableError(f"it is not published, because it may not be a GPU: {fault.text}")
 
 
 def _place(gpu: Gpu) -> tuple[str, str]:

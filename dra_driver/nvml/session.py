@@ -37,7 +37,7 @@ _CHECK_EVERY_S = 1.0
 _SHUTDOWN_S, _OPENING_S = 10.0, 15.0
 """How long a pause waits for them. Without persistence mode they take a second for each GPU."""
 _DEVICE_FILES = "/dev/nvidia"
-_REMEDY = "look for Xid errors in the kernel log, a GPU may need a reset"
+_REMEDY = "a GPU may need a reset: check the kernel log for Xid errors"
 
 
 def load_library(path: str) -> object:
@@ -52,8 +52,8 @@ def load_library(path: str) -> object:
         if not Path(path).exists():
             raise NvmlUnavailableError(f"cannot load the NVML library {path}: {error}") from error
         raise NvmlLibraryError(
-            f"cannot load the NVML library {path}: {error}; install the NVIDIA driver of this machine's architecture "
-            "again, or if this node has no GPU, remove it"
+            f"cannot load the NVML library {path}: {error}; install the NVIDIA driver for this machine's architecture "
+            "again; if this node has no GPU, remove the driver"
         ) from error
 
 
@@ -234,7 +234,7 @@ class NvmlSession:
             wait_s = max(_SHUTDOWN_S, until - time.monotonic())
             if closes and not self._changed(self._shut_down, wait_s, then=self._open_again):
                 raise NvmlInUseError(
-                    f"close NVML for a moment: its shutdown has not ended for {wait_s:.0f} s; {_REMEDY}"
+                    f"close NVML for a moment: its shutdown has not finished for {wait_s:.0f} s; {_REMEDY}"
                 )
             yield
         finally:
@@ -267,12 +267,12 @@ class NvmlSession:
                 text, lasts_s, hangs_after_s = found
                 if lasts_s >= hangs_after_s:
                     raise NvmlInUseError(
-                        f"{what}: {text} has been under way for more than {hangs_after_s:.0f} s, so it may hang in the "
-                        f"NVIDIA driver; {_REMEDY}"
+                        f"{what}: {text} has been in progress for more than {hangs_after_s:.0f} s, so it may hang in "
+                        f"the NVIDIA driver; {_REMEDY}"
                     )
                 left = until - time.monotonic()
                 if left <= 0:
-                    raise NvmlInUseError(f"{what}: {text} is under way; it is tried again soon")
+                    raise NvmlInUseError(f"{what}: {text} is in progress; gpu-dra-driver retries soon")
                 self._turn.wait(min(left, _CHECK_EVERY_S))
         finally:
             self._waiting -= 1
@@ -344,7 +344,7 @@ class NvmlSession:
         return False
 
     def _hang_text(self, what: str) -> str:
-        return f"NVML is being {what}, and that has not ended for {self.change_lasts_s():.0f} s; {_REMEDY}"
+        return f"NVML is being {what}, and that has not finished for {self.change_lasts_s():.0f} s; {_REMEDY}"
 
     def _end(self) -> None:
         with self._turn:

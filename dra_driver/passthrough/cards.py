@@ -135,7 +135,7 @@ def unavailable(cards: Sequence[Card]) -> str | None:
     """Returns one sentence if there are cards but none can be published; cards with the same reason are
     grouped.
 
-    For example `no GPU of this node can be given to a virtual machine: 0000:1b:00.0, 0000:1c:00.0: <reason>;
+    For example `no GPU of this node can be used by a virtual machine: 0000:1b:00.0, 0000:1c:00.0: <reason>;
     <remedy>`.
     """
     reasons = refused(cards)
@@ -145,4 +145,4 @@ def unavailable(cards: Sequence[Card]) -> str | None:
     for bus_id, reason in reasons.items():
         by_reason.setdefault(reason, []).append(bus_id)
     found = "; ".join(f"{named(bus_ids)}: {reason}" for reason, bus_ids in by_reason.items())
-    return f"no GPU of this node can be given to a virtual machine: {found}"
+    return f"no GPU of this node can be used by a virtual machine: {found}"

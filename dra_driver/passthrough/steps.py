@@ -164,18 +164,18 @@ class VfioSteps:
         """
         if card.problem is not None:
             raise ClaimRefusedError(
-                f"GPU {step.gpu_uuid} ({card.bus_id}) cannot be given to a virtual machine: {card.problem}"
+                f"GPU {step.gpu_uuid} ({card.bus_id}) cannot be used by a virtual machine: {card.problem}"
             )
         users = self.cards.vm_users(card)
         if users:
             raise RetryableError(
-                f"GPU {step.gpu_uuid} ({card.bus_id}) is being taken from vfio or from the PCI bus, and the kernel "
-                f"waits until {', '.join(users)} closes it; end that virtual machine"
+                f"GPU {step.gpu_uuid} ({card.bus_id}) is being unbound from vfio or removed from the PCI bus, and "
+                f"the kernel waits until {', '.join(users)} closes it; stop that virtual machine"
             )
         if users is None:
             raise RetryableError(
-                "which programs use a card cannot be told, because gpu-dra-driver does not see the processes of the "
-                "host; set hostPID: true for its pods"
+                "gpu-dra-driver cannot find the programs that use a card, because it does not see the processes of "
+                "the host; set hostPID: true for its pods"
             )
         self._refuse_detached()
         self.lanes.refuse_other_hangs(step.gpu_uuid)  # closing NVML might hang with the other GPU
@@ -234,13 +234,13 @@ class VfioSteps:
         It does not wait longer: while it waits NVML is closed for all GPUs, and a monitoring program never
         exits.
         """
-        end = time.monotonic() + seconds_for("see who has the GPU open", _RELEASE_S)
+        end = time.monotonic() + seconds_for("find the programs that have the GPU open", _RELEASE_S)
         while (users := self.cards.gpu_users(step.pci_bus_id)) and time.monotonic() < end:
             time.sleep(_CHECK_EVERY_S)
         if users is None:
             raise RetryableError(
-                f"which programs have GPU {step.gpu_uuid} ({step.pci_bus_id}) open cannot be told, because the NVIDIA "
-                "driver does not tell its device minor; see `nvidia-smi -q` on the node"
+                f"gpu-dra-driver cannot find the programs that have GPU {step.gpu_uuid} ({step.pci_bus_id}) open, "
+                "because the NVIDIA driver does not report its device minor; see `nvidia-smi -q` on the node"
             )
         if users:
             raise RetryableError(_in_use(step, users))
@@ -310,13 +310,13 @@ class VfioSteps:
             self._restore_drivers(moves, step)
             if self.cards.bound_driver(step.pci_bus_id) != before[step.pci_bus_id]:
                 raise RetryableError(
-                    f"GPU {step.gpu_uuid} ({card.bus_id}) has left vfio, and {before[step.pci_bus_id]} does not take "
-                    "it; see the kernel log, it may need a reset of the node"
+                    f"GPU {step.gpu_uuid} ({card.bus_id}) is no longer bound to vfio, but {before[step.pci_bus_id]} "
+                    "does not accept it; see the kernel log (the node may need a reboot)"
                 )
             if self.cards.overridden_by(step.pci_bus_id) != (override := overrides.get(step.pci_bus_id)):
                 raise RetryableError(
-                    f"GPU {step.gpu_uuid} ({card.bus_id}) has left vfio, and its driver_override is not "
-                    f"{override or 'empty'} again; see the kernel log"
+                    f"GPU {step.gpu_uuid} ({card.bus_id}) is no longer bound to vfio, but its driver_override could "
+                    f"not be restored to {override or 'empty'}; see the kernel log"
                 )
             _log.info("card_returned", device=step.device, gpu_uuid=step.gpu_uuid)
         self.rescan(seconds_for("look at the card", _RESCAN_S))
@@ -335,13 +335,13 @@ class VfioSteps:
         self._refuse_detached()
         if driver is not None and not self.cards.has_driver(driver):
             raise NvmlUnavailableError(
-                f"the kernel driver {driver} is not loaded, so GPU {step.gpu_uuid} ({card.bus_id}) stays under vfio"
+                f"the kernel driver {driver} is not loaded, so GPU {step.gpu_uuid} ({card.bus_id}) stays bound to vfio"
             )
         users = self.cards.vm_users(card)
         if users is None:
             raise RetryableError(
-                f"whether a virtual machine has GPU {step.gpu_uuid} ({card.bus_id}) cannot be told, because "
-                "gpu-dra-driver does not see the processes of the host; set hostPID: true for its pods"
+                f"gpu-dra-driver cannot find out whether a virtual machine uses GPU {step.gpu_uuid} ({card.bus_id}), "
+                "because it does not see the processes of the host; set hostPID: true for its pods"
             )
         _refuse_users(step, users)
 
@@ -366,7 +366,7 @@ class VfioSteps:
     def _card(self, step: BindVfio) -> Card:
         card = self.cards.card(step.pci_bus_id)
         if card is None:
-            raise RetryableError(f"GPU {step.gpu_uuid} ({step.pci_bus_id}) is not on the PCI bus any more")
+            raise RetryableError(f"GPU {step.gpu_uuid} ({step.pci_bus_id}) is no longer on the PCI bus")
         return card
 
     def _drivers(self, card: Card) -> dict[str, str | None]:
@@ -446,4 +446,5 @@ def _refuse_users(step: BindVfio, users: Iterable[str]) -> None:
 
 
 def _in_use(step: BindVfio, users: Sequence[str]) -> str:
-    return f"GPU {step.gpu_uuid} ({step.pci_bus_id}) is in use by {', '.join(users)}; end that, or wait until it ends"
+    who = ", ".join(users)
+    return f"GPU {step.gpu_uuid} ({step.pci_bus_id}) is in use by {who}; stop these programs, or wait until they stop"

@@ -309,7 +309,9 @@ class EventRecorder(BackgroundWorker):
             self.dropped += lost
         self.wake()
         if is_first_loss:
-            _log.warning("notices_dropped", reason="too much happens at once, or the API server is away")
+            _log.warning(
+                "notices_dropped", reason="too many events at once, or the API server does not answer"
+            )
 
     def _turn(self) -> float:
         """Sends the next report, if it may be sent now. Returns the seconds until the next one may."""

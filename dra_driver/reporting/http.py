@@ -223,7 +223,7 @@ if TYPE_CHECKING:
 
 
 _NOT_REGISTERED = (
-    "the kubelet has not registered the plugin yet; if that lasts, check that its plugin registry directory is "
+    "the kubelet has not registered the plugin yet; if this lasts, check that its plugin registry directory is "
     "mounted at the same path"
 )
 _STOPPING = "gpu-dra-driver is stopping; another instance takes over, or the pod starts again"

@@ -218,15 +218,15 @@ _EVENTS: Mapping[ProblemCode, tuple[EventReason, EventReason, str]] = {
     "disk-not-writable": ("DiskNotWritable", "DiskWritable", "The plugin can write its files again"),
     "driver-files-missing": ("DriverFilesMissing", "DriverFilesFound",
                              "The files of the NVIDIA driver are complete again"),
-    "foreign-driver": ("ForeignDriver", "ForeignDriverGone", "No other driver uses this plugin's name any more"),
+    "foreign-driver": ("ForeignDriver", "ForeignDriverGone", "No other driver uses this plugin's name"),
     "gpus-unavailable": ("DriverUnavailable", "DriverAvailable", "The node's GPUs can be used again"),
     "health-unknown": ("GPUHealthUnknown", "GPUHealthKnown", "The health of all GPUs is known again"),
-    "maintenance-overdue": ("MaintenanceOverdue", "MaintenanceEnded", "No maintenance of GPUs is overdue any more"),
+    "maintenance-overdue": ("MaintenanceOverdue", "MaintenanceEnded", "No GPU maintenance is overdue"),
     "mps-daemon-failed": ("MpsDaemonFailed", "MpsDaemonsWork", "The MPS daemons of this node work again"),
     "mps-host-missing": ("MpsHostMissing", "MpsHostRuns", "The MPS host is running again"),
     "not-registered": ("PluginNotRegistered", "PluginRegistered", "The kubelet has registered the plugin"),
     "passthrough-unavailable": ("PassthroughUnavailable", "PassthroughAvailable",
-                                "GPUs can be given to virtual machines again"),
+                                "Virtual machines can use GPUs again"),
     "slices-not-published": ("SlicesNotPublished", "SlicesPublished", "The node's slices are published again"),
 }  # fmt: skip
 """The events at the start and end of a problem, and the text at the end. Other problems have no event here: claims and
@@ -325,7 +325,7 @@ class NodeProblems(BackgroundWorker):
             except DraDriverError as error:
                 yield NodeProblem("check-failed", f"A check of this node failed: {error}", str(error))
             except Exception as error:  # noqa: BLE001  our own bug must not hide the other problems
-                text = "A check of this node failed because of a fault in gpu-dra-driver; see its log"
+                text = "A check of this node failed because of a bug in gpu-dra-driver; see its log"
                 yield NodeProblem("check-failed", f"{text}: {error!r}", repr(error))
             yield from self._returned.get(number, ())
 

@@ -80,7 +80,7 @@ class NodeEvents:
         """The state of the MIG layout changed on these GPUs."""
         for one in found:
             outcomes: Mapping[LayoutState, tuple[EventReason, str]] = {
-                "applied": ("MigLayoutApplied", "is on the GPU"),
+                "applied": ("MigLayoutApplied", "is applied"),
                 "waiting": ("MigLayoutWaits", f"waits: {one.text}"),
                 "refused": ("MigLayoutRefused", f"is refused, and nothing was changed: {one.text}"),
             }
@@ -229,7 +229,7 @@ class Reporter:
 
     def recovered(self, ref: ClaimRef, why: str) -> None:
         """The plugin unprepared a claim that the kubelet would never have unprepared."""
-        text = f"Took the devices of claim {ref} back: it {why}, and the kubelet did not unprepare it"
+        text = f"Released the devices of claim {ref}: the claim {why}, and the kubelet did not unprepare it"
         self.recorder.node_event("ClaimRecovered", text, warning=False)
 
     def seen(self, ref: ClaimRef, reported: frozenset[ReportedDevice]) -> None:
@@ -295,7 +295,7 @@ class Reporter:
             if ref is not None:
                 self.recorder.minor_claim_event(ref, reason, text)
         elif action == "destroy":
-            text = f"MIG device {device} could not be destroyed and is tried again: {error}"
+            text = f"MIG device {device} could not be destroyed; gpu-dra-driver retries: {error}"
             if ref is not None:
                 self.recorder.claim_event(ref, "MigDestroyDelayed", text, warning=True)
             else:
@@ -389,5 +389,5 @@ class Reports:
         record, under_way = self._records.get(ref.uid), self._lanes.uses()
         gpus = frozenset() if record is None else record.gpu_uuids
         doing = sorted(f"{under_way[uuid].what} on GPU {uuid}" for uuid in gpus & under_way.keys())
-        text = f"Prepare has taken {seconds:.0f} s so far: {', '.join(doing) or 'it waits'}"
+        text = f"Prepare has taken {seconds:.0f} s so far: {', '.join(doing) or 'it is waiting'}"
         self.recorder.claim_event(ref, "PrepareSlow", text, warning=False)

@@ -103,7 +103,7 @@ class Usage:
             asked: dict[str, BoundedCall[GpuUse]] = {}
             for gpu in wanted:
                 call = calls.setdefault(
-                    gpu, BoundedCall(f"NVML about GPU {gpu.uuid}", partial(self._read_one, gpu))
+                    gpu, BoundedCall(f"NVML (usage of GPU {gpu.uuid})", partial(self._read_one, gpu))
                 )
                 if not call.is_running:
                     self._reads[gpu] = read_of(gpu)

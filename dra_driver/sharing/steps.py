@@ -53,7 +53,7 @@ class TimeSliceSteps:
             self._nvidia_smi.set_time_slice(step.gpu_uuid, step.interval, timeout)
         except NotSupportedError as error:
             raise ClaimRefusedError(
-                f"{error}; ask for no interval, or select another product in the claim"
+                f"{error}; remove the interval from the claim, or select another product"
             ) from error
 
     def undo(self, step: SetTimeSlice, record: ClaimRecord) -> None:
@@ -130,7 +130,7 @@ class MpsSteps:
         if status.state != "ready":
             raise StateError(
                 f"the MPS daemon of device {step.spec.device} is in state {status.state}: "
-                f"{status.problem or 'see the files in its log directory'}; end the processes that use it"
+                f"{status.problem or 'see the files in its log directory'}; stop the processes that use it"
             )
 
     def undo(self, step: RunMps, record: ClaimRecord) -> None:
@@ -144,7 +144,7 @@ class MpsSteps:
             return spec
         uuid = self.ledger.created_uuid(spec.device)
         if uuid is None:
-            raise StateError(f"MIG device {spec.device} was not made before its MPS daemon is started")
+            raise StateError(f"MIG device {spec.device} does not exist, so its MPS daemon cannot start")
         return replace(spec, uuid=uuid)
 
     def in_place(self, step: RunMps, record: ClaimRecord) -> bool:

@@ -57,7 +57,7 @@ def create_machine(
         others = [entry.name for entry in directory.iterdir() if not entry.name.startswith(_OWN_FILES)]
         if others:
             raise StateError(
-                f"{directory} holds no simulated machine, but other files, such as {min(others)}; give a directory "
+                f"{directory} contains other files, such as {min(others)}, but no simulated machine; use a directory "
                 "that is empty or does not exist yet"
             )
     directory.mkdir(parents=True, exist_ok=True)

@@ -101,7 +101,7 @@ def locate(name: str) -> Path:
         path = Path(name)
         if not path.is_file():
             raise InvalidConfigError(
-                f"there is no machine file {name}; give a path to a YAML file or a machine name"
+                f"there is no machine file {name}; use a path to a YAML file or a machine name"
             )
         return path
     if name not in machine_names():

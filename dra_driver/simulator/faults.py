@@ -61,7 +61,7 @@ def _write_code(value: int | str) -> int:
     found = _BEHAVIOURS.get(value, getattr(errno, value.upper(), None))
     if not isinstance(found, int):
         raise InvalidConfigError(
-            f"a write to sysfs cannot end with {value!r}; use EBUSY, ENODEV or another errno, or one of: "
+            f"a write to sysfs cannot fail with {value!r}; use EBUSY, ENODEV or another errno, or one of: "
             f"{', '.join(_BEHAVIOURS)}"
         )
     return found

@@ -91,7 +91,7 @@ class Machine:
                 return gpu
         known = ", ".join(f"{index} is {names[gpu.uuid]}" for index, gpu in enumerate(present)) or "none"
         raise InvalidConfigError(
-            f"machine {state.machine} has no GPU {text!r}; give a device name, an index, a UUID or a PCI bus ID "
+            f"machine {state.machine} has no GPU {text!r}; use a device name, an index, a UUID or a PCI bus ID "
             f"(by index: {known})"
         )
 
@@ -333,7 +333,7 @@ class Machine:
         module = next((module for module, name in pci.VFIO_DRIVERS.items() if name == driver), None)
         if module is None and driver != NVIDIA:
             known = ", ".join((NVIDIA, *pci.VFIO_DRIVERS.values()))
-            raise InvalidConfigError(f"there is no driver {driver!r} for a GPU; choose of {known}")
+            raise InvalidConfigError(f"there is no driver {driver!r} for a GPU; choose one of {known}")
         with self._change() as state:
             gpu = self._find(state, selector)
             if module is not None:

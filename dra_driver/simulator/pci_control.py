@@ -53,12 +53,14 @@ class SimulatedPciControl:
         fault = self._fault("modprobe", None)
         if fault is not None and fault.code == HANG:
             time.sleep(timeout_s)
-            raise TimeoutError(f"it did not end within {timeout_s:.3g} s")
+            raise TimeoutError(f"it did not finish within {timeout_s:.3g} s")
         if fault is not None and fault.code != NO_EFFECT:
-            raise RetryableError(f"modprobe says 'ERROR: could not insert {module}: {code_text(fault)}'")
+            raise RetryableError(f"modprobe reports 'ERROR: could not insert {module}: {code_text(fault)}'")
         if fault is None and not self._machine.load_module(module):
             directory = f"/lib/modules/{self._machine.current().system['kernel']}"
-            raise RetryableError(f"modprobe says 'FATAL: Module {module} not found in directory {directory}'")
+            raise RetryableError(
+                f"modprobe reports 'FATAL: Module {module} not found in directory {directory}'"
+            )
 
     def maps_memory(self) -> bool:
         """The kernel's result of VFIO_CHECK_EXTENSION."""

@@ -44,7 +44,7 @@ def _refuse_while_open(machine: Machine, what: str, force: bool) -> None:
     clients = [] if force else machine.clients()
     if clients:
         raise StateError(
-            f"cannot {what} is in use by {', '.join(clients)}; end that, or make it let go "
+            f"cannot {what} is in use by {', '.join(clients)}; stop it, or close NVML "
             "(`gpu-dra-driver detach`); --force skips this check, which real hardware enforces"
         )
 

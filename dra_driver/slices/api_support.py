@@ -56,8 +56,8 @@ _NUMBERS = re.compile(r"v?(\d+)\.(\d+)\.(\d+)")
 _DISPENSABLE = frozenset({TAINTS_GATE, SHARES_GATE})
 """Gates whose fields are omitted from the slices if they are off."""
 _REMEDY = (
-    f"use Kubernetes 1.36 or newer, where the feature gate {PARTITIONS_GATE} is on unless it is switched off, or 1.35"
-    " with it switched on, in API server and scheduler"
+    f"use Kubernetes 1.36 or newer, where the feature gate {PARTITIONS_GATE} is on by default, or 1.35 with the gate"
+    " switched on in API server and scheduler"
 )
 _COUNTERS: JsonObject = {"memory": {"value": "1Gi"}}
 _SET: JsonObject = {"name": "probe", "counters": _COUNTERS}
@@ -110,7 +110,9 @@ def _device_fields(api: ApiClient, owner: Owner) -> tuple[frozenset[str], TaintL
         taints = [{"key": f"probe-{i}", "effect": effect} for i, effect in enumerate(effects[-limits.most :])]
         content = SliceContent(devices=(_SHARED | {"taints": taints},))
         try:
-            lost = _lost_in_trial(api, owner, "ask the API server for taints and shares of devices", content)
+            lost = _lost_in_trial(
+                api, owner, "check whether the API server supports taints and shares of devices", content
+            )
         except ApiRejectedError as error:
             _log.debug("dry_run_refused", reason=str(error))
             return None
@@ -130,16 +132,20 @@ def partitions_problem(api: ApiClient, owner: Owner) -> str | None:
     Raises: ApiUnavailableError; ApiRejectedError if it rejects the test (permissions, admission).
     """
     contents = (SliceContent(shared_counters=(_SET,)), SliceContent(devices=(_COUNTED,)))
-    lost = _lost_in_trial(api, owner, "ask the API server for partitionable devices", *contents)
+    lost = _lost_in_trial(
+        api, owner, "check whether the API server supports partitionable devices", *contents
+    )
     if isinstance(lost, ApiRejectedError):
-        return f"the API server refuses counters in a slice of their own ({lost}); {_REMEDY}"
+        return f"the API server refuses counters in a separate slice ({lost}); {_REMEDY}"
     return _drops_counters(lost) if lost else None
 
 
 def _keeps_groups(api: ApiClient, owner: Owner) -> bool:
     """Raises: the errors of `partitions_problem`."""
     content = SliceContent(devices=(_GROUPED,))
-    return not _lost_in_trial(api, owner, "ask the API server for compatibility groups of devices", content)
+    return not _lost_in_trial(
+        api, owner, "check whether the API server supports compatibility groups of devices", content
+    )
 
 
 def _drops_counters(lost: Iterable[Drop]) -> str:
@@ -182,9 +188,9 @@ def sharing_caution(client: ApiClient) -> str | None:
     if found is None or tuple(map(int, found.groups())) >= _COUNTS_SHARES:
         return None
     return (
-        f"the scheduler of Kubernetes {release} forgets what shared devices take of a GPU's counters and may give one "
-        "place on a GPU out twice, so that pods cannot start; upgrade to 1.36.2 or newer, or leave GPUs with MIG "
-        "devices on demand out of the sharing rules"
+        f"the scheduler of Kubernetes {release} ignores the counters that shared devices use and may allocate the same "
+        "part of a GPU twice, so that pods cannot start; upgrade to 1.36.2 or newer, or exclude GPUs with "
+        "MIG devices on demand from the sharing rules"
     )
 
 

@@ -51,7 +51,7 @@ _PROBLEM_AFTER_S = 30.0
 """A shorter failure is not a problem of the node."""
 
 _NOT_YET = "slices have not been published yet"
-_CONTESTED = "somebody else keeps changing the slices of this node; look for a second publisher of them"
+_CONTESTED = "another program keeps changing the slices of this node; find it and remove it"
 
 
 class PublishObserver(Protocol):
@@ -146,8 +146,8 @@ class Publisher:
         writer = self._other_writers.current(now if wrong is None and unseen is None else -math.inf)
         if writer is not None and self._owner is not None:
             text = (
-                f"{writer.manager!r} writes the ResourceSlices of {self._owner.driver} on this node too, such as "
-                f"{writer.slice_name}; find the second writer with `kubectl get pods -A -o wide --field-selector "
+                f"{writer.manager!r} also writes ResourceSlices of {self._owner.driver} on this node, such as "
+                f"{writer.slice_name}; find its pod with `kubectl get pods -A -o wide --field-selector "
                 f"spec.nodeName={self._owner.node_name}`, and remove it"
             )
             found.append(NodeProblem("foreign-driver", text, f"ResourceSlices of {writer.manager}"))
@@ -308,9 +308,9 @@ class Publisher:
         left = next(iter(self._undeleted.values()), None)
         refused = self._refused_slices.problem
         if refused is not None:
-            self._note(f"a slice is not what it should be: {refused}")
+            self._note(f"a slice is missing or out of date: {refused}")
         else:
-            self._note(f"a slice that is obsolete is still there: {left}" if left else None)
+            self._note(f"an obsolete slice still exists: {left}" if left else None)
         self._again_at(self._refused_slices.due)
         if self._undeleted:
             self._again_at(self._delete_again_at)

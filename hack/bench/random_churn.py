@@ -100,7 +100,7 @@ class RandomNode(SoakNode):
         if life.kind.startswith("mig"):
             gpu, start = device.partition("-mig-")[0], int(device.rpartition("-")[2])
             made = [one.start for one in self.machine.gpu(gpu).instances]
-            return None if start in made else f"{device} is not there"
+            return None if start in made else f"{device} does not exist"
         return None
 
 

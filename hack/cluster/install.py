@@ -57,7 +57,7 @@ def main() -> int:
         if time.monotonic() > deadline:
             sys.exit("no devices were published; see: kubectl -n gpu-dra-driver logs ds/gpu-dra-driver")
         time.sleep(0.2)
-    print(f"{device_count()} devices are published. Look at them, and run a pod with one:\n")
+    print(f"{device_count()} devices are published. List them, and run a pod with one:\n")
     print(f"  export KUBECONFIG={localcluster.kubeconfig()}")
     print("  kubectl get resourceslices -o yaml")
     print("  kubectl apply -f examples/one-gpu && kubectl logs -f one-gpu")

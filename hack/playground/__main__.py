@@ -19,7 +19,7 @@ def main(arguments: list[str]) -> None:
     """Raises: DraDriverError."""
     parser = argparse.ArgumentParser(
         "playground",
-        description="A GPU node of stand-ins: API server, scheduler and kubelet around the real daemon.",
+        description="A simulated GPU node: the real daemon with a stand-in API server, scheduler and kubelet.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for act in (demo, run):
@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> None:
     commands.choices["run"].add_argument(
         "--log-level",
         default="error",
-        help="What of the driver's log to show: debug, info, warning or error.",
+        help="Which of the driver's log lines to show: debug, info, warning or error.",
     )
     given = vars(parser.parse_args(arguments))
     given.pop("act")(given.pop("simulate"), **given)

@@ -108,7 +108,7 @@ class _Demo:
         self._show_spec("training")
 
     def _refuse_double_allocation(self) -> None:
-        self._scene("A scheduler gives a GPU out twice: the driver refuses and names the holder")
+        self._scene("A scheduler allocates a GPU twice: the driver refuses and names the holder")
         taken = self._claims()["training"]["status"]["allocation"]["devices"]["results"][0]
         self._add_claim("thief", {}, {"allocation": {"devices": {"results": [taken]}}})
         outcome = self._call("prepare", "thief")
@@ -127,7 +127,9 @@ class _Demo:
             left += directory.rglob("*.sock")
         _expect(not left, f"something is left: {left}")
         print("  CDI specs: 0   claim records: 0   sockets after the driver's stop: 0")
-        print("\nThat was the real daemon; only hardware, API server, scheduler and kubelet were stand-ins.")
+        print(
+            "\nThat was the real daemon; only the hardware, API server, scheduler and kubelet were simulated."
+        )
 
     def _scene(self, title: str) -> None:
         self._scenes += 1

@@ -49,7 +49,7 @@ def run(machine: str, config: Path | None, log_level: str) -> None:
         (node.root / "env").write_text("".join([*exports, f"export PATH={quote(str(programs))}:$PATH\n"]))
         _tell(_welcome(node, machine))
         ended.wait()
-        _tell("\nstopping; nothing stays behind")
+        _tell("\nstopping and removing everything")
 
 
 def _fit_classes(node: PlaygroundNode, changes: Mapping[str, Any]) -> None:
@@ -88,7 +88,7 @@ A node with the simulated machine {machine} is up. In another terminal:
   kubectl get resourceslices -o yaml
   gpu-dra-driver inspect
 
-2. Run a pod with one GPU and see who holds it; this terminal shows what happens to the pod:
+2. Run a pod with one GPU and see which claim has it; this terminal shows what happens to the pod:
   kubectl apply -f {shown}/one-gpu
   kubectl wait --for=condition=Ready pod/one-gpu
   kubectl describe pod one-gpu
@@ -102,10 +102,10 @@ A node with the simulated machine {machine} is up. In another terminal:
   kubectl events
   gpu-dra-driver cluster
 
-4. Mend it, and end the pod:
+4. Repair the GPU, and delete the pod:
   gpu-dra-driver simulate restore {gpu}
   gpu-dra-driver cluster
   kubectl delete -f {shown}/one-gpu
 
-Ctrl-C ends it.
+Press Ctrl-C to stop.
 """

@@ -36,7 +36,7 @@ def generate(target: Path) -> dict[str, str]:
     arguments = ["protoc", f"-I{FILE_PREFIX}={SOURCE}", f"--python_out={target}", f"--pyi_out={target}"]
     status = protoc.main(arguments + [f"{FILE_PREFIX}/{name}" for name in names])
     if status != 0:
-        sys.exit(f"protoc ended with status {status}")
+        sys.exit(f"protoc failed with status {status}")
     files = {"__init__.py": INIT}
     for path in sorted((target / FILE_PREFIX).iterdir()):
         text = path.read_text()

@@ -151,12 +151,12 @@ def test_the_entry_that_decided_is_reported() -> None:
     [
         (
             entry("MPS", "main", kind="MigDeviceConfig"),
-            r"config 0 from the claim, requests main: MigDeviceConfig does not fit device gpu-4cf8db2d of "
+            r"config 0 from the claim, requests main: MigDeviceConfig does not apply to device gpu-4cf8db2d of "
             r"request main, which is a whole GPU",
         ),
         (
             entry(None, driver=None),
-            "config 0 from the claim: it has no opaque parameters; this driver knows no",
+            "config 0 from the claim: it has no opaque parameters; this driver supports no",
         ),
         (entry("Magic"), r"config 0 from the claim: GpuConfig is not valid: sharing\.strategy"),
         (entry(None, kind="Other"), "config 0 from the claim: kind: 'Other' is not supported"),

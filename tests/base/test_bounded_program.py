@@ -50,7 +50,7 @@ def test_exit_code_and_all_output():
 
 def test_a_program_that_does_not_end_is_killed():
     began = time.monotonic()
-    with pytest.raises(TimeoutError, match=r"did not end within 0\.1 s"):
+    with pytest.raises(TimeoutError, match=r"did not finish within 0\.1 s"):
         run("exec sleep 60", 0.1)
     assert time.monotonic() - began < 15
     assert run("exit 0") == (0, "")
@@ -65,9 +65,9 @@ def test_a_grandchild_that_keeps_the_output_open_does_not_count():
 
 def test_what_even_kill_does_not_end_is_left_behind(unkillable):
     began = time.monotonic()
-    with pytest.raises(TimeoutError, match="did not end"):
+    with pytest.raises(TimeoutError, match="did not finish"):
         run("exec sleep 60", 0.1)
-    with pytest.raises(TimeoutError, match=f"process {unkillable[0].pid} of an earlier try still hangs"):
+    with pytest.raises(TimeoutError, match=f"process {unkillable[0].pid} of an earlier attempt still hangs"):
         run("exit 0")
     assert run("exit 0", slot="another") == (0, "")
     assert time.monotonic() - began < 15
@@ -78,7 +78,7 @@ def test_what_even_kill_does_not_end_is_left_behind(unkillable):
 
 def test_what_even_kill_does_not_end_is_left_behind_when_no_thread_starts(unkillable, threads_that_start):
     threads_that_start("", 0)
-    with pytest.raises(TimeoutError, match="did not end"):
+    with pytest.raises(TimeoutError, match="did not finish"):
         run("exec sleep 60", 0.1)
     os.kill(unkillable[0].pid, signal.SIGKILL)
     unkillable[0].wait(20)
@@ -94,11 +94,13 @@ def test_a_gpu_that_hangs_delays_no_other(unkillable, tmp_path, monkeypatch):
     monkeypatch.setattr(computemode, "_TIMEOUT_S", 0.1)
     began = time.monotonic()
     mode = ComputeMode(lambda: programs)
-    for gpu, text in (("GPU-1", "did not end"), ("GPU-1", "still hangs"), ("GPU-2", "did not end")):
+    for gpu, text in (("GPU-1", "did not finish"), ("GPU-1", "still hangs"), ("GPU-2", "did not finish")):
         with pytest.raises(RetryableError, match=f"of {gpu}: .*{text}"):
             mode.get(gpu)
     spec, directories = MpsDaemonSpec("gpu-1", "", "gpu", ""), MpsLayout(tmp_path).directories("gpu-1")
-    with pytest.raises(RetryableError, match=r"'quit': .*does not answer: it did not end"):
+    with pytest.raises(
+        RetryableError, match=r"'quit' to the MPS daemon: .*does not answer: it did not finish"
+    ):
         DaemonControl(lambda: programs, spec, directories).query_once("quit", timeout_s=0.1)
     assert time.monotonic() - began < 15
     assert control.CONTROL_PROGRAM in str(sorted(bounded_program._stuck))
@@ -134,7 +136,7 @@ def test_compute_mode_is_not_read_before_the_nvidia_smi_of_a_killed_host_has_set
     programs = DriverPrograms("/", {"nvidia-smi": str(program)}, path)
     mode = ComputeMode(lambda: programs, locks=tmp_path / "host.modes")
     monkeypatch.setattr(computemode, "_OTHER_S", 0.0)
-    with pytest.raises(RetryableError, match="of GPU-1: an nvidia-smi that was started before has not ended"):
+    with pytest.raises(RetryableError, match="of GPU-1: an earlier nvidia-smi is still running"):
         mode.get("GPU-1")
     assert mode.get("GPU-2") == computemode.DEFAULT
     monkeypatch.setattr(computemode, "_OTHER_S", 20.0)

@@ -59,8 +59,8 @@ def test_higher_number_is_that_of_a_newer_release_whatever_else_is_in_the_file()
         with pytest.raises(NewerFormatError) as caught:
             read(document)
         assert str(caught.value) == (
-            "the note has format version 3 of a newer release of gpu-dra-driver, and this one reads only version 2; "
-            "install that release again"
+            "a newer release of gpu-dra-driver wrote the note (format version 3); this release reads only version 2; "
+            "install the newer release again"
         )
 
 
@@ -77,7 +77,9 @@ def node(memory_path: Path) -> Node:
 def test_claim_of_a_newer_release_is_refused_and_its_record_left_alone(node: Node, logs: list) -> None:
     before = node.files()
     for _ in range(2):
-        assert "has format version 2 of a newer release" in refusal(node.prepare(WANTED))
+        assert "a newer release of gpu-dra-driver wrote the claim record (format version 2)" in refusal(
+            node.prepare(WANTED)
+        )
     assert node.files() == before
     [told] = [line for line in logs if line["event"] == "record_unreadable"]
     assert (told["claim_uid"], told["kept_as"]) == ("uid-1", str(node.records.directory / "uid-1.json"))
@@ -112,8 +114,8 @@ def test_daemons_and_health_of_a_newer_release_are_set_aside(tmp_path: Path, log
     [line] = logs
     assert line["kept_as"].startswith(f"{layout.root}/gpu-1.json.unreadable-")
     assert line["reason"] == (
-        "the MPS record has format version 3 of a newer release of gpu-dra-driver, and this one reads only version "
-        "2; install that release again"
+        "a newer release of gpu-dra-driver wrote the MPS record (format version 3); this release reads only version "
+        "2; install the newer release again"
     )
     assert HealthStore(tmp_path / "health.json").load() is None
     assert [line["event"] for line in logs] == ["mps_record_unreadable", "health_unreadable"]

@@ -97,7 +97,7 @@ def test_users_are_not_known_when_no_thread_starts_and_are_at_the_next_look(
     threads_that_start("ask ", 0)
     with pytest.raises(RetryableError) as unknown:
         bench.of(held)
-    assert str(unknown.value) == f"NVML about {GPU_0} could not be asked: can't start new thread"
+    assert str(unknown.value) == f"NVML (processes on {GPU_0}) could not be queried: can't start new thread"
     threads_that_start("ask ", 1)
     found = bench.users.of(record(held))
     assert found is not None
@@ -108,7 +108,7 @@ def test_users_are_not_known_when_no_thread_starts_and_are_at_the_next_look(
 def test_process_on_a_device_is_named_with_its_gpu(bench: Bench, held: HeldDevice) -> None:
     assert bench.of(held) is None
     bench.shown[held.uuid] = TRAINER
-    text = f"process 4711 (python3) still computes on {held.device} (GPU {held.gpu_uuid})"
+    text = f"process 4711 (python3) still uses {held.device} (GPU {held.gpu_uuid})"
     assert bench.of(held) == InUse(frozenset({4711}), text)
 
 
@@ -129,7 +129,7 @@ def test_all_devices_count_and_long_lists_are_cut(bench: Bench) -> None:
     assert found is not None
     assert found.text == (
         "process 1, process 2, process 3, process 4, process 5, process 6, process 7, process 8 and 1 more still "
-        f"compute on {GPU_0} (GPU {uuid(0)}), {GPU_1} (GPU {uuid(1)})"
+        f"use {GPU_0} (GPU {uuid(0)}), {GPU_1} (GPU {uuid(1)})"
     )
 
 
@@ -206,7 +206,7 @@ def test_hang_costs_a_moment_once_and_no_other_gpu() -> None:
     bench = Bench(wait_s=0.05)
     ended = bench.hangs[uuid(0)] = threading.Event()
     for _ in range(3):
-        with pytest.raises(RetryableError, match=f"NVML does not answer what computes on {GPU_0}"):
+        with pytest.raises(RetryableError, match=f"NVML has not returned the processes on {GPU_0}"):
             bench.of(hold(GPU_0))
     assert bench.asked == [uuid(0)], "nobody asks again while it hangs"
     patient = bench.users._calls[uuid(0)]
@@ -246,9 +246,7 @@ def test_on_a_machine(simulated: SimulatedNode) -> None:
     Path(proc, "99/cgroup").write_text("0::/system.slice/gdm.service\n")
     assert users.of(held) is None
     machine.hold_gpu(0, 4711, "python3")
-    assert users.of(held) == InUse(
-        frozenset({4711}), f"process 4711 (python3) still computes on gpu-0 (GPU {gpu})"
-    )
+    assert users.of(held) == InUse(frozenset({4711}), f"process 4711 (python3) still uses gpu-0 (GPU {gpu})")
     machine.set_fault("nvmlDeviceGetComputeRunningProcesses*", code="UNKNOWN")
     with pytest.raises(RetryableError, match="list the processes on GPU-"):
         users.of(held)

@@ -175,5 +175,5 @@ def test_unprepare_while_prepare_waits_for_discovery_or_imex_does_not_wait(
         let.set()
         prepare.join(20)
     assert isinstance(answers[0], Failed)
-    assert "the claim was unprepared while this call was under way" in answers[0].error
+    assert "the claim was unprepared during this call" in answers[0].error
     assert "uid-1" not in node.records.all()

@@ -89,22 +89,22 @@ def test_results_and_configs_of_other_drivers_are_left_out() -> None:
         (
             claim(result(GPU_0, pool="node-b")),
             f"request gpu: device {GPU_0} was allocated from pool node-b, but this node serves pool node-a; "
-            "the pod landed on a node that its claim was not allocated for",
+            "the pod is on a node that its claim was not allocated for",
         ),
         (
             claim("gpu-ffffffff"),
-            "request gpu: device gpu-ffffffff of pool node-a does not exist on this node (any more); "
-            "delete the pod and its claim so that they are allocated again",
+            "request gpu: device gpu-ffffffff of pool node-a does not exist on this node; delete the "
+            "pod and its claim so that the scheduler allocates another device",
         ),
         (
             claim(result(GPU_2, "big/whole")),
-            f"request big/whole: device {GPU_2} of pool node-a does not exist on this node (any more); "
-            "delete the pod and its claim so that they are allocated again",
+            f"request big/whole: device {GPU_2} of pool node-a does not exist on this node; delete the "
+            "pod and its claim so that the scheduler allocates another device",
         ),
         (
             claim(GPU_0, result(GPU_0, "second")),
             f"request second: device {GPU_0} is allocated twice in this claim; "
-            "delete the claim so that it is allocated again",
+            "delete the claim so that the scheduler allocates it again",
         ),
     ],
 )
@@ -149,7 +149,7 @@ def test_device_is_given_once(held: str, wanted: str, free: bool) -> None:
     else:
         assert refusal(claim(wanted), holder) == (
             f"request gpu: device {wanted} is held by claim default/claim-uid-other (UID uid-other) "
-            f"({held}, prepared); it becomes free when that claim's pod is gone"
+            f"({held}, prepared); the plugin releases the device when the pod of that claim is gone"
         )
 
 
@@ -184,13 +184,13 @@ def test_second_device_of_a_claim_is_checked_against_every_other_claim() -> None
     [
         (
             claim(GPU_0, configs=(config("MigDeviceConfig", requests=("gpu",)),)),
-            f"allocation config 0 from the claim, requests gpu: MigDeviceConfig does not fit device {GPU_0} "
+            f"allocation config 0 from the claim, requests gpu: MigDeviceConfig does not apply to device {GPU_0} "
             "of request gpu, which is a whole GPU",
         ),
         (
             claim(result(GPU_0, admin_access=True), configs=(config(sharing=LONG),)),
-            "request gpu: opaque parameters (allocation config 0 from the claim) would change a device that may "
-            "be in use by others, which adminAccess must not; remove them or adminAccess",
+            "request gpu: opaque parameters (allocation config 0 from the claim) would change a device that "
+            "other claims may use, which adminAccess does not allow; remove the parameters or adminAccess",
         ),
     ],
 )

@@ -137,7 +137,7 @@ def test_two_claims_never_share_silicon(first: str, second: str) -> None:
     if clash:
         with pytest.raises(ClaimRefusedError, match="is held by claim"):
             plan(claim(second), holder)
-        with pytest.raises(ClaimRefusedError, match=r"allocated twice|the same silicon"):
+        with pytest.raises(ClaimRefusedError, match=r"allocated twice|overlap on the same GPU"):
             plan(claim(first, result(second, "other")))
     else:
         assert plan(claim(second), holder).steps
@@ -155,7 +155,7 @@ def test_instance_of_someone_else_is_named() -> None:
     inventory = node(withheld_mig=True)
     name = SLOTS["1g.10gb", 6]
     assert name not in inventory.by_name
-    with pytest.raises(ClaimRefusedError, match="which somebody else made"):
+    with pytest.raises(ClaimRefusedError, match="which gpu-dra-driver did not create"):
         plan(claim(name), inventory=inventory)
 
 
@@ -210,7 +210,7 @@ def test_leaving_instance_of_ours_refuses_no_claim(name: str) -> None:
 def test_leaving_instance_next_to_a_foreign_instance() -> None:
     found = with_leftovers(ORPHAN, FOREIGN)
     assert plan(claim(ONE_0), inventory=found).steps == (creation(ONE_0), WriteCdiSpec())
-    with pytest.raises(ClaimRefusedError, match="somebody else made"):
+    with pytest.raises(ClaimRefusedError, match="gpu-dra-driver did not create"):
         plan(claim(SLOTS["1g.10gb", 6]), inventory=found)
     for name in (THREE_4, WHOLE):
         with pytest.raises(ClaimRefusedError, match="does not exist on this node"):

@@ -122,9 +122,7 @@ def test_whole_gpu_that_a_virtual_machine_has_is_held_and_not_unknown() -> None:
 def test_device_whose_gpu_comes_back_from_a_virtual_machine_is_retried(name: str) -> None:
     returned_and_not_in_nvml_yet = bound(0, driver="nvidia")
     cards = (returned_and_not_in_nvml_yet,) if name == GPU_0 else (bound(0),)
-    with pytest.raises(
-        RetryableError, match=f"device {name} is on a GPU that was given to a virtual machine"
-    ):
+    with pytest.raises(RetryableError, match=f"device {name} is on a GPU that a virtual machine used"):
         plan(claim(name), found=inventory(h100(1), cards=cards))
     for found in (inventory(h100(1), cards=(bound_by_hand(0),)), inventory(h100(0), cards=(bound(1),))):
         with pytest.raises(ClaimRefusedError, match="does not exist on this node"):
@@ -136,9 +134,7 @@ def test_monitor_goes_without_a_gpu_that_a_virtual_machine_has() -> None:
     found = inventory(h100(1), cards=(bound(0),))
     made = plan(claim(gone, other), record(HELD), found=found)
     assert [device.result for device in made.devices] == [other]
-    with pytest.raises(
-        DeviceLostError, match=f"device {GPU_0} is on a GPU that was given to a virtual machine"
-    ):
+    with pytest.raises(DeviceLostError, match=f"device {GPU_0} is on a GPU that a virtual machine used"):
         plan(claim(gone), record(HELD), found=found)
 
 
@@ -157,12 +153,12 @@ def test_monitor_goes_without_a_gpu_that_a_virtual_machine_has() -> None:
         ),
         (
             claim(VFIO_0, result(GPU_0, "cuda")),
-            f"requests gpu and cuda: devices {VFIO_0} and {GPU_0} are the same silicon; delete the claim so that it is "
-            "allocated again",
+            f"requests gpu and cuda: devices {VFIO_0} and {GPU_0} overlap on the same GPU; delete the claim so that "
+            "the scheduler allocates it again",
         ),
         (
             claim(result(VFIO_0, "look", admin_access=True)),
-            f"request look: device {VFIO_0} is for a virtual machine, so adminAccess has nothing to look at; request a "
+            f"request look: device {VFIO_0} is for a virtual machine, which adminAccess cannot monitor; request a "
             "device of type gpu or mig",
         ),
     ],
@@ -220,13 +216,15 @@ def test_each_device_has_the_parameters_of_its_request() -> None:
 
 
 def test_parameters_of_another_type_are_refused() -> None:
-    with pytest.raises(InvalidConfigError, match=r"GpuConfig does not fit device .* which is a VFIO device"):
+    with pytest.raises(
+        InvalidConfigError, match=r"GpuConfig does not apply to device .* which is a VFIO device"
+    ):
         plan(claim(VFIO_0, configs=(config("gpu", kind="GpuConfig"),)))
 
 
 def test_card_whose_gpu_is_lost_goes_to_no_virtual_machine() -> None:
     lost = Inventory(lost=(h100(0),), cards=(card(0),))
-    with pytest.raises(DeviceLostError, match="which does not answer any more"):
+    with pytest.raises(DeviceLostError, match="which no longer answers"):
         plan(claim(VFIO_0), found=lost)
 
 

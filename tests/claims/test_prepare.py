@@ -182,7 +182,7 @@ def test_failure_of_one_claim_does_not_touch_the_others(node: Node) -> None:
     }  # fmt: skip
     assert error_of(answers["uid-2"]) == (
         "prepare claim default/claim-uid-2 (UID uid-2): request gpu: device gpu-9 of pool node-a does not exist on "
-        "this node (any more); delete the pod and its claim so that they are allocated again"
+        "this node; delete the pod and its claim so that the scheduler allocates another device"
     )
     assert error_of(answers["uid-4"]) == (
         "prepare claim default/gone (UID uid-4): claim default/gone does not exist in the API server; it was deleted"
@@ -345,8 +345,8 @@ def test_claim_with_an_unreadable_record_is_prepared_again_and_unprepared(node: 
 def test_uid_with_path_characters_is_refused_and_touches_nothing(node: Node, uid: str) -> None:
     outside = sorted(node.directory.parent.iterdir())
     wanted = claim(GPU_0, uid=uid)
-    assert "is not usable as a file name" in error_of(node.prepare(wanted))
-    assert "is not usable as a file name" in error_of(node.unprepare(wanted))
+    assert "is not a valid file name" in error_of(node.prepare(wanted))
+    assert "is not a valid file name" in error_of(node.unprepare(wanted))
     assert (node.files(), sorted(node.directory.parent.iterdir())) == ({}, outside)
 
 
@@ -357,7 +357,7 @@ def test_device_name_with_path_characters_is_refused(node: Node) -> None:
 def test_call_fails_for_now_when_its_deadline_is_over(node: Node) -> None:
     node.prepare(claim(GPU_0))
     files = node.files()
-    over = "the kubelet's deadline is over; the kubelet calls again"
+    over = "the kubelet's deadline has passed; the kubelet retries"
     ref = node.claims.add(claim(GPU_1, uid="uid-2"))
     assert error_of(node.service.prepare([ref], 0.5)["uid-2"]).endswith(over)
     assert error_of(node.service.unprepare([claim(GPU_0).ref], 0.0)["uid-1"]).endswith(over)
@@ -379,7 +379,7 @@ def test_no_record_appears_when_the_deadline_passes_while_it_is_planned(
         scan(timeout_s)
 
     monkeypatch.setattr(node.devices, "scan_now", slow)
-    assert "deadline is over" in error_of(node.prepare(claim(GPU_0)))
+    assert "deadline has passed" in error_of(node.prepare(claim(GPU_0)))
     assert node.files() == {}
 
 
@@ -408,11 +408,11 @@ def test_prepared_claim_on_a_lost_gpu_keeps_what_it_has(node: Node) -> None:
     files = node.files()
     assert node.prepare(both) == first == prepared(both)
     assert node.files() == files
-    assert "does not answer any more" in error_of(node.restarted(boot_id="boot-2").prepare(both)), (
+    assert "which no longer answers" in error_of(node.restarted(boot_id="boot-2").prepare(both)), (
         "it was rebooted"
     )
     assert node.unprepare(both) is None
-    assert "does not answer any more" in error_of(node.prepare(claim(GPU_0, uid="uid-2")))
+    assert "which no longer answers" in error_of(node.prepare(claim(GPU_0, uid="uid-2")))
 
 
 def test_monitor_of_all_gpus_goes_without_a_lost_one(node: Node) -> None:
@@ -425,9 +425,9 @@ def test_monitor_of_all_gpus_goes_without_a_lost_one(node: Node) -> None:
     assert [device.device for device in answer.devices] == [GPU_1]
     assert node.specs.list() == {"uid-1": (GPU_1,)}, "every name in the answer is in the spec"
     only_lost = claim(result(GPU_0, admin_access=True), uid="uid-2")
-    assert "does not answer any more" in error_of(node.prepare(only_lost))
+    assert "which no longer answers" in error_of(node.prepare(only_lost))
     mixed = claim(result(GPU_0), result(GPU_1, admin_access=True), uid="uid-3")
-    assert "does not answer any more" in error_of(node.prepare(mixed)), "what uses a lost GPU cannot run"
+    assert "which no longer answers" in error_of(node.prepare(mixed)), "what uses a lost GPU cannot run"
     node.devices.inventory = MIXED
     answer = node.prepare(looks)
     assert isinstance(answer, Prepared)
@@ -555,7 +555,7 @@ def test_prepare_leaves_nothing_when_the_claim_is_unprepared_in_between(
         return answer
 
     answers = in_threads(lambda: node.prepare(claim(GPU_0)), unprepare)
-    assert "unprepared while this call was under way" in error_of(answers[0])
+    assert "unprepared during this call" in error_of(answers[0])
     assert answers[1] is None
     assert node.files() == {}
     monkeypatch.setattr(node.claims, "read", read)

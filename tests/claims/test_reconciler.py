@@ -123,8 +123,8 @@ def move(bench: Bench) -> None:
     [
         (lambda bench: forget(bench, "uid-1"), "was deleted"),
         (remake, "was deleted and created again"),
-        (deallocate, "is not allocated any more"),
-        (move, "is allocated to other devices now"),
+        (deallocate, "is no longer allocated"),
+        (move, "now has other devices"),
     ],
 )
 def test_stale_claim_is_undone_after_the_grace_time(
@@ -315,7 +315,7 @@ def test_nothing_is_undone_while_the_api_server_does_not_know_the_node(node: Nod
 
 
 def in_use(*pids: int) -> InUse | None:
-    return InUse(frozenset(pids), f"{list(pids)} still compute on {GPU_0}") if pids else None
+    return InUse(frozenset(pids), f"{list(pids)} still use {GPU_0}") if pids else None
 
 
 def test_device_that_something_computes_on_is_not_given_away(node: Node, logs: list[dict[str, str]]) -> None:
@@ -333,9 +333,9 @@ def test_device_that_something_computes_on_is_not_given_away(node: Node, logs: l
     told = [line["reason"] for line in logs if line["event"] == "claim_still_in_use"]
     assert [f"it {text}" for _, text in bench.told.kept_claims] == told
     assert told == [
-        f"it was deleted, but {pids} still compute on {GPU_0}; end that on the node (kill -9), or if it does not end, "
-        "reset the GPU or reboot the node"
-        for pids in ("[4711]", "[4711, 4712]")
+        f"it was deleted, but {pids} still use {GPU_0}; run `kill -9 {killed}` on the node, or if that does "
+        "not help, reset the GPU or reboot the node"
+        for pids, killed in (("[4711]", "4711"), ("[4711, 4712]", "4711 4712"))
     ], "each process is told once"
     assert (bench.later(30), bench.held, bench.reconciler.problems()) == (None, [], [])
     assert bench.told.recovered_claims == [("uid-1", "was deleted")]
@@ -362,7 +362,9 @@ def test_nothing_is_undone_while_it_is_not_sure_what_computes(node: Node, logs: 
     bench.found_stale(ONE)
     assert (bench.later(), bench.later(30), bench.held) == (30, 30, ["uid-1"])
     told = [line["reason"] for line in logs if line["event"] == "claim_not_reconciled"]
-    assert told == ["it was deleted; whether its devices are still in use is not known: NVML does not answer"]
+    assert told == [
+        "it was deleted; whether its devices are still in usage is not known: NVML does not answer"
+    ]
     hangs.append(False)
     assert (bench.later(30), bench.held, bench.told.kept_claims) == (None, [], [])
 
@@ -644,7 +646,7 @@ def test_claim_that_is_waited_for_has_the_grace_time_otherwise(node: Node, pods_
 
 
 def test_claim_that_is_waited_for_stays_while_a_process_computes(node: Node) -> None:
-    use = InUse(frozenset({4711}), "process 4711 still computes on gpu-0")
+    use = InUse(frozenset({4711}), "process 4711 still uses gpu-0")
     bench = waited_for(node, pods_run=False, in_use=lambda record: use)
     assert bench.held == ["uid-1"]
     bench.later()

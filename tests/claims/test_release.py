@@ -24,9 +24,9 @@ def now(*devices: str, **changes: object) -> ClaimNow:
 
 GONE = "was deleted"
 REMADE = "was deleted and created again"
-FREE = "is not allocated any more"
-MOVED = "is allocated to another device now"
-OTHERS = "is allocated to other devices now"
+FREE = "is no longer allocated"
+MOVED = "now has another device"
+OTHERS = "now has other devices"
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ OTHERS = "is allocated to other devices now"
         (BOTH, now(GPU_1), MOVED, None),
         (BOTH, now(GPU_0), None, None),
         (HELD, now(GPU_0, is_deleting=True), "is being deleted", None),
-        (HELD, now(GPU_0, is_reserved=False), "is used by no pod any more", None),
+        (HELD, now(GPU_0, is_reserved=False), "is no longer used by a pod", None),
         (HELD, now(GPU_0), None, None),
         (HELD, now(GPU_0, GPU_1), None, None),
         (replace(HELD, phase="preparing"), None, GONE, GONE),

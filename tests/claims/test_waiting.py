@@ -174,7 +174,9 @@ def test_two_answers_of_the_disk_about_a_holder_make_no_attempt_spin(
 def test_holder_that_stays_is_named_at_once(node: Node) -> None:
     node.prepare(HOLDER)
     text = error_of(node.prepare(claim(GPU_0)))
-    assert text.endswith("(gpu-00000000, prepared); it becomes free when that claim's pod is gone")
+    assert text.endswith(
+        "(gpu-00000000, prepared); the plugin releases the device when the pod of that claim is gone"
+    )
     assert (node.outcomes.waits, node.waited_for) == ([], [])
 
 
@@ -209,15 +211,15 @@ def test_full_device_is_not_waited_for_when_too_many_of_its_users_stay(
     full.claims.unused |= leaving
     text = error_of(full.prepare(sharer("new")))
     assert "2 claims use the MPS daemon of device gpu-00000000, and MPS serves at most" in text
-    assert text.endswith("wait until one of them is gone")
+    assert text.endswith("wait until a pod of one of these claims is gone")
     assert full.outcomes.waits == []
 
 
 def test_user_that_leaves_a_full_device_too_slowly_is_named(full: Node) -> None:
     full.claims.unused.add("two")
     assert re.search(
-        "2 claims use the MPS daemon .*; wait until one of them is gone: claim default/claim-two .* is used by no pod "
-        "any more; waited .* the kubelet tries again$",
+        "2 claims use the MPS daemon .*; wait until a pod of one of these claims is gone: claim default/claim-two .* "
+        "is no longer used by a pod; waited .* the kubelet retries$",
         error_of(full.prepare(sharer("new"), SOON_S)),
     )
 
@@ -241,7 +243,7 @@ def test_holder_of_which_the_api_server_says_nothing_is_not_waited_for(
     monkeypatch.setattr(node.claims, "current", look)
     text = error_of(node.prepare(claim(GPU_0)))
     assert "held by claim default/claim-holder" in text
-    assert "whether that claim is about to end is not known: " in text
+    assert "it is not known whether that claim is ending: " in text
 
 
 def test_running_unprepare_is_waited_for_without_the_api_server(node: Node, calls: Calls) -> None:
@@ -280,8 +282,8 @@ def test_call_fails_for_now_when_the_holder_does_not_leave_in_time_and_the_next_
     files = node.files()
     text = error_of(node.prepare(claim(GPU_0), SOON_S))
     assert text.startswith(
-        "prepare claim default/claim-uid-1 (UID uid-1): device gpu-00000000 is still being torn down for claim "
-        "default/claim-holder (UID holder), which was deleted; waited "
+        "prepare claim default/claim-uid-1 (UID uid-1): cleanup of device gpu-00000000 has not finished for "
+        "claim default/claim-holder (UID holder), which was deleted; waited "
     )
     assert (node.files(), node.outcomes.waits) == (files, ["uid-1"])
     assert node.outcomes.told[-1] == ("prepare", "RetryableError")
@@ -293,11 +295,11 @@ def test_call_fails_for_now_when_the_holder_does_not_leave_in_time_and_the_next_
 def test_process_on_the_device_is_named_when_the_holder_does_not_leave_in_time(
     node: Node, calls: Calls
 ) -> None:
-    node.users["holder"] = "process 4711 (python3) still computes on it"
+    node.users["holder"] = "process 4711 (python3) still uses it"
     leaving(node)
     assert (
-        "device gpu-00000000 is still being torn down for claim default/claim-holder (UID holder), which was "
-        "deleted, but process 4711 (python3) still computes on it: end that process on the node; waited "
+        "cleanup of device gpu-00000000 has not finished for claim default/claim-holder (UID holder), which was "
+        "deleted, but process 4711 (python3) still uses it: stop the process on the node; waited "
     ) in error_of(node.prepare(claim(GPU_0), SOON_S))
 
 
@@ -342,7 +344,7 @@ def test_claim_that_waits_and_is_unprepared_waits_no_longer(restless: Node, call
     leaving(restless)
     calls.waits(restless, claim(GPU_0))
     assert restless.unprepare(claim(GPU_0)) is None
-    assert "unprepared while this call was under way" in error_of(calls.answer("uid-1"))
+    assert "unprepared during this call" in error_of(calls.answer("uid-1"))
 
 
 def test_holder_that_stays_after_all_is_named(restless: Node, calls: Calls) -> None:
@@ -374,9 +376,7 @@ def test_busy_device_is_retried_for_some_time(tmp_path: Path) -> None:
 def test_device_that_stays_busy_is_reported_with_what_keeps_it(tmp_path: Path) -> None:
     node = Node(tmp_path, MIXED, patience=WaitTimeouts(retry_s=0.01, last_s=42.9))
     node.steps.on_do = busy
-    assert re.search(
-        f"{IN_USE}; waited [0-9]+ s; the kubelet tries again$", error_of(node.prepare(claim(GPU_0)))
-    )
+    assert re.search(f"{IN_USE}; waited [0-9]+ s; the kubelet retries$", error_of(node.prepare(claim(GPU_0))))
     assert (node.outcomes.told, node.files()) == ([("prepare", "DeviceBusyError")], {})
 
 
@@ -409,7 +409,7 @@ def test_refusal_for_now_is_retried_until_little_time_is_left(
     node = Node(tmp_path, MIXED)
     driver = Refusing(node, monkeypatch)
     text = error_of(node.prepare(claim(GPU_0)))
-    assert re.search(f"{REFUSED}; waited 4[0-9] s; the kubelet tries again$", text)
+    assert re.search(f"{REFUSED}; waited 4[0-9] s; the kubelet retries$", text)
     assert driver.tries[:3] == [0, 0.5, 1.0]
     assert len(driver.tries) >= 79
     assert (node.outcomes.told, node.files()) == ([("prepare", "NvmlTransientError")], {})
@@ -460,7 +460,7 @@ def test_attempt_that_waits_does_not_keep_the_driver_from_stopping(
     calls.prepare(node, claim(GPU_0))
     waits(node, "uid-1")
     node.waiter.stop()
-    assert ("in use by" if error else "still being torn down") in error_of(calls.answer("uid-1"))
+    assert ("in use by" if error else "has not finished") in error_of(calls.answer("uid-1"))
 
 
 def test_claims_that_swapped_devices_do_not_wait_for_each_other(tmp_path: Path) -> None:
@@ -576,7 +576,7 @@ def test_claims_at_random_are_never_given_one_device_and_end_clean(tmp_path: Pat
             node.claims.unused.discard(uid)
             answer = chance.choice(nodes).prepare(wanted, 4.0)
             if isinstance(answer, Failed):
-                assert "is held by" in answer.error or "still being torn down" in answer.error, answer
+                assert "is held by" in answer.error or "has not finished" in answer.error, answer
             depart = chance.choice(["unused", "deleted", "kept"])
             if depart == "unused":
                 node.claims.unused.add(uid)

@@ -89,13 +89,13 @@ def test_an_account_to_which_the_policies_do_not_apply_proves_nothing() -> None:
 def test_the_status_of_claims_in_the_pod() -> None:
     """Where RBAC lets it: on a claim of the node, which the driver knows by name."""
     old = Server("confine", patch=answer_of("policy"))
-    says(proof(old).claim_status(), "SKIP", "no claim with a device is known here")
+    says(proof(old).claim_status(), "SKIP", "not tested: no prepared claim")
     path = "resource.k8s.io/v1/namespaces/default/resourceclaims"
     gone = ApiRejectedError("not found", status=404, reason="NotFound")
     for server, status, parts in (
-        (Server("confine", patch=None), "WARN", ("could change who gets which device",)),
+        (Server("confine", patch=None), "WARN", ("could change which pods use a claim",)),
         (Server("confine", patch=answer_of("server")), "OK", ("the API server itself",)),
-        (Server("confine", patch=FORBIDDEN), "SKIP", ("before the policy of gpu-dra-driver was asked",)),
+        (Server("confine", patch=FORBIDDEN), "SKIP", ("so the policy of gpu-dra-driver was not tested",)),
     ):
         server.objects = {f"{path}/gone": gone, f"{path}/c1": CLAIM}
         says(proof(server, "gone", "c1").claim_status(), status, *parts)

@@ -104,7 +104,7 @@ def test_device_of_a_claim_that_no_slice_has_is_counted_and_shown() -> None:
         Row("n", "gpu-1", "-", "ml/train", ("ml/train-0",), "-", NOT_PUBLISHED),
         Row("n", "gpu-2", "-", "ml/train", ("ml/train-0",), "-", NOT_PUBLISHED),
     ]
-    assert str(sums) == "0 GPUs: 0 free, 0 in use, 0 tainted; 2 more devices of claims are in no slice"
+    assert str(sums) == "0 GPUs: 0 free, 0 in use, 0 tainted; 2 more devices of claims are not in any slice"
 
 
 def test_gpu_in_maintenance_is_shown_with_the_claims_on_it_and_not_counted_as_missing() -> None:

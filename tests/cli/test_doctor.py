@@ -135,7 +135,7 @@ def test_a_check_of_several_things_has_a_line_for_each() -> None:
 
 
 def test_checks_that_cannot_run_for_one_cause_are_one_line() -> None:
-    away = skip("the API server cannot be asked")
+    away = skip("the API server does not answer")
     outcomes = [
         Outcome("API server", fail("it is away", "start it")),
         Outcome("node", away),
@@ -147,7 +147,7 @@ def test_checks_that_cannot_run_for_one_cause_are_one_line() -> None:
     ]
     assert folded(outcomes) == [
         outcomes[0],
-        Outcome("3 checks", skip("the API server cannot be asked: node, clock, slices")),
+        Outcome("3 checks", skip("the API server does not answer: node, clock, slices")),
         outcomes[2],
         outcomes[4],
         outcomes[5],
@@ -237,7 +237,7 @@ def test_links_in_dev_char_are_checked(host: Host, tmp_path: Path) -> None:
     assert (found.status, found.seen) == (
         "WARN",
         f"19 links missing or wrong in {links.directory}: 195:0, 195:1, 195:2, 195:254 and 15 more; with some versions "
-        "of runc and systemd, `systemctl daemon-reload` takes GPUs from running containers",
+        "of runc and systemd, `systemctl daemon-reload` removes GPUs from running containers",
     )
     links.make()
     assert host.checks().dev_char_links().status == "OK"
@@ -469,7 +469,7 @@ def test_gpu_without_minor_number_is_not_called_lost(host: Host, tmp_path: Path)
     found = replace(host.inventory, gpus=(replace(first, minor=None), *rest), faults=(fault,))
     checks = host.checks(found, nodes=nodes, paths={"dev_root": str(tmp_path)})
     says(checks.nvml(), "WARN", f"{fault.subject}: {fault.text}")
-    says(checks.device_nodes(), "OK", "and those of 7 GPUs")
+    says(checks.device_nodes(), "OK", "and the nodes of 7 GPUs")
 
 
 def test_mig_mode_without_devices(tells: Tells, host: Host) -> None:
@@ -638,7 +638,7 @@ def test_records_of_a_boot_that_is_not_known_are_not_called_prepared(kubelet: Ku
     store.open("boot-1")
     store.save(ClaimRecord(AllocatedClaim(ClaimRef("ns", "c", "uid-1"), ()), "prepared", "boot-1", (), ()))
     assert kubelet.records() == warn(
-        "the ID of this boot cannot be read, so a claim that is shown as prepared may be of a boot before",
+        "the ID of this boot cannot be read, so a claim that is shown as prepared may be from before the last reboot",
         "mount the node's /proc",
     )
 
@@ -776,7 +776,7 @@ def test_the_node_and_what_a_device_plugin_offers_there(
     answers.answers[path] = node_with(nodeInfo=info)
     assert cluster.node_object().version == "containerd://2.1.4"
     answers.answers[path] = node_with(nodeInfo={"containerRuntimeVersion": "docker://29.4.0"})
-    says(cluster.node_object(), "FAIL", "Docker (cri-dockerd), which gives containers no devices of claims")
+    says(cluster.node_object(), "FAIL", "Docker (cri-dockerd), which does not support devices of claims")
     ill = {"conditions": [{"type": "Ready", "status": "False"}]}
     answers.answers[path] = node_with(**ill, allocatable={"nvidia.com/mig-x": "0"})
     tells(cluster.node_object())
@@ -847,7 +847,7 @@ def test_checks_are_one_line_when_the_api_server_has_no_access_reviews(
 ) -> None:
     checks = against(server, tmp_path, claims=lambda: [ClaimRef("default", "a", "u")])
     lines = folded(run_checks(checks.all()))
-    why = "not checked: this API server has no access reviews"
+    why = "not checked: this API server does not support access reviews"
     assert [line for line in lines if line.finding.status == "SKIP"] == [
         Outcome("3 checks", skip(f"{why}: permissions, admission policy, claim policy"))
     ]

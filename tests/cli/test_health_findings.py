@@ -93,7 +93,7 @@ def test_pods_on_a_lost_gpu_and_its_mig_devices_are_named_in_the_command_that_en
     view = NodeView("n", "d", "now", gpus=(ONE, TWO), holdings=holdings, health=(seen("lost", "gpu-lost"),))
     (found,) = health_findings(view, has_nvml=True)
     assert str(found.remedy).startswith(
-        "`kubectl -n ml delete pod a b` and `kubectl -n web delete pod c` and end the pods of claim ml/c, then "
+        "`kubectl -n ml delete pod a b` and `kubectl -n web delete pod c` and delete the pods of claim ml/c, then "
         "`gpu-dra-driver detach 0000:1b:00.0`"
     )
 

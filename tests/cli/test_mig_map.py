@@ -186,9 +186,9 @@ def test_holders_of_devices_on_demand() -> None:
     )
     assert owners(entry) == {
         0: "claim default/a, claim default/b",
-        1: "made by gpu-dra-driver, held by no claim, to be destroyed",
-        2: "being made by gpu-dra-driver",
-        3: "made by gpu-dra-driver, held by no claim",
+        1: "created by gpu-dra-driver, not used by a claim, will be destroyed",
+        2: "being created by gpu-dra-driver",
+        3: "created by gpu-dra-driver, not used by a claim",
         4: "not ours",
     }
     assert entry.mode == "on, MIG devices on demand"

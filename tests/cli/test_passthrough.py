@@ -73,7 +73,8 @@ def test_cards_that_can_go(host: Host) -> None:
     assert host.seen(record) == [
         (
             "OK",
-            "8 cards for virtual machines, 2 under vfio now, 1 of them by an administrator, which stay so",
+            "8 cards for virtual machines, 2 under vfio now, 1 of them by an administrator; gpu-dra-driver does not "
+            "change these",
             None,
         )
     ]
@@ -142,17 +143,20 @@ def test_node_whose_gpus_are_all_under_vfio_needs_no_nvidia_driver(host: Host) -
     first, *others = driver_checks(host, passthrough=True).all()
     found = first.look()
     assert isinstance(found, Finding)
-    assert (found.status, found.seen) == ("OK", "8 on the PCI bus, 8 of them under vfio for virtual machines")
+    assert (found.status, found.seen) == (
+        "OK",
+        "8 on the PCI bus, 8 of them bound to vfio for virtual machines",
+    )
     for check in others:
         look = check.look()
         assert isinstance(look, Finding)
-        assert (look.status, look.seen) == ("SKIP", "every GPU of this node is under vfio")
+        assert (look.status, look.seen) == ("SKIP", "every GPU of this node is bound to vfio")
 
 
 def test_programs_that_keep_gpus_from_virtual_machines(host: Host) -> None:
     found = driver_checks(host, passthrough=True, users=lambda: ["dcgm (process 1)"]).gpu_agents()
     assert found.status == "WARN"
-    assert "no virtual machine can get those: dcgm (process 1)" in found.seen
+    assert "no virtual machine can get these GPUs: dcgm (process 1)" in found.seen
     assert driver_checks(host, passthrough=False).gpu_agents().status == "SKIP"
 
 

@@ -39,7 +39,7 @@ def test_read_only_root_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", list)
     with (
         pytest.raises(
-            FatalError, match=r"cannot make a temporary directory .*; set TMPDIR to one that is writable"
+            FatalError, match=r"cannot create a temporary directory .*; set TMPDIR to one that is writable"
         ),
         scratch_directory("look"),
     ):

@@ -161,7 +161,7 @@ HUNG = SeenProblem("nvml-unavailable", "", "NVML has not answered for more than 
     [
         ((), (), "Health unknown: NVML did not report it."),
         ((SeenGpu("gpu-1", "GPU-1"),), (HUNG,), f"Health unknown: {HUNG.text}"),
-        ((SeenGpu("gpu-1", "GPU-1", health="ok"),), (), "All GPUs are well."),
+        ((SeenGpu("gpu-1", "GPU-1", health="ok"),), (), "All GPUs are healthy."),
         (
             (SeenGpu("gpu-1", "GPU-1", health="ok"), SeenGpu("gpu-2", "GPU-2")),
             (),

@@ -181,7 +181,7 @@ def elsewhere(*expressions: Json) -> Json:
 REFUSED = (
     "The DaemonSet dra-driver-nvidia-gpu-kubelet-plugin in the namespace nvidia (release nvidias) is NVIDIA's DRA "
     "driver, which serves gpu.nvidia.com on the same nodes: uninstall it first, or move node by node with a label "
-    "(docs/migration.md). If something else keeps the two apart, set allowOtherDriver to true."
+    "(docs/migration.md). If the two never run on one node, set allowOtherDriver to true."
 )
 NOT_DRA = {"key": "gpus-by", "operator": "NotIn", "values": ["dra"]}
 HERE = {"kubeletPlugin": {"nodeSelector": {"gpus-by": "dra"}}}
@@ -235,7 +235,7 @@ def test_classes_of_another_release_are_refused(render: Callable[..., str], clus
         ("gpu-dra-driver", "second", {}, "serves gpu.nvidia.com on the same nodes"),
         ("gpu-dra-driver", "second", {"kubeletPlugin": {"nodeSelector": {"pool": "b"}}}, "kind: DaemonSet"),
         ("older-name", "gpu-dra-driver", {}, "kind: DaemonSet"),
-        ("gpu-dra-driver", "gpu-dra-driver", {}, "finds its pods by other labels"),
+        ("gpu-dra-driver", "gpu-dra-driver", {}, "selects its pods by other labels"),
     ],
 )
 def test_chart_next_to_its_own_release_takes_other_nodes_alone(
@@ -262,10 +262,10 @@ def test_notes_count_the_nodes_and_check_the_namespace(
     cluster.objects["nodes"] = [{"metadata": {"name": "node"}}]
     cluster.objects["namespaces"] = [{"metadata": {"name": "gpu-dra-driver", "labels": admits}}]
     assert "No node is labelled as a GPU node" in notes()
-    assert "does not say that it admits privileged pods" not in notes()
+    assert "has no label that allows privileged pods" not in notes()
     cluster.objects["nodes"][0]["metadata"]["labels"] = {"nvidia.com/gpu.present": "true"}
     del cluster.objects["namespaces"][0]["metadata"]["labels"]
-    assert "It runs on nodes that are labelled as GPU nodes: 1 of 1." in notes()
+    assert "The plugin runs on nodes that are labelled as GPU nodes: 1 of 1." in notes()
     assert "kubectl label namespace gpu-dra-driver pod-security.kubernetes.io/enforce=privileged" in notes()
 
 
@@ -274,7 +274,7 @@ def test_notes_count_the_nodes_and_check_the_namespace(
     ("values", "remedy"),
     [
         ({}, "kubectl label node NODE nvidia.com/gpu.deploy.dra-driver=false --overwrite"),
-        ({"driverUpgrades": {"enabled": True}}, "set driverUpgrades.enabled to false and choose the nodes"),
+        ({"driverUpgrades": {"enabled": True}}, "set driverUpgrades.enabled to false and select the nodes"),
     ],
 )
 def test_notes_warn_of_a_gpu_cluster(

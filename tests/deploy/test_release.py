@@ -55,7 +55,7 @@ def test_commit_whose_files_agree_is_released(repository: Path) -> None:
 @tabled("version")
 def test_version_is_refused_when_not_one_for_python_and_charts(repository: Path, version: str) -> None:
     with pytest.raises(
-        release.RefusedError, match=r"is no version: write VERSION=1\.2\.3 or VERSION=1\.2\.3-rc\.1\.$"
+        release.RefusedError, match=r"is not a version: write VERSION=1\.2\.3 or VERSION=1\.2\.3-rc\.1\.$"
     ):
         release.check(repository, version)
 

@@ -40,7 +40,7 @@ def samples_in(text: str) -> Samples:
     for family in parse(text):
         for sample in family.samples:
             key = (sample.name, tuple(sorted(sample.labels.items())))
-            assert key not in samples, f"{key} is there twice"
+            assert key not in samples, f"{key} appears twice"
             samples[key] = sample.value
     return samples
 

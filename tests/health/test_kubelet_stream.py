@@ -163,7 +163,7 @@ def test_card_under_vfio_is_unknown_and_neither_lost_nor_unhealthy(bench):
     told = bench.now()
     assert told[VFIO_0] == (
         v1.UNKNOWN,
-        "the GPU is under vfio for a virtual machine, so nobody on the node watches it",
+        "the GPU is bound to vfio for a virtual machine, so its health cannot be read",
     )
     assert told[VFIO_1] == (v1.HEALTHY, "")
 

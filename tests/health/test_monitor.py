@@ -477,7 +477,7 @@ def test_a_gpu_that_was_pulled_is_forgotten_after_ten_minutes(bench, is_replaced
     assert (change.is_gone, change.target) == (True, HealthTarget(gone))
     assert (
         change.text
-        == f"the NVIDIA driver no longer has the GPU at {bench.places[gone]}; its health is forgotten"
+        == f"the NVIDIA driver no longer has the GPU at {bench.places[gone]}; the plugin discards its health"
     )
     bench.turn(10)
     assert (bench.condition(0), len(bench.transitions)) == ("unknown", 1), "it is not watched any more"
@@ -940,7 +940,7 @@ def test_gpu_is_unresponsive_while_an_operation_hangs_even_if_nvml_hangs_too(thr
     made.hang("GPU-a")
     made.hanging["GPU-a"] = ("the start of the MPS daemon", -UNRESPONSIVE_AFTER_S)
     made.monitor.check_for_hangs()
-    text = "the GPU does not react: the start of the MPS daemon does not end"
+    text = "the GPU does not respond: the start of the MPS daemon does not finish"
     assert made.problems() == {"gpu-a": ("gpu-unresponsive", f"GPU gpu-a (GPU-a): {text}")}
     made.hanging["GPU-a"] = ("the start of the MPS daemon", float(-REBOOT_AFTER_S))
     for _ in range(2):
@@ -948,7 +948,7 @@ def test_gpu_is_unresponsive_while_an_operation_hangs_even_if_nvml_hangs_too(thr
     made.hanging.clear()
     made.monitor.check_for_hangs()
     assert made.problems() == {}
-    late = "the GPU does not react: the start of the MPS daemon has not ended for 15 minutes"
+    late = "the GPU does not respond: the start of the MPS daemon has not finished for 15 minutes"
     assert [(change.before, change.after) for change in made.told] == [
         (Severity.OK, Severity.DEGRADED),
         (Severity.DEGRADED, Severity.UNHEALTHY),

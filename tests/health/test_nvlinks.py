@@ -183,7 +183,7 @@ def test_gpu_on_switches_that_never_had_all_links_is_noticed_with_the_second_pol
     assert bench.tainted() == {"0": ["nvlink=fewer:NoSchedule"]}
     state = bench.monitor.book.state(HealthTarget(bench.uuids[0]))
     assert state.reasons[0].text == (
-        "only 17 NVLinks to switches are up, and 18 on an equal GPU of the machine"
+        "only 17 NVLinks to switches are up, but 18 on another GPU of this machine"
     )
 
 

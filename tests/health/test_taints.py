@@ -136,7 +136,7 @@ def test_a_fabric_that_was_not_ready_when_the_device_was_read_is_a_taint_whateve
     polled = states((HealthTarget(WHOLE.uuid), PollResult(PolledHealth(fabric="ready"))))
     for found in ({}, polled):
         assert list(device_taints(read(pending), found, {})) == [taint("fabric", "pending")]
-    broken = UnreadyFabric("broken", "registration ended with NVML error 999", NOW)
+    broken = UnreadyFabric("broken", "the registration failed with NVML error 999", NOW)
     assert list(device_taints(read(broken), polled, {})) == [taint("fabric", "broken")]
     for device in (read(None), read(UnreadyFabric("unknown", "Unknown Error", NOW)), read(pending, SMALL)):
         assert device_taints(device, polled, {}) == ()

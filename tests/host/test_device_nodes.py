@@ -133,7 +133,7 @@ def test_directory_that_takes_no_links_is_logged_once_and_fails_nothing(host: Ho
     for _ in range(2):
         links.make()
         links.make(["/dev/nvidia0"])
-    reason = f"cannot make links in {host.char}: No such file or directory"
+    reason = f"cannot create links in {host.char}: No such file or directory"
     assert logs == [{"event": "dev_char_links_failed", "log_level": "warning", "reason": reason}]
     host.char.mkdir()
     links.make()

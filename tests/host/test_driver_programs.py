@@ -62,7 +62,7 @@ def test_no_gpu_or_no_driver(smi, code, text, stream):
 def test_other_refusals(smi):
     with pytest.raises(NotSupportedError, match="does not support it"):
         smi("echo 'Timeslice is Not Supported'; exit 3").set_time_slice("GPU-1", 2)
-    with pytest.raises(RetryableError, match="ended with exit code 4: Insufficient Permissions") as caught:
+    with pytest.raises(RetryableError, match="failed with exit code 4: Insufficient Permissions") as caught:
         smi("echo 'Insufficient Permissions'; exit 4").set_time_slice("GPU-1", 2)
     assert not isinstance(caught.value, NvmlUnavailableError)
     with pytest.raises(NvmlUnavailableError, match="install the NVIDIA driver"):
@@ -84,7 +84,7 @@ def test_one_that_hangs_in_the_kernel_is_left_behind(smi, monkeypatch):
     monkeypatch.setattr(bounded_program, "_AFTER_KILL_S", 0.05)
     monkeypatch.setattr(bounded_program, "_kill", ignored)
     began = time.monotonic()
-    with pytest.raises(RetryableError, match="does not answer: it did not end within"):
+    with pytest.raises(RetryableError, match="does not answer: it did not finish within"):
         smi("exec sleep 60").set_time_slice("GPU-1", 2, 0.1)
     assert time.monotonic() - began < 20
     children[0].kill()

@@ -178,7 +178,7 @@ def test_a_library_behind_links_is_left_out_when_it_is_made_for_another_architec
     shutil.rmtree(tmp_path / "usr/lib")
     package = put_nixos_libraries(tmp_path)
     put_elf_libraries(tmp_path, package, "aarch64")
-    told = rf"not made for this machine \(x86_64\): the first, {package}/libcuda\S*, is made for aarch64"
+    told = rf"because this machine is x86_64: for example, {package}/libcuda\S* is for aarch64"
     with pytest.raises(RetryableError, match=told):
         root_at(tmp_path, nodes, machine="x86_64").scan(VERSION)
 
@@ -228,8 +228,8 @@ def test_libraries_of_another_architecture_are_left_out_with_one_note(
     assert files.linker_dirs == (own, "/usr/lib64")
     count = len(LIBRARIES) + 1  # X.org modules are searched only next to our libraries
     assert files.notes == (
-        f"{count} libraries below the driver root {HOST_ROOT} are left out, not made for this machine "
-        f"({machine}): the first, {foreign}/libEGL_nvidia.so.{VERSION}, is made for {other}",
+        f"{count} libraries below the driver root {HOST_ROOT} are not used, because this machine "
+        f"is {machine}: for example, {foreign}/libEGL_nvidia.so.{VERSION} is for {other}",
     )
 
 
@@ -267,7 +267,7 @@ def test_a_driver_of_another_architecture_alone_is_an_error_that_says_so(
     directory = f"/usr/lib/{other}-linux-gnu"
     nodes = driver_root(tmp_path, directory=directory)
     put_elf_libraries(tmp_path, directory, other)
-    told = rf"not made for this machine \({machine}\).*{directory}/lib.*install the NVIDIA driver"
+    told = rf"because this machine is {machine}: .*{directory}/lib.*install the NVIDIA driver"
     with pytest.raises(RetryableError, match=told):
         root_at(tmp_path, nodes, machine=machine).scan(VERSION)
     with pytest.raises(NvmlUnavailableError, match=told):

@@ -262,11 +262,11 @@ BROKEN = [
         elfdriver.of_a_newer_libc, r"exit code 1.*GLIBC_9[0-9.]*' not found", id="needs-a-newer-libc"
     ),
     pytest.param(
-        elfdriver.of_an_absent_loader, "the loader that it names is not there", id="needs-an-absent-loader"
+        elfdriver.of_an_absent_loader, "the loader that it names is missing", id="needs-an-absent-loader"
     ),
     pytest.param(
         elfdriver.of_another_architecture,
-        "it is no program for this machine's architecture",
+        "it is not built for this machine's architecture",
         id="of-another-architecture",
     ),
     pytest.param(_not_executable, "Permission denied", id="not-executable"),

@@ -100,7 +100,7 @@ def test_a_destroyed_instance_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(RetryableError, match=r"gpu3/mig/gi2/access .*destroyed"):
         caps.nodes(3, 2, 0)
     put(tmp_path, "proc/driver/nvidia/capabilities/gpu3/mig/gi1/access", "nothing")
-    with pytest.raises(RetryableError, match="names no device file"):
+    with pytest.raises(RetryableError, match="does not name a device file"):
         caps.nodes(3, 1, 0)
 
 
@@ -195,8 +195,8 @@ def test_what_is_there_is_left_when_it_is_not_a_character_device(
     with pytest.raises(RetryableError) as caught:
         CapabilityNodes(MigCaps(str(proc)), str(tmp_path / "root"), Mknod()).make_missing()
     assert str(caught.value) == (
-        "cannot make the device node /dev/nvidia-caps/nvidia-cap12 (c 237:12): something else is there; "
-        "remove it from the node, and find out what has put it there"
+        "cannot create the device node /dev/nvidia-caps/nvidia-cap12 (c 237:12): another file is there; "
+        "remove it from the node, and find out what created it"
     )
     assert os.path.lexists(place)
 
@@ -214,7 +214,7 @@ def test_a_stale_node_in_the_file_system_is_recreated_and_a_block_device_is_not(
     block = root / "dev/nvidia-caps/nvidia-cap84"
     block.unlink()
     os.mknod(block, stat.S_IFBLK | 0o600, os.makedev(237, 84))
-    with pytest.raises(RetryableError, match=r"nvidia-cap84 \(c 237:84\): something else is there"):
+    with pytest.raises(RetryableError, match=r"nvidia-cap84 \(c 237:84\): another file is there"):
         nodes.make_missing()
 
 
@@ -236,7 +236,7 @@ def test_the_error_says_what_to_do_when_a_node_cannot_be_made(proc: Path) -> Non
     with pytest.raises(RetryableError) as caught:
         CapabilityNodes(MigCaps(str(proc)), "/", refused).make_missing()
     assert str(caught.value) == (
-        "cannot make the device node /dev/nvidia-caps/nvidia-cap12 (c 237:12): Operation not permitted; "
+        "cannot create the device node /dev/nvidia-caps/nvidia-cap12 (c 237:12): Operation not permitted; "
         "run the MPS host as root with the host's /dev (in a pod: privileged), "
         "or run `nvidia-modprobe -f /proc/driver/nvidia/capabilities/gpu0/mig/gi1/access` on the node"
     )

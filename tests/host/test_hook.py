@@ -207,14 +207,14 @@ def test_an_installed_hook_must_run_with_what_the_host_has(driver: Path, host: P
     assert on_host != hook
     refused = finder(driver, host, plugin=plugin).find()
     assert refused.host_path is None
-    assert "ends with exit code 127" in refused.notes[0]
+    assert "failed with exit code 127" in refused.notes[0]
     put_shell(host)
     assert finder(driver, host, plugin=plugin).find() == Hook(str(hook), HOOK_VERBS)
 
 
 @pytest.mark.parametrize(
     ("error", "cause"),
-    [(TimeoutError(), "it did not end"), (OSError(errno.ETXTBSY, "it is busy"), "it is busy")],
+    [(TimeoutError(), "it did not finish"), (OSError(errno.ETXTBSY, "it is busy"), "it is busy")],
 )
 def test_a_hook_that_gave_no_answer_is_queried_again_later(
     driver: Path, plugin: Path, error: Exception, cause: str, monkeypatch: pytest.MonkeyPatch
@@ -249,7 +249,7 @@ def test_the_cause_is_the_last_line_that_a_hook_says_when_it_does_not_run(
     put_program(plugin, "/nvidia-cdi-hook", script)
     hook = finder(driver, plugin=plugin).find()
     assert hook.host_path is None
-    assert f"does not run on the host (it ends with exit code 1{reason}) and is not used" in hook.notes[0]
+    assert f"does not run on the host (it failed with exit code 1{reason}) and is not used" in hook.notes[0]
 
 
 def put_shell(root: Path) -> None:
@@ -289,7 +289,7 @@ def test_one_that_was_requested_is_never_dropped_silently(driver: Path, host: Pa
         finder(driver, host, host_path).find()
     with pytest.raises(RetryableError, match=r"/run/nvidia/driver/usr/bin/hook is not a file"):
         finder(driver, None, "/run/nvidia/driver/usr/bin/hook").find()
-    with pytest.raises(RetryableError, match="give the absolute path"):
+    with pytest.raises(RetryableError, match="set the flag to the absolute path"):
         finder(driver, None, "nvidia-cdi-hook").find()
     put_hook(host, host_path)
     assert finder(driver, host, host_path).find() == Hook(host_path, HOOK_VERBS)
@@ -301,7 +301,7 @@ def test_one_where_this_process_sees_nothing_is_trusted_and_noted(
 ) -> None:
     hook = found(finder(driver, tmp_path / mounted if mounted else None, TOOLKIT))
     assert (hook.host_path, hook.verbs) == (TOOLKIT, BASE_HOOK_VERBS)
-    assert f"--nvidia-cdi-hook-path {TOOLKIT} lies where this process does not see the host" in hook.notes[0]
+    assert f"--nvidia-cdi-hook-path {TOOLKIT} is not visible to this process" in hook.notes[0]
 
 
 def test_the_places_are_those_that_decide(driver: Path, host: Path) -> None:

@@ -108,7 +108,7 @@ def _beside(pci_class: int, bus_id: str = "0000:99:00.0", **more: object) -> Cal
 SHARES = "its IOMMU group 20 also has PCI function 0000:99:00.0 ({}), which the virtual machine would get too"
 PROBLEMS: dict[str, tuple[Callable[[Machine], None], str]] = {
     "no IOMMU": (
-        lambda machine: machine.set_system(iommu=False), "the kernel has no IOMMU for it; switch the IOMMU on"
+        lambda machine: machine.set_system(iommu=False), "the kernel has no IOMMU group for it; enable the IOMMU"
     ),
     "network": (_beside(0x020000, vendor=0x15B3, driver="mlx5_core"), SHARES.format("a network controller")),
     "disk": (_beside(0x010802, vendor=0x144D, driver="nvme"), SHARES.format("a disk controller")),
@@ -171,7 +171,7 @@ def test_card_of_another_driver_says_whose_it_is(node: Node) -> None:
     link = node.machine.host_root / "sys/bus/pci/devices" / GPU / "driver"
     link.unlink()
     link.symlink_to("../../../bus/pci/drivers/nouveau")
-    assert (node.card.problem or "").startswith("the kernel driver nouveau has it; unbind it")
+    assert (node.card.problem or "").startswith("it is bound to the kernel driver nouveau; unbind it")
 
 
 def test_card_that_an_administrator_gave_to_vfio_is_bound_and_known_by_its_place(node: Node) -> None:
@@ -203,8 +203,9 @@ def test_card_whose_companion_the_administrator_forgot_is_of_no_use(node: Node, 
     assert problem() is None
     node.cards.bind(AUDIO, "snd_hda_intel", 1)
     assert problem() == (
-        f"it is with vfio-pci, but PCI function {AUDIO} of its IOMMU group is with snd_hda_intel, so no virtual "
-        "machine can open the group; give that function to vfio-pci too, or the GPU back to the NVIDIA driver"
+        f"it is bound to vfio-pci, but PCI function {AUDIO} of its IOMMU group is bound to snd_hda_intel, so a virtual "
+        f"machine cannot open the group; bind PCI function {AUDIO} to vfio-pci too, or return the GPU to the NVIDIA "
+        "driver"
     )
 
 
@@ -334,7 +335,7 @@ def test_write_that_fails_is_one_sentence(node: Node, word: str, act: Callable[[
 
 def test_unbind_without_effect_is_reported(node: Node) -> None:
     node.machine.set_fault("unbind", code="no-effect", count=1)
-    with pytest.raises(RetryableError, match="the kernel took it and did nothing"):
+    with pytest.raises(RetryableError, match="the kernel accepted the request but did not unbind it"):
         node.cards.unbind(GPU, WAIT_S)
     node.cards.unbind(GPU, WAIT_S)
     assert node.drivers()[0] is None
@@ -343,16 +344,18 @@ def test_unbind_without_effect_is_reported(node: Node) -> None:
 def test_probe_without_effect_shows_in_what_is_missing(node: Node) -> None:
     node.machine.set_fault("drivers_probe", code="no-effect")
     with pytest.raises(
-        RetryableError, match=f"give GPU {GPU} to vfio-pci: PCI function {GPU} is with no driver"
+        RetryableError, match=f"bind GPU {GPU} to vfio-pci: PCI function {GPU} is bound to no driver"
     ):
         node.give()
     node.machine.clear_faults()
     node.cards.probe(GPU, WAIT_S)
-    with pytest.raises(RetryableError, match=f"PCI function {AUDIO} is with no driver; see the kernel log"):
+    with pytest.raises(
+        RetryableError, match=f"PCI function {AUDIO} is bound to no driver; see the kernel log"
+    ):
         node.cards.verify(node.card, "vfio-pci", 0.0)
     node.cards.probe(AUDIO, WAIT_S)
     (node.machine.host_root / "dev/vfio/20").unlink()
-    with pytest.raises(RetryableError, match="there is no node /dev/vfio/20"):
+    with pytest.raises(RetryableError, match="the device node /dev/vfio/20 is missing"):
         node.cards.verify(node.card, "vfio-pci", 0.0)
 
 
@@ -364,7 +367,7 @@ def test_driver_without_override_does_not_take_the_card(node: Node) -> None:
 
 
 def test_module_that_cannot_be_loaded_is_named(node: Node) -> None:
-    for code, text in (("ENOEXEC", "exec format error"), ("hang", "it did not end within 0.05 s")):
+    for code, text in (("ENOEXEC", "exec format error"), ("hang", "it did not finish within 0.05 s")):
         node.machine.set_fault("modprobe", code=code)
         with pytest.raises(
             RetryableError, match=f"load the kernel module vfio_pci .*{text}.*run `modprobe vfio_pci`"
@@ -372,7 +375,7 @@ def test_module_that_cannot_be_loaded_is_named(node: Node) -> None:
             node.cards.ready_driver(GPU, 0.05)
         node.machine.clear_faults()
     node.machine.set_fault("modprobe", code="no-effect")
-    with pytest.raises(RetryableError, match="vfio_pci is loaded and has no driver vfio-pci"):
+    with pytest.raises(RetryableError, match="vfio_pci is loaded but does not provide the driver vfio-pci"):
         node.cards.ready_driver(GPU, 0.05)
     node.machine.set_system(vfio_modules=[])
     node.machine.clear_faults()
@@ -480,12 +483,12 @@ def test_write_that_hangs_keeps_the_lock_of_its_gpu_and_nothing_else_of_a_killed
 
 def test_write_whose_process_does_not_start_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(OSError, match="the writing process ended with exit code 1: it printed nothing"):
+    with pytest.raises(OSError, match="the writing process failed with exit code 1: it printed nothing"):
         HostPciControl(str(tmp_path)).write(str(tmp_path / "unbind"), "0000:16:00.0")
 
 
 def test_host_without_modprobe_says_so(tmp_path: Path) -> None:
-    with pytest.raises(RetryableError, match=r"modprobe says .chroot: "):
+    with pytest.raises(RetryableError, match=r"modprobe reports .chroot: "):
         HostPciControl(str(tmp_path)).load_module("vfio_pci", WAIT_S)
 
 

@@ -310,7 +310,7 @@ BREAKS: Mapping[str, Break] = {
         lambda site: site.claim(parameters(strategy="MPS")), "MpsHostMissing", "mps-host-missing", "MPS host"
     ),
     "an MPS daemon ended": Break(
-        _end_the_mps_daemon, "MpsDaemonFailed", "mps-daemon-failed", "ended while it started"
+        _end_the_mps_daemon, "MpsDaemonFailed", "mps-daemon-failed", "stopped during its start"
     ),
     "a MIG device cannot be destroyed": Break(
         _hold_a_mig_device,

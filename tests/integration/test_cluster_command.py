@@ -72,7 +72,7 @@ def test_a_right_that_is_missing_is_named(at_work: list[str], node: Node) -> Non
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == (
         "gpu-dra-driver: this user may not list resourceclaims.resource.k8s.io in all namespaces; "
-        "ask for a ClusterRole with the verb list for resourceclaims.resource.k8s.io\n"
+        "request a ClusterRole with the verb list for resourceclaims.resource.k8s.io\n"
     )
     # Without pods the rest is still true.
     node.server.faults.fail(1, 403, reason="Forbidden", path="/api/v1/pods")
@@ -139,7 +139,10 @@ def test_top_of_a_node_is_run_in_the_pod_of_the_plugin(tmp_path: Path) -> None:
 def test_a_namespace_that_cannot_be_is_refused(namespace: str) -> None:
     done = call("cluster", "--kubeconfig", "/nowhere", f"--namespace={namespace}")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"gpu-dra-driver: {namespace!r} is not the name of a namespace; check --namespace\n"
+    assert (
+        done.stderr
+        == f"gpu-dra-driver: {namespace!r} is not a valid name of a namespace; check --namespace\n"
+    )
 
 
 def test_a_cluster_without_the_driver(make_node) -> None:
@@ -210,7 +213,7 @@ def test_missing_right_to_read_use_is_named(used: Used) -> None:
     rows, [said] = used.look("-n", "default")
     assert [row["use"] for row in rows] == ["-"] * 3
     assert said == (
-        f"use is not known: node {NODE}: this user needs a Role with the verb get for pods/proxy in namespace "
+        f"usage is not known: node {NODE}: this user needs a Role with the verb get for pods/proxy in namespace "
         "gpu-dra-driver"
     )
 
@@ -220,7 +223,7 @@ def test_missing_right_to_read_use_is_named(used: Used) -> None:
     [
         ({"status": 503, "reason": "ServiceUnavailable"}, "must let the API server reach port 8080"),
         ({"status": 404, "reason": "NotFound"}, "HTTP 404"),
-        ({"status": 200, "body": b"# HELP up x\nup 1\n"}, "does not measure use"),
+        ({"status": 200, "body": b"# HELP up x\nup 1\n"}, "does not measure usage"),
         (
             {"status": 200, "body": b"nvidia_dra_device_processes{ 1\n"},
             "could not convert",
@@ -231,7 +234,7 @@ def test_node_that_does_not_answer_is_one_line(used: Used, answer: dict[str, Any
     used.answers(**answer)
     rows, [said] = used.look("-n", "default")
     assert len(rows) == 3
-    assert said.startswith(f"use is not known: node {NODE}: ")
+    assert said.startswith(f"usage is not known: node {NODE}: ")
     assert expected in said
 
 
@@ -239,5 +242,5 @@ def test_cluster_whose_plugins_serve_no_metrics(at_work: list[str]) -> None:
     done = call(*at_work, "--usage")
     assert (done.returncode, done.stderr) == (
         0,
-        f"gpu-dra-driver: use is not known: no pod of driver {DRIVER} serves metrics\n",
+        f"gpu-dra-driver: usage is not known: no pod of driver {DRIVER} serves metrics\n",
     )

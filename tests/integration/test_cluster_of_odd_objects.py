@@ -188,7 +188,7 @@ def test_what_cannot_be_read_is_named_and_the_rest_shown(
     server.serve(objects)
     found = server.look()
     [text] = found["unknown"]
-    assert text.startswith(f"{why} is left out, it cannot be read: ")
+    assert text.startswith(f"{why} is skipped, because it cannot be read: ")
     assert [row["device"] for row in found["rows"] if row["node"] == "node-a"]
 
 

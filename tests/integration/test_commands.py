@@ -121,7 +121,7 @@ def test_doctor_names_a_lost_gpu_when_no_plugin_runs(node: Node) -> None:
     node.machine.restore_gpu(5)
     health.write_text("{broken")
     ((status, seen, remedy),) = health_lines(node)
-    assert (status, seen.startswith(f"the kept health {health} cannot be read: ")) == ("WARN", True)
+    assert (status, seen.startswith(f"the saved health {health} cannot be read: ")) == ("WARN", True)
     assert "restart gpu-dra-driver" in remedy
     assert health.read_text() == "{broken"
 
@@ -143,7 +143,7 @@ def test_a_gpu_that_hangs_hides_nothing_else_from_doctor(node: Node) -> None:
         ("NVML", "OK", "8 GPUs answer, NVIDIA driver 580.95.05, CUDA 13.0"),
         ("health", "FAIL", f"{named} is unhealthy: Xid 95"),
         ("health", "WARN", f"the health of {', '.join(others(node, ill.uuid)[:4])} and 3 more is not known"),
-        ("device nodes", "OK", "/dev/nvidiactl, /dev/nvidia-uvm and those of 8 GPUs"),
+        ("device nodes", "OK", "/dev/nvidiactl, /dev/nvidia-uvm and the nodes of 8 GPUs"),
         ("MIG mode", "OK", "0 of 8 GPUs in MIG mode"),
     }
 
@@ -194,8 +194,8 @@ def test_doctor_where_nothing_is_there(tmp_path: Path) -> None:
     assert any(
         line.startswith("FAIL  API server") and "cannot be read" in line for line in done.stdout.splitlines()
     )
-    (line,) = (line for line in done.stdout.splitlines() if "API server cannot be asked" in line)
-    assert line.startswith("SKIP  7 checks             the API server cannot be asked: permissions, node, ")
+    (line,) = (line for line in done.stdout.splitlines() if "API server does not answer" in line)
+    assert line.startswith("SKIP  7 checks             the API server does not answer: permissions, node, ")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -355,7 +355,7 @@ def test_claims_of_a_node_that_never_had_any(tmp_path: Path) -> None:
         "claims", "--kubelet-plugins-directory-path", str(tmp_path), "--cdi-root", str(tmp_path / "cdi")
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == f"no claim is prepared (records are looked for in {tmp_path / DRIVER / 'claims'})\n"
+    assert done.stdout == f"no claim is prepared (records: {tmp_path / DRIVER / 'claims'})\n"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -489,7 +489,7 @@ def test_examples_fit_the_machines_that_they_are_for() -> None:
     assert devices["ResourceClaimTemplate nvlink-domain"] == 2
     assert all(devices.values())
     notes = [note for report in reports if report["name"] == "Pod two-claims" for note in report["notes"]]
-    assert notes == ["its 2 claims fit at one time"]
+    assert notes == ["its 2 claims fit together"]
     code, reports, _ = validate(str(EXAMPLES / "static-mig"), "--simulate", "h100-mig-static")
     assert code == 0
     assert len(reports[0]["devices"]) == 1
@@ -561,9 +561,9 @@ def test_first_available_with_profiles_of_mig(dynamic: bool) -> None:
         assert given == [["gpu/m1"], [], ["gpu/m2", "gpu/m2"], [], ["gpu/m1"]]
         (fault,) = reports[1]["faults"]
         assert fault.endswith(
-            "no choice of them serves all requests at one time with matchAttribute gpu.nvidia.com/parentUUID"
+            "no combination of them serves all requests together with matchAttribute gpu.nvidia.com/parentUUID"
         )
-        assert "GpuConfig does not fit device" in reports[3]["faults"][0]
+        assert "GpuConfig does not apply to device" in reports[3]["faults"][0]
     else:
         # The classes are those of the driver, even without devices for them on this machine.
         assert given == [["gpu/whole"], [], [], ["gpu/whole"], ["gpu/whole"]]
@@ -573,7 +573,7 @@ def test_first_available_with_profiles_of_mig(dynamic: bool) -> None:
                 "1g.10gb, 1g.10gb+me, 1g.20gb, 2g.20gb, 3g.40gb, 4g.40gb, 7g.80gb"
             ]
     assert reports[3]["hints"] == [
-        "spec.devices.config[0].requests: GpuConfig does not fit gpu/m1, whose devices Prepare would refuse; "
+        "spec.devices.config[0].requests: GpuConfig does not apply to gpu/m1, so Prepare would refuse its devices; "
         "write gpu/whole instead of gpu"
     ]
     assert reports[4]["hints"] == []
@@ -597,10 +597,10 @@ def test_each_sort_of_machine_is_tried_and_the_pods_of_an_object_as_one() -> Non
     code, reports, _ = validate("-", *machines, stdin=yaml.safe_dump_all(documents))
     assert code == 1
     assert [report["verdict"] for report in reports] == ["OK", "OK", "FAULT", "OK"]
-    free = "though each does alone: request gpu asks for 3 devices, but other claims hold too many"
+    free = "although each fits alone: request gpu asks for 3 devices, but other claims use too many"
     assert reports[2]["faults"] == [
-        f"its 3 claims do not fit on dgx-h100 at one time, {free} (2 of 8 matching devices are free)",
-        f"its 3 claims do not fit on a30-4 at one time, {free} (1 of 4 matching devices are free)",
+        f"its 3 claims do not fit on dgx-h100 together, {free} (2 of 8 matching devices are free)",
+        f"its 3 claims do not fit on a30-4 together, {free} (1 of 4 matching devices are free)",
     ]
     # A claim that fits one kind of machine fits, and the report names the kind that it does not fit.
     assert any(note.startswith("fits dgx-h100, for example: ") for note in reports[3]["notes"])
@@ -670,7 +670,7 @@ def test_each_mistake_has_its_sentence() -> None:
         if kind != "faults" and report["name"] != "Pod unused":
             assert report["faults"] == [], report
     rest = [report["faults"] for report in reports[len(wrong) :]]
-    assert rest[0] == ["a is written twice"]
+    assert rest[0] == ["a appears twice"]
     assert rest[1] == ["this document is not a Kubernetes object"]
     assert rest[2][0].startswith("is not valid YAML: ")
 

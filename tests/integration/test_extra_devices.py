@@ -80,10 +80,10 @@ def test_claims_wait_for_the_daemon_and_no_other_claim_does(tray: Node) -> None:
     monitor = tray.allocated_by_hand("monitor", name, adminAccess=True)
     training = tray.claim("training")
     for state, said in {
-        "initializing": "says 'INITIALIZING'",
+        "initializing": "reports 'INITIALIZING'",
         "hung": "does not answer",
         "killed": "Connection refused",
-        "stopped": "its control socket /etc/nvidia-imex/imex_ctrl.sock is not there",
+        "stopped": "its control socket /etc/nvidia-imex/imex_ctrl.sock is missing",
     }.items():
         tray.machine.set_system(imex=state)
         outcomes = tray.prepare(training, monitor)
@@ -103,7 +103,7 @@ def test_a_daemon_that_listens_nowhere_is_reported_how(tray: Node) -> None:
     tray.running(4, imex_channel=0)
     tray.refused(tray.claim("training"), "set IMEX_CMD_ENABLED=1 and IMEX_CMD_UNIX_DOMAIN_PATH=", imex.CONFIG)
     config.unlink()
-    tray.refused(tray.claim("more"), f"is not installed: {imex.CONFIG} is not there")
+    tray.refused(tray.claim("more"), f"is not installed: {imex.CONFIG} is missing")
 
 
 def test_channels_that_vanish_before_the_spec_is_written(tray: Node, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +133,7 @@ def test_claim_waits_for_the_daemon_again_after_a_reboot(tray: Node) -> None:
     tray.running(4, imex_channel=3)
     outcome = tray.prepare(ref)[ref.uid]
     assert isinstance(outcome, Failed)
-    assert "says 'INITIALIZING'" in outcome.error
+    assert "reports 'INITIALIZING'" in outcome.error
     tray.machine.set_system(imex="ready")
     assert tray.ready(ref) == first
 

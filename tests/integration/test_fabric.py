@@ -92,7 +92,7 @@ def test_a_claim_waits_for_the_fabric_and_then_gets_its_channel(tray: Node) -> N
         ref,
         f"GPU {gpu}",
         "is not registered with its NVLink fabric yet: the registration is in progress",
-        "the kubelet tries again",
+        "the kubelet retries",
         "nvidia-fabricmanager",
     )
     tray.machine.set_fabric(state=COMPLETED)
@@ -173,9 +173,12 @@ def test_a_fabric_that_fails_for_ever_is_reported_with_what_to_check(tray: Node)
         ({"state": IN_PROGRESS}, "yet: the registration is in progress"),
         (
             {"status": 999},
-            "could not be registered with its NVLink fabric: registration ended with NVML error 999",
+            "could not be registered with its NVLink fabric: the registration failed with NVML error 999",
         ),
-        ({"state": 7}, "does not tell whether it is registered with an NVLink fabric: NVML tells state 7"),
+        (
+            {"state": 7},
+            "does not report whether it is registered with an NVLink fabric: NVML reports state 7",
+        ),
     ]
     for index, (facts, _) in enumerate(told):
         tray.machine.set_fabric(index, **facts)
@@ -189,7 +192,7 @@ def test_a_fabric_that_cannot_be_read_now_is_not_taken_for_none(tray: Node) -> N
     tray.machine.set_fault("nvmlDeviceGetGpuFabricInfoV", code="unknown", gpu=0)
     tray.running(4, imex_channel=3)
     ref = by_hand(tray, "training")
-    tray.refused(ref, "does not tell whether", "Unknown Error", "the kubelet tries again")
+    tray.refused(ref, "does not report whether", "Unknown Error", "the kubelet retries")
     tray.machine.clear_faults()
     tray.ready(ref)
     assert channels(tray, ref) == [(f"{CHANNEL}3", 236, 3)]

@@ -34,7 +34,7 @@ def test_commands_work(tmp_path: Path) -> None:
         (["device-classes", *machine], "kind: DeviceClass"),
         (["claims", "-o", "yaml", *files], "claims: []"),
         (["cleanup", *files], "no cleanup is pending"),
-        (["detach", "--for", "10m", *plugins], "no instance of gpu-dra-driver"),
+        (["detach", "--for", "10m", *plugins], "gpu-dra-driver has closed NVML"),
     ]
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         done = list(pool.map(lambda line: call(*line[0]), lines))

@@ -48,8 +48,8 @@ def test_the_cause_is_reported_when_the_library_is_made_for_another_architecture
     put_elf_libraries(tmp_path, "/usr/lib/x86_64-linux-gnu", other)
     done = call("inspect", "--nvidia-driver-root", str(tmp_path), "--container-driver-root", str(tmp_path))
     assert (done.returncode, done.stdout) == (1, "")
-    assert f"not made for this machine ({os.uname().machine}): the first, /usr/lib/" in done.stderr
-    assert f"libnvidia-ml.so.{VERSION}, is made for {other}" in done.stderr
+    assert f"because this machine is {os.uname().machine}: for example, /usr/lib/" in done.stderr
+    assert f"libnvidia-ml.so.{VERSION} is for {other}" in done.stderr
 
 
 def test_taints_and_sharing_are_shown_as_published(node: Node, tmp_path: Path) -> None:
@@ -148,4 +148,4 @@ def test_equal_gpus_share_rows_and_one_gpu_can_be_named() -> None:
         assert call(*on_demand, "--mig", name).stdout.splitlines()[0] == drawn
     done = call(*on_demand, "9")
     assert (done.returncode, done.stdout) == (2, "")
-    assert "there is no GPU 9 here" in done.stderr
+    assert "there is no GPU 9 on this node" in done.stderr

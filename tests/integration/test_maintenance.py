@@ -333,7 +333,7 @@ def test_closing_that_someone_ends_in_between_does_not_start_the_maintenance(nod
         return found
 
     detachments.is_nvml_open = ended
-    assert "another process ended that" in failure(node, ref)
+    assert "another process ended the detachment" in failure(node, ref)
     detachments.is_nvml_open = is_open
     assert states(node) == {"reset": "waiting"}
     node.ready(ref)

@@ -154,7 +154,7 @@ def test_claims_share_a_device_that_is_made_on_demand(make_node: Callable[..., N
     assert clean(made)
     [event] = eventually(lambda: made.events("SchedulerOutdated"))
     assert event["involvedObject"]["name"] == NODE
-    assert "forgets what shared devices take" in event["message"]
+    assert "ignores the counters that shared devices use" in event["message"]
 
 
 def test_creation_that_is_refused_is_retried_and_reported_if_that_lasts(

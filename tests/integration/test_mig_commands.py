@@ -93,7 +93,7 @@ def test_drawing_says_who_holds_what_and_changes_nothing(tmp_path: Path) -> None
     owners = [line.rpartition(": ")[2] for line in drawn.splitlines() if line.startswith("  slice ")]
     assert owners == [
         "claim ml/training",
-        "made by gpu-dra-driver, held by no claim, to be destroyed",
+        "created by gpu-dra-driver, not used by a claim, will be destroyed",
         "not ours",
     ]
     assert "room for: 1g.10gb x4" in drawn

@@ -77,7 +77,7 @@ def test_gpus_change_as_they_run_empty_and_no_claim_is_disturbed(node: Node) -> 
     # What other processes show.
     directory = node.driver.settings.plugin_directory
     [text] = eventually(
-        lambda: [one.text for one in read_state(directory).layouts if "holds the GPU" in one.text]
+        lambda: [one.text for one in read_state(directory).layouts if "uses the GPU" in one.text]
     )
     assert text.startswith("claim default/held")
     printed, _ = slices_to_publish(replace(node.settings, kubeconfig=None))

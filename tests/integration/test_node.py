@@ -69,7 +69,7 @@ def test_gpu_that_is_back_serves_before_discovery_has_looked_again(node: Node) -
     node.driver.discovery.request_rescan()
     eventually(lambda: node.driver.discovery.latest().lost)
     ref = node.allocated_by_hand("on-lost", name)
-    node.refused(ref, "does not answer any more")
+    node.refused(ref, "which no longer answers")
     node.machine.restore_gpu(3)
     node.ready(ref)
 

@@ -187,7 +187,7 @@ def test_hang_on_one_gpu_and_a_bind_of_another_delay_no_claim_of_a_third(
             patch.setattr("dra_driver.journal.lanes.UNRESPONSIVE_AFTER_S", 0.5)
             refused = bind.result()[binds.uid]
             assert isinstance(refused, Failed), refused
-            node.refused(binds, f"GPU {node.machine.gpu(0).uuid} does not react")
+            node.refused(binds, f"GPU {node.machine.gpu(0).uuid} does not respond")
         assert session.pauses == 0
         node.machine.clear_faults()
     eventually(lambda: not node.driver.lanes.under_way())
@@ -217,7 +217,7 @@ def test_shutdown_of_nvml_that_hangs_before_a_bind_is_reported_and_holds_up_no_o
     nvml = HangingNvml(node.driver.discovery.nvml.session)
     try:
         with nvml.hanging("nvmlShutdown"):
-            node.refused(binds, "close NVML for a moment", "has not ended")
+            node.refused(binds, "close NVML for a moment", "has not finished")
             eventually(lambda: not node.driver.lanes.under_way())
             assert list((node.plugin_dir / "pauses").glob("*")) == []
             pods_start_and_end(node, "meanwhile", plain, "nvmlShutdown")

@@ -171,7 +171,7 @@ def test_passthrough_that_offers_no_gpu_is_a_problem_until_one_is_offered(
     [problem] = node.driver.passthrough.problems()
     assert problem == NodeProblem(
         "passthrough-unavailable",
-        f"no GPU of this node can be given to a virtual machine: {units.named(sorted(gpus))}: {why}",
+        f"no GPU of this node can be used by a virtual machine: {units.named(sorted(gpus))}: {why}",
     )
     eventually(lambda: problem.text in node.driver.problems())
     node.driver.discovery.scan_now(10)

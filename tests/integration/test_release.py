@@ -60,7 +60,7 @@ def test_share_waits_for_one_of_another_way_of_sharing(make_node: Callable[..., 
         for number, interval in enumerate(("Long", "Short"))
     )
     node.ready(first)
-    node.refused(second, "it asked for Long, this one for Short")
+    node.refused(second, "one requests Long, the other Short")
     node.delete_claim(first.name)
     with ThreadPoolExecutor(1) as pool:
         before = len(node.server.requests)
@@ -86,7 +86,9 @@ def test_claim_that_is_never_unprepared_is_undone_and_reported(
     eventually(lambda: node.records() == [f"{kept.uid}.json"])
     assert len(node.specs()) == 1
     [event] = eventually(lambda: node.events("ClaimRecovered"))
-    assert event["message"].startswith(f"Took the devices of claim default/old (UID {old.uid}) back: it was ")
+    assert event["message"].startswith(
+        f"Released the devices of claim default/old (UID {old.uid}): the claim was "
+    )
     node.driver.stop()
 
 
@@ -116,8 +118,8 @@ def test_stale_claim_stays_while_a_process_computes_on_its_device(
     node.delete_claim(old.name)
     [told] = eventually(lambda: node.events("ClaimStillInUse"))
     assert told["message"].startswith(
-        f"Claim default/old (UID {old.uid}) was deleted, but process 4711 (python3) still computes on {device} "
-        f"(GPU {gpu.uuid}); end that on the node"
+        f"Claim default/old (UID {old.uid}) was deleted, but process 4711 (python3) still uses {device} "
+        f"(GPU {gpu.uuid}); run `kill -9 4711` on the node"
     )
     assert (node.records(), len(node.specs())) == ([f"{old.uid}.json"], 1)
     assert node.events("ClaimRecovered") == []

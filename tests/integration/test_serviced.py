@@ -47,7 +47,8 @@ def test_serviced_gpu_loses_its_xid_where_the_driver_reports_no_recovery_action(
     none = serviced(names[3])
     assert (none.returncode, none.stdout) == (1, "")
     assert none.stderr == (
-        f"gpu-dra-driver: no reason of GPU {gpu.uuid} waits for a reset; gpu-dra-driver reports it as well\n"
+        f"gpu-dra-driver: GPU {gpu.uuid} has no health reason that waits for a reset; gpu-dra-driver reports the GPU "
+        "as healthy\n"
     )
     node.machine.raise_xid(gpu.uuid, 119)
     eventually(lambda: tainted(node) == {names[3]: ["gpu.nvidia.com/xid"]})
@@ -57,7 +58,7 @@ def test_serviced_gpu_loses_its_xid_where_the_driver_reports_no_recovery_action(
     assert "waits for a reset" in serviced(names[4]).stderr
     done = serviced(names[3])
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == f"GPU {gpu.uuid}: ended: Xid 119: the GPU's system processor does not answer\n"
+    assert done.stdout == f"GPU {gpu.uuid}: cleared: Xid 119: the GPU's system processor does not answer\n"
     eventually(lambda: tainted(node) == {})
     node.machine.raise_xid(gpu.uuid, 62)
     eventually(lambda: is_kept(node, 62))

@@ -267,7 +267,7 @@ def test_claims_of_one_gpu_agree_on_its_interval(shared: Callable[..., Node]) ->
     )
     node.ready(short)
     node.refused(long, "default/short-0", "Short", "Long")
-    node.refused(mps, "MPS has the device to itself")
+    node.refused(mps, "MPS excludes other modes")
     for ref in (again, anything):
         node.ready(ref)
     assert not list(node.plugin_dir.glob("mps/*/pipe")), "shares without enforcement need no daemon"

@@ -204,7 +204,7 @@ def test_without_a_driver_the_records_are_shown_with_the_reason(tmp_path: Path) 
     assert files(tmp_path) == before
     health.unlink()
     os.mkfifo(health)
-    assert "cannot read the kept health" in " ".join(call(*arguments).stdout.split())
+    assert "cannot read the saved health" in " ".join(call(*arguments).stdout.split())
 
 
 @tabled("arguments", "code", "said")
@@ -286,7 +286,7 @@ def test_kept_health_and_what_nvml_says_now_are_put_together(machine: Machine, l
         (names[3], "lost", "gpu-lost", 90.0),
         ("gpu-pulled", "lost", "gpu-lost", 90.0),
     ]
-    gone = [entry.reason for entry in view.health if entry.text == "text; NVML does not show it any more"]
+    gone = [entry.reason for entry in view.health if entry.text == "text; NVML no longer shows it"]
     assert gone == ["row-remap pending", "gpu-lost"]
     assert [gpu.health for gpu in view.gpus] == ["unhealthy", "degraded", "information", "lost", "lost"]
     assert [(entry.devices, entry.is_over) for entry in view.health] == [
@@ -482,7 +482,7 @@ def test_nvml_that_hangs_is_not_waited_for(look: Look) -> None:
     ("error", "said"),
     [
         (NvmlUnavailableError("no library here"), "no library here"),
-        (ZeroDivisionError("odd"), "NVML answered with a surprise: ZeroDivisionError('odd')"),
+        (ZeroDivisionError("odd"), "NVML failed unexpectedly: ZeroDivisionError('odd')"),
     ],
 )
 def test_nvml_that_fails_costs_only_its_part(

@@ -45,7 +45,7 @@ def test_scrape_that_hangs_on_a_gpu_delays_no_prepare_on_it(node: Node) -> None:
     node.machine.set_fault("nvmlDeviceGetPowerUsage", delay_s=15.0, gpu=node.machine.gpu(0).uuid)
     assert ratios(node) == {names[1]: 0}
     node.ready(node.allocated_by_hand("two", names[0]))
-    hanging = [thread for thread in threading.enumerate() if thread.name.startswith("ask NVML about GPU")]
+    hanging = [thread for thread in threading.enumerate() if thread.name.startswith("ask NVML (usage of GPU")]
     assert len(hanging) == 1, "it has not waited for the end of the scrape's call"
     assert ratios(node) == {names[1]: 0}
     node.machine.clear_faults()

@@ -109,5 +109,7 @@ def test_a_ledger_that_cannot_be_read_is_reported_and_nothing_is_called_foreign(
     (plugins / DRIVER / "ledger").write_text("")
     code, reports, sentence = validate(with_ledger=False)
     assert (code, [report["faults"] for report in reports]) == (0, [[], []])
-    assert sentence.startswith("fit not checked, since which MIG devices gpu-dra-driver made is not known: ")
+    assert sentence.startswith(
+        "fit not checked, because it is not known which MIG devices gpu-dra-driver created: "
+    )
     assert sentence.endswith("; run this as root")

@@ -108,7 +108,7 @@ def test_closing_that_someone_ends_is_not_waited_for(detachments: Detachments, t
     mark.hold()
     made = detachments.begin(300, RESET)
     detachments.end()
-    with pytest.raises(RetryableError, match="another process ended that"):
+    with pytest.raises(RetryableError, match="another process ended the detachment"):
         detachments.wait_closed(made, 60)
     mark.release()
 
@@ -162,7 +162,7 @@ def test_an_instance_that_does_not_release_nvml_leaves_nothing_detached(
 
 def test_claims_are_in_the_way_also_those_that_come_in_between(detachments: Detachments) -> None:
     answers = [["team/b", "team/a"]]
-    with pytest.raises(ClaimsInTheWayError, match="claims use the GPUs: team/a, team/b; end their pods"):
+    with pytest.raises(ClaimsInTheWayError, match="claims use the GPUs: team/a, team/b; delete their pods"):
         detach(detachments, 60, lambda: answers[0])
     assert detachments.now() is None
     came = iter([[], ["team/late"]])
@@ -191,7 +191,7 @@ def test_gpus_are_named_as_people_name_them(node: SimulatedNode) -> None:
     [name] = [device.name for device in inventory.by_name.values() if device.uuid == gpu.uuid]
     for given in ("2", gpu.uuid, gpu.uuid.upper(), gpu.pci_bus_id or "", name):
         assert named_gpus([given, "0"], inventory, {}, is_whole=True) == {gpu.uuid, inventory.gpus[0].uuid}
-    with pytest.raises(InvalidConfigError, match="there is no GPU '8'; give a device name"):
+    with pytest.raises(InvalidConfigError, match="there is no GPU '8'; use a device name"):
         named_gpus(["2", "8"], inventory, {}, is_whole=True)
     with pytest.raises(InvalidConfigError, match="there is no GPU 'GPU-none'"):
         named_gpus(["GPU-none"], inventory, {}, is_whole=True)
@@ -206,7 +206,7 @@ def test_a_lost_gpu_is_named_by_what_is_known_of_it_and_indices_are_not_sure(nod
     for given in ("gpu-lost-one", lost.pci_bus_id or "", lost.uuid):
         assert named_gpus([given], inventory, known, is_whole=False) == {lost.uuid}
     for shown in (inventory, None):
-        with pytest.raises(InvalidConfigError, match="which GPU has index 3 is not sure"):
+        with pytest.raises(InvalidConfigError, match="index 3 is not reliable"):
             named_gpus(["3"], shown, known, is_whole=False)
     assert named_gpus(["gpu-lost-one"], None, known, is_whole=False) == {lost.uuid}
 
@@ -521,7 +521,7 @@ def test_pause_waits_for_changes_and_nvidia_smi_and_keeps_no_one_from_them(
             assert session.is_open
     with (
         detachments.using_nvml(0.0),
-        pytest.raises(NvmlInUseError, match="a change of a GPU or nvidia-smi is under way"),
+        pytest.raises(NvmlInUseError, match="a change of a GPU or nvidia-smi is in progress"),
         closed("tests", lambda: 0.0),
     ):
         pytest.fail("it began")
@@ -628,7 +628,7 @@ def test_only_one_of_two_processes_that_continue_with_nvml_pauses_the_other(
 ) -> None:
     detachments, own = Detachments(tmp_path, "boot-1"), UseMark(tmp_path / LOCK_FILE)
     own.hold()
-    refused = pytest.raises(NvmlTransientError, match="another process of ours asks the same")
+    refused = pytest.raises(NvmlTransientError, match="another process of gpu-dra-driver requests the same")
     with refused, detachments.pause("tests", own=own):
         pytest.fail("it began")
     pausing.communicate()

@@ -283,7 +283,7 @@ def test_cause_is_reported_when_no_gpu_answers(bench: Bench) -> None:
     lost = DiscoveryFault("GPU with NVML index 0", "nvmlDeviceGetUUID: the GPU does not answer (GPU is lost)")
     bench.nvml.inventory = Inventory(VERSIONS, faults=(lost,))
     assert bench.scan() is None
-    assert bench.discovery.unavailable() == f"no GPU answers NVML: {lost.subject}: {lost.text}"
+    assert bench.discovery.unavailable() == f"NVML cannot read any GPU: {lost.subject}: {lost.text}"
 
 
 def test_function_that_nvml_does_not_show_is_a_fault_and_hides_no_gpu(bench: Bench, logs: list) -> None:
@@ -431,8 +431,8 @@ def test_a_library_of_another_architecture_alone_is_reported_where_the_bus_shows
         discovery.scan_now(5)
     library = f"/usr/lib/x86_64-linux-gnu/libnvidia-ml.so.{VERSION}"
     told = (
-        f"1 library below the driver root {tmp_path} is left out, not made for this machine ({machine}): the first, "
-        f"{library}, is made for {other}; install the NVIDIA driver that is"
+        f"1 library below the driver root {tmp_path} is not used, because this machine is {machine}: for example, "
+        f"{library} is for {other}; install the NVIDIA driver for this machine"
     )
     assert (discovery.problem() or "").startswith(told)
     assert [line["reason"].startswith(told) for line in logs if line["event"] == "nvml_unavailable"] == [True]
@@ -618,7 +618,7 @@ def test_shutdown_of_nvml_that_hangs_in_a_lane_is_a_problem_until_it_ends(bench:
     bench.scan()
     bench.nvml.changes_for_s = 31.0
     [problem] = bench.discovery.problems()
-    assert (problem.code, problem.text[:34]) == ("gpus-unavailable", "NVML has not answered for 31 s; lo")
+    assert (problem.code, problem.text[:34]) == ("gpus-unavailable", "NVML has not answered for 31 s; a ")
     assert bench.discovery.unavailable() is None, "claims that need no NVML go on"
     bench.nvml.changes_for_s = 0.0
     assert bench.discovery.problems() == []

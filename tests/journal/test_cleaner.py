@@ -225,7 +225,7 @@ def test_claim_ends_though_the_other_instance_keeps_its_gpu_busy(bench: Bench) -
         bench.leave(made)
         bench.executor.clean("uid-1")
         [cleanup] = bench.cleaner.clean_all()
-        assert cleanup.cause == f"a reset on GPU {UUID_0} began at yesterday UTC and has not ended"
+        assert cleanup.cause == f"a reset on GPU {UUID_0} began at yesterday UTC and has not finished"
         assert bench.tools.undone == [CDI]
     assert bench.cleaner.clean_all() == []
 
@@ -240,7 +240,7 @@ def test_claim_ends_though_its_undo_hangs_and_the_gpu_stays_locked(
     bench.end(record(MPS, other))
     [cleanup] = bench.cleaner.outstanding()
     assert cleanup.steps == (MPS,)
-    assert "UTC and has not ended" in cleanup.text
+    assert "UTC and has not finished" in cleanup.text
     assert bench.tools.undone == [CDI, other], "the other GPU feels nothing"
     assert bench.cleaner.clean_all() == [cleanup]
     assert bench.lanes.under_way().keys() == {UUID_0}, "nobody else touches the GPU meanwhile"
@@ -553,7 +553,7 @@ def test_command_says_what_it_leaves_to_the_daemon(bench: Bench) -> None:
     bench.ledger.add(LedgerEntry(record().ref, BOOT, made))
     with capture_logs() as logged:
         [left] = Cleaner(bench.ledger, bench.lanes, StepDispatcher({})).clean_all()
-    assert left.cause == "only gpu-dra-driver itself can do that; have it run on the node"
+    assert left.cause == "only gpu-dra-driver itself can do this; start it on the node"
     assert [line for line in logged if line["log_level"] == "error"] == []
 
 

@@ -202,7 +202,7 @@ def test_nothing_is_done_for_a_record_that_another_call_has_changed(
     for now in (None, replace(meant, steps=meant.steps[1:])):
         journal.kept = {} if now is None else {"uid-1": now}
         for work in (executor.change, executor.finish):
-            with pytest.raises(RetryableError, match="another call has changed the claim meanwhile"):
+            with pytest.raises(RetryableError, match="another call changed the claim"):
                 work(plan, meant)
     assert journal.events == ["save preparing"]
 
@@ -227,7 +227,7 @@ def test_step_that_begins_when_the_call_gives_up_is_undone(tmp_path: Path) -> No
     slice_step = SetTimeSlice("GPU-1", 2)
     plan = replace(planned(GPU_0), steps=(slice_step, *planned(GPU_0).steps))
     record = executor.intend(plan, None)
-    with pytest.raises(RetryableError, match="has not ended in the time of this call"):
+    with pytest.raises(RetryableError, match="has not finished before the kubelet's deadline"):
         executor.change(plan, record, 0.51)
     assert [entry.step for entry in disk.entries] == [slice_step]
     disk.open.set()
@@ -240,7 +240,7 @@ def test_step_that_does_not_begin_is_not_undone(tmp_path: Path) -> None:
     plan = replace(planned(GPU_0), steps=(SetTimeSlice("GPU-1", 2), *planned(GPU_0).steps))
     record = executor.intend(plan, None)
     hangs = executor.lanes.submit({"GPU-1"}, "a step that hangs", lambda _: disk.open.wait(30))
-    with pytest.raises(RetryableError, match="has not ended in the time of this call"):
+    with pytest.raises(RetryableError, match="has not finished before the kubelet's deadline"):
         executor.change(plan, record, 0.51)
     disk.open.set()
     hangs.result()
@@ -263,7 +263,7 @@ def test_claim_behind_a_step_that_takes_longer_than_usual_is_refused_with_its_na
     hangs = executor.lanes.submit({"GPU-1"}, "a step that hangs", lambda _: disk.open.wait(30))
     while not executor.lanes.hanging():
         pass
-    with pytest.raises(GpuUnresponsiveError, match="GPU-1 does not react: a step that hangs began at"):
+    with pytest.raises(GpuUnresponsiveError, match="GPU-1 does not respond: a step that hangs began at"):
         executor.change(plan, record, 30)
     disk.open.set()
     hangs.result()

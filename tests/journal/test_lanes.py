@@ -88,11 +88,9 @@ def test_gpu_is_unresponsive_until_the_operation_ends(lanes: Lanes) -> None:
     lanes.refuse_unresponsive({A, B})
     with pytest.raises(GpuUnresponsiveError) as caught:
         lanes.refuse_unresponsive({A, B}, after_s=0.0)
-    began = (
-        r"GPU GPU-a does not react: the creation of a MIG device began at \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC "
-    )
+    began = r"GPU GPU-a does not respond: the creation of a MIG device began at \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC "
     assert re.match(began, str(caught.value)), "a hang may last for days"
-    assert "if that lasts, drain the node and reboot it" in str(caught.value)
+    assert "if this lasts, drain and reboot the node" in str(caught.value)
     assert lanes.hanging().keys() == {A}
     hangs.let.set()
     operation.result(20)
@@ -108,7 +106,7 @@ def test_gpu_on_which_the_other_instance_hangs_is_unresponsive(lanes: Lanes, tmp
     found = lanes.uses()
     assert found == other.uses()
     assert lanes.hanging() == dict.fromkeys((A, B), ("the start of an MPS daemon", found[A].began))
-    text = f"GPU GPU-b does not react: the start of an MPS daemon began at {found[B].since} UTC"
+    text = f"GPU GPU-b does not respond: the start of an MPS daemon began at {found[B].since} UTC"
     with pytest.raises(GpuUnresponsiveError, match=text):
         lanes.refuse_unresponsive({B}, after_s=0.0)
     hangs.let.set()

@@ -180,7 +180,7 @@ def test_reader_changes_nothing(open_ledger: Callable[..., Ledger], tmp_path: Pa
 
 @pytest.mark.parametrize("uuid", ["", "..", "../x", "/etc/passwd", "a\n", "a\0b", "ä", "x" * 300])
 def test_gpu_whose_uuid_leads_elsewhere_is_refused(ledger: Ledger, tmp_path: Path, uuid: str) -> None:
-    with pytest.raises(StateError, match="is not usable as a file name; the ledger is refused"):
+    with pytest.raises(StateError, match="is not a valid file name, so the ledger is rejected"):
         ledger.save(replace(MODE, gpu_uuid=uuid))
     assert names(tmp_path / "ledger") == [".boot"]
 

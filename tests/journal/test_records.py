@@ -147,9 +147,9 @@ def test_other_files_are_not_records(store: RecordStore) -> None:
 @pytest.mark.parametrize("uid", ["", "..", "../x", "/etc/passwd", "-a", "a\n", "a\0b", "ä", "x" * 300])
 def test_uid_is_refused_when_it_could_lead_elsewhere(store: RecordStore, uid: str) -> None:
     for call in (store.get, store.delete):
-        with pytest.raises(StateError, match="is not usable as a file name; the claim record is refused"):
+        with pytest.raises(StateError, match="is not a valid file name, so the claim record is rejected"):
             call(uid)
-    with pytest.raises(StateError, match="is not usable as a file name"):
+    with pytest.raises(StateError, match="is not a valid file name"):
         store.save(record(hold(GPU_0), uid=uid))
     assert names(store.directory) == []
 

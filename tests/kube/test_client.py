@@ -56,7 +56,7 @@ def test_error_is_permanent_when_server_refuses(server, client, status, reason):
     assert (caught.value.status, caught.value.reason) == (status, reason)
     assert (
         str(caught.value)
-        == f"create node: the playground's API server was told to fail this request (HTTP {status})"
+        == f"create node: the playground's API server was configured to fail this request (HTTP {status})"
     )
     assert isinstance(caught.value, WatchExpiredError) == (status == 410)
     assert is_not_found(caught.value) == (status == 404)
@@ -123,7 +123,7 @@ def test_error_text_is_one_line_when_a_proxy_answers_html(server, client):
     with pytest.raises(ApiRejectedError) as caught:
         client.request("GET", NODES, action="list nodes")
     assert "\n" not in str(caught.value)
-    said = "list nodes: a web page answered, not the API server: no entry x"
+    said = "list nodes: the answer is a web page, not an answer of the API server: no entry x"
     assert str(caught.value).startswith(said)
     assert len(str(caught.value)) < 200
 
@@ -141,12 +141,12 @@ def test_error_is_retryable_when_answer_is_not_json(server, client):
     with pytest.raises(ApiUnavailableError) as caught:
         client.request("GET", NODES, action="list nodes")
     assert str(caught.value) == (
-        "list nodes: a web page answered, not the API server: Log in Single sign-on; "
-        "check the server of the kubeconfig and the proxy before it"
+        "list nodes: the answer is a web page, not an answer of the API server: Log in Single sign-on; "
+        "check the server of the kubeconfig and the proxy in front of it"
     )
     server.faults.fail(1, 200, body=b"pong")
     with pytest.raises(
-        ApiUnavailableError, match=r"list nodes: the answer begins with 'pong' and is no JSON"
+        ApiUnavailableError, match=r"list nodes: the answer begins with 'pong' and is not JSON"
     ):
         client.request("GET", NODES, action="list nodes")
 

@@ -105,7 +105,7 @@ def pod(monkeypatch, tls_server, tmp_path):
 
 
 def test_endpoint_outside_of_a_pod_names_the_flag():
-    with pytest.raises(InvalidConfigError, match="this is not a pod; give a kubeconfig with --kubeconfig"):
+    with pytest.raises(InvalidConfigError, match="this is not a pod; set --kubeconfig"):
         Endpoint()
 
 
@@ -235,7 +235,7 @@ def test_kubeconfig_is_refused_when_its_content_is_wrong(tmp_path, content, said
     ("cluster", "user", "said"),
     [
         ({"server": "api.test"}, {}, "'api.test' is not an http(s) URL of an API server"),
-        ({}, {"as": "admin"}, "its user acts as another one (`as`), which gpu-dra-driver cannot"),
+        ({}, {"as": "admin"}, "its user impersonates another user (`as`), which gpu-dra-driver does not support"),
         ({"server": "https://x", "certificate-authority": "absent"}, {}, "File does not exist: "),
         ({"proxy-url": "socks5://me:secret@p:1"}, {}, "its proxy is not http://HOST:PORT or https://HOST:PORT"),
         ({"proxy-url": "http://me:secret@p:99999"}, {}, "its proxy is not http://HOST:PORT or https://HOST:PORT"),
@@ -321,7 +321,10 @@ def test_exec_plugin_gives_the_token_and_another_after_a_401(plugin, client_of):
         assert plugin.runs == 2
         plugin.does("echo session ended >&2; exit 1")
         server.tokens = ()
-        with pytest.raises(ApiUnavailableError, match=r"returned 1\. session ended; run it by hand"):
+        with pytest.raises(
+            ApiUnavailableError,
+            match=r"returned 1\. session ended; run the credential plugin yourself to see why",
+        ):
             list_nodes(client)
 
 

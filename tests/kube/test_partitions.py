@@ -38,7 +38,9 @@ def test_the_layout_of_older_releases_is_reported(server, connect, accepted):
     server.faults.fail(1, 422, path="resourceslices", method="POST", body=text)
     problem = partitions_problem(api, _OWNER)
     assert problem is not None
-    assert problem.startswith("the API server refuses counters in a slice of their own (ask the API server")
+    assert problem.startswith(
+        "the API server refuses counters in a separate slice (check whether the API server"
+    )
     assert "must be in one slice" in problem
     assert _REMEDY in problem
     assert server.objects("resourceslices") == []
@@ -54,7 +56,9 @@ def _echo(driver):
 def test_what_is_not_an_answer_is_raised(server, connect):
     api = connect(server)
     server.faults.fail(1, 403, path="resourceslices")
-    with pytest.raises(ApiRejectedError, match="ask the API server for partitionable devices") as caught:
+    with pytest.raises(
+        ApiRejectedError, match="check whether the API server supports partitionable devices"
+    ) as caught:
         partitions_problem(api, _OWNER)
     assert caught.value.status == 403
     server.faults.down = True

@@ -26,7 +26,7 @@ def test_a_call_with_too_many_claims_is_refused_as_a_whole_and_the_next_call_wor
             call(dra, *refs)
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert caught.value.details() == (
-            "the call names 1025 claims, but one call may have at most 1024; make several calls"
+            "the call names 1025 claims, but one call may have at most 1024; use several calls"
         )
     assert claims.asked == []
     assert len(prepare(dra, *refs[:MAX_CLAIMS]).claims) == MAX_CLAIMS

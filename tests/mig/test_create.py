@@ -163,7 +163,7 @@ def test_gpu_without_mig_is_refused(tmp_path: Path) -> None:
     try:
         t4.session.reopen()
         node = MigNode(t4, tmp_path)
-        with pytest.raises(ClaimRefusedError, match="has no MIG"):
+        with pytest.raises(ClaimRefusedError, match="does not support MIG"):
             node.mode.enter(node.address)
         assert node.ledger.details(OwnedMode) == []
     finally:
@@ -179,7 +179,8 @@ def test_foreign_instance_is_named_and_left_alone(node: MigNode, small, profile:
     number, *_ = node.machine.create_mig(0, profile, start)
     before = node.on_gpu()
     with pytest.raises(
-        ClaimRefusedError, match=rf"needs GPU instance {number} .* which somebody else made .* left alone"
+        ClaimRefusedError,
+        match=rf"overlaps with GPU instance {number} .* which gpu-dra-driver did not create",
     ):
         node.prepare(small)
     node.work_off()
@@ -212,7 +213,7 @@ def test_hand_remade_instance_is_neither_used_nor_destroyed(
         node.hardware.create(*node.address, 19, Placement(3, 1))
         node.ledger.save(replace(entry, gpu_instance_id=11))
     before = node.on_gpu()
-    with pytest.raises(ClaimRefusedError, match="is not the one that this driver made"):
+    with pytest.raises(ClaimRefusedError, match="but gpu-dra-driver did not create it"):
         node.prepare(small)
     assert node.records.get("uid-1") is not None, "a claim that was prepared keeps what it has"
     node.unprepare()
@@ -285,7 +286,9 @@ def test_device_of_a_claim_whose_record_was_lost_is_kept(node: MigNode, small) -
 
 def test_overlapping_device_of_another_claim_is_waited_for(node: MigNode, small) -> None:
     node.prepare(small)
-    with pytest.raises(RetryableError, match=r"of claim default/claim-uid-1 \(UID uid-1\); it is retried"):
+    with pytest.raises(
+        RetryableError, match=r"of claim default/claim-uid-1 \(UID uid-1\); the kubelet retries"
+    ):
         node.prepare(node.wanted("3g.40gb", 0), uid="uid-2")
     assert node.on_gpu() == (True, [ONE_G_AT_3])
 
@@ -412,7 +415,8 @@ def test_whole_gpu_leaves_the_mode_that_was_ours(node: MigNode, small) -> None:
 def test_whole_gpu_waits_for_the_claim_that_has_a_part(node: MigNode, small) -> None:
     node.prepare(small)
     with pytest.raises(
-        RetryableError, match=r"as a whole needs GPU instance 10 .* of claim default/claim-uid-1"
+        RetryableError,
+        match=r"as a whole overlaps with MIG device .*GPU instance 10 .* of claim default/claim-uid-1",
     ):
         node.prepare_whole("uid-2")
     assert node.on_gpu() == (True, [ONE_G_AT_3])
@@ -422,14 +426,14 @@ def test_whole_gpu_is_refused_while_foreign_instance_is_on_it(node: MigNode) -> 
     node.ledger.save(OwnedMode(*node.address, "boot-1"))
     node.machine.set_mig_mode(0, True)
     number, *_ = node.machine.create_mig(0, "2g.20gb", 0)
-    with pytest.raises(ClaimRefusedError, match=rf"GPU instance {number} .* somebody else made"):
+    with pytest.raises(ClaimRefusedError, match=rf"GPU instance {number} .* gpu-dra-driver did not create"):
         node.prepare_whole()
     assert node.on_gpu() == (True, [(number, 14, 0, 1)])
 
 
 def test_whole_gpu_is_refused_in_a_mode_that_is_not_ours(node: MigNode) -> None:
     node.machine.set_mig_mode(0, True)
-    with pytest.raises(ClaimRefusedError, match="was put into MIG mode by somebody else"):
+    with pytest.raises(ClaimRefusedError, match="was switched to MIG mode by another program"):
         node.prepare_whole()
     assert node.on_gpu() == (True, [])
 
@@ -450,7 +454,7 @@ def test_after_a_reboot_nothing_of_the_old_boot_is_taken_for_ours(
     number, *_ = node.machine.create_mig(0, "1g.10gb", 3)
     after = node.restarted(boot_id="boot-2")
     assert after.ledger.created_instance(small.name) is None
-    with pytest.raises(ClaimRefusedError, match="which somebody else made"):
+    with pytest.raises(ClaimRefusedError, match="which gpu-dra-driver did not create"):
         after.prepare(small)
     after.ledger.save(entry)
     after.work_off()

@@ -63,7 +63,9 @@ def test_names_of_an_h100_mean_what_they_mean_to_mig_parted(name: str, counts: d
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(LayoutRefusedError, match=r"no layout 'all-9g'; there are: all-1g\.10gb, .*, mine"):
+    with pytest.raises(
+        LayoutRefusedError, match=r"unknown layout 'all-9g'; available: all-1g\.10gb, .*, mine"
+    ):
         entry_for("all-9g", {"mine": ()}, 0, None, TABLES[H100])
 
 
@@ -107,7 +109,7 @@ def test_an_instance_of_someone_else_counts_if_it_matches_and_is_in_the_way_if_n
     assert ("1g.10gb", 1) in made(H100, LayoutEntry(True, {"1g.10gb": 7}), there, fixed)
     in_its_way = LayoutEntry(True, {"4g.40gb": 1, "1g.10gb": 1})
     for entry in (LayoutEntry(True, {"3g.40gb": 2}), LayoutEntry(False), in_its_way):
-        with pytest.raises(LayoutRefusedError, match=r"GPU instance 7 .* was made by somebody else"):
+        with pytest.raises(LayoutRefusedError, match=r"GPU instance 7 .* was created by another program"):
             target_of(entry, TABLES[H100], there, fixed)
     assert target_of(LayoutEntry(True), TABLES[H100], there, fixed).only_mode
 

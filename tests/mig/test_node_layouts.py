@@ -73,7 +73,7 @@ class Layouts:
         # Under the change lock only: a claim that is planned now gets an error that asks for a retry.
         with (
             self.planning.hold({self.node.gpu_uuid}, 0),
-            pytest.raises(NvmlTransientError, match="is changing"),
+            pytest.raises(NvmlTransientError, match="is applying the node's MIG layout"),
         ):
             self.keeper.refuse_changing({self.node.gpu_uuid})
 
@@ -173,7 +173,7 @@ def test_a_claim_keeps_its_gpu_until_it_ends(node: MigNode, is_maintenance: bool
     state = layouts.settle()
     assert (state.state, node.on_gpu()) == ("waiting", (False, []))
     assert "claim default/" in state.text
-    assert "holds the GPU" in state.text
+    assert "uses the GPU" in state.text
     node.records.delete("uid-1")
     assert layouts.settle().state == "applied"
 
@@ -210,7 +210,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_touched(node: MigNode) -> N
     layouts.label("mixed")
     layouts.settle()
     before = node.state()
-    for name, text in (("too-much", "2 x 3g.40gb"), ("nothing", "there is no layout 'nothing'")):
+    for name, text in (("too-much", "2 x 3g.40gb"), ("nothing", "unknown layout 'nothing'")):
         layouts.label(name)
         state = layouts.settle()
         assert state.state == "refused"
@@ -260,7 +260,7 @@ def test_instances_of_others_stay_or_go_as_it_is_said(node: MigNode) -> None:
     before = node.on_gpu()
     state = Layouts(node).settle()
     assert state.state == "refused"
-    assert "made by somebody else" in state.text
+    assert "created by another program" in state.text
     assert node.on_gpu() == before
     assert Layouts(node, MigLayouts(MIXED.named, "other")).settle().state == "applied"
     assert profiles(node) == [THREE, TWO, ONE]
@@ -289,7 +289,7 @@ def test_a_reboot_recreates_everything(node: MigNode) -> None:
 def test_a_claim_on_a_whole_gpu_keeps_it_over_a_reboot(node: MigNode) -> None:
     hold(node)
     after = Layouts(node.restarted(boot_id="boot-2"))
-    assert "holds the GPU" in after.settle().text
+    assert "uses the GPU" in after.settle().text
     assert node.on_gpu() == (False, [])
 
 

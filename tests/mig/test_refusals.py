@@ -236,7 +236,7 @@ def test_everything_is_undone_when_the_time_is_over(node: Node) -> None:
     asking, stubborn = waiting_with_two(node)
     eventually(lambda: len(stubborn.seen) > 1)
     node.waiter.stop()
-    assert "the kubelet tries again" in error_of(asking.answer())
+    assert "the kubelet retries" in error_of(asking.answer())
     assert node.leftovers == (UNTOUCHED, [])
     assert node.preparer._begun == {}
     stubborn.left = 0
@@ -342,7 +342,7 @@ def test_refusal_that_lasts_is_reported_with_how_long_it_was_waited_for(node: No
     node.waiter.stop()
     told = error_of(asking.answer())
     assert CREATIONS[function] in told
-    assert re.search("; waited [0-9]+ s; the kubelet tries again$", told)
+    assert re.search("; waited [0-9]+ s; the kubelet retries$", told)
     assert node.outcomes.told == [("prepare", NvmlTransientError.__name__)]
     assert node.leftovers == (UNTOUCHED, [])
     node.machine.clear_faults()
@@ -366,7 +366,7 @@ def test_silicon_that_someone_else_took_is_reported_at_once(
     assert "in the way: GPU instance 4 (profile 14) at memory slices 2-3" in error_of(node.asked(small(node)))
     assert node.hardware.instances(*node.address)[0].slot == (14, 2)
     monkeypatch.undo()
-    assert "which somebody else made" in error_of(node.asked(small(node)))
+    assert "which gpu-dra-driver did not create" in error_of(node.asked(small(node)))
     assert len(node.machine.gpu(0).instances) == 1
 
 
@@ -394,7 +394,7 @@ def test_others_on_the_gpu_continue_and_no_lock_is_held_in_between(make: Callabl
 def test_unprepare_ends_the_waiting(node: Node) -> None:
     asking, _ = waiting_with_two(node)
     assert node.no_more(three(node)) is None
-    assert "the kubelet calls again" in error_of(asking.answer())
+    assert "the kubelet retries" in error_of(asking.answer())
     assert node.leftovers == (UNTOUCHED, [])
 
 

@@ -81,7 +81,7 @@ def test_nodes_of_an_earlier_load_of_the_driver_are_recreated(
 
 def test_no_daemon_starts_when_the_nodes_cannot_be_made(bare: Host) -> None:
     def refuse() -> None:
-        raise RetryableError("cannot make the device node /dev/nvidia-caps/nvidia-cap21")
+        raise RetryableError("cannot create the device node /dev/nvidia-caps/nvidia-cap21")
 
     supervisor = bare.supervisor(make_capability_nodes=refuse)
     with pytest.raises(RetryableError, match="nvidia-cap21"):

@@ -56,7 +56,7 @@ def test_file_in_the_place_of_a_daemons_directory_is_refused_once(host, kind: Ca
     kind(host.layout.directory("gpu-2"))
     one, spec = host.supervisor(), host.spec()
     with pytest.raises(
-        RetryableError, match=r"cannot make the directories of the MPS daemon: .* File exists"
+        RetryableError, match=r"cannot create the directories of the MPS daemon: .* File exists"
     ):
         one.ensure(spec, 5.0)
     assert one.ensure(spec, 5.0).state == "ready"

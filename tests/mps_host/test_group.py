@@ -157,14 +157,14 @@ def test_the_compute_modes_are_blamed_when_they_leave_no_time_for_a_start(
         "no time is left to start the MPS daemon of gpu-2: reading and setting the compute modes of 3 GPUs took"
         in said
     )
-    assert "switch on persistence mode on the node" in said
+    assert "enable persistence mode on the node" in said
     host.assert_nothing_left()
 
 
 def test_two_daemons_never_have_the_same_gpu(host: Host) -> None:
     supervisor = host.supervisor(probe=60)
     group = supervisor.ensure(host.group_spec(), 10)
-    with pytest.raises(RetryableError, match="has the MPS daemon of gpu-2, gpu-3, gpu-4, which has to stop"):
+    with pytest.raises(RetryableError, match="has the MPS daemon of gpu-2, gpu-3, gpu-4, which must stop"):
         supervisor.ensure(host.spec(3), 10)
     with pytest.raises(PermanentError, match="others: gpu-3, gpu-4, not none"):
         supervisor.ensure(host.spec(2), 10)
@@ -172,7 +172,7 @@ def test_two_daemons_never_have_the_same_gpu(host: Host) -> None:
     assert (supervisor.status(), host.modes()) == ((group,), [EXCLUSIVE_PROCESS] * 3)
     supervisor.stop("gpu-2", 10)
     supervisor.ensure(host.spec(3), 10)
-    with pytest.raises(RetryableError, match="has the MPS daemon of gpu-3, which has to stop"):
+    with pytest.raises(RetryableError, match="has the MPS daemon of gpu-3, which must stop"):
         supervisor.ensure(host.group_spec(), 10)
     supervisor.stop("gpu-3", 10)
     assert supervisor.ensure(host.group_spec(), 10).state == "ready", "it is tried again at once"

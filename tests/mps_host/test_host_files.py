@@ -128,11 +128,17 @@ def test_differences_name_both_sides() -> None:
 @pytest.mark.parametrize(
     ("lock", "text"),
     [
-        (None, r"the MPS host is not running on this node; see .*helm upgrade .*--set mps\.enabled=true`"),
+        (None, r"the MPS host is not running on this node; .*helm upgrade .*--set mps\.enabled=true`"),
         (b"", "the MPS host of this node is starting"),
-        (b'{"format": 4}', r"of another release than gpu-dra-driver; delete the pod of .*gpu-dra-driver-mps"),
-        (b'{"format": 2}', r"of another release than gpu-dra-driver; delete the pod of .*gpu-dra-driver-mps"),
-        (b"\0", "of another release than gpu-dra-driver; delete the pod"),
+        (
+            b'{"format": 4}',
+            r"has another release than gpu-dra-driver; delete the pod of .*gpu-dra-driver-mps",
+        ),
+        (
+            b'{"format": 2}',
+            r"has another release than gpu-dra-driver; delete the pod of .*gpu-dra-driver-mps",
+        ),
+        (b"\0", "has another release than gpu-dra-driver; delete the pod"),
     ],
     ids=["absent", "starting", "newer", "older", "rubbish"],
 )
@@ -182,7 +188,8 @@ class SteppedClock:
 SEE_PODS = "see its pod: `kubectl get pods -A -o wide -l app.kubernetes.io/component=mps`"
 ENABLE = f"enable it: {helm_set('mps.enabled=true')}"
 ABSENT = NodeProblem(
-    "mps-host-missing", f"The MPS host is not running on this node; {SEE_PODS}, or {ENABLE} if there are none"
+    "mps-host-missing",
+    f"The MPS host is not running on this node; if MPS is enabled, {SEE_PODS}, otherwise {ENABLE}",
 )
 
 
@@ -287,7 +294,7 @@ def test_host_of_another_release_is_a_problem(fake: FakeHost, clock: SteppedCloc
     clock.passed(30)
     [problem] = files.problems()
     assert problem.text.startswith(
-        "The MPS host on this node is of another release than gpu-dra-driver; delete"
+        "The MPS host on this node has another release than gpu-dra-driver; delete"
     )
     fake.close()
 
@@ -312,6 +319,16 @@ def test_daemon_that_failed_is_a_problem_of_its_device_until_it_works(
         ]
     fake.answer(SPEC)
     assert files.problems() == []
+    fake.close()
+
+
+def test_problem_that_names_the_daemon_itself_names_it_once(fake: FakeHost, clock: SteppedClock) -> None:
+    files = files_of(fake, clock, is_expected=True)
+    fake.open()
+    problem = "the MPS daemon of gpu-1 (GPU-4cf8db2d) was not ready after 9.0 s"
+    fake.report(MpsDaemonStatus("gpu-1", "failed", SPEC, problem=problem))
+    text = "The MPS daemon of gpu-1 (GPU-4cf8db2d) was not ready after 9.0 s"
+    assert files.problems() == [NodeProblem("mps-daemon-failed", text, "gpu-1")]
     fake.close()
 
 
@@ -344,9 +361,7 @@ def test_daemons_are_known_while_a_host_runs(fake: FakeHost) -> None:
 
 def test_a_host_that_does_nothing_is_named(fake: FakeHost) -> None:
     fake.open()
-    with pytest.raises(
-        RetryableError, match=r"has not made .* gpu-1 ready within 0\.1 s; see `kubectl logs`"
-    ):
+    with pytest.raises(RetryableError, match=r"has not started .* gpu-1 within 0\.1 s; see `kubectl logs`"):
         fake.files.ensure(SPEC, 0.1)
     fake.answer(SPEC)
     with pytest.raises(RetryableError, match=r"has not stopped the MPS daemon of gpu-1 within 0\.1 s"):
@@ -376,7 +391,7 @@ def test_only_for_a_daemon_that_runs_as_wanted_nothing_waits(host: Host, fake: F
     if which == "runs":
         assert fake.files.ensure(spec, 0.0) == first
     else:
-        with pytest.raises(RetryableError, match="the MPS host has not made the MPS daemon of gpu-2 ready"):
+        with pytest.raises(RetryableError, match="the MPS host has not started the MPS daemon of gpu-2"):
             fake.files.ensure(spec, 0.0)
     fake.close()
 
@@ -397,7 +412,7 @@ def test_daemon_that_is_not_wanted_any_more_does_not_count_as_running(host: Host
 def test_a_start_is_cancelled_when_the_daemon_should_stop(host: Host) -> None:
     host.behave(**NEVER_READY)
     supervisor = host.supervisor(start=60)
-    with pytest.raises(RetryableError, match="has not made the MPS daemon of gpu-2 ready within"):
+    with pytest.raises(RetryableError, match="has not started the MPS daemon of gpu-2 within"):
         supervisor.ensure(host.spec(), 1)
     assert host.daemons()
     supervisor.stop("gpu-2", 20)
@@ -478,7 +493,7 @@ def test_start_that_is_withdrawn_before_the_host_has_a_record_leaves_no_daemon(
         save(records, record)
 
     monkeypatch.setattr(DaemonRecords, "save", withdraw_and_save)
-    with pytest.raises(RetryableError, match="has not made"):
+    with pytest.raises(RetryableError, match="has not started"):
         supervisor.ensure(spec, 1)
     assert withdrawn == ["gpu-2"]
     eventually(lambda: not host.layout.has_traces("gpu-2"))
@@ -502,7 +517,7 @@ def test_failed_start_is_retried_at_once_when_it_is_requested_again(host: Host) 
     host.behave(**fails_to_start("no"))
     supervisor = host.supervisor(first_backoff=600.0, longest_backoff=600.0)
     for _ in range(2):
-        with pytest.raises(RetryableError, match="ended while it started"):
+        with pytest.raises(RetryableError, match="stopped during its start"):
             supervisor.ensure(host.spec(), 10)
     host.behave()
     assert supervisor.ensure(host.spec(), 10).state == "ready"
@@ -511,7 +526,7 @@ def test_failed_start_is_retried_at_once_when_it_is_requested_again(host: Host) 
 def test_failed_start_is_retried_while_the_daemon_should_run(host: Host) -> None:
     host.behave(**fails_to_start("no"))
     supervisor = host.supervisor()
-    with pytest.raises(RetryableError, match="ended while it started"):
+    with pytest.raises(RetryableError, match="stopped during its start"):
         supervisor.ensure(host.spec(), 10)
     host.behave()
     eventually(lambda: MpsHostFiles(host.layout).runs(host.spec()))
@@ -619,10 +634,10 @@ def test_refusal_that_could_not_be_written_is_written_later(
 
     with monkeypatch.context() as full:
         full.setattr(host_supervisor, "write_atomically", refuse_write)
-        with pytest.raises(RetryableError, match="has not made the MPS daemon of gpu-2 ready within"):
+        with pytest.raises(RetryableError, match="has not started the MPS daemon of gpu-2 within"):
             supervisor.ensure(host.spec(), 1.0)
         eventually(lambda: "gpu-2" in supervisor._unwritten)
-    eventually(lambda: "ended while it started" in text_of(host.layout.status("gpu-2")))
+    eventually(lambda: "stopped during its start" in text_of(host.layout.status("gpu-2")))
     before = stamp_at(alive)
     eventually(lambda: stamp_at(alive) != before)
 

@@ -84,7 +84,7 @@ def test_a_killed_host_is_replaced(host, command, layout, tmp_path):
 
 def test_help_says_what_happens_to_daemons(command):
     shown = subprocess.run([*command[:4], "--help"], capture_output=True, text=True, check=True).stdout
-    assert "run on when" in shown
+    assert "continues when" in shown
     assert "--allow-plain-shm" in shown
 
 

@@ -165,7 +165,7 @@ def test_pipe_directory_that_is_too_long_for_a_socket_is_refused_before_anything
     try:
         for device in ("gpu-2", "gpu-2-mig-1g10gb-19-0"):
             spec = replace(host.spec(), device=device)
-            refusal = r"no MPS daemon can run for .* bytes, and NVIDIA's program takes at most 106; .* bytes? shorter"
+            refusal = r"no MPS daemon can run for .* bytes, but NVIDIA's program accepts at most 106; .* bytes? shorter"
             with pytest.raises(PermanentError, match=refusal):
                 supervisor.ensure(spec, 10)
             write_atomically(host.layout.wanted(device), encode_wanted(spec))
@@ -198,18 +198,19 @@ THREADS, MEMORY = {"default_active_thread_percentage": 50}, {"default_memory_lim
         (NEVER_READY, {"start": 2.0}, {}, RetryableError, r"was not ready after \d\.\d s .*Starting control"),
         (
             SLOW_CUDA, {"start": 2.0}, {}, RetryableError,
-            r"was not ready after \d\.\d s \(it has made no socket; from R580 on it initialises CUDA .*persistence",
+            r"was not ready after \d\.\d s \(it has not created its socket; from R580 on it initialises CUDA "
+            r".*persistence",
         ),
         (
             {"silent": True}, {"start": 3.0, "answer": 0.2, "patience": 0.2}, {}, RetryableError,
-            "ask the MPS daemon 'get_default_active_thread_percentage': .*does not answer",
+            "send 'get_default_active_thread_percentage' to the MPS daemon: .*does not answer",
         ),
         (
             fails_to_start("the driver is too old"), {}, {}, RetryableError,
-            "ended while it started.*the driver is too old",
+            "stopped during its start.*the driver is too old",
         ),
-        (IGNORES_LIMITS, {}, THREADS, RetryableError, r"did not take 'set_.*_percentage 50'.*100\.0"),
-        (IGNORES_LIMITS, {}, MEMORY, RetryableError, "did not take 'set_.*_pinned_mem_limit 0 64M'"),
+        (IGNORES_LIMITS, {}, THREADS, RetryableError, r"did not apply 'set_.*_percentage 50'.*100\.0"),
+        (IGNORES_LIMITS, {}, MEMORY, RetryableError, "did not apply 'set_.*_pinned_mem_limit 0 64M'"),
     ],
     ids=["never ready", "slow CUDA", "silent", "ends at once", "ignores threads", "ignores memory"],
 )  # fmt: skip
@@ -232,7 +233,7 @@ def test_daemon_that_ends_while_it_starts_is_refused_with_status_and_output(host
         supervisor.ensure(host.spec(multi_user=True), 10)
     text = re.sub(r"\[[^]]*\]", "[…]", str(refused.value))
     assert text == (
-        f"the MPS daemon of gpu-2 ({host.spec().uuid}) ended while it started with exit code 1; host.out: […] "
+        f"the MPS daemon of gpu-2 ({host.spec().uuid}) stopped during its start with exit code 1; host.out: […] "
         "Starting control daemon | […] CUDA driver version is insufficient"
     )
 
@@ -245,7 +246,7 @@ def test_daemon_that_cuda_keeps_from_starting_is_refused_with_the_error(host, er
     for multi_user in (False, IS_ROOT):
         with pytest.raises(RetryableError) as refused:
             supervisor.ensure(host.spec(multi_user=multi_user), 10)
-        begin = f"the MPS daemon of gpu-2 ({host.spec().uuid}) ended while it started with "
+        begin = f"the MPS daemon of gpu-2 ({host.spec().uuid}) stopped during its start with "
         assert str(refused.value).removeprefix(begin) == told
     host.assert_nothing_left()
 
@@ -268,7 +269,7 @@ def test_daemon_that_dies_is_reported_with_its_exit_status(host, logs):
     os.kill(first.pid, signal.SIGKILL)
     eventually(lambda: supervisor.status()[0].state == "ready" and supervisor.status()[0].pid != first.pid)
     [died] = [line["problem"] for line in logs if line["event"] == "mps_daemon_died"]
-    assert died.partition(";")[0] == "the control daemon ended with signal 9, SIGKILL"
+    assert died.partition(";")[0] == "the control daemon stopped with signal 9, SIGKILL"
 
 
 @pytest.mark.parametrize("branch", [470, 535])
@@ -284,7 +285,7 @@ def test_a_daemon_of_an_older_driver_is_ready_without_a_pid_file(host, branch):
 def test_a_memory_limit_is_refused_when_the_driver_is_too_old_for_it(host):
     host.machine.load_driver("470.256.02")
     supervisor = host.supervisor()
-    with pytest.raises(RetryableError, match='says Unknown command "set_default_device_pinned_mem_limit"'):
+    with pytest.raises(RetryableError, match='returns Unknown command "set_default_device_pinned_mem_limit"'):
         supervisor.ensure(host.spec(default_memory_limit_mib=64), 10)
     host.assert_nothing_left()
 
@@ -293,7 +294,7 @@ def test_the_callers_time_is_kept(host):
     host.behave(**NEVER_READY)
     supervisor = host.supervisor()
     began = time.monotonic()
-    with pytest.raises(RetryableError, match=r"has not made the MPS daemon of gpu-2 ready within 0\.3 s"):
+    with pytest.raises(RetryableError, match=r"has not started the MPS daemon of gpu-2 within 0\.3 s"):
         supervisor.ensure(host.spec(), 0.3)
     assert time.monotonic() - began < 9
 
@@ -637,7 +638,7 @@ def test_after_a_reboot_everything_is_made_again(host):
 
 def test_only_one_host_a_directory(host):
     host.supervisor()
-    with pytest.raises(FatalError, match="another MPS host serves"):
+    with pytest.raises(FatalError, match="another MPS host already serves"):
         host.supervisor()
 
 
@@ -767,7 +768,7 @@ def test_daemon_that_talks_with_another_program_is_ready_and_queried_again_later
     other = held(host)
     try:
         with pytest.raises(
-            RetryableError, match=r"it talked with another program|Cannot send command|does not answer"
+            RetryableError, match=r"it was busy with another program|Cannot send command|does not answer"
         ):
             supervisor._daemons["gpu-2"]._control.query_servers()
         supervisor._daemons["gpu-2"].probe()
@@ -787,7 +788,7 @@ def test_daemon_that_a_wrapper_starts_slowly_is_ended_while_it_starts(host, tmp_
     slow = replace(installed, paths={**installed.paths, "nvidia-cuda-mps-control": str(program)})
     host.tools = replace(host.tools, programs=lambda: slow)
     first = host.supervisor()
-    with pytest.raises(RetryableError, match="has not made"):
+    with pytest.raises(RetryableError, match="has not started"):
         first.ensure(host.spec(), 0.1)
     eventually(lambda: '"pid"' in text_of(host.layout.record("gpu-2")))
     found = host.tools.records.get("gpu-2").process

@@ -192,7 +192,8 @@ def test_profile_that_is_used_up_is_refused_with_who_has_it(bench: Bench) -> Non
     with pytest.raises(RetryableError) as caught:
         bench.make(PROFILE_1G_ME, FIRST)
     assert str(caught.value).endswith(
-        f"the GPU has no more of this profile; there are: GPU instance {made} (profile 20) at memory slices 6-6"
+        f"the GPU cannot have more instances of this profile; it has: GPU instance {made} (profile 20) at memory "
+        "slices 6-6"
     )
     assert type(caught.value) is RetryableError
 
@@ -202,7 +203,7 @@ def test_room_that_is_not_there_for_no_reason_comes(bench: Bench) -> None:
     bench.machine.set_fault(
         "nvmlDeviceCreateGpuInstanceWithPlacement", code="insufficient-resources", count=2
     )
-    with pytest.raises(NvmlTransientError, match=r"though nothing is in the way; .*scrubbed") as caught:
+    with pytest.raises(NvmlTransientError, match=r"although nothing is in the way; .*scrubbing") as caught:
         bench.make()
     assert f"(GPU instances there: GPU instance {made} (profile 19) at memory slices 6-6)" in str(
         caught.value
@@ -218,7 +219,7 @@ def test_room_that_is_not_there_for_no_reason_comes(bench: Bench) -> None:
 
 def test_creation_while_mig_mode_is_off_can_be_retried(bench: Bench) -> None:
     bench.machine.set_mig_mode(0, False)
-    with pytest.raises(NvmlTransientError, match="MIG mode is off"):
+    with pytest.raises(NvmlTransientError, match="MIG mode was switched off"):
         bench.make()
 
 
@@ -228,7 +229,7 @@ def test_creation_while_mig_mode_is_off_can_be_retried(bench: Bench) -> None:
         (
             "invalid-argument",
             RetryableError,
-            "takes no such profile or placement .*delete the pod and its claim",
+            "does not accept this profile or placement .*delete the pod and its claim",
         ),
         ("no-permission", RetryableError, "run as root"),
         ("reset-required", RetryableError, "nvidia-smi --gpu-reset"),
@@ -280,7 +281,9 @@ def test_gpu_instance_at_another_placement_is_destroyed(
         lambda handle, profile, _placement, out: create(handle, profile, out),
     )
     assert bench.make(PROFILE_1G, LAST) == bench.gpu.instances[0].id
-    with pytest.raises(RetryableError, match="the driver made profile 19 at memory slices 5-5 instead"):
+    with pytest.raises(
+        RetryableError, match="the NVIDIA driver created profile 19 at memory slices 5-5 instead"
+    ):
         bench.make(PROFILE_1G, FIRST)
     assert [item.start for item in bench.gpu.instances] == [6]
 
@@ -301,26 +304,28 @@ def test_what_cannot_be_undone_is_reported(bench: Bench) -> None:
     made = bench.make()
     for function in ("nvmlComputeInstanceGetInfo*", "nvmlComputeInstanceDestroy", "nvmlGpuInstanceDestroy"):
         bench.machine.set_fault(function, code="unknown")
-    with pytest.raises(NvmlUnknownOutcomeError, match="what was made is still there"):
+    with pytest.raises(NvmlUnknownOutcomeError, match="the new instance still exists"):
         bench.hardware.create_compute(*bench.where, made)
     bench.machine.clear_faults()
     bench.machine.set_fault("nvmlGpuInstanceDestroy", code="in-use")
     for code, error in (("no-permission", NvmlUnknownOutcomeError), ("gpu-is-lost", DeviceLostError)):
         bench.machine.set_fault("nvmlGpuInstanceGetInfo", code=code, count=1)
-        with pytest.raises(error, match="what was made is still there"):
+        with pytest.raises(error, match="the new instance still exists"):
             bench.make(PROFILE_1G, LAST)
         bench.machine.destroy_mig(0, bench.gpu.instances[-1].id)
 
 
 def test_compute_instance_in_a_gpu_instance_that_is_gone_can_be_retried(bench: Bench) -> None:
-    with pytest.raises(NvmlTransientError, match="the GPU instance is gone"):
+    with pytest.raises(NvmlTransientError, match="another program destroyed the GPU instance"):
         bench.hardware.create_compute(*bench.where, 3)
 
 
 def test_driver_without_a_whole_compute_profile_is_not_supported(bench: Bench) -> None:
     made = bench.make()
     bench.machine.set_fault("nvmlGpuInstanceGetComputeInstanceProfileInfo*", code="not-supported")
-    with pytest.raises(NotSupportedError, match="NVML offers none that takes all of the GPU instance"):
+    with pytest.raises(
+        NotSupportedError, match="NVML offers no compute instance that uses the whole GPU instance"
+    ):
         bench.hardware.create_compute(*bench.where, made)
 
 
@@ -364,7 +369,7 @@ def test_processes_on_a_mig_device_are_named(bench: Bench) -> None:
     assert str(caught.value) == (
         f"destroy compute instance {compute} of GPU instance {made} of GPU {bench.gpu.uuid}: it is in use by "
         "process 4711 (trainer), process 4712 (/usr/bin/python3), process 4713 (nvidia-cuda-mps-server); stop "
-        "the process, or wait until it ends"
+        "the process, or wait until it stops"
     )
     bench.machine.release_gpu(0)
     bench.hardware.destroy_compute(*bench.where, made, compute)
@@ -427,7 +432,7 @@ def test_mode_of_a_gpu_without_mig_is_none(machine: Make) -> None:
     bench = Bench(machine("t4-4"))
     assert bench.hardware.mode(*bench.where) is None
     assert bench.hardware.instances(*bench.where) == ()
-    with pytest.raises(NotSupportedError, match="the GPU has no MIG"):
+    with pytest.raises(NotSupportedError, match="the GPU does not support MIG"):
         bench.hardware.set_mode(*bench.where, True)
 
 

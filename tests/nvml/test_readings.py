@@ -90,7 +90,7 @@ def test_a_mode_that_is_not_known_is_reported_and_keeps_no_pod_away(
     inventory = read_inventory()
     assert (inventory.confidential_compute, len(inventory.gpus)) == (None, 4)
     assert [(fault.subject, fault.text) for fault in inventory.faults] == [
-        ("NVML", "confidential computing: NVML gives the mode as 3, which is not known")
+        ("NVML", "confidential computing: NVML reports the unknown mode 3")
     ]
     polled = read_health(node.machine.gpu(0).uuid)
     assert (polled.accepts_work, polled.failed) == (None, {"accepts_work"})

@@ -173,8 +173,8 @@ def test_operation_is_not_cut_off_by_a_new_session_and_others_begin_in_between(b
 @pytest.mark.parametrize(
     ("kind", "lasts_s", "text"),
     [
-        ("operation", 60, "a change of a GPU has been under way for more than 60 s"),
-        ("look", 10, "a call of NVML has been under way for more than 10 s"),
+        ("operation", 60, "a change of a GPU has been in progress for more than 60 s"),
+        ("look", 10, "a call of NVML has been in progress for more than 10 s"),
     ],
 )
 def test_nvml_is_never_shut_down_under_a_call_and_a_hang_is_refused_at_once(
@@ -195,7 +195,7 @@ def test_nvml_is_never_shut_down_under_a_call_and_a_hang_is_refused_at_once(
         bench.now += lasts_s - 1
         monkeypatch.setattr(module, "_PATIENCE_S", 0.0)
         for change in (*changes[:2], lambda: paused(0.0)):
-            with pytest.raises(NvmlInUseError, match="is under way; it is tried again soon"):
+            with pytest.raises(NvmlInUseError, match="is in progress; gpu-dra-driver retries soon"):
                 change()
         monkeypatch.setattr(module, "_PATIENCE_S", 99.0)
         bench.now += 1
@@ -287,7 +287,7 @@ def test_process_that_ends_leaves_nvml_open_while_a_call_is_running(
         bench.session.close()
         assert (bench.session.is_open, pynvml.nvmlDeviceGetCount()) == (False, 4)
     [line] = logs
-    assert (line["event"], line["reason"]) == ("nvml_left_open", f"shut NVML down: {kind} is under way")
+    assert (line["event"], line["reason"]) == ("nvml_left_open", f"shut NVML down: {kind} is in progress")
 
 
 # --- closed for a moment ----------------------------------------------------------------------------
@@ -343,7 +343,7 @@ def test_operation_that_has_begun_is_waited_for_and_others_begin_in_between(benc
     session = bench.session
     with under_way(lambda: of_a_moment(session)) as ends:
         with (
-            pytest.raises(NvmlInUseError, match="a change of a GPU is under way"),
+            pytest.raises(NvmlInUseError, match="a change of a GPU is in progress"),
             session.closed(lambda: 0.0),
         ):
             pytest.fail("it was closed under an operation")
@@ -370,14 +370,14 @@ def test_shutdown_that_hangs_is_left_behind_and_reported_until_it_ends(
     try:
         with nvml.hanging("nvmlShutdown"):
             with (
-                pytest.raises(NvmlInUseError, match="its shutdown has not ended"),
+                pytest.raises(NvmlInUseError, match="its shutdown has not finished"),
                 session.closed(lambda: 0.0),
             ):
                 pytest.fail("it is not closed")
             [line] = logs
             assert (line["event"], line["reason"].partition(" for ")[0]) == (
                 "nvml_hangs",
-                "NVML is being shut down, and that has not ended",
+                "NVML is being shut down, and that has not finished",
             )
             with pytest.raises(NvmlUnavailableError, match="being shut down"), of_a_moment(session):
                 pass
@@ -386,12 +386,14 @@ def test_shutdown_that_hangs_is_left_behind_and_reported_until_it_ends(
             bench.now += 60
             assert session.change_lasts_s() == 60
             with (
-                pytest.raises(NvmlUnavailableError, match="being shut down, and that has not ended for 60 s"),
+                pytest.raises(
+                    NvmlUnavailableError, match="being shut down, and that has not finished for 60 s"
+                ),
                 session.operation(lambda: pytest.fail("nobody waits for it")),
             ):
                 pass
             with pytest.raises(
-                NvmlInUseError, match="shut down, which has been under way for more than 60 s"
+                NvmlInUseError, match="shut down, which has been in progress for more than 60 s"
             ):
                 session.reopen()
         eventually(lambda: session.is_open)

@@ -53,7 +53,7 @@ def test_gpu_that_hangs_stays_as_it_was_and_is_called_once(node: SimulatedNode) 
         found = read_inventory(memory=memory)
         assert without_faults(found) == without_faults(whole)
         assert [fault.subject for fault in found.faults] == [f"GPU {whole.gpus[THIRD].uuid}"]
-        assert found.faults[0].text.startswith("it is shown as it last answered: it has not answered")
+        assert found.faults[0].text.startswith("the plugin shows its last known state: it has not answered")
     assert sum(thread.name == "gpu-walk" for thread in threading.enumerate()) == 1
 
 
@@ -108,7 +108,10 @@ def test_peer_access_query_that_hangs_keeps_the_nvlink_domain_and_holds_up_nothi
     memory = ScanMemory()
     whole = read_inventory(memory=memory)
     node.machine.set_fault("nvmlDeviceGetP2PStatus", delay_s=60, gpu=THIRD)
-    first, later = f"NVLink peer access: {NOT_ANSWERED}", f"it is shown as it last answered: {NOT_ANSWERED}"
+    first, later = (
+        f"NVLink peer access: {NOT_ANSWERED}",
+        f"the plugin shows its last known state: {NOT_ANSWERED}",
+    )
     for expected in (first, later):
         found = read_inventory(memory=memory)
         assert without_faults(found) == without_faults(whole)
@@ -225,7 +228,7 @@ def test_device_whose_architecture_was_never_read_is_not_published_until_it_is(n
     assert [gpu.index for gpu in found.gpus] == [0, 1, 2, 4, 5, 6, 7]
     [fault] = found.faults
     assert fault.subject == f"GPU with NVML index {THIRD}"
-    assert fault.text.startswith("it is not published, since it may not be a GPU: architecture: ")
+    assert fault.text.startswith("it is not published, because it may not be a GPU: architecture: ")
     assert found.unread == {uuid}, "so that it is read again soon"
     node.machine.clear_faults()
     identified = read_inventory(memory=memory)

@@ -157,7 +157,7 @@ def test_gpu_whose_users_are_not_known_is_not_unbound(
     """The kernel would wait for them in the unbind, without a limit."""
     monkeypatch.setattr("dra_driver.host.vfio.VfioCards.gpu_users", lambda *_, **__: None)
     untouched = node.state()
-    refused(node.prepare(wanted(site)), "which programs have GPU", "`nvidia-smi -q`")
+    refused(node.prepare(wanted(site)), "cannot find the programs that have GPU", "`nvidia-smi -q`")
     assert node.state() == untouched
 
 
@@ -361,7 +361,7 @@ def test_modprobe_that_fails_says_what_to_do(node: KindNode, site: Site) -> None
 
 
 LACKING = {
-    "EPERM": "load the kernel module vfio_iommu_type1 for the memory of virtual machines: modprobe says ",
+    "EPERM": "load the kernel module vfio_iommu_type1 for the memory of virtual machines: modprobe reports ",
     "no-effect": "its module vfio_iommu_type1 is missing; run `modprobe vfio_iommu_type1` on the node",
 }
 
@@ -509,7 +509,7 @@ def test_override_that_is_not_restored_stays_pending(
     )
     assert node.unprepare(wanted(site)) is None
     [left] = node.cleaner.outstanding()
-    assert "its driver_override is not nvidia again" in left.text
+    assert "its driver_override could not be restored to nvidia" in left.text
     monkeypatch.undo()
     assert node.cleaner.clean_all() == []
     assert node.state() == untouched

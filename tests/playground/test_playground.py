@@ -102,7 +102,7 @@ def start(tmp_path: Path, temporary: Path) -> Iterator[Callable[..., Playground]
                 cwd=ROOT, stdout=output, stderr=output, text=True, env=os.environ | {"TMPDIR": str(temporary)},
             )  # fmt: skip
         processes.append(process)
-        eventually(lambda: "Ctrl-C ends it" in said.read_text() or process.poll() is not None)
+        eventually(lambda: "Press Ctrl-C to stop" in said.read_text() or process.poll() is not None)
         text = said.read_text()
         assert process.poll() is None, text
         [paste] = re.findall(r"^  cd .*\n  \. .*\n", text, re.MULTILINE)

@@ -80,7 +80,7 @@ def bench(tmp_path: Path) -> Bench:
 def test_problem_that_lasts_has_one_event_and_one_at_its_end(bench: Bench) -> None:
     assert bench.turn(FOREIGN) == [("ForeignDriver", FOREIGN.text, True)]
     assert bench.turn(FOREIGN) == []
-    assert bench.turn() == [("ForeignDriverGone", "No other driver uses this plugin's name any more", False)]
+    assert bench.turn() == [("ForeignDriverGone", "No other driver uses this plugin's name", False)]
     assert bench.turn() == []
 
 
@@ -107,7 +107,7 @@ def test_problem_of_a_claim_has_an_event_on_the_claim_once(bench: Bench) -> None
         ("MaintenanceOverdue of reset", text, True),
     ]
     assert bench.turn(problem) == []
-    assert bench.turn() == [("MaintenanceEnded", "No maintenance of GPUs is overdue any more", False)]
+    assert bench.turn() == [("MaintenanceEnded", "No GPU maintenance is overdue", False)]
 
 
 def test_gpus_that_go_and_come_back_have_events_and_a_first_driver_has_none(bench: Bench) -> None:

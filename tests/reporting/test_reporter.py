@@ -198,10 +198,10 @@ def test_a_state_is_renewed_when_it_is_another_or_was_not_written(heard):
 
 
 def test_claim_that_a_process_keeps_is_reported_on_the_node(reporter, heard):
-    reporter.still_in_use(REF, "was deleted, but process 4711 still computes on gpu-0")
+    reporter.still_in_use(REF, "was deleted, but process 4711 still uses gpu-0")
     [(kind, reason, message, warning)] = heard.told
     assert (kind, reason, warning) == ("node", "ClaimStillInUse", True)
-    assert message == f"Claim {REF} was deleted, but process 4711 still computes on gpu-0"
+    assert message == f"Claim {REF} was deleted, but process 4711 still uses gpu-0"
 
 
 class Told:

@@ -159,7 +159,7 @@ def test_gpu_that_hangs_is_left_out_and_not_read_again_until_it_ends() -> None:
     before = threading.active_count()
     end.set()
     for thread in threading.enumerate():
-        if thread.name == f"ask NVML about GPU {uuid(0)}":
+        if thread.name == f"ask NVML (usage of GPU {uuid(0)})":
             thread.join(20)
     assert threading.active_count() < before
     assert node.values("nvidia_dra_device_utilization_ratio") == {GPU_0: 0.7, GPU_1: 0}

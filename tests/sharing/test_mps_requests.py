@@ -35,8 +35,8 @@ def test_a_request_is_refused_when_mps_has_only_a_part_of_its_devices(names: tup
     with pytest.raises(ClaimRefusedError) as refused:
         record(claim(*names, configs=(mps(),)))
     assert str(refused.value) == (
-        f"request gpu: {GPU_0} is used through MPS and {MIG_1G} is not, but a CUDA process that uses MPS sees {GPU_0} "
-        "only; ask for one device a request, and let each container name its request"
+        f"request gpu: {GPU_0} is used through MPS and {MIG_1G} is not, but a CUDA process that uses MPS sees only "
+        f"{GPU_0}; use one device per request, and let each container name its request"
     )
 
 
@@ -44,7 +44,7 @@ def test_a_request_is_refused_when_only_one_of_its_shares_is_enforced() -> None:
     enforced = SharingEntry(GpuSelector(uuids=frozenset({uuid(0)})), SharingRule("memory", enforce="mps"))
     policy = SharingPolicy((enforced, SharingEntry(GpuSelector(), SharingRule("memory"))))
     wanted = claim(result(GPU_0, share_id="s-0"), result(GPU_1, share_id="s-1"))
-    with pytest.raises(ClaimRefusedError, match=f"sees {GPU_0} only"):
+    with pytest.raises(ClaimRefusedError, match=f"sees only {GPU_0}"):
         record(wanted, sharing=policy)
 
 
@@ -52,18 +52,18 @@ def test_a_request_for_several_mig_devices_with_mps_is_refused() -> None:
     with pytest.raises(ClaimRefusedError) as refused:
         record(claim(MIG_1G, MIG_3G, configs=(mps(kind="MigDeviceConfig"),)))
     assert str(refused.value) == (
-        f"request gpu: {MIG_1G} and {MIG_3G} have an MPS daemon each, because CUDA joins no MIG devices, and a "
-        "container reaches only one; make a request with count 1 for each device and let each container name its own, "
-        "or use the devices without MPS"
+        f"request gpu: {MIG_1G} and {MIG_3G} each have an MPS daemon, and a container can reach only one of "
+        "them; make a request with count 1 for each device and let each container name its own "
+        "request, or use the devices without MPS"
     )
 
 
 def test_requests_with_and_without_mps_advise_containers() -> None:
     wanted = claim(result(GPU_0, "shared"), result(GPU_1, "plain"), configs=(mps("shared"),))
     assert advice_on_requests(record(wanted)) == (
-        f"The claim has requests with MPS: shared ({GPU_0}), and plain without MPS. Let each container name one "
-        "request (resources.claims[].request): a container that has several reaches one MPS daemon, and no GPU besides "
-        "it"
+        f"The claim has requests with MPS: shared ({GPU_0}), and plain without MPS. Let each container name only one "
+        "request (resources.claims[].request): a container with several requests reaches only one MPS daemon and no "
+        "other GPU"
     )
 
 

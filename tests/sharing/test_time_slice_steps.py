@@ -42,7 +42,7 @@ def test_nvidia_smi_that_hangs_ends_with_the_kubelets_deadline(
     plan, began = Plan(claim(), (), ()), time.monotonic()
     with until(began + 1.5):
         for gpu, text in [
-            ("GPU-1", "it did not end within 1"),
+            ("GPU-1", "it did not finish within 1"),
             ("GPU-2", "no time is left"),
             ("GPU-3", "no time is left"),
         ]:

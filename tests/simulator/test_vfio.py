@@ -66,7 +66,7 @@ def test_commands_speak_of_drivers_modules_and_writes(make: Callable[..., Machin
     machine = make("l40s-8")
     machine.give_to("1", "vfio-pci")
     with pytest.raises(
-        InvalidConfigError, match="there is no driver 'nouveau' for a GPU; choose of nvidia, vfio-pci"
+        InvalidConfigError, match="there is no driver 'nouveau' for a GPU; choose one of nvidia, vfio-pci"
     ):
         machine.give_to("1", "nouveau")
     said = simulate_commands.vfio(machine, iommu=None, iommufd=True, installed=None, loaded=None)
@@ -82,5 +82,7 @@ def test_commands_speak_of_drivers_modules_and_writes(make: Callable[..., Machin
         simulate_commands.vfio(machine, iommu=None, iommufd=None, installed="vfio", loaded=None)
     for code, text in (("EBUSY", "device or resource busy"), ("hang", "hang"), ("5", "input/output error")):
         assert machine.set_fault("unbind", code=code, gpu="1") == text
-    with pytest.raises(InvalidConfigError, match="a write to sysfs cannot end with 'gpu-is-lost'; use EBUSY"):
+    with pytest.raises(
+        InvalidConfigError, match="a write to sysfs cannot fail with 'gpu-is-lost'; use EBUSY"
+    ):
         machine.set_fault("unbind", code="gpu-is-lost", gpu="1")

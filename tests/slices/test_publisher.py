@@ -368,7 +368,7 @@ def test_rival_is_answered_rarely_but_own_changes_go_out(
 
     bench.slices.store = spoil
     bench.start()
-    eventually(lambda: "second publisher" in (bench.publisher.problem or ""))
+    eventually(lambda: "keeps changing the slices" in (bench.publisher.problem or ""))
     assert len(bench.slices.writes) == 4, "one create and three prompt answers"
     bench.slices.store = lambda obj: obj
     bench.inventory = inventory(h100(0))
@@ -501,8 +501,8 @@ def other_writer(slice_name: str) -> list[tuple[str, str]]:
     return [
         (
             "foreign-driver",
-            f"'gpu-kubelet-plugin' writes the ResourceSlices of {DRIVER} on this node too, such as {slice_name}; "
-            f"find the second writer with `kubectl get pods -A -o wide --field-selector spec.nodeName={NODE}`, and "
+            f"'gpu-kubelet-plugin' also writes ResourceSlices of {DRIVER} on this node, such as {slice_name}; "
+            f"find its pod with `kubectl get pods -A -o wide --field-selector spec.nodeName={NODE}`, and "
             "remove it",
         )
     ]
@@ -654,9 +654,9 @@ def test_slice_that_cannot_be_deleted_keeps_nothing_from_being_written(
     assert bench.published() == NAMES
     eventually(lambda: bench.slices.refusals >= 3)
     assert bench.publisher.problem == (
-        "a slice that is obsolete is still there: delete resource slice zz-foreign: a webhook said no (HTTP 403)"
+        "an obsolete slice still exists: delete resource slice zz-foreign: a webhook said no (HTTP 403)"
     )
-    assert [verb for verb, _ in bench.slices.writes] == ["create"], "and nothing is written twice"
+    assert [verb for verb, _ in bench.slices.writes] == ["create"], "and nothing appears twice"
     assert {str(error) for error in bench.heard.failures} == {
         "delete resource slice zz-foreign: a webhook said no (HTTP 403)"
     }
@@ -758,7 +758,7 @@ def test_a_refused_slice_costs_no_other_its_place_and_is_retried(refusing: Bench
     assert slices.by_index() == [(1, 64), (1, 0), (1, 2)]
     stored = [name for verb, name in slices.writes if name.startswith(("00000", "00002"))]
     assert len(stored) == 2, "the others are written once"
-    assert "a slice is not what it should be: slice: spec.devices[3]" in str(refusing.publisher.problem)
+    assert "a slice is missing or out of date: slice: spec.devices[3]" in str(refusing.publisher.problem)
     assert not refusing.publisher.wait_published(0)
     assert [line["event"] for line in logs].count("slice_refused") == 1
     slices.faulty = lambda entry: False

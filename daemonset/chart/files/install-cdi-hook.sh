@@ -3,7 +3,7 @@ for source in $HOOK_SOURCES; do
   if [ -x "$source" ]; then break; fi
 done
 if [ ! -x "$source" ]; then
-  echo "the image has no program at any of: $HOOK_SOURCES; set another image or HOOK_SOURCES"
+  echo "the image has none of these programs: $HOOK_SOURCES; set another image or HOOK_SOURCES"
   exit 1
 fi
 # What a killed predecessor left.

@@ -182,7 +182,7 @@ def _distinct(claim_uid: str, devices: Sequence[CdiDevice]) -> list[CdiDevice]:
         if by_name.setdefault(device.name, device) != device:
             raise ClaimRefusedError(
                 f"claim {claim_uid} has device {device.name} twice with different settings; "
-                "give both requests the same configuration"
+                "use the same configuration for both requests"
             )
     if not by_name:
         raise ClaimRefusedError(f"claim {claim_uid} has no device of this driver; a CDI spec needs one")

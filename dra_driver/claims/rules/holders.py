@@ -86,8 +86,8 @@ def refuse_crowded(
         if len(users) >= most:
             users_of = counted(len(users), "claim uses", "claims use")
             text = (
-                f"request {request}: {users_of} the MPS daemon of device {device.device}, and MPS serves "
-                f"at most {counted(most, 'client')} with this GPU and driver; wait until one of them is gone"
+                f"request {request}: {users_of} the MPS daemon of device {device.device}, and MPS serves at most "
+                f"{counted(most, 'client')} with this GPU and driver; wait until a pod of one of these claims is gone"
             )
             raise DeviceHeldError([Conflict(*user, text) for user in users], enough=len(users) - most + 1)
 
@@ -120,7 +120,7 @@ def refuse_in_maintenance(wanted: Sequence[Wanted], others: Iterable[ClaimRecord
             record,
             held,
             f"request {request}: the GPU of device {device.device} is in maintenance for claim {record.ref}; delete "
-            "the pod so that it starts elsewhere, or wait until that claim is released",
+            "the pod so that it starts on another GPU, or wait until that claim is released",
         )
         for record in others
         if record.maintenance is not None
@@ -143,7 +143,7 @@ def _conflicts(wanted: Sequence[Wanted], record: ClaimRecord, held: HeldDevice) 
         if not _are_shares(held, device):
             text = (
                 f"request {request}: device {device.device} is held by claim {record.ref} ({held.device}, "
-                f"{record.phase}); it becomes free when that claim's pod is gone"
+                f"{record.phase}); the plugin releases the device when the pod of that claim is gone"
             )
         elif (reason := incompatibility(held.usage, device.usage)) is not None:
             text = (
@@ -185,7 +185,7 @@ def release_reason(record: ClaimRecord, now: ClaimNow | None, driver: str, devic
     if now.is_deleting:
         return "is being deleted"
     if not now.is_reserved:
-        return "is used by no pod any more"
+        return "is no longer used by a pod"
     return None
 
 
@@ -206,7 +206,7 @@ def _over(record: ClaimRecord, now: ClaimNow | None, driver: str, device: str | 
     if now.uid != record.ref.uid:
         return "was deleted and created again"
     if now.allocated is None:
-        return "is not allocated any more"
+        return "is no longer allocated"
     if not any(name in now.allocated for name in names if device in (None, name[2])):
-        return f"is allocated to {'another device' if device else 'other devices'} now"
+        return f"now has {'another device' if device else 'other devices'}"
     return None

@@ -12,7 +12,7 @@ from dra_driver.model.inventory import Inventory, OfferedDevice, WholeGpu
 _UNREADY: Final = {
     "pending": "is not registered with its NVLink fabric yet",
     "broken": "could not be registered with its NVLink fabric",
-    "unknown": "does not tell whether it is registered with an NVLink fabric",
+    "unknown": "does not report whether it is registered with an NVLink fabric",
 }
 
 
@@ -34,19 +34,19 @@ def imex_of(
     if count is None:
         raise RetryableError(
             f"request {result.request}: device {device.name} is in a fabric, but the NVIDIA driver of this node has no "
-            "IMEX channels; `gpu-dra-driver doctor` says what is missing"
+            "IMEX channels; `gpu-dra-driver doctor` shows what is missing"
         )
     if channels == "all" and count > MAX_IMEX_CHANNELS:
         raise ClaimRefusedError(
-            f"request {result.request}: the configuration gives all IMEX channels to device {device.name}, but the "
-            f"NVIDIA driver of this node has {count}, and a container can have {MAX_IMEX_CHANNELS}; set imex.channel "
-            "to a number, or load the module nvidia with a smaller NVreg_ImexChannelCount"
+            f"request {result.request}: the configuration requests all IMEX channels for device {device.name}, but the "
+            f"NVIDIA driver of this node has {count}, and a container can have at most {MAX_IMEX_CHANNELS}; set "
+            "imex.channel to a number, or load the module nvidia with a smaller NVreg_ImexChannelCount"
         )
     if channels != "all" and channels >= count:
         raise ClaimRefusedError(
-            f"request {result.request}: the configuration gives IMEX channel {channels} to device {device.name}, but "
-            f"the NVIDIA driver of this node has channels 0 to {count - 1}; set imex.channel to one of these, or load "
-            "the module nvidia with a larger NVreg_ImexChannelCount"
+            f"request {result.request}: the configuration requests IMEX channel {channels} for device {device.name}, "
+            f"but the NVIDIA driver of this node has channels 0 to {count - 1}; set imex.channel to one of these, or "
+            "load the module nvidia with a larger NVreg_ImexChannelCount"
         )
     return channels
 
@@ -66,7 +66,7 @@ def gets_channels(result: DeviceResult, device: OfferedDevice) -> bool:
     if unready is not None:
         raise RetryableError(
             f"request {result.request}: GPU {device.gpu.uuid} of device {device.name} {_UNREADY[unready.state]}: "
-            f"{unready.text}; the claim may need an IMEX channel, so it is not prepared now, and the kubelet tries "
-            f"again; if this lasts, {FABRIC_REMEDY}"
+            f"{unready.text}; the claim may need an IMEX channel, so the plugin cannot prepare it yet; the kubelet "
+            f"retries; if this lasts, {FABRIC_REMEDY}"
         )
     return device.gpu.fabric is not None

@@ -182,8 +182,8 @@ def is_for_virtual_machine(devices: Sequence[tuple[DeviceResult, DeviceKind]]) -
             )
         if result.admin_access:
             raise ClaimRefusedError(
-                f"request {result.request}: device {result.device} is for a virtual machine, so adminAccess has "
-                "nothing to look at; request a device of type gpu or mig"
+                f"request {result.request}: device {result.device} is for a virtual machine, which adminAccess "
+                "cannot monitor; request a device of type gpu or mig"
             )
     return bool(passed)
 
@@ -385,11 +385,8 @@ def _creation(device: DynamicMigDevice) -> CreateMig:
 
 def _elsewhere(missing: str | None) -> str:
     if missing is None:
-        return "delete the pod so that it starts elsewhere"
-    return (
-        f"set {missing} and then delete the pod; before that it may get the same GPU again, because nothing keeps new "
-        "pods from it"
-    )
+        return "delete the pod so that it starts on another GPU"
+    return f"set {missing} and then delete the pod (without this setting, a new pod may get the same GPU)"
 
 
 def _find(
@@ -404,7 +401,7 @@ def _find(
     if result.pool != pool:
         raise ClaimRefusedError(
             f"request {result.request}: device {result.device} was allocated from pool {result.pool}, but this "
-            f"node serves pool {pool}; the pod landed on a node that its claim was not allocated for"
+            f"node serves pool {pool}; the pod is on a node that its claim was not allocated for"
         )
     withheld = inventory.withheld_by_name.get(result.device)
     if withheld is not None and known is not None and _holds(known, withheld.uuid):
@@ -413,24 +410,24 @@ def _find(
     if (device is None or result.admin_access) and _is_passed_through(result.device, inventory):
         # A monitor is prepared without it, as without a lost GPU.
         raise (DeviceLostError if result.admin_access else RetryableError)(
-            f"request {result.request}: device {result.device} is on a GPU that was given to a virtual machine and is "
-            "not back yet; it is tried again until it is"
+            f"request {result.request}: device {result.device} is on a GPU that a virtual machine used and that is "
+            "not back with the NVIDIA driver yet; the kubelet retries"
         )
     if device is not None:
         if device.gpu.uuid in inventory.lost_uuids and not (result.admin_access and is_maintenance):
             raise DeviceLostError(
-                f"request {result.request}: device {device.name} is on GPU {device.gpu.uuid}, which does not answer "
-                f"any more; reset the GPU or reboot the node, or {_elsewhere(setting_for_lost)}"
+                f"request {result.request}: device {device.name} is on GPU {device.gpu.uuid}, which no longer "
+                f"answers; reset the GPU or reboot the node, or {_elsewhere(setting_for_lost)}"
             )
         return device
     if withheld is None:
         raise ClaimRefusedError(
-            f"request {result.request}: device {result.device} of pool {pool} does not exist on this node (any "
-            "more); delete the pod and its claim so that they are allocated again"
+            f"request {result.request}: device {result.device} of pool {pool} does not exist on this node; "
+            "delete the pod and its claim so that the scheduler allocates another device"
         )
     raise ClaimRefusedError(
-        f"request {result.request}: device {result.device} is MIG device {withheld.uuid}, which somebody else "
-        "made on this GPU and which is therefore left alone; destroy it by hand (nvidia-smi mig), then delete the pod"
+        f"request {result.request}: device {result.device} is MIG device {withheld.uuid}, which gpu-dra-driver "
+        "did not create and does not use; destroy it with `nvidia-smi mig`, then delete the pod"
     )
 
 
@@ -476,12 +473,12 @@ def _refuse_repeats(found: Sequence[tuple[DeviceResult, OfferedDevice]]) -> None
             if same.name == offered.name and other.share_id == result.share_id:
                 raise ClaimRefusedError(
                     f"request {result.request}: device {offered.name} is allocated twice in this claim; "
-                    "delete the claim so that it is allocated again"
+                    "delete the claim so that the scheduler allocates it again"
                 )
             if same.name != offered.name and _overlap(same, offered):
                 raise ClaimRefusedError(
-                    f"requests {other.request} and {result.request}: devices {same.name} and {offered.name} are the "
-                    "same silicon; delete the claim so that it is allocated again"
+                    f"requests {other.request} and {result.request}: devices {same.name} and {offered.name} overlap "
+                    "on the same GPU; delete the claim so that the scheduler allocates it again"
                 )
         used.append((result, offered))
 

@@ -28,7 +28,7 @@ _BY_POLICY = re.compile(
     r"ValidatingAdmissionPolicy '(?P<policy>[^']*)' with binding '[^']*' denied request: (?P<text>.*)"
 )
 _BY_WEBHOOK = re.compile(r"admission webhook (?P<name>\"[^\"]*\") denied the request")
-_NO_NODE = "token names no node"
+_NO_NODE = "token does not name a node"
 _OURS = (
     _NO_NODE,
     "may not modify resource slices of another node",
@@ -50,22 +50,22 @@ def refusal_finding(error: ApiRejectedError, what: str) -> Finding:
     elif webhook is not None:
         name = f"the webhook {webhook['name']}"
     elif _OWN_CHECK.search(text):
-        return ok(f"the API server itself refused this account {what}, as Kubernetes 1.36 and newer do")
+        return ok(f"the API server itself does not let this account {what} (Kubernetes 1.36 and newer)")
     elif error.status == _FORBIDDEN and " cannot " in text:
         return skip(
-            "RBAC lets this account write nothing of that sort, so no policy was asked; run doctor in the pod of "
-            "gpu-dra-driver"
+            "RBAC does not allow this account to write these objects, so no policy was tested; run doctor in the pod "
+            "of gpu-dra-driver"
         )
     else:
         name = f"the API server ({text})"
     if is_ours and _NO_NODE in text:
         return fail(
-            f"{name} refused this account: its token names no node, so gpu-dra-driver can publish nothing",
+            f"{name} refused this account: its token does not name a node, so gpu-dra-driver cannot publish slices",
             "mount a token of the pod, as the chart does (volume api-token), and restart the pod",
         )
     if is_ours:
-        return ok(f"{name} refused this account {what}")
-    return skip(f"{name} refused this account {what} before the policy of gpu-dra-driver was asked")
+        return ok(f"{name} does not let this account {what}")
+    return skip(f"{name} did not let this account {what}, so the policy of gpu-dra-driver was not tested")
 
 
 _FOREIGN = "not-this-node.invalid"
@@ -97,13 +97,13 @@ class AdmissionProof:
         try:
             self.client.call(
                 *("POST", "resourceslices"),
-                action="try a slice of another node",
+                action="test a slice of another node",
                 query={"dryRun": "All"},
                 body=_SLICE | {"spec": spec},
             )
         except ApiRejectedError as error:
-            return refusal_finding(error, "a slice of another node")
-        return self._accepted("publish slices of other nodes")
+            return refusal_finding(error, "publish slices of another node")
+        return self._accepted("publish slices of another node")
 
     def claim_status(self) -> Finding:
         """Check that gpu-dra-driver cannot change who may use a claim's devices."""
@@ -111,12 +111,12 @@ class AdmissionProof:
             return self._exempt()
         claim = self._allocated_claim()
         if claim is None:
-            return skip("no claim with a device is known here, so there is none to try it on")
+            return skip("not tested: no prepared claim on this node")
         metadata, status = claim["metadata"], claim["status"]
         try:
             self.client.call(
                 *("PATCH", "resourceclaims"),
-                action="try to take a claim for another pod",
+                action="test a change of who uses a claim",
                 namespace=metadata["namespace"],
                 name=metadata["name"],
                 subresource="status",
@@ -125,16 +125,17 @@ class AdmissionProof:
                 content_type=MERGE_PATCH,
             )
         except ApiRejectedError as error:
-            return refusal_finding(error, "a change of who uses a claim")
-        return self._accepted("change who gets which device")
+            return refusal_finding(error, "change which pods use a claim")
+        return self._accepted("change which pods use a claim")
 
     def _accepted(self, what: str) -> Finding:
         """Return the finding for a request that the server should have refused."""
         why = "the policy is missing, not bound, or its binding does not deny"
         if not self._may(MARK_VERB):
-            why = f"its role lacks the mark ({MARK_VERB} {MARK_RESOURCE}.{self.driver}) that the policies look for"
+            why = f"its role lacks the permission ({MARK_VERB} {MARK_RESOURCE}.{self.driver}) that the policies check"
         return warn(
-            f"a node that was broken into could {what}: this account was not refused; {why}", apply_again()
+            f"an attacker on this node could {what}: the API server accepted it in a dry run; {why}",
+            apply_again(),
         )
 
     def _exempt(self) -> Finding:

@@ -74,7 +74,7 @@ def run_checks(checks: Sequence[Check], bound_s: float = BOUND_S) -> list[Outcom
     answers = run_in_parallel([partial(_looked, check) for check in checks], len(checks), bound_s)
     late = warn(
         f"not checked: it took longer than {bound_s:g} s",
-        "run doctor again; if it stays, `dmesg --level=err,warn` on the node shows what hangs",
+        "run doctor again; if this repeats, `dmesg --level=err,warn` on the node shows what hangs",
     )
     return [
         Outcome(check.name, replace(finding, remedy=finding.remedy and from_outside(finding.remedy)))

@@ -60,20 +60,21 @@ class ClusterChecks:
     def api_server(self) -> Finding:
         """Check that the API server answers and serves the API."""
         if not self.configured:
-            return warn(
-                "not asked: this is not a pod, and no kubeconfig was given", "give one with --kubeconfig"
-            )
+            return warn("not checked: this is not a pod, and no kubeconfig was given", "use --kubeconfig")
         client = self.client.get()
         try:
             client.check_group()
         except ApiUnavailableError as error:
             if any(sign in str(error) for sign in _SLOW):
                 return warn(
-                    f"{client.endpoint.server} did not answer in time, so nothing of the cluster was checked",
+                    f"{client.endpoint.server} did not answer in time, so doctor did not check the cluster",
                     f"`time curl -k {client.endpoint.server}/readyz` from the node; run doctor again when it is faster",
                 )
             seen, _, remedy = str(error).partition("; ")
-            remedy = remedy or f"`curl -kv {client.endpoint.server}/readyz` from the node shows where it ends"
+            remedy = (
+                remedy
+                or f"`curl -kv {client.endpoint.server}/readyz` from the node shows where the connection fails"
+            )
             return fail(f"{client.endpoint.server}: {seen}", remedy)
         release = server_version(client) or "unknown"
         return ok(f"Kubernetes {release} at {client.endpoint.server}, {GROUP_VERSION} is used")
@@ -90,7 +91,9 @@ class ClusterChecks:
             lacks = f"not allowed: {', '.join(map(str, denied))}; events, device states or MIG layouts will be missing"
             if any(permission.verb == MARK_VERB for permission in denied):
                 mark = f"{MARK_VERB} {MARK_RESOURCE}.{self.driver}"
-                lacks = f"the role lacks the mark ({mark}), so no admission policy confines this account to its node"
+                lacks = (
+                    f"the role lacks the permission ({mark}), so no policy restricts this account to its node"
+                )
             return warn(lacks, f"{apply_again()} (ClusterRole)")
         return ok(f"all {len(needed)} that gpu-dra-driver needs")
 
@@ -103,7 +106,7 @@ class ClusterChecks:
                 raise
             return fail(
                 f"there is no node {self.node!r}",
-                "`kubectl get nodes`; set --node-name or NODE_NAME to its name",
+                "set --node-name or NODE_NAME to a name that `kubectl get nodes` lists",
             )
         status = node.get("status") or {}
         old = [
@@ -115,7 +118,7 @@ class ClusterChecks:
             return fail(
                 f"a device plugin offers the same GPUs of node {self.node}: {', '.join(old)}",
                 f"`kubectl label node {self.node} nvidia.com/gpu.deploy.device-plugin=false --overwrite`, or delete "
-                "its DaemonSet; pods may then ask for them through a DeviceClass with extendedResourceName",
+                "its DaemonSet; pods can then request them through a DeviceClass with extendedResourceName",
             )
         info = status.get("nodeInfo") or {}
         versions = ", ".join(
@@ -144,7 +147,7 @@ class ClusterChecks:
         missing = [name for name in ("gpu.nvidia.com", "mig.nvidia.com") if name not in names]
         renamed = [other for other in names if any(_is_renamed(name, other) for name in missing)]
         if missing:
-            why = f"; renamed, it seems, to {named(renamed)}, but claims ask by the name" if renamed else ""
+            why = f"; renamed, it seems, to {named(renamed)}, but claims use this name" if renamed else ""
             return warn(
                 f"missing: {', '.join(missing)}{why}",
                 helm_set("deviceClasses.create=true"),
@@ -158,15 +161,15 @@ class ClusterChecks:
         foreign = sorted({item["spec"]["pool"]["name"] for item in items} - {self.node})
         if foreign:
             return fail(
-                f"pools that gpu-dra-driver did not make: {named(foreign)}",
+                f"pools that gpu-dra-driver did not create: {named(foreign)}",
                 f"another DRA driver publishes as {self.driver}: `kubectl get resourceslices --field-selector "
                 f"spec.nodeName={self.node} -o yaml | grep manager`",
             )
         count = sum(len(item["spec"].get("devices") or ()) for item in items)
         if not items:
             return warn(
-                "nothing is published of this node",
-                "start gpu-dra-driver; its /readyz and log say what is wrong",
+                "this node publishes no devices",
+                "start gpu-dra-driver; its /readyz and log show what is wrong",
             )
         tainted = sum(
             1 for item in items for device in item["spec"].get("devices") or () if device.get("taints")
@@ -186,18 +189,18 @@ class ClusterChecks:
             return fail(f"--dynamic-mig does nothing: {why}", remedy)
         if SHARES_GATE in off and self.sharing:
             return fail(
-                f"{SHARES_GATE} is off: no device is shared by claims, as the configuration wants",
+                f"{SHARES_GATE} is off, so claims cannot share devices as configured",
                 f"Kubernetes 1.36, or --feature-gates={SHARES_GATE}=true for API server, scheduler and kubelet",
             )
         if TAINTS_GATE in off:
             return warn(
-                f"{TAINTS_GATE} is off: pods are put on GPUs that are broken",
+                f"{TAINTS_GATE} is off, so pods can start on broken GPUs",
                 f"Kubernetes 1.36, or --feature-gates={TAINTS_GATE}=true for API server, scheduler and controller "
                 "manager",
             )
         if off:
             return ok(f"off, and not needed with this configuration: {', '.join(sorted(off))}")
-        return ok("partitions, shares and taints are kept")
+        return ok("API server supports partitions, shares and taints")
 
     def all(self) -> list[Check]:
         """Return the checks by name."""
@@ -223,16 +226,18 @@ class ClusterChecks:
             try:
                 self.client.get()
             except Exception:  # noqa: BLE001  reported by the check `API server`
-                return skip("the API server cannot be asked")
+                return skip("the API server does not answer")
             try:
                 return ask()
             except ApiUnavailableError:
-                return skip("the API server cannot be asked")
+                return skip("the API server does not answer")
             except PathNotFoundError as error:
                 return skip(f"not checked: {error}")
             except ApiRejectedError as error:
                 if error.status in (401, 403):
-                    return skip("these credentials may not ask; gpu-dra-driver itself does not need to")
+                    return skip(
+                        "these credentials may not check this; gpu-dra-driver itself does not need to"
+                    )
                 raise
 
         return looked

@@ -80,11 +80,12 @@ class DriverChecks:
             if sign in self._kernel_release():
                 return fail(
                     f"this node is {name}: its GPU is not a PCI device, and gpu-dra-driver does not support it",
-                    "use NVIDIA's device plugin there (docs/versions.md)",
+                    "use NVIDIA's device plugin on this node (docs/versions.md)",
                 )
         if not functions:
             return warn(
-                "no NVIDIA GPU on the PCI bus", "`lspci -d 10de:` on the node; expected on a node without GPU"
+                "no NVIDIA GPU on the PCI bus",
+                "run `lspci -d 10de:` on the node; this is expected on a node without a GPU",
             )
         passed = self._under_vfio(functions)
         unbound = [item.bus_id for item in functions if item.driver is None]
@@ -104,7 +105,7 @@ class DriverChecks:
             )
         if passed and self.passthrough:
             return ok(
-                f"{len(functions)} on the PCI bus, {len(passed)} of them under vfio for virtual machines"
+                f"{len(functions)} on the PCI bus, {len(passed)} of them bound to vfio for virtual machines"
             )
         if passed:
             return warn(
@@ -119,7 +120,7 @@ class DriverChecks:
         if version is None:
             path = f"{self.paths.proc}/driver/nvidia/version"
             return fail(
-                f"not loaded ({path} is not there)",
+                f"not loaded ({path} is missing)",
                 "`modprobe nvidia` on the node; see `dmesg | grep -i nvrm`",
             )
         return ok(f"{version} loaded", version)
@@ -170,8 +171,8 @@ class DriverChecks:
         try:
             inventory = self.inventory.get()
         except NvmlDetachedError as error:
-            ends = "`gpu-dra-driver detach --end` if that is not wanted any more"
-            waits = "try again in some seconds; if that process hangs, drain and reboot the node"
+            ends = "`gpu-dra-driver detach --end` opens NVML again"
+            waits = "run doctor again in some seconds; if that process hangs, drain and reboot the node"
             remedy = waits if isinstance(error, NvmlPausedError) else ends
             return warn(str(error).partition("; ")[0], remedy)
         except NvmlLibraryError:
@@ -188,7 +189,7 @@ class DriverChecks:
         version = inventory.versions.driver
         if loaded is not None and version is not None and loaded != version:
             return fail(
-                f"NVML is {version}, the kernel module {loaded}",
+                f"NVML has version {version}, but the kernel module has version {loaded}",
                 "reload the kernel modules or reboot the node",
             )
         silent = self._silent_gpus(inventory)
@@ -197,7 +198,7 @@ class DriverChecks:
             do = "does" if len(silent) == 1 else "do"
             return warn(
                 f"{len(silent)} of {counted(total, 'GPU')} {do} not answer: {named(silent)}",
-                "`dmesg | grep -i xid` on the node shows the cause; the line `health` of this GPU says what to do",
+                "`dmesg | grep -i xid` on the node shows the cause; the line `health` of this GPU shows what to do",
             )
         if inventory.faults:
             first = inventory.faults[0]
@@ -227,7 +228,9 @@ class DriverChecks:
             return fail("/dev/nvidia-uvm is missing, CUDA fails", "`nvidia-modprobe -u -c=0` on the node")
         gpus = self.inventory.or_none()
         if gpus is None:
-            return ok("/dev/nvidiactl, /dev/nvidia-uvm; without NVML those of the GPUs are not known")
+            return ok(
+                "/dev/nvidiactl, /dev/nvidia-uvm; the device nodes of the GPUs are not known without NVML"
+            )
         minors = {gpu.minor for gpu in gpus.gpus if gpu.minor is not None}
         missing = sorted(minor for minor in minors if dev.node(f"/dev/nvidia{minor}") is None)
         if missing:
@@ -243,9 +246,9 @@ class DriverChecks:
         if len(strays) > len(passed) + len(unknown) and not self._silent_gpus(gpus):
             return warn(
                 f"{named([f'/dev/nvidia{minor}' for minor in strays])} {'has' if len(strays) == 1 else 'have'} no GPU",
-                "`dmesg | grep -i xid`: a GPU may have been lost; remove the nodes if it was taken out",
+                "`dmesg | grep -i xid`: a GPU may have been lost; if it was removed, delete these device nodes",
             )
-        return ok(f"/dev/nvidiactl, /dev/nvidia-uvm and those of {counted(len(minors), 'GPU')}")
+        return ok(f"/dev/nvidiactl, /dev/nvidia-uvm and the nodes of {counted(len(minors), 'GPU')}")
 
     def dev_char_links(self) -> Finding:
         """Check that systemd finds the NVIDIA driver's device nodes; otherwise reloading its units takes GPUs
@@ -258,7 +261,7 @@ class DriverChecks:
         if missing:
             return warn(
                 f"{counted(len(missing), 'link')} missing or wrong in {links.directory}: {named(missing)}; with some "
-                "versions of runc and systemd, `systemctl daemon-reload` takes GPUs from running containers",
+                "versions of runc and systemd, `systemctl daemon-reload` removes GPUs from running containers",
                 "set devCharLinks: true and mount the host's /dev writable, or run `nvidia-ctk system "
                 "create-dev-char-symlinks --create-all` on the node",
             )
@@ -277,31 +280,34 @@ class DriverChecks:
             one = (
                 ""
                 if smallest is None
-                else f"`nvidia-smi mig -i {first} -cgi {smallest.profile_id} -C` makes one, "
+                else f"`nvidia-smi mig -i {first} -cgi {smallest.profile_id} -C` creates one, "
             )
             return warn(
-                f"in MIG mode without MIG devices, so nothing of it is offered: {named(list(empty.values()))}",
-                f"{helm_set('dynamicMig.enabled=true')} makes them on demand; "
-                f"on the node, {one}`nvidia-smi -i {first} -mig 0` offers the whole GPU again",
+                f"in MIG mode without MIG devices, so the plugin publishes no device: {named(list(empty.values()))}",
+                f"{helm_set('dynamicMig.enabled=true')} creates MIG devices "
+                f"on demand; on the node, {one}`nvidia-smi -i {first} -mig 0` makes the whole GPU available again",
             )
         return ok(f"{len(on)} of {counted(len(inventory.gpus), 'GPU')} in MIG mode")
 
     def gpu_agents(self) -> Finding:
         """Check for programs that keep GPUs open and thereby prevent switching MIG mode or passthrough."""
         if not self.dynamic_mig and not self.passthrough:
-            return skip("MIG devices are not made on demand")
+            return skip("only checked with MIG on demand or passthrough")
         users = self.gpu_users()
         if users is None:
             return skip("not known without the processes of the host (hostPID)")
         if users:
-            hinders, cure = "no virtual machine can get those", "keep them off nodes with virtual machines"
+            hinders, cure = (
+                "no virtual machine can get these GPUs",
+                "keep them off nodes with virtual machines",
+            )
             if self.dynamic_mig:
-                hinders = "the NVIDIA driver refuses to switch MIG mode"
+                hinders = "the NVIDIA driver cannot switch MIG mode"
                 cure = "switch MIG mode on at boot, before they start"
             page = "mig" if self.dynamic_mig else "passthrough"
             return warn(
                 f"these programs keep GPUs open, so {hinders}: {named(users)}",
-                f"{cure}, or have them release the GPUs (docs/{page}.md)",
+                f"{cure}, or make them release the GPUs (docs/{page}.md)",
             )
         return ok("no other program keeps a GPU open")
 
@@ -332,7 +338,8 @@ class DriverChecks:
         if count is None:
             return fail(
                 f"the NVIDIA driver has no IMEX channels ({self.paths.proc}/devices, driver/nvidia/params)",
-                "load the module nvidia with NVreg_ImexChannelCount=2048; an NVIDIA driver before 550 has none",
+                "load the module nvidia with NVreg_ImexChannelCount=2048; NVIDIA drivers before 550 have no IMEX "
+                "channels",
             )
         if wanted == "all" and count > MAX_IMEX_CHANNELS:
             return fail(
@@ -341,7 +348,7 @@ class DriverChecks:
             )
         if wanted != "all" and wanted >= count:
             return fail(
-                f"the configuration gives channel {wanted}, the NVIDIA driver has 0 to {count - 1}",
+                f"the configuration requests channel {wanted}, but the NVIDIA driver has only 0 to {count - 1}",
                 "set imex.channel to one of these, or load the module nvidia with a larger NVreg_ImexChannelCount",
             )
         try:
@@ -355,7 +362,7 @@ class DriverChecks:
             return fail(seen, remedy or "install nvidia-imex on the node and start it")
         if outside:
             return warn(
-                f"nvidia-imex is ready, but these GPUs are in no fabric (yet): {named(outside)}",
+                f"nvidia-imex is ready, but these GPUs are not in a fabric (yet): {named(outside)}",
                 "`nvidia-smi -q | grep -A10 Fabric` on the node",
             )
         return ok(f"nvidia-imex is ready, claims get {_channels(wanted)} of {count}")
@@ -367,8 +374,9 @@ class DriverChecks:
         missing = [kind for kind in kinds if not finder.find(kind).nodes]
         if missing:
             return warn(
-                f"no nodes for {named(missing)} ({', '.join(HOST_DEVICE_NODES[missing[0]])}), so claims go without",
-                f"{HOST_DEVICE_REMEDIES[missing[0]]}, or leave it out of --host-devices",
+                f"no nodes for {named(missing)} ({', '.join(HOST_DEVICE_NODES[missing[0]])}), so claims do not get "
+                "them",
+                f"{HOST_DEVICE_REMEDIES[missing[0]]}, or remove it from --host-devices",
             )
         return ok(f"{named(kinds)}: their nodes are there")
 
@@ -381,7 +389,7 @@ class DriverChecks:
             return fail(seen, remedy)
         if hook.host_path is None and not hook.notes:
             return ok(
-                "not used, because nvidiaCDIHookPath is none; libraries are mounted under all their names"
+                "not used, because nvidiaCDIHookPath is none: GPUs work, but containers get more mounts"
             )
         if hook.host_path is None:
             seen, _, remedy = hook.notes[0].partition("; ")
@@ -410,7 +418,7 @@ class DriverChecks:
         if inventory is not None and inventory.gpus and all(gpu.persistence for gpu in inventory.gpus):
             return ok("nvidia-persistenced does not run, and persistence mode is on")
         return warn(
-            f"nvidia-persistenced does not run: while gpu-dra-driver is away, GPUs {self._loss_at_the_end()}",
+            f"nvidia-persistenced is not running: while gpu-dra-driver does not run, GPUs {self._loss_at_the_end()}",
             "`systemctl enable --now nvidia-persistenced` on the node",
         )
 
@@ -419,7 +427,7 @@ class DriverChecks:
         inventory = self.inventory.or_none()
         if inventory is None or inventory.confidential_compute in (None, "off"):
             return "lose their settings"
-        return "with confidential computing end with their last program, until they are reset"
+        return "with confidential computing stop working when their last program exits, until they are reset"
 
     def gpu_memory(self) -> Finding:
         """Check whether GPU memory is also host memory."""
@@ -428,10 +436,10 @@ class DriverChecks:
         if not nodes:
             return ok("GPU memory is separate from host memory")
         return warn(
-            f"NUMA nodes of the host ({named(nodes)}): the kubelet counts it as the node's memory, and pods without a "
-            "GPU may get it",
-            "CDMM (coherent driver-based memory management): `options nvidia NVreg_CoherentGPUMemoryMode=driver` in "
-            "/etc/modprobe.d on the node, then reboot",
+            f"GPU memory is in NUMA nodes of the host ({named(nodes)}): the kubelet counts it as memory of the node, "
+            "and pods without a GPU can use it",
+            "enable CDMM (coherent driver-based memory management): `options nvidia "
+            "NVreg_CoherentGPUMemoryMode=driver` in /etc/modprobe.d on the node, then reboot",
         )
 
     def all(self) -> list[Check]:
@@ -463,7 +471,7 @@ class DriverChecks:
                 found = skip("not known without NVML")
             gpus = self._sysfs.gpus()
             if self.passthrough and gpus and len(self._under_vfio(gpus)) == len(gpus):
-                return skip("every GPU of this node is under vfio")
+                return skip("every GPU of this node is bound to vfio")
             is_ok = isinstance(found, Finding) and found.status == "OK"
             return found if is_ok or gpus else skip("this node has no GPU")
 

@@ -76,13 +76,13 @@ class KubeletChecks:
         ):
             if not path.is_dir():
                 return fail(
-                    f"{path} is not there",
+                    f"{path} does not exist",
                     f"`ps -o args= -C kubelet` shows the kubelet's --root-dir; set {flag} (and the mount) to match",
                 )
             problem = not_written(path)
             if problem is not None:
                 return problem
-        return ok(f"a file can be written to {self.registry} and {plugins}")
+        return ok(f"gpu-dra-driver can write to {self.registry} and {plugins}")
 
     def records(self) -> Finding:
         """Check that the records are readable."""
@@ -91,14 +91,14 @@ class KubeletChecks:
             more = f" (and {len(state.faults) - 1} more)" if len(state.faults) > 1 else ""
             return fail(
                 state.faults[0] + more,
-                "`gpu-dra-driver claims` lists them; such files are set aside, except those of a newer release",
+                "`gpu-dra-driver claims` lists them; the plugin sets such files aside, except files of a newer release",
             )
         aside = set_aside_files(self.state, self.cdi, self.driver)
         if aside:
             places = sorted({str(path.parent) for path in aside})
             return warn(
                 f"{len(aside)} set aside as unreadable: {named([path.name for path in aside])}",
-                f"look at them in {' and '.join(places)}, then remove them",
+                f"inspect them in {' and '.join(places)}, then remove them",
             )
         waiting = sum(1 for record in state.records if record.phase != "prepared")
         if waiting:
@@ -145,8 +145,8 @@ class KubeletChecks:
         waiting = files.unseen()
         if waiting:
             return warn(
-                f"the MPS host has not yet done what is wanted of {', '.join(waiting)}",
-                "ask again in 30 seconds; if it is the same then, `kubectl logs` of its pod",
+                f"the MPS host has not yet applied the changes to {', '.join(waiting)}",
+                "run doctor again in 30 seconds; if this repeats, see `kubectl logs` of its pod",
             )
         daemons = files.statuses()
         notes = [text for status in daemons for _, text in notes_of(status)]

@@ -39,7 +39,7 @@ class PassthroughChecks:
         if fit and self.host.vm_users(fit[0]) is None:
             found.append(
                 fail(
-                    "no card can change drivers: which programs have it cannot be told here",
+                    "no GPU can change drivers: the programs that use the GPUs are not visible here",
                     "set hostPID: true for the pods of gpu-dra-driver, or run doctor on the node",
                 )
             )
@@ -48,13 +48,17 @@ class PassthroughChecks:
         if forgotten:
             found.append(
                 warn(
-                    f"under vfio for a claim of which there is no record: {named(forgotten)}",
-                    "end the claim's pod; if there is none, reboot the node",
+                    f"bound to vfio for a claim that has no record: {named(forgotten)}",
+                    "delete the claim's pod; if there is none, reboot the node",
                 )
             )
         bound = [card for card in fit if card.is_bound]
         theirs = [card.bus_id for card in bound if not card.by_us]
-        kept = f", {len(theirs)} of them by an administrator, which stay so" if theirs else ""
+        kept = (
+            f", {len(theirs)} of them by an administrator; gpu-dra-driver does not change these"
+            if theirs
+            else ""
+        )
         summary = f"{counted(len(fit), 'card')} for virtual machines, {len(bound)} under vfio now{kept}"
         return [*found, ok(summary)] if fit else found
 
@@ -70,4 +74,4 @@ class PassthroughChecks:
 
 def _problem(card: Card) -> Finding:
     seen, _, remedy = (card.problem or "").rpartition("; ")
-    return warn(f"{card.bus_id} is not for virtual machines: {seen or remedy}", remedy)
+    return warn(f"{card.bus_id} cannot be used by virtual machines: {seen or remedy}", remedy)

@@ -40,8 +40,8 @@ _SOCKETS = (
 """In the order of the files. RKE2 uses the socket of k3s."""
 _ANSWER_WITHIN_S = 2.0
 DOCKER = (
-    "the runtime is Docker (cri-dockerd), which gives containers no devices of claims",
-    "set up the node with containerd or CRI-O, as `kubeadm join --cri-socket` takes it",
+    "the runtime is Docker (cri-dockerd), which does not support devices of claims",
+    "set up the node with containerd or CRI-O (`kubeadm join --cri-socket`)",
 )
 
 Toml = Mapping[str, Any]
@@ -75,7 +75,7 @@ class RuntimeChecks:
         """Check that the runtime reads specs from `cdi_root`."""
         if self.host is None:
             return skip(
-                "the runtime's configuration is not visible from here; mount the host's / and name it --host-root"
+                "the runtime's configuration is not visible from here; mount the host's / and set --host-root"
             )
         tree = RootedTree(self.host)
         answers = answering(tree)
@@ -100,10 +100,10 @@ class RuntimeChecks:
         path = Path(self.cdi_root)
         if not path.exists():
             parent = next(parent for parent in path.parents if parent.exists())
-            return not_written(parent) or ok(f"{path} does not exist yet; gpu-dra-driver makes it")
+            return not_written(parent) or ok(f"{path} does not exist yet; gpu-dra-driver creates it")
         if not path.is_dir():
-            return fail(f"{path} is not a directory", f"`rm {path}`; gpu-dra-driver makes the directory")
-        return not_written(path) or ok(f"a file can be written to {path}")
+            return fail(f"{path} is not a directory", f"`rm {path}`; gpu-dra-driver creates the directory")
+        return not_written(path) or ok(f"gpu-dra-driver can write to {path}")
 
     def all(self) -> list[Check]:
         """Return the checks."""
@@ -301,7 +301,8 @@ def _judged(config: RuntimeConfig, cdi_root: str) -> Finding:
         )
     if config.enabled is None and config.runtime == "containerd":
         return warn(
-            f"containerd: enable_cdi is not set in {config.file}; off before 2.0, on since",
+            f"containerd: enable_cdi is not set in {config.file}; the default is off before containerd 2.0, and on "
+            "since then",
             f"set enable_cdi = true in {file}, then `{restart}`",
         )
     return ok(f"{config.runtime} reads {', '.join(directories)} ({config.file})")

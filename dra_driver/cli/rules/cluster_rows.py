@@ -134,7 +134,7 @@ class Totals:
     def __str__(self) -> str:
         text = f"{self.gpus} GPUs: {self.free} free, {self.used} in use, {self.tainted} tainted"
         missing = f"; {self.maintenance} more in maintenance" if self.maintenance else ""
-        missing += f"; {self.missing} more devices of claims are in no slice" if self.missing else ""
+        missing += f"; {self.missing} more devices of claims are not in any slice" if self.missing else ""
         waiting = counted(self.waiting, "claim or pod waits", "claims or pods wait")
         return text + missing + (f"; {waiting}" if self.waiting else "")
 
@@ -277,7 +277,7 @@ def cluster_rows(
     sums: Counter[str] = Counter()
     for pool, members in pools.items():
         total = members[0].total
-        fault = None if len(members) == total else f"{len(members)} of {total} slices are there"
+        fault = None if len(members) == total else f"only {len(members)} of {total} slices exist"
         rows += _pool_rows(pool, members, fault, holders, loads or {}, sums)
     published = {
         (pool, device.name) for pool, members in pools.items() for one in members for device in one.devices

@@ -30,10 +30,10 @@ _RESTART = (
     f"spec.nodeName={{node}}`; if that does not help, {_REBOOT}"
 )
 _FABRIC = "`nvidia-smi -q | grep -A10 Fabric` and `systemctl status nvidia-fabricmanager` on the node"
-_SLOW = "`nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER -i {bus}`: look at the cooling and the power supply"
+_SLOW = "`nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER -i {bus}`: check the cooling and the power supply"
 _PCIE = (
     "`nvidia-smi -q -i {bus} | grep -A9 'GPU Link Info'` on the node: check that the GPU sits firmly in its slot, and "
-    "the firmware's settings of the slot"
+    "the firmware settings of the slot"
 )
 _REMEDIES: tuple[tuple[str, str], ...] = (
     ("gpu-lost", f"{_RESET}; `dmesg | grep -i xid` shows why it was lost"),
@@ -42,7 +42,7 @@ _REMEDIES: tuple[tuple[str, str], ...] = (
     ("recovery-action reboot", _REBOOT),
     ("recovery-action system-reboot", _REBOOT),
     ("recovery-action bus-reset", _REBOOT),
-    ("recovery-action drain-p2p", "end the pods that use the GPU together with others{pods}"),
+    ("recovery-action drain-p2p", "delete the pods that use the GPU together with other GPUs{pods}"),
     ("recovery-action recover-imex-domain", "`nvidia-imex-ctl -N` on the node: repair the IMEX daemons of its domain"),
     ("recovery-action", _RESET),
     ("row-remap pending", _RESET),
@@ -55,7 +55,7 @@ _REMEDIES: tuple[tuple[str, str], ...] = (
     ("unresponsive", _RESTART),
     ("xid", _RESET_OR_SERVICED),
     ("ecc", _RESET_OR_SERVICED),
-    ("fabric pending", f"wait; if it stays, {_FABRIC}"),
+    ("fabric pending", f"wait; if this lasts, {_FABRIC}"),
     ("fabric", _FABRIC),
     ("nvlink", f"{_RESET}; `nvidia-smi nvlink -s -i {{bus}}` shows its links; if they stay down, have the GPU or its "
                "board replaced"),
@@ -65,7 +65,7 @@ _REMEDIES: tuple[tuple[str, str], ...] = (
     ("pcie-width", _PCIE),
     ("pcie-generation", _PCIE),
     ("program", _WAIT),
-    ("unmonitored", "gpu-dra-driver gets no Xids of this GPU; look for them with `dmesg | grep -i xid`"),
+    ("unmonitored", "gpu-dra-driver gets no Xids of this GPU; find them with `dmesg | grep -i xid`"),
 )  # fmt: skip
 """Remedies, keyed by the first words of a reason. If a device has several reasons, the first match in this
 table is used.
@@ -106,7 +106,7 @@ def _pods_on(gpu: SeenGpu, found: NodeView) -> str:
             namespace = held.claim.partition("/")[0]
             pods.setdefault(namespace, {}).update(dict.fromkeys(held.pods or ()))
             if not held.pods:
-                ends[f"end the pods of claim {held.claim}"] = None
+                ends[f"delete the pods of claim {held.claim}"] = None
     commands = (
         f"`kubectl -n {namespace} delete pod {' '.join(names)}`" for namespace, names in pods.items() if names
     )

@@ -66,9 +66,9 @@ class GpuMap:
 
 
 _OURS = {
-    "creating": "being made by gpu-dra-driver",
-    "unknown": "being made by gpu-dra-driver",
-    "created": "made by gpu-dra-driver, held by no claim",
+    "creating": "being created by gpu-dra-driver",
+    "unknown": "being created by gpu-dra-driver",
+    "created": "created by gpu-dra-driver, not used by a claim",
 }
 
 
@@ -90,8 +90,8 @@ def waiting_for_mig_mode(inventory: Inventory, on_demand: Callable[[Gpu], bool])
     for gpu in inventory.gpus:
         if on_demand(gpu) and gpu.mig_capable and gpu.partitioning is None and not gpu.mig_enabled:
             yield (
-                f"GPU {gpu.uuid}: MIG devices cannot be made on demand, because its MIG mode is off and takes effect "
-                "only after a reset: run nvidia-smi -mig 1, then reset the GPU or reboot the node"
+                f"GPU {gpu.uuid}: MIG devices cannot be created on demand, because the MIG mode is off and takes "
+                "effect only after a reset: run nvidia-smi -mig 1, then reset the GPU or reboot the node"
             )
 
 
@@ -175,7 +175,7 @@ def _without_claim(
     for owned in known.owned:
         if owned.gpu_uuid == gpu.uuid and _is_same(owned, instance, devices, known.boot_id):
             if owned.slot in known.leaving(gpu.uuid):
-                return "made by gpu-dra-driver, held by no claim, to be destroyed"
+                return "created by gpu-dra-driver, not used by a claim, will be destroyed"
             of_layout = owned.is_of_layout and owned.phase == "created"
             return "free, of the node's MIG layout" if of_layout else _OURS[owned.phase]
     if on_demand:

@@ -15,7 +15,7 @@ from dra_driver.model.mig import GpuInstance, GpuLayout, OwnedInstance
 from dra_driver.model.record import ClaimRecord, CreateMig
 
 BOOT_UNKNOWN = (
-    "the ID of this boot cannot be read, so a claim that is shown as prepared may be of a boot before; "
+    "the ID of this boot cannot be read, so a claim that is shown as prepared may be from before the last reboot; "
     "mount the node's /proc"
 )
 

@@ -311,7 +311,7 @@ def _of_target(
                 reason.severity.name.lower(),
                 " ".join(filter(None, reason.name)),
                 float(max(0, now - reason.since)) if reason.name in known else None,
-                reason.text + ("; NVML does not show it any more" if is_over else ""),
+                reason.text + ("; NVML no longer shows it" if is_over else ""),
                 of,
                 is_over,
             ),

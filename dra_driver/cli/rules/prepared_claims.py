@@ -132,16 +132,16 @@ def contradictions(state: NodeState, specs: Specs, claims: Sequence[PreparedClai
     for claim in claims:
         if claim.cdi_spec == "missing" and claim.phase == "prepared":
             yield (
-                f"claim {claim.namespace}/{claim.name} is prepared but its CDI spec is missing; its pods cannot start "
-                "anew until gpu-dra-driver prepares it again"
+                f"claim {claim.namespace}/{claim.name} is prepared but its CDI spec is missing; its containers cannot "
+                "restart until gpu-dra-driver prepares it again"
             )
     held = {device.device for claim in claims for device in claim.devices}
     for entry in state.owned:
         is_wanted = entry.device in held or entry.is_of_layout
         if not is_wanted and entry.boot_id == state.boot_id:
             yield (
-                f"MIG device {entry.device} ({entry.phase}) is in the ledger and no claim holds it; "
-                "gpu-dra-driver removes it"
+                f"MIG device {entry.device} ({entry.phase}) is in the ledger but not used by a claim; "
+                "gpu-dra-driver will destroy it"
             )
 
 

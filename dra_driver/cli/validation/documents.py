@@ -152,10 +152,10 @@ def _documents(file: str, text: str) -> Iterator[Document]:
             line = node.start_mark.line + 1
             twice = _twice(node, "", set())
             if twice is not None:
-                yield Document(file, line, problem=f"{twice} is written twice")
+                yield Document(file, line, problem=f"{twice} appears twice")
                 continue
             if _values(node, {}) > _MAX_VALUES:
-                yield Document(file, line, problem="its aliases stand for too many values")
+                yield Document(file, line, problem="its aliases expand to too many values")
                 continue
             yield from _taken_apart(Document(file, line, loader.construct_document(node)))
     except RecursionError:

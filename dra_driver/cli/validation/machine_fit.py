@@ -119,7 +119,7 @@ class MachineFit:
         unused = {request: len(free.intersection(names)) for request, names in matching.items()}
         request = min(matching, key=lambda name: unused[name] - wanted[name])
         text = (
-            f"request {request} asks for {counted(wanted[request], 'device')}, but other claims hold too many"
+            f"request {request} asks for {counted(wanted[request], 'device')}, but other claims use too many"
         )
         return text, unused[request], len(matching[request])
 
@@ -139,11 +139,11 @@ class MachineFit:
             number, value = largest_group(attribute, self.devices, matching)
             if number < count:
                 largest = (
-                    f"the largest group has {number} ({value})"
+                    f"but the largest group has {number} ({value})"
                     if number
-                    else f"no matching device has this attribute{meant_attribute(attribute, self.devices)}"
+                    else f"but no matching device has this attribute{meant_attribute(attribute, self.devices)}"
                 )
-                asks = f"the claim asks for {count} devices with one value"
+                asks = f"the claim needs {count} devices with the same value"
                 return f"constraint matchAttribute {attribute}: {asks}, {largest}"
         for constraint in constraints:
             attribute = constraint.get("distinctAttribute")
@@ -154,7 +154,7 @@ class MachineFit:
                 )
         if len(entries) == 1 and entries[0].count == 1:
             return None
-        text = "enough devices match, but no choice of them serves all requests at one time"
+        text = "enough devices match, but no combination of them serves all requests together"
         kinds = ("matchAttribute", "distinctAttribute")
         attributes = ", ".join(
             f"{kind} {one[kind]}" for one in constraints for kind in kinds if one.get(kind)
@@ -175,7 +175,7 @@ class MachineFit:
             for result, kind in devices:
                 config_for_result(result, claim.configs, self.driver, kind)
         except DraDriverError as error:
-            return f"allocated on {self.name}, Prepare would refuse it: {error}"
+            return f"if it is allocated on {self.name}, Prepare refuses it: {error}"
         return None
 
 

@@ -206,7 +206,7 @@ class ManifestCheck:
         else:
             what = neighbour(content)
             report.verdict = "SKIP"
-            report.notes.append(f"skipped: {what or 'it has nothing to do with GPUs'}")
+            report.notes.append(f"skipped: {what or 'it is not about GPUs'}")
 
     def _manager_file(self, key: str, text: Any, report: DocumentReport) -> None:
         """Check a file of NVIDIA's mig-manager, and which of its layouts the machines accept."""
@@ -241,7 +241,7 @@ class ManifestCheck:
                 report.hints.append(
                     f"no device of {machine.name} is called {device}; its devices are {named(names)}"
                     + (
-                        "; with deviceNames: minor GPUs are called gpu-0, gpu-1"
+                        "; with deviceNames: minor, GPUs are called gpu-0, gpu-1"
                         if device[4:].isdecimal()
                         else ""
                     )
@@ -255,7 +255,7 @@ class ManifestCheck:
         content = document.content
         if content["apiVersion"] != v1["apiVersion"]:
             report.hints.append(
-                f"{content['apiVersion']} goes away; write {v1['apiVersion']} (Kubernetes 1.34 and newer)"
+                f"{content['apiVersion']} will be removed; write {v1['apiVersion']} (Kubernetes 1.34 and newer)"
             )
         self._judge_selectors(v1)
         if v1["kind"] == "DeviceClass":
@@ -368,7 +368,7 @@ class ManifestCheck:
         kinds = {class_type(name) for name in class_names(spec)}
         if against and not self._has_vfio and "vfio" in kinds:
             report.hints.append(
-                "the machine offers no GPU to virtual machines; with --passthrough it does, if its GPUs can be "
+                "the machine offers no GPU to virtual machines; --passthrough offers them, if the GPUs can be "
                 "passed through"
             )
         if against and not self._has_mig and "mig" in kinds:
@@ -387,12 +387,12 @@ class ManifestCheck:
         report.requests += [asdict(found) for found in fit.funnels]
         report.devices += [{"request": request, "device": device} for request, device in fit.devices]
         report.hints += [
-            f"request {found.request}: selector {found.error}; it fits only while the devices before are free"
+            f"request {found.request}: selector {found.error}; it fits only while the devices before it are free"
             for found in fit.funnels
             if found.error is not None
         ]
         if not fit.devices:
-            report.notes.append("the claim asks for no devices")
+            report.notes.append("the claim requests no devices")
             return
         matching = ", ".join(f"{one.request}: {one.sentence()}" for one in fit.funnels if one.error is None)
         example = named([device for _, device in fit.devices], _SHOWN_DEVICES)
@@ -436,10 +436,10 @@ class ManifestCheck:
             return
         short = {machine.name: machine.together(claims, self._classes) for machine in self.machines}
         if None in short.values():
-            report.notes.append(f"its {len(claims)} claims fit at one time")
+            report.notes.append(f"its {len(claims)} claims fit together")
         else:
             report.faults += [
-                f"its {len(claims)} claims do not fit on {name} at one time, though each does alone: {text}"
+                f"its {len(claims)} claims do not fit on {name} together, although each fits alone: {text}"
                 for name, text in short.items()
             ]
 
@@ -460,7 +460,7 @@ class ManifestCheck:
                 return None
         if found is None:
             report.verdict = NOT_JUDGED
-            report.notes.append(f"{shown} is not among the files; fit not checked")
+            report.notes.append(f"{shown} is not in the files; fit not checked")
             return None
         spec, own = claim_spec(found), DocumentReport("", shown)
         if self._knows_classes(sorted(set(class_names(spec))), own) and self._try_claim(spec, own):

@@ -33,27 +33,27 @@ Finding = tuple[str, str, Severity, str]
 
 _FABRIC: Mapping[FabricState, tuple[Severity, str]] = {
     "pending": (Severity.DEGRADED, "the GPU is not registered with its NVLink fabric yet"),
-    "limited": (Severity.DEGRADED, "the GPU's NVLink fabric works with limits"),
+    "limited": (Severity.DEGRADED, "the GPU's NVLink fabric is limited"),
     "broken": (Severity.UNHEALTHY, "the GPU cannot use its NVLink fabric"),
 }
 NVLINK = "nvlink"
 NVLINK_ERRORS = "nvlink-errors"
 
 _ERRORS: Final[Mapping[str, str]] = {
-    "crc": "data on the GPU's NVLinks arrived damaged and was sent again",
-    "recovery": "an NVLink of the GPU failed and recovered; if this goes on, it may stay down",
+    "crc": "data on the GPU's NVLinks was damaged and sent again",
+    "recovery": "an NVLink of the GPU failed and recovered; if this repeats, the link may stay down",
     "replay": "data on the GPU's NVLinks was sent again",
 }
 
 
 _DRIVER_WANTS = "the NVIDIA driver requests"
-_NEXT_RESET = "with the next reset of the GPU"
+_NEXT_RESET = "at the next reset of the GPU"
 _SIGNALS: tuple[tuple[str, str, Mapping[object, tuple[str, Severity, str]]], ...] = (
     (RECOVERY_ACTION, "recovery_action", {
         1: ("reset", Severity.UNHEALTHY, f"{_DRIVER_WANTS} a GPU reset"),
         2: ("reboot", Severity.UNHEALTHY, f"{_DRIVER_WANTS} a reboot of the node"),
-        3: ("drain-p2p", Severity.DEGRADED, f"{_DRIVER_WANTS} an end of the work that uses peer access to the GPU"),
-        4: ("drain-and-reset", Severity.DEGRADED, f"{_DRIVER_WANTS} an end of the GPU's work, then a reset"),
+        3: ("drain-p2p", Severity.DEGRADED, f"{_DRIVER_WANTS} a stop of all work with peer access to the GPU"),
+        4: ("drain-and-reset", Severity.DEGRADED, f"{_DRIVER_WANTS} a stop of all work on the GPU, then a reset"),
         5: ("recover-imex-domain", Severity.DEGRADED, f"{_DRIVER_WANTS} a recovery of the IMEX domain"),
         6: ("bus-reset", Severity.UNHEALTHY, f"{_DRIVER_WANTS} a reset of the GPU's bus"),
         7: ("system-reboot", Severity.UNHEALTHY, f"{_DRIVER_WANTS} a reboot of the whole system"),
@@ -83,15 +83,15 @@ _SIGNALS: tuple[tuple[str, str, Mapping[object, tuple[str, Severity, str]]], ...
     }),
     (SLOWDOWN, "slowdowns", {
         "thermal": ("thermal", Severity.INFORMATION, "the GPU is too hot and slows down"),
-        "power": ("power", Severity.INFORMATION, "the power supply makes the GPU slow down"),
-        "hardware": ("hardware", Severity.INFORMATION, "the hardware makes the GPU slow down"),
+        "power": ("power", Severity.INFORMATION, "the GPU slows down because of its power supply"),
+        "hardware": ("hardware", Severity.INFORMATION, "the GPU slows down because of its hardware"),
     }),
     (PCIE_WIDTH, "pcie_narrow", {True: (
         "below-maximum", Severity.INFORMATION, "the PCIe link has fewer lanes than the GPU and the machine allow",
     )}),
     (PCIE_GENERATION, "pcie_slow", {True: (
         "below-maximum", Severity.INFORMATION,
-        "the PCIe link is slower than the GPU and the machine allow, although the GPU works",
+        "the PCIe link is slower than the GPU and the machine allow, although the GPU is busy",
     )}),
     (CONFIDENTIAL, "accepts_work", {False: (
         "not-ready", Severity.DEGRADED,
@@ -179,7 +179,7 @@ def nvlink_findings(polled: PolledHealth, seen: NvLinks) -> list[Finding]:
     most = polled.equal_nvlinks or 0
     if len(now.up) >= most:
         return []
-    text = f"only {len(now.up)} {links} are up, and {most} on an equal GPU of the machine"
+    text = f"only {len(now.up)} {links} are up, but {most} on another GPU of this machine"
     return [(NVLINK, "fewer", severity, text)]
 
 

@@ -80,10 +80,10 @@ class Ending(Enum):
 
     GOOD_VALUE = "the query that found it reads a good value"
     ANSWER = "a live query of the GPU succeeds"
-    RESET = "the GPU was reset, or NVML reports the recovery action NONE; the memory waits for no repair"
-    STILL = "as RESET, and the count of errors stayed still since"
+    RESET = "the GPU was reset, or NVML reports the recovery action NONE; no memory repair is pending"
+    STILL = "as RESET, and the count of errors has not grown since"
     TIME = "time passes without another such event, and NVML requests no action"
-    OURS = "what gpu-dra-driver itself could not do, or did, is over"
+    OURS = "the work of gpu-dra-driver that failed or hung has finished"
 
 
 _BY_KEY: Mapping[str, Ending] = {
@@ -157,11 +157,11 @@ def observe(
 def _hang(what: str, for_s: float) -> list[Finding]:
     if for_s < UNRESPONSIVE_AFTER_S:
         return []
-    text = f"the GPU does not react: {what} does not end"
+    text = f"the GPU does not respond: {what} does not finish"
     if for_s < REBOOT_AFTER_S:
         return [(UNRESPONSIVE, "", Severity.DEGRADED, text)]
     text = (
-        f"the GPU does not react: {what} has not ended for {REBOOT_AFTER_S // 60} minutes; drain the node and "
+        f"the GPU does not respond: {what} has not finished for {REBOOT_AFTER_S // 60} minutes; drain the node and "
         "reboot it"
     )
     return [(UNRESPONSIVE, "", Severity.UNHEALTHY, text)]
@@ -355,7 +355,7 @@ def _damped(before: HealthState, after: HealthState, now: int) -> HealthState:
     if times < FLAPS:
         return after
     until = now + min(HOLD_S * 2 ** (times - FLAPS), HOLD_MAX_S)
-    text = f"went bad {times} times within {FLAP_WINDOW_S} s, so it is held back for {until - now} s"
+    text = f"became unhealthy {times} times within {FLAP_WINDOW_S} s, so its taint stays for {until - now} s"
     held = Reason(FLAPPING, "", Severity.DEGRADED, now, now, text)
     return _with(replace(after, held_until=max(until, after.held_until or 0)), held)
 

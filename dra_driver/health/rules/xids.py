@@ -29,7 +29,7 @@ _ROWS: tuple[tuple[tuple[int, ...], str, str], ...] = (
     ((11, 25, 32), "RESTART_APP", "a program sent commands that are not valid"),
     ((13,), "RESTART_APP", "a program caused a graphics engine exception"),
     ((14,), "IGNORE", "an injected error"),
-    ((31,), "RESTART_APP", "a program accessed GPU memory that it does not have"),
+    ((31,), "RESTART_APP", "a program accessed invalid GPU memory"),
     ((37, 38), "IGNORE", "an error of the NVIDIA driver's firmware"),
     (
         (39, 40, 41, 70, 71, 72, 75, 76, 77, 85, *range(126, 136)),
@@ -38,14 +38,14 @@ _ROWS: tuple[tuple[tuple[int, ...], str, str], ...] = (
     ),
     ((43,), "IGNORE", "a program's channel was stopped"),
     ((44,), "IGNORE", "a graphics engine fault during a context switch"),
-    ((45,), "WORKFLOW_XID_45", "a program's channel was removed, mostly because the program ended"),
+    ((45,), "WORKFLOW_XID_45", "a program's channel was removed, usually because the program exited"),
     ((46,), "RESET_GPU", "the GPU stopped processing"),
     ((48,), "WORKFLOW_XID_48", "uncorrectable memory error"),
     ((54,), "CHECK_MECHANICALS", "the GPU's auxiliary power is not connected"),
     ((62,), "RESET_GPU", "the GPU's internal microcontroller stopped"),
-    ((63,), "IGNORE", "a memory row or page was set aside"),
-    ((64,), "RESET_GPU", "a memory row or page could not be set aside"),
-    ((66, 67), "IGNORE", "the NVIDIA driver made an access that is not allowed"),
+    ((63,), "IGNORE", "a memory row was remapped or a memory page was retired"),
+    ((64,), "RESET_GPU", "a memory row could not be remapped or a memory page could not be retired"),
+    ((66, 67), "IGNORE", "the NVIDIA driver made an illegal memory access"),
     (
         (60, 68, 83, 84, 88, 89, 96, 97, 98),
         "RESTART_APP",
@@ -70,7 +70,7 @@ _ROWS: tuple[tuple[tuple[int, ...], str, str], ...] = (
     ((120,), "RESET_GPU", "the GPU's system processor failed"),
     ((121,), "IGNORE", "corrected errors on the link to the CPU"),
     ((136,), "RESET_GPU", "an NVLink could not be trained"),
-    ((137,), "IGNORE", "a program made an NVLink access that is not allowed"),
+    ((137,), "IGNORE", "a program made an illegal NVLink access"),
     ((140,), "RESET_GPU", "uncorrectable memory error that was not recovered"),
     ((141,), "IGNORE", "an error of CUDA's fast path"),
     ((142,), "CONTACT_SUPPORT", "the video encoder raised an exception"),
@@ -94,8 +94,8 @@ _ROWS: tuple[tuple[tuple[int, ...], str, str], ...] = (
     ((168,), "", "errors in the protected memory region; the GPU has less memory"),
     ((169,), "", "the GPU's security processor stopped"),
     ((170,), "", "an NVLink interrupt in confidential computing"),
-    ((171,), "", "uncorrectable error of the GPU's DRAM; comes with 48"),
-    ((172,), "", "uncorrectable error of the GPU's SRAM; comes with 48"),
+    ((171,), "", "uncorrectable error of the GPU's DRAM; reported together with Xid 48"),
+    ((172,), "", "uncorrectable error of the GPU's SRAM; reported together with Xid 48"),
 )
 CATALOG: Mapping[int, CatalogEntry] = {
     number: CatalogEntry(bucket, text) for numbers, bucket, text in _ROWS for number in numbers

@@ -83,7 +83,7 @@ def assembled(
 def _refuse_empty(faults: Sequence[DiscoveryFault], hidden: Sequence[str]) -> None:
     if faults:
         causes = "; ".join(f"{fault.subject}: {fault.text}" for fault in faults)
-        raise NvmlUnavailableError(f"no GPU answers NVML: {causes}")
+        raise NvmlUnavailableError(f"NVML cannot read any GPU: {causes}")
     if hidden:
         raise NvmlUnavailableError(
             f"NVML shows no GPU, but the PCI bus has {len(hidden)} ({', '.join(hidden)}); they are not bound to "

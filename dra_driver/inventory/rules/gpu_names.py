@@ -71,8 +71,8 @@ def named_gpus(
     for name in names:
         if name.isdecimal() and (inventory is None or not is_whole):
             raise InvalidConfigError(
-                f"which GPU has index {name} is not sure, because NVML does not show every GPU now; give a UUID or a "
-                "PCI bus ID"
+                f"index {name} is not reliable, because NVML does not show every GPU now; use a UUID or a PCI bus "
+                "ID"
             )
         uuid = indices.get(name) or found.get(name.lower())
         if uuid is None and name.startswith("GPU-") and not is_whole:
@@ -82,7 +82,7 @@ def named_gpus(
                 ", ".join(f"{index}={uuid}" for index, uuid in indices.items()) or "none that NVML shows now"
             )
             raise InvalidConfigError(
-                f"there is no GPU {name!r}; give a device name, a UUID, an index or a PCI bus ID (GPUs: {rows})"
+                f"there is no GPU {name!r}; use a device name, a UUID, an index or a PCI bus ID (GPUs: {rows})"
             )
         wanted.add(uuid)
     return frozenset(wanted)

@@ -50,7 +50,7 @@ def entry_for(
     generated = _generated(name, profiles)
     if generated is None:
         known = ", ".join(sorted({*layouts, *generated_names(profiles)}))
-        raise LayoutRefusedError(f"there is no layout {name!r}; there are: {known}")
+        raise LayoutRefusedError(f"unknown layout {name!r}; available: {known}")
     return generated
 
 
@@ -112,7 +112,7 @@ def target_of(
     keep theirs. Raises: LayoutRefusedError that names the nearest layout that fits.
     """
     if not profiles and entry.mode:
-        raise LayoutRefusedError("the GPU has no MIG")
+        raise LayoutRefusedError("the GPU does not support MIG")
     stays = [instance for instance in existing if instance.slot in set(fixed)]
     if not entry.counts:
         if stays and not entry.mode:
@@ -163,8 +163,8 @@ def counts_text(counts: Mapping[str, int]) -> str:
 def _in_the_way(instance: GpuInstance) -> str:
     return (
         f"GPU instance {instance.gpu_instance_id} (profile {instance.profile_id} at memory slice "
-        f"{instance.placement.start}) was made by somebody else and does not fit the layout; destroy it by hand "
-        "(nvidia-smi mig), or set migLayouts.adopt to destroy"
+        f"{instance.placement.start}) was created by another program and does not fit the layout; destroy it "
+        "with `nvidia-smi mig`, or set migLayouts.adopt to destroy"
     )
 
 

@@ -283,7 +283,7 @@ def unclaimed_text(gpu: str, process: GpuProcess) -> str:
     name = f" ({process.name})" if process.name else ""
     memory = "memory" if process.memory_bytes is None else f"{process.memory_bytes // _MIB} MiB"
     return (
-        f"process {process.pid}{name} has {memory} on {gpu} and belongs to no prepared claim and no container; look at "
-        f"it with `ps -fp {process.pid}` on the node and end it, or run it in a pod with a claim; if there is no such "
-        "process, reset the GPU"
+        f"process {process.pid}{name} uses {memory} on {gpu} but does not belong to a prepared claim or a container; "
+        f"find it with `ps -fp {process.pid}` on the node and stop it, or run it in a pod with a claim; if this "
+        "process does not exist, reset the GPU"
     )

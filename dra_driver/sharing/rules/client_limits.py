@@ -99,13 +99,13 @@ def notes_of(status: MpsDaemonStatus) -> Iterator[tuple[EventReason, str]]:
             "MpsNotExclusive",
             f"GPU {', '.join(status.not_exclusive)} does not support the compute mode EXCLUSIVE_PROCESS: a program "
             f"that does not reach the MPS daemon of {devices} runs on it without the limits of its claim; use another "
-            "GPU where limits must hold",
+            "GPU if the limits must be enforced",
         )
     if len(status.users) > 1 and not status.spec.multi_user:
         users = ", ".join(map(str, status.users))
         yield (
             "MpsUsersWait",
             f"processes of the users {users} have the MPS daemon of {devices}, which serves one user at a time: CUDA "
-            "calls of one user wait until all CUDA programs of the other have ended; run the pods as one user "
+            "calls of one user wait until all CUDA programs of the other user have stopped; run the pods as one user "
             "(runAsUser), or use multiUser, which needs NVIDIA driver R555 or newer",
         )

@@ -153,8 +153,8 @@ def _sharing(resolved: ResolvedConfig) -> Sharing | None:
 def _refuse_parameters(result: DeviceResult, resolved: ResolvedConfig) -> None:
     if result.admin_access and _changes(_sharing(resolved)):
         raise ClaimRefusedError(
-            f"request {result.request}: opaque parameters ({resolved.entry}) would change a device that may be in "
-            "use by others, which adminAccess must not; remove them or adminAccess"
+            f"request {result.request}: opaque parameters ({resolved.entry}) would change a device that other "
+            "claims may use, which adminAccess does not allow; remove the parameters or adminAccess"
         )
 
 
@@ -273,8 +273,8 @@ def _limits_by_uuid(limits: Mapping[str, int], result: DeviceResult, group: Sequ
             found.setdefault(group[int(key)], limit)
         else:
             raise ClaimRefusedError(
-                f"request {result.request}: defaultPerDevicePinnedMemoryLimit names {key}, which is none of the "
-                f"devices that these parameters apply to: {', '.join(group)}"
+                f"request {result.request}: defaultPerDevicePinnedMemoryLimit names {key}, but these parameters apply "
+                f"only to: {', '.join(group)}"
             )
     return found
 
@@ -304,12 +304,10 @@ def incompatibility(held: SharingMode, wanted: SharingMode) -> str | None:
         case LostMps(), MpsShared():
             return None  # the MPS host knows the daemon's settings, and rejects others
         case (MpsShared() | LostMps(), _) | (_, MpsShared() | LostMps()):
-            return (
-                f"it uses {usage_kind(held)} and this one {usage_kind(wanted)}; MPS has the device to itself"
-            )
+            return f"one uses {usage_kind(held)} and the other {usage_kind(wanted)}; MPS excludes other modes"
         case TimeSliced(interval=int(mine)), TimeSliced(interval=int(theirs)) if mine != theirs:
             return (
-                f"the length of time slices holds for the whole GPU; it asked for {INTERVALS[mine]}, this one for "
+                f"all claims on a GPU have the same time slice; one requests {INTERVALS[mine]}, the other "
                 f"{INTERVALS[theirs]}"
             )
         case _:
@@ -331,15 +329,15 @@ def refuse_mixed_requests(
         is_whole = isinstance(device, WholeGpu) and isinstance(other, WholeGpu)
         if is_mps and is_other_mps and device.name != other.name and not is_whole:
             raise ClaimRefusedError(
-                f"request {result.base_request}: {other.name} and {device.name} have an MPS daemon each, because CUDA "
-                "joins no MIG devices, and a container reaches only one; make a request with count 1 for each device "
-                "and let each container name its own, or use the devices without MPS"
+                f"request {result.base_request}: {other.name} and {device.name} each have an MPS daemon, and a "
+                "container can reach only one of them; make a request with count 1 for each device and let each "
+                "container name its own request, or use the devices without MPS"
             )
         if is_mps != is_other_mps:
             shared, plain = (device, other) if is_mps else (other, device)
             raise ClaimRefusedError(
                 f"request {result.base_request}: {shared.name} is used through MPS and {plain.name} is not, but a CUDA "
-                f"process that uses MPS sees {shared.name} only; ask for one device a request, and let each container "
+                f"process that uses MPS sees only {shared.name}; use one device per request, and let each container "
                 "name its request"
             )
 
@@ -363,6 +361,6 @@ def advice_on_requests(record: ClaimRecord) -> str | None:
     others = [request for request, device in through.items() if device is None]
     beside = f", and {', '.join(others)} without MPS" if others else ""
     return (
-        f"The claim has requests with MPS: {', '.join(with_mps)}{beside}. Let each container name one request "
-        "(resources.claims[].request): a container that has several reaches one MPS daemon, and no GPU besides it"
+        f"The claim has requests with MPS: {', '.join(with_mps)}{beside}. Let each container name only one request "
+        "(resources.claims[].request): a container with several requests reaches only one MPS daemon and no other GPU"
     )

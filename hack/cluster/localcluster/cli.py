@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         shell.say(f"cluster: {error}")
         return 1
     except KeyboardInterrupt:
-        shell.say("cluster: interrupted; 'up' goes on from here, 'down' cleans up.")
+        shell.say("cluster: interrupted; 'up' continues, 'down' cleans up.")
         return 130
 
 
@@ -74,13 +74,13 @@ def _parser() -> argparse.ArgumentParser:
     up.add_argument(
         "--ip-family", choices=tuple(ADDRESSES), default="ipv4", help="the only one of the cluster"
     )
-    commands.add_parser("down", help="take the cluster and its traces away")
-    commands.add_parser("status", help="show the components; exit status 3 if one is not well")
+    commands.add_parser("down", help="remove the cluster and everything it created")
+    commands.add_parser("status", help="show the components; exit status 3 if one is not healthy")
     commands.add_parser("env", help="print KUBECONFIG and PATH for eval")
-    load = commands.add_parser("load", help="give the node an image archive")
+    load = commands.add_parser("load", help="load an image archive into the node")
     load.add_argument("archive", type=Path)
     for name, about in (
-        ("apart", "run a command where it sees nothing of this cluster, and can bring up one of its own"),
+        ("apart", "run a command isolated from this cluster, where it can bring up its own cluster"),
         ("begin-apart", argparse.SUPPRESS),
     ):
         one = commands.add_parser(name, help=about)

@@ -143,7 +143,7 @@ def _wait_serving(layout: Layout, component: Component) -> None:
 def _epitaph(layout: Layout, name: str) -> str:
     log = layout.log(name)
     last = log.read_text(errors="replace").splitlines()[-8:] if log.exists() else []
-    return "\n  ".join([f"{name} ended soon after its start, see {log}:", *last])
+    return "\n  ".join([f"{name} stopped soon after its start, see {log}:", *last])
 
 
 def _wait(complaint: str, condition: Callable[[], bool]) -> None:

@@ -68,7 +68,7 @@ def start(
     )
     process = identify(pid)
     if process is None:
-        raise ClusterError(f"{argv[0]} ended at once: see {log}.")
+        raise ClusterError(f"{argv[0]} stopped at once: see {log}.")
     _remember(process, pid_file)
     return process
 
@@ -91,7 +91,7 @@ def stop(processes: Sequence[Process], *, grace_seconds: float = 4.0) -> None:
     _signal(processes, signal.SIGKILL)
     if not _wait_gone(processes, 60.0):
         left = [process.pid for process in processes if process.alive]
-        raise ClusterError(f"Processes {left} do not end even when killed.")
+        raise ClusterError(f"Processes {left} do not stop even when killed.")
 
 
 def all_pids() -> list[int]:

@@ -78,7 +78,7 @@ def _lock(descriptor: int, path: Path, wait: bool) -> None:
     except BlockingIOError:
         holder = os.pread(descriptor, 32, 0).decode() or "unknown"
         raise ClusterError(
-            f"Process {holder} is at work on this cluster (lock {path}): wait until it ends."
+            f"Process {holder} is working on this cluster (lock {path}): wait until it stops."
         ) from None
 
 

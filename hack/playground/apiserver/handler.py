@@ -97,7 +97,7 @@ class Handler(BaseHTTPRequestHandler):
         if fault is not None:
             headers = {"Retry-After": fault.retry_after} if fault.retry_after else {}
             if fault.body is None:
-                text = "the playground's API server was told to fail this request"
+                text = "the playground's API server was configured to fail this request"
                 raise ApiFailure(fault.status, fault.reason, text, details={"name": "fault"}, headers=headers)
             self._record(path, query, fault.status)
             self._send_bytes(fault.status, fault.body, "text/plain", headers)

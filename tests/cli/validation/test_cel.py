@@ -67,9 +67,9 @@ def test_what_does_not_compile_is_reported_with_its_position(expression: str, fa
     more=[
         (
             "(" * 500 + "true" + ")" * 500,
-            "it cannot be compiled here: Expression recursion limit exceeded. limit: 32",
+            "validate cannot compile it: Expression recursion limit exceeded. limit: 32",
         ),
-        ("true ? true : " * 500 + "true", "it cannot be compiled here: "),
+        ("true ? true : " * 500 + "true", "validate cannot compile it: "),
     ],
 )
 def test_what_only_the_api_server_knows_is_not_judged(expression: str, reason: str) -> None:

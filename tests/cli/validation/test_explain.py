@@ -91,7 +91,7 @@ def test_capacity(capacity: dict[str, str], left: int) -> None:
     assert len(found.matching) == left
     [(name, amount)] = capacity.items()
     assert f"{left} have {name} {amount}" in found.sentence()
-    assert ("is no capacity; there are: memory" in found.sentence()) == (name != "memory")
+    assert ("is not a capacity; there are: memory" in found.sentence()) == (name != "memory")
 
 
 @tabled("effect", "tolerations", "is_left")

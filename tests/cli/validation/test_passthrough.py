@@ -66,21 +66,21 @@ def test_virtual_machine_gets_a_card() -> None:
 def test_claim_with_devices_of_both_sorts_is_refused_as_a_prepare_would() -> None:
     made = report(MACHINE, "gpu", "vfio.gpu")
     assert made.faults == [
-        f"allocated on m, Prepare would refuse it: requests r1 and r0: device {VFIO_1} is for a virtual machine, and "
-        f"device {GPU_0} is for containers, so one claim cannot have both; use two claims"
+        f"if it is allocated on m, Prepare refuses it: requests r1 and r0: device {VFIO_1} is for a virtual machine, "
+        f"and device {GPU_0} is for containers, so one claim cannot have both; use two claims"
     ]
 
 
 def test_one_card_is_not_given_out_twice() -> None:
     made = report(inventory(h100(0), cards=(card(0),)), "gpu", "vfio.gpu")
-    assert "no choice of them serves all requests at one time" in made.faults[0]
+    assert "no combination of them serves all requests together" in made.faults[0]
 
 
 def test_what_a_machine_without_passthrough_lacks_is_said() -> None:
     made = report(inventory(h100(0), h100(1)), "vfio.gpu")
     assert "2 devices, 0 of class vfio.gpu.nvidia.com" in made.faults[0]
     assert made.hints == [
-        "the machine offers no GPU to virtual machines; with --passthrough it does, if its GPUs can be "
+        "the machine offers no GPU to virtual machines; --passthrough offers them, if the GPUs can be "
         "passed through"
     ]
     assert report(MACHINE, "vfio.gpu", "vfio.gpu", "vfio.gpu").hints == []
@@ -91,6 +91,6 @@ def test_parameters_of_a_container_do_not_fit() -> None:
     config = [{"requests": ["r0"], "opaque": {"driver": DRIVER, "parameters": parameters}}]
     made = report(MACHINE, "vfio.gpu", config=config)
     assert made.faults == [
-        "spec.devices.config[0].requests[0]: GpuConfig does not fit request 'r0' of class vfio.gpu.nvidia.com"
+        "spec.devices.config[0].requests[0]: GpuConfig does not apply to request 'r0' of class vfio.gpu.nvidia.com"
     ]
     assert GPU_1 not in str(made.devices)

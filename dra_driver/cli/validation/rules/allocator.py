@@ -536,7 +536,7 @@ def _holds(constraint: Mapping[str, Any], picks: list[Pick]) -> bool:
             return False
         if isinstance(value, (list, dict)):
             raise AllocationError(
-                f"attribute {name} of device {pick.candidate.id[2]} is of a sort that is not compared"
+                f"attribute {name} of device {pick.candidate.id[2]} has a type that cannot be compared"
             )
         values.append((type(value), value))
     return len(set(values)) <= 1 if constraint.get("matchAttribute") else len(set(values)) == len(values)

@@ -133,7 +133,7 @@ def _refusal(message: str) -> InvalidConfigError | NotJudgedError:
     for line, column, text in _FAULT.findall(message):
         unknown = _UNKNOWN.match(text)
         if unknown is not None and unknown[1] in _ONLY_KUBERNETES:
-            return NotJudgedError(f"it uses {unknown[1]}(), which only the API server knows")
+            return NotJudgedError(f"it uses {unknown[1]}(), which only the API server supports")
         meant = f"; there are {_FIELDS}" if unknown is not None and unknown[1].startswith("device.") else ""
         if "kubernetes.Quantity" in text:
             meant = f"; compare amounts as in {COMPARED}"
@@ -142,7 +142,7 @@ def _refusal(message: str) -> InvalidConfigError | NotJudgedError:
         where = f"in line {line} at character {column}" if int(line) > 1 else f"at character {column}"
         faults.append(f"{_NOISE.sub('', text)} {where}{meant}")
     if not faults:  # not compiled, for example because it is nested deeper than the package supports
-        return NotJudgedError(f"it cannot be compiled here: {_NOISE.sub('', _CODE.sub('', message))}")
+        return NotJudgedError(f"validate cannot compile it: {_NOISE.sub('', _CODE.sub('', message))}")
     return InvalidConfigError(f"does not compile: {'; '.join(faults)}")
 
 
@@ -164,7 +164,7 @@ def _value(value: Any) -> Any:
         case int() if -_INT64 <= value < _INT64:
             return value
     raise SelectorError(
-        f"a device has the value {str(value)[:40]}, of a type that this version does not know"
+        f"a device has the value {str(value)[:40]}, of a type that this version does not support"
     )
 
 
@@ -179,14 +179,14 @@ def _semver(text: str, normalize: bool = False) -> dict[str, str]:
         parts = [re.sub(r"^0+(?=\d)", "", part) for part in text.removeprefix("v").split(".", 2)]
         text = ".".join([*parts, *["0"] * (3 - len(parts))])
     if _SEMVER.match(text) is None:
-        raise ValueError(f"{text!r} is no semantic version such as 9.0.0")
+        raise ValueError(f"{text!r} is not a semantic version such as 9.0.0")
     return {"version": text.partition("+")[0]}
 
 
 def _order(version: Mapping[str, str]) -> tuple[Any, ...]:
     match = _SEMVER.match(version["version"])
     if match is None:
-        raise ValueError(f"{version['version']!r} is no semantic version such as 9.0.0")
+        raise ValueError(f"{version['version']!r} is not a semantic version such as 9.0.0")
     numbers = tuple(int(part) for part in match.groups()[:3])
     if match[4] is None:
         return (*numbers, 1)

@@ -79,7 +79,7 @@ def _with_the_rest(wanted: Wanted, left: list[Candidate], steps: list[FunnelStep
         able = [one for one in left if consumption(wanted.capacity, one.device) is not None]
         there = {name for one in left for name in one.device.get("capacity") or {}}
         unknown = [
-            f"{name} is no capacity{_meant(name, there)}" for name in wanted.capacity if name not in there
+            f"{name} is not a capacity{_meant(name, there)}" for name in wanted.capacity if name not in there
         ]
         steps.append(FunnelStep(f"have {asked}{f' ({unknown[0]})' if unknown else ''}", len(able)))
         left = able
@@ -123,7 +123,7 @@ def _matches(selector: Selector, device: Candidate, others: Sequence[Candidate])
             unknown = [f"no such key: {key}; write {READ}"]
         if unknown:
             raise SelectorError("; ".join(unknown)) from error
-        remedy = f'test `"{key}" in device.attributes[…]` before it, since other devices have it'
+        remedy = f'test `"{key}" in device.attributes[…]` before it, because only some devices have it'
         raise SelectorError(f"fails on device {device.name}, which has no {key}; {remedy}") from error
 
 

@@ -90,9 +90,9 @@ class Trial:
         absent = ", ".join(map(str, sorted(named_ones - there)))
         without = [gpu.name for gpu in self.gpus if not gpu.profiles]
         if absent:
-            self.hints.append(f"layout {name}: entries name GPUs that the machine lacks: {absent}")
+            self.hints.append(f"layout {name}: entries name GPUs that the machine does not have: {absent}")
         elif without:
-            self.hints.append(f"layout {name}: {named(without)} has no MIG and is left as it is")
+            self.hints.append(f"layout {name}: {named(without)} does not support MIG and stays unchanged")
         if not refused:
             self.fits.append(f"layout {name} fits {self.machine}")
         return [f"layout {name}: {named(gpus)}: {text}" for text, gpus in refused.items()]

@@ -19,19 +19,20 @@ from dra_driver.errors import InvalidConfigError
 from dra_driver.model.schema import FieldFault, JsonObject, Scalar, faults
 
 _OLD = (
-    "is of the old API of NVIDIA's DRA driver, before Kubernetes 1.31; write a ResourceClaim of resource.k8s.io/v1, "
-    "and sharing under spec.devices.config as opaque parameters of resource.nvidia.com/v1beta1"
+    "belongs to the old API of NVIDIA's DRA driver, before Kubernetes 1.31; write a ResourceClaim of "
+    "resource.k8s.io/v1, and sharing under spec.devices.config as opaque parameters of resource.nvidia.com/v1beta1"
 )
-_KUBEVIRT = "is of KubeVirt; its GPUs come from the ResourceClaims that it names (docs/passthrough.md)"
+_KUBEVIRT = "belongs to KubeVirt; its GPUs come from the ResourceClaims that it names (docs/passthrough.md)"
 _KINDS = {
     "GpuClaimParameters": _OLD,
     "MigDeviceClaimParameters": _OLD,
     "ComputeInstanceParameters": _OLD,
     "ResourceClass": "was replaced by DeviceClass in Kubernetes 1.31; the chart installs the classes of this driver",
-    "PodSchedulingContext": "is gone since Kubernetes 1.32; nothing replaces it",
-    "ComputeDomain": "is of NVIDIA's driver for compute domains, which runs beside this one; it is not judged here",
-    "ClusterPolicy": "is of NVIDIA's GPU operator; docs/gpu-operator.md says which of its parts must be off",
-    "NVIDIADriver": "is of NVIDIA's GPU operator, which installs the NVIDIA driver; it is not judged here",
+    "PodSchedulingContext": "was removed in Kubernetes 1.32 without a replacement",
+    "ComputeDomain": "belongs to NVIDIA's driver for compute domains, which can run next to gpu-dra-driver; validate "
+    "does not check it",
+    "ClusterPolicy": "belongs to NVIDIA's GPU operator; docs/gpu-operator.md says which of its parts must be off",
+    "NVIDIADriver": "belongs to NVIDIA's GPU operator, which installs the NVIDIA driver; validate does not check it",
     "ResourceSlice": "is written by the plugin of a node; `gpu-dra-driver inspect` prints what it would write",
     "VirtualMachine": _KUBEVIRT,
     "VirtualMachineInstance": _KUBEVIRT,
@@ -240,7 +241,9 @@ def _use_faults(use: _Use) -> Iterator[FieldFault]:
     kinds = CONFIG_KINDS[use.kind]
     if use.named is not None and not use.of_type(None, *kinds):
         classes = ", ".join(body["deviceClassName"] for body in use.bodies.values())
-        yield FieldFault(use.named, f"{use.kind} does not fit request {use.request!r} of class {classes}")
+        yield FieldFault(
+            use.named, f"{use.kind} does not apply to request {use.request!r} of class {classes}"
+        )
     what = "management" if use.parameters.get("management") is True and "vfio" not in kinds else None
     what = use.kind if use.kind == "MaintenanceConfig" else what
     if what is None:
@@ -265,8 +268,8 @@ def alternative_hints(devices: JsonObject, path: str, driver: str) -> Iterator[s
             )
         if use.named is not None and misfits and fits:
             yield (
-                f"{use.entry}.requests: {use.kind} does not fit {', '.join(misfits)}, whose devices Prepare would "
-                f"refuse; write {', '.join(fits)} instead of {use.request}"
+                f"{use.entry}.requests: {use.kind} does not apply to {', '.join(misfits)}, so Prepare would refuse its "
+                f"devices; write {', '.join(fits)} instead of {use.request}"
             )
 
 
@@ -280,7 +283,7 @@ def _body_faults(body: JsonObject, path: str) -> Iterator[FieldFault]:
     if not body.get("deviceClassName"):
         yield FieldFault(f"{path}.deviceClassName", "is required")
     if body.get("allocationMode") == "All" and body.get("count"):
-        yield FieldFault(f"{path}.count", "does not go with allocationMode All; remove one of them")
+        yield FieldFault(f"{path}.count", "cannot be combined with allocationMode All; remove one of them")
     if (body.get("count") or 0) < 0:
         yield FieldFault(f"{path}.count", f"{body['count']} must be greater than zero")
     for number, toleration in enumerate(body.get("tolerations") or ()):
@@ -358,14 +361,14 @@ def default_hints(spec: JsonObject, path: str) -> Iterator[str]:
     for number, request in enumerate(requests_of(spec)):
         for body in (request, request.get("exactly") or {}, *(request.get("firstAvailable") or ())):
             if body.get("count") == 0 and body.get("allocationMode") != "All":
-                yield f"{path}.requests[{number}]: the API server makes 1 of a count of 0; write how many you want"
+                yield f"{path}.requests[{number}]: the API server changes a count of 0 to 1; write the count you want"
             if any(
                 one.get("operator") != "Exists" and not one.get("key")
                 for one in body.get("tolerations") or ()
             ):
                 yield (
-                    f"{path}.requests[{number}]: a toleration without a key tolerates taints of its value alone; "
-                    "write operator: Exists for every taint"
+                    f"{path}.requests[{number}]: a toleration without a key tolerates only taints with its value; "
+                    "write operator: Exists to tolerate every taint"
                 )
 
 

@@ -99,7 +99,7 @@ def _resource_faults(spec: JsonObject, path: str) -> Iterator[FieldFault]:
                     if "/" not in str(name):
                         yield from _not_standard(str(name), here)
                     elif not _is_whole(wanted):
-                        text = f"{wanted!r} is not a whole number; a device cannot be asked for in parts"
+                        text = f"{wanted!r} is not a whole number; a device cannot be divided"
                         yield FieldFault(here, text)
                     elif kind == "requests" and str(limits.get(name)) != str(wanted):
                         text = "an extended resource needs a limit that is equal to the request"
@@ -110,7 +110,7 @@ def _not_standard(name: str, path: str) -> Iterator[FieldFault]:
     if name not in _STANDARD and not name.startswith("hugepages-"):
         near = ["nvidia.com/gpu"] if "gpu" in name else get_close_matches(name, _STANDARD, 1)
         meant = f"; did you mean {near[0]}?" if near else ""
-        yield FieldFault(path, f"is no resource of Kubernetes, and has no domain{meant}")
+        yield FieldFault(path, f"is not a resource of Kubernetes and has no domain{meant}")
 
 
 def _is_whole(amount: Any) -> bool:
@@ -183,18 +183,18 @@ def trap_hints(spec: JsonObject, entry: str, *, uses_mps: bool) -> Iterator[str]
                 if isinstance(mount, dict) and str(mount.get("mountPath")).rstrip("/") == "/dev/shm":  # noqa: S108
                     yield (
                         f"{who}: the claim {entry} uses MPS, whose /dev/shm hides the volume {mount.get('name')} that "
-                        "the container mounts there; leave the volume out"
+                        "the container mounts there; remove the volume"
                     )
             for variable in container.get("env") or ():
                 if isinstance(variable, dict) and variable.get("name") == "NVIDIA_VISIBLE_DEVICES":
                     yield (
-                        f"{who}: NVIDIA_VISIBLE_DEVICES={variable.get('value')} gives it other GPUs than its claim "
-                        "where NVIDIA's container runtime is the default; remove the variable"
+                        f"{who}: NVIDIA_VISIBLE_DEVICES={variable.get('value')} gives the container other GPUs than "
+                        "its claim if NVIDIA's container runtime is the default; remove the variable"
                     )
     if uses_mps and len(users) > 1:
         yield (
             f"containers of several users use the claim {entry}, and an MPS daemon without multiUser serves one user "
-            "at a time: the others wait; give them one runAsUser, or set multiUser (docs/sharing.md)"
+            "at a time: the others wait; use the same runAsUser, or set multiUser (docs/sharing.md)"
         )
 
 

@@ -96,7 +96,7 @@ def distinct(items: Sequence[Any]) -> str | None:
     """Return the fault of a list of names, or of objects with names, that has duplicates."""
     keys = [(one.get("name"), one.get("request")) if isinstance(one, dict) else (one, None) for one in items]
     twice = next((name for name, request in keys if name and keys.count((name, request)) > 1), None)
-    return None if twice is None else f"{twice!r} is there twice"
+    return None if twice is None else f"{twice!r} appears twice"
 
 
 def _text(test: Callable[[str], str | None]) -> Scalar:
@@ -152,20 +152,22 @@ _REQUIRED: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 _OLD_CLAIM = dict.fromkeys(
     ("resourceClassName", "parametersRef", "allocationMode", "controller"),
-    f"belongs to {GROUP}/v1alpha2, which is gone; describe the devices under spec.devices.requests",
+    f"belongs to {GROUP}/v1alpha2, which was removed; describe the devices under spec.devices.requests",
 )
 _BODY = ("deviceClassName", "selectors", "allocationMode", "count", "tolerations", "capacity", "adminAccess")
 _MISTAKES: Mapping[str, Mapping[str, str]] = {
-    "DeviceSelector": {"expression": "stands under `cel`: cel.expression"},
-    "ResourceClaimSpec": {**_OLD_CLAIM, "requests": "stands under `devices`: devices.requests"},
+    "DeviceSelector": {"expression": "belongs under `cel`: cel.expression"},
+    "ResourceClaimSpec": {**_OLD_CLAIM, "requests": "belongs under `devices`: devices.requests"},
     "ResourceClaimTemplateSpec": {
-        "devices": "a template holds a claim, so it stands one `spec` deeper: spec.spec.devices"
+        "devices": "a template contains a claim, so this belongs one `spec` deeper: spec.spec.devices"
     },
-    "DeviceClassSpec": {"suitableNodes": f"belongs to an alpha version of {GROUP}, which is gone; remove it"},
-    "DeviceRequest": {name: f"stands under `exactly` in {GROUP}/v1: exactly.{name}" for name in _BODY},
+    "DeviceClassSpec": {
+        "suitableNodes": f"belongs to an alpha version of {GROUP}, which was removed; remove it"
+    },
+    "DeviceRequest": {name: f"belongs under `exactly` in {GROUP}/v1: exactly.{name}" for name in _BODY},
     "V1beta1DeviceRequest": {"exactly": f"does not exist in {GROUP}/v1beta1; write apiVersion: {GROUP}/v1"},
     "PodResourceClaim": {
-        "source": "is gone since Kubernetes 1.31; write resourceClaimName or resourceClaimTemplateName here"
+        "source": "was removed in Kubernetes 1.31; write resourceClaimName or resourceClaimTemplateName here"
     },
 }
 """Misplaced fields in a model, and the right place."""
