@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,7 +20,7 @@ from dra_driver.inventory.detachment import LOCK_FILE
 from dra_driver.inventory.maintenance import MaintenanceSteps
 from dra_driver.model.claim import AllocatedClaim, DeviceConfig, Failed, Prepared
 from dra_driver.model.plan import Plan
-from dra_driver.model.record import ClaimRecord, StartMaintenance, WriteCdiSpec
+from dra_driver.model.record import ClaimRecord, Phase, StartMaintenance, WriteCdiSpec
 from tests.claims.test_plan_mig import NODE_, ONE_0
 from tests.fakes.kindnode import KINDS, KindNode, RecordedMpsHost, Site, maintenance_parameters
 from tests.fakes.preparing import Node, maintenance_steps
@@ -51,10 +52,10 @@ def maintenance(*devices: str, uid: str = UID, **fields: Any) -> AllocatedClaim:
     return claim(*results, uid=uid, configs=(config(**fields),))
 
 
-def in_maintenance(*names: str, uid: str = "uid-reset") -> ClaimRecord:
+def in_maintenance(*names: str, uid: str = "uid-reset", phase: Phase = "prepared") -> ClaimRecord:
     held = [hold(name, admin_access=True) for name in names]
     gpus = tuple(sorted({one.gpu_uuid for one in held}))
-    return replace(record(*held, uid=uid), steps=(StartMaintenance(gpus, "Wait", 900),))
+    return replace(record(*held, uid=uid, phase=phase), steps=(StartMaintenance(gpus, "Wait", 900),))
 
 
 def plan(wanted: AllocatedClaim, *others: ClaimRecord, **more: Any) -> Plan:
@@ -98,13 +99,15 @@ OTHERS = (
     record(hold(GPU_0), uid="uid-user"),
     record(hold(MIG_1G, admin_access=True), uid="uid-monitor"),
     record(hold(GPU_1), uid="uid-elsewhere"),
-    in_maintenance(GPU_0),
+    in_maintenance(GPU_0, phase="preparing"),
+    in_maintenance(MIG_1G, uid="uid-overdue"),
 )
 
 
 def test_claims_on_the_gpus_are_waited_for_also_those_that_only_look() -> None:
     made = plan(maintenance(GPU_0, MIG_3G), *OTHERS)
-    assert made.waits_for == ("default/claim-uid-monitor", "default/claim-uid-user")
+    users = ("default/claim-uid-monitor", "default/claim-uid-overdue", "default/claim-uid-user")
+    assert made.waits_for == users
     assert plan(maintenance(GPU_1), *OTHERS[:2], OTHERS[3]).waits_for == ()
 
 
@@ -230,6 +233,19 @@ def test_claim_that_had_its_time_is_answered_and_closes_nothing(node: Node, step
     steps.detachments.end()
     assert node.prepare(wanted) == answer
     assert steps.detachments.now() is None
+
+
+@pytest.mark.parametrize("is_waiting", [False, True])
+def test_claim_that_is_gone_is_reclaimed_in_each_state(
+    node: Node, steps: MaintenanceSteps, is_waiting: bool
+) -> None:
+    wanted = maintenance(GPU_0)
+    steps.is_offered = lambda _gpus: is_waiting
+    assert isinstance(node.prepare(wanted), Failed if is_waiting else Prepared)
+    known = node.records.get(UID)
+    assert known is not None
+    assert node.unpreparer.reclaim(wanted.ref, known, time.monotonic_ns())
+    assert (phase(node), steps.detachments.written()) == (None, None)
 
 
 @pytest.mark.parametrize("is_kept", [False, True])

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,12 @@ from dra_driver.inventory.detachment import LOCK_FILE, Detachments, detach, nvml
 from dra_driver.inventory.discovery import Discovery
 from dra_driver.inventory.rules.gpu_names import named_gpus
 from dra_driver.model.claim import ClaimRef
+from dra_driver.model.maintenance import Detachment
 from dra_driver.nvml.reader import NvmlReader
 from dra_driver.simulator import SimulatedLibrary
 from tests.fakes.clock import Clock
 from tests.fakes.machines import SimulatedNode
+from tests.fakes.preparing import in_threads
 from tests.fakes.waiting import eventually
 
 RESET, FLASH = ClaimRef("ops", "reset", "uid-1"), ClaimRef("ops", "flash", "uid-2")
@@ -84,6 +87,15 @@ def test_maintenance_claim_keeps_its_detachment_and_waits_for_any_other(
     detachments.begin(300)
     with pytest.raises(NvmlDetachedError, match="detach --end"):
         detachments.begin(300, FLASH)
+
+
+def test_of_claims_that_begin_at_once_one_closes_nvml(tmp_path: Path) -> None:
+    """Each in an instance of its own."""
+    refs = [ClaimRef("ops", f"claim-{number}", f"uid-{number}") for number in range(8)]
+    instances = [Detachments(tmp_path, "boot-1") for _ in refs]
+    begun = in_threads(*(partial(one.begin, 300, ref) for one, ref in zip(instances, refs, strict=True)))
+    assert len([one for one in begun if isinstance(one, Detachment)]) == 1
+    assert len([one for one in begun if isinstance(one, DeviceBusyError)]) == 7
 
 
 def test_end_leaves_the_file_of_a_maintenance_claim_with_its_time_over(
@@ -356,6 +368,7 @@ from dra_driver.host.sysfs import Sysfs
 from dra_driver.inventory import discovery as module
 from dra_driver.inventory.detachment import LOCK_FILE, Detachments
 from dra_driver.model.claim import ClaimRef
+from dra_driver.model.maintenance import Detachment
 from dra_driver.nvml.reader import NvmlReader
 from dra_driver.simulator import SimulatedLibrary, open_machine
 
