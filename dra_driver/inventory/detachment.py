@@ -98,7 +98,11 @@ _SHAPE = Codec(Detachment)
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """NVML must stay closed until `until_s` of the boot clock. `until` is the same as text, with the time zone."""
+    """One of the plugin's processes keeps NVML closed in the others.
+
+    `started` is the start of that process, in clock ticks since boot; `began_s` is the start of the pause on
+    the boot clock, and `since` the same as text.
+    """
 
     boot_id: str
     pid_namespace: str
@@ -118,10 +122,10 @@ _PAUSE_SHAPE = Codec(Pause)
 
 
 class Detachments:
-    """One of the plugin's processes keeps NVML closed in the others.
+    """The detach and pause files in the plugin directory. Thread-safe.
 
-    `started` is the start of that process, in clock ticks since boot; `began_s` is the start of the pause on
-    the boot clock, and `since` the same as text.
+    `boot_id` is that of this boot. If it is unknown, a file of any boot counts, and no detachment can be
+    written.
     """
 
     def __init__(
@@ -138,15 +142,14 @@ class Detachments:
         self._own: Pause | None = None
 
     def now(self) -> Detachment | None:
-        """Why GPUs cannot be used now."""
+        """Return the current detachment, or None."""
         found = self.written()
         return found if found is not None and found.lasts(self._boot_id, self._clock()) else None
 
     def written(self) -> Detachment | None:
-        """The detach and pause files in the plugin directory. Thread-safe.
+        """Return what the detach file says, also if its time is over.
 
-        `boot_id` is that of this boot. If it is unknown, a file of any boot counts, and no detachment can be
-        written.
+        An unreadable file counts as None, because a node without GPUs forever would be worse.
         """
         content = self.content()
         with suppress(StateError):
@@ -155,10 +158,7 @@ class Detachments:
         return None
 
     def maintenances(self, records: Iterable[ClaimRecord]) -> list[Maintenance]:
-        """Return the current detachment, or None.
-
-        An unreadable file counts as None, because a node without GPUs forever would be worse.
-        """
+        """Return the state of each maintenance claim among the records of this node."""
         return maintenances(records, self.written(), self._boot_id, self._clock())
 
     def problem(self) -> str | None:
