@@ -323,7 +323,9 @@ class Reconciler(BackgroundWorker):
         try:
             use = self.users.of(record)
         except DraDriverError as error:
-            self._log_once(ref.uid, f"it {why}; whether its devices are still in usage is not known: {error}")
+            self._log_once(
+                ref.uid, f"it {why}; it is not known whether its devices are still in use: {error}"
+            )
             return True
         if use is None:
             self._kept.pop(ref.uid, None)

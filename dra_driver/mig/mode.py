@@ -166,7 +166,7 @@ class MigMode:
             if not self._ledger.details(OwnedMode, gpu.uuid):
                 raise ClaimRefusedError(
                     f"GPU {gpu.uuid} was switched to MIG mode by another program and cannot be used whole; switch "
-                    "MIG mode off with `nvidia-smi -i {gpu.uuid} -mig 0`, or delete the pod"
+                    f"MIG mode off with `nvidia-smi -i {gpu.uuid} -mig 0`, or delete the pod"
                 )
             self._switch(gpu, on=False)
         self._disown(gpu)

@@ -363,7 +363,7 @@ def test_nothing_is_undone_while_it_is_not_sure_what_computes(node: Node, logs: 
     assert (bench.later(), bench.later(30), bench.held) == (30, 30, ["uid-1"])
     told = [line["reason"] for line in logs if line["event"] == "claim_not_reconciled"]
     assert told == [
-        "it was deleted; whether its devices are still in usage is not known: NVML does not answer"
+        "it was deleted; it is not known whether its devices are still in use: NVML does not answer"
     ]
     hangs.append(False)
     assert (bench.later(30), bench.held, bench.told.kept_claims) == (None, [], [])

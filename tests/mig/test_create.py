@@ -433,7 +433,9 @@ def test_whole_gpu_is_refused_while_foreign_instance_is_on_it(node: MigNode) -> 
 
 def test_whole_gpu_is_refused_in_a_mode_that_is_not_ours(node: MigNode) -> None:
     node.machine.set_mig_mode(0, True)
-    with pytest.raises(ClaimRefusedError, match="was switched to MIG mode by another program"):
+    with pytest.raises(
+        ClaimRefusedError, match=r"by another program .*`nvidia-smi -i GPU-[0-9a-f-]+ -mig 0`"
+    ):
         node.prepare_whole()
     assert node.on_gpu() == (True, [])
 

@@ -116,7 +116,7 @@ class AdmissionProof:
         try:
             self.client.call(
                 *("PATCH", "resourceclaims"),
-                action="test a change of who uses a claim",
+                action="test a change of the pods of a claim",
                 namespace=metadata["namespace"],
                 name=metadata["name"],
                 subresource="status",
