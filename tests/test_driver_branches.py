@@ -191,7 +191,7 @@ def commands_to_mps() -> list[str]:
     daemon = KnowsAll()
     daemon.apply_limits()
     assert daemon.query_servers() == (None, 1)
-    return list(daemon.asked)
+    return list(daemon.requested)
 
 
 class KnowsAll(DaemonControl):
@@ -199,10 +199,10 @@ class KnowsAll(DaemonControl):
 
     def __init__(self) -> None:
         super().__init__(lambda: None, LIMITED, MpsDirectories("pipe", "log", "shm"))
-        self.asked: dict[str, None] = {}
+        self.requested: dict[str, None] = {}
         self._limits = {getter: wanted for _, getter, wanted in limit_commands(LIMITED)}
 
     def query_once(self, *questions: str, timeout_s: float) -> list[str]:
-        self.asked |= dict.fromkeys(questions)
+        self.requested |= dict.fromkeys(questions)
         answer = self._limits.get(questions[-1], "4711")
         return [answer.removesuffix(" %")]

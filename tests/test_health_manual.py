@@ -140,7 +140,7 @@ def signal_rows() -> Iterator[Row]:
     stories += [
         [PollResult(PolledHealth(fabric="broken")), PollResult(PolledHealth(fabric="ready"))] * rules.FLAPS
     ]
-    reasons = {(reason.name, reason.severity): reason for story in stories for reason in told(*story)}
+    reasons = {(reason.name, reason.severity): reason for story in stories for reason in reported(*story)}
     tainted = {reason.key for reason in reasons.values() if taints_of([reason], TaintPolicy())}
     assert tainted | {"xid"} == set(TAINTED_KEYS)
     for _, reason in sorted(reasons.items()):
@@ -154,12 +154,12 @@ def xid_rows() -> Iterator[Row]:
     """One row for numbers with the same meaning and action, the worst first, and those without meaning last."""
     rows: dict[tuple[str, str, str], list[int]] = {}
     for number, entry in CATALOG.items():
-        reasons = told(Xid(number))
+        reasons = reported(Xid(number))
         severity = reasons[0].severity if reasons else 0
         rows.setdefault((f"{9 - severity}", entry.text, entry.bucket), []).append(number)
     for (_, text, bucket), numbers in sorted(rows.items(), key=lambda item: (item[0][0], min(item[1]))):
         [number, *_] = numbers
-        reasons = told(Xid(number))
+        reasons = reported(Xid(number))
         shown = ", ".join(map(str, numbers))
         notes = [f"`{bucket}`"] if bucket else []
         notes += [] if is_decided(number) or not reasons else ["recovery action"]
@@ -171,7 +171,7 @@ def xid_rows() -> Iterator[Row]:
 MAKERS: Mapping[str, Callable[[], Iterator[Row]]] = {"signals": signal_rows, "xids": xid_rows}
 
 
-def told(*observations: Observation) -> tuple[Reason, ...]:
+def reported(*observations: Observation) -> tuple[Reason, ...]:
     state = GPU
     for observation in observations:
         state = observe(state, observation, NOW)

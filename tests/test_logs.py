@@ -236,8 +236,12 @@ def test_debug_is_toggled_and_the_change_is_always_reported(
         before = logs.level
         logs.toggle_debug()
         log.debug("detail")
-        told, *details = written()
-        assert (told["event"], told["before"], told["after"]) == ("log_level_changed", before, after)
+        reported, *details = written()
+        assert (reported["event"], reported["before"], reported["after"]) == (
+            "log_level_changed",
+            before,
+            after,
+        )
         assert logs.level == after
         assert [event["event"] for event in details] == (["detail"] if after == "debug" else [])
 

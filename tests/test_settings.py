@@ -177,11 +177,13 @@ def test_faults_of_the_command_line_are_reported_with_those_of_the_file(write) -
 @pytest.mark.parametrize(
     ("file", "is_told"), [("", True), ("logLevel: loud", True), ("nodeName: 5", False), ("a: [", False)]
 )
-def test_name_of_the_node_is_missing_only_where_nothing_may_have_it(write, file: str, is_told: bool) -> None:
+def test_name_of_the_node_is_missing_only_where_nothing_may_have_it(
+    write, file: str, is_reported: bool
+) -> None:
     for given in ({}, {"faults": {"node_name": "told"}}):
         with pytest.raises(InvalidConfigError) as caught:
             resolve({**given, "cdi_root": "x"}, write(file))
-        assert ("the node's name is missing" in str(caught.value)) == (is_told and not given)
+        assert ("the node's name is missing" in str(caught.value)) == (is_reported and not given)
 
 
 def test_an_empty_path_is_none() -> None:

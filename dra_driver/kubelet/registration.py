@@ -174,7 +174,9 @@ class SocketWatch:
         self._seen = found
 
     def strangers(self) -> list[Stranger]:
-        """Sockets served by another driver with our name, and sockets with our name that do not respond."""
+        """Returns sockets served by another driver with our name, and sockets with our name that do not
+        respond.
+        """
         return [
             self._stranger(path, seen.owner)
             for path, seen in self._seen.items()
@@ -187,7 +189,7 @@ class SocketWatch:
         ]
 
     def problems(self) -> Sequence[NodeProblem]:
-        """A problem for each stranger."""
+        """Returns a problem for each socket that another driver may serve."""
         return [
             NodeProblem("foreign-driver", f"{found.text}; {found.remedy}", str(found.path))
             for found in self.strangers()

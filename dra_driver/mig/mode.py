@@ -104,8 +104,8 @@ def mig_context(
     users: MigHolders,
     observe: MigObserver,
 ) -> MigContext:
-    """Returns the context of the running daemon. While `closed_elsewhere` is entered, no other process of the
-    plugin has NVML open.
+    """Returns the context of the running daemon. Inside the context manager `closed_elsewhere`, no other
+    process of the plugin has NVML open.
     """
 
     def kept_open() -> AbstractContextManager[None]:
@@ -231,7 +231,7 @@ class MigMode:
             self._ledger.remove(mode)
 
     def _take_back(self, gpu: GpuAddress) -> None:
-        """The mode could not be entered. Where it waits for a reset of the GPU, it must not come with that reset."""
+        """Cancels a failed switch to MIG mode, so that the next reset of the GPU does not enable it."""
         try:
             with self._context.observed("mode-off", gpu.uuid):
                 mode = self._hardware.mode(*gpu)

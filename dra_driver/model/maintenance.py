@@ -1,4 +1,4 @@
-"""GPUs that a claim takes out of service, for example to reset them, and the time in which NVML is closed for that."""
+"""GPUs that a claim takes out of service, for example for a reset, and how long NVML is closed for this."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600}
 
 
 def closed_seconds(text: str) -> int | None:
-    """The seconds of one of the `CLOSED_TIMES`; None if the text is another.
+    """Returns the seconds of one of the `CLOSED_TIMES`; None for any other text.
 
     >>> closed_seconds("15m")
     900
@@ -33,10 +33,11 @@ def closed_seconds(text: str) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Detachment:
-    """NVML stays closed until `until_s` of the boot clock. `until` is the same for people, with the time zone.
+    """The content of the detach file: NVML stays closed until `until_s` of the boot clock. `until` is the
+    same time for display, with the time zone.
 
-    `claim` is the maintenance claim that needs it, and `gpu_uuids` are its GPUs; None if `gpu-dra-driver detach` wrote
-    it.
+    `claim` is the maintenance claim that needs it, None for `gpu-dra-driver detach`; `gpu_uuids` are its
+    GPUs.
     """
 
     boot_id: str
@@ -47,7 +48,7 @@ class Detachment:
 
     @property
     def problem(self) -> str:
-        """Why GPUs cannot be used now."""
+        """Why GPUs cannot currently be used."""
         if self.claim is None:
             why = (
                 ", so that others can reset GPUs or change the NVIDIA driver; `gpu-dra-driver detach --end` opens it "
@@ -61,17 +62,17 @@ class Detachment:
         return f"NVML is closed until {self.until}{why}"
 
     def lasts(self, boot_id: str | None, now_s: float) -> bool:
-        """Whether NVML stays closed at `now_s` of the boot clock in a boot; None if the boot is not known."""
+        """Whether NVML stays closed at `now_s` of the boot clock in this boot; None for an unknown boot."""
         return boot_id in (None, self.boot_id) and now_s < self.until_s
 
 
 @dataclass(frozen=True, slots=True)
 class Maintenance:
-    """What a maintenance claim has come to.
+    """The state of a maintenance claim.
 
-    `waiting`: its GPUs are withdrawn, and it waits for claims on them or until NVML is closed. `in_service`: NVML is
-    closed `until` then. `overdue`: NVML is open again, and the claim still has its GPUs; `until` is since when, None if
-    that is not known.
+    `waiting`: its GPUs are withdrawn, and it waits for claims on them or for NVML to be closed. `in_service`:
+    NVML is closed until `until`. `overdue`: NVML is open again since `until`, None if unknown, but the claim
+    still has its GPUs.
     """
 
     claim: ClaimRef
@@ -86,7 +87,7 @@ class Maintenance:
 
     @property
     def text(self) -> str:
-        """For people: `in service until 2026-11-27 20:05:00+00:00`."""
+        """The state for display: `in service until 2026-11-27 20:05:00+00:00`."""
         words = {"waiting": "waiting", "in_service": "in service until", "overdue": "overdue since"}[
             self.state
         ]
@@ -96,8 +97,11 @@ class Maintenance:
 def maintenances(
     records: Iterable[ClaimRecord], written: Detachment | None, boot_id: str | None, now_s: float
 ) -> list[Maintenance]:
-    """The state of each maintenance claim among the records of a node, by namespace and name. `written` is what the
-    node's detach file says, also if its time is over; `now_s` is the time of the boot clock."""
+    """Returns the state of each maintenance claim of the node, sorted by namespace and name.
+
+    `written` is the content of the detach file, even if its time is over; `now_s` is the time of the boot
+    clock.
+    """
     found = [
         _maintenance(record, step, written, boot_id, now_s)
         for record in records
@@ -119,7 +123,7 @@ def _maintenance(
 
 
 def overdue_problems(found: Iterable[Maintenance]) -> list[NodeProblem]:
-    """A problem for each claim that keeps its GPUs for longer than its timeout."""
+    """Returns a problem for each claim that keeps its GPUs beyond its timeout."""
     return [
         NodeProblem(
             "maintenance-overdue",

@@ -60,7 +60,7 @@ class Scalar:
     """A value of one type; `object` allows any type.
 
     `least` and `most` limit a number or the length of a string; `says` overrides the text of the requirement;
-    `test` checks the value further.
+    `test` is an additional check.
     """
 
     type: type

@@ -134,7 +134,7 @@ class Daemon:
     # --- what callers want ---------------------------------------------------------------------
 
     def keep(self) -> None:
-        """Starts it if necessary, or continues to stop it. Never raises; `status` shows failures.
+        """Starts the daemon if necessary, or continues a stop. Never raises; `status` shows failures.
 
         A failed first start is undone. Later failures undo nothing, because clients may use the daemon.
         """

@@ -192,8 +192,8 @@ class DaemonControl:
         )
 
     def query(self, *commands: str, timeout_s: float | None = None) -> list[str]:
-        """Returns the lines that the daemon answers. Serialises our queries, and retries while the daemon
-        serves another program.
+        """Returns the daemon's answer, as lines. Serialises our queries, and retries while the daemon serves
+        another program.
 
         Raises: the errors of `query_once`.
         """
@@ -212,7 +212,7 @@ class DaemonControl:
             self._turn.release()
 
     def query_once(self, *questions: str, timeout_s: float) -> list[str]:
-        """Returns the lines that the daemon answers.
+        """Returns the daemon's answer, as lines.
 
         A daemon serves one program at a time: other programs get no answer, often with exit code 0. So a
         query that always has an answer comes last. Raises: BusyError if that answer is missing,

@@ -219,7 +219,9 @@ class Supervisor:
             self._publish(device)
 
     def _touch_alive(self) -> None:
-        """Shows the plugin that this host is running. Ignores failures, because the missing sign shows them."""
+        """Shows the plugin that this host is running. Ignores failures, because the plugin then notices the
+        old time of the file.
+        """
         with suppress(OSError):
             self._layout.alive.touch(mode=0o600)
 

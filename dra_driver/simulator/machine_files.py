@@ -181,7 +181,7 @@ class Sessions:
     def names(self, *, with_own: bool) -> list[str]:
         """Returns name and process of every open session of other processes, such as `dcgm (process 4711)`.
 
-        `with_own` includes this process, although NVML opens the device files only once in a process.
+        `with_own` also includes this process.
         """
         try:
             paths = sorted(self._directory.iterdir())

@@ -371,7 +371,9 @@ def active_links(gpu: Gpu) -> list[tuple[int, int, str | None]]:
 
 
 def nvlink_count(state: State, first: Gpu, second: Gpu) -> int:
-    """Returns the number of NVLinks between two GPUs; through switches, all links of the GPU with fewer."""
+    """Returns the number of NVLinks between two GPUs; through switches, the link count of the GPU with fewer
+    links.
+    """
     ours, theirs = active_links(first), active_links(second)
     direct = sum(kind == REMOTE_GPU and remote == second.bus_id for _, kind, remote in ours)
     if direct:

@@ -68,7 +68,7 @@ def is_leaving(item: Gpu | Function) -> bool:
 
 
 def after_boot(state: State) -> None:
-    """Gives each function the driver of a boot, and loads the modules for it."""
+    """Binds each function to its boot driver, and loads the modules that this needs."""
     everything = functions(state).values()
     wanted = {item.boot_driver for item in everything}
     state.system["vfio_loaded"] = [

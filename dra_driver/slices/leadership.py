@@ -60,7 +60,8 @@ class InstanceLeadership:
                 self._hold_file()
 
     def is_ours(self) -> bool:
-        """Whether this instance leads: there is no newer living one, and before the announcement none at all.
+        """Whether this instance leads: no newer instance is alive, and if this one is not announced, no other
+        instance at all.
 
         Removes the files of dead instances. Raises: StateError.
         """

@@ -289,8 +289,8 @@ class Publisher:
         return ours
 
     def _is_held_back(self, pool: Pool) -> bool:
-        """Whether the write must wait, because a second writer of our slices must not make us overload the
-        API server.
+        """Whether the write must wait, so that a conflict with another writer does not overload the API
+        server.
         """
         now = time.monotonic()
         wait_s = self._pacing.wait_s(pool, now)

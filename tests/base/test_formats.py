@@ -81,8 +81,11 @@ def test_claim_of_a_newer_release_is_refused_and_its_record_left_alone(node: Nod
             node.prepare(WANTED)
         )
     assert node.files() == before
-    [told] = [line for line in logs if line["event"] == "record_unreadable"]
-    assert (told["claim_uid"], told["kept_as"]) == ("uid-1", str(node.records.directory / "uid-1.json"))
+    [reported] = [line for line in logs if line["event"] == "record_unreadable"]
+    assert (reported["claim_uid"], reported["kept_as"]) == (
+        "uid-1",
+        str(node.records.directory / "uid-1.json"),
+    )
     assert isinstance(node.prepare(OTHER), Prepared)
 
 

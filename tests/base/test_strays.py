@@ -98,8 +98,8 @@ def test_stray_record_is_set_aside_and_the_claim_comes_and_goes(
     assert isinstance(node.prepare(WANTED), Prepared)
     assert node.unprepare(WANTED) is None
     [aside] = node.records.quarantined()
-    told = [line for line in logs if line["log_level"] in ("warning", "error")]
-    assert [(line["event"], line["kept_as"]) for line in told] == [("record_unreadable", str(aside))]
+    reported = [line for line in logs if line["log_level"] in ("warning", "error")]
+    assert [(line["event"], line["kept_as"]) for line in reported] == [("record_unreadable", str(aside))]
     assert node.records.all().keys() == {"uid-2"}
 
 

@@ -79,19 +79,19 @@ def test_what_work_raises_is_reported_and_work_continues() -> None:
 
 
 def test_stop_ends_a_pause_within_the_work_and_may_come_before_the_start() -> None:
-    told: list[bool] = []
+    reported: list[bool] = []
     began = threading.Event()
 
     def work() -> float:
         began.set()
-        told.append(one.pause(60))
+        reported.append(one.pause(60))
         return 0.0
 
     one = worker(work)
     one.start()
     assert began.wait(20)
     one.stop()
-    assert (told, one.is_stopping) == ([True], True)
+    assert (reported, one.is_stopping) == ([True], True)
     worker(work).stop()
 
 

@@ -235,9 +235,9 @@ def test_management_goes_without_what_the_host_lacks_and_says_so(bench: Bench) -
     shutil.rmtree(root / CAPS)
     with structlog.testing.capture_logs() as logs:
         (nodes,) = nodes_of(bench, watching(whole))
-    (told,) = [entry for entry in logs if entry["event"] == "management_incomplete"]
-    assert told["log_level"] == "warning"
-    assert told["missing"] == [
+    (reported,) = [entry for entry in logs if entry["event"] == "management_incomplete"]
+    assert reported["log_level"] == "warning"
+    assert reported["missing"] == [
         f"/dev/nvidia{other.minor}",
         "the MIG capabilities of the NVIDIA driver (/proc/driver/nvidia/capabilities/mig)",
     ]

@@ -58,11 +58,11 @@ class Answers:
 
     def __init__(self, *answers: AllocatedClaim | Exception) -> None:
         self._answers = list(answers)
-        self.asked = 0
+        self.requested = 0
 
     def read(self, _ref: ClaimRef, timeout_s: float) -> AllocatedClaim:
         assert timeout_s > 0
-        self.asked += 1
+        self.requested += 1
         answer = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
         if isinstance(answer, Exception):
             raise answer
@@ -94,7 +94,7 @@ def test_server_that_says_when_to_come_back_is_queried_again_within_the_call(tmp
     lookup = Answers(busy(0.0), starting, busy(0.2), claim(GPU_0))
     began = time.monotonic()
     assert fetched(tmp_path, lookup, KubeletCall.begin(30)) == claim(GPU_0)
-    assert lookup.asked == 4
+    assert lookup.requested == 4
     assert time.monotonic() - began >= 0.2
 
 
@@ -109,7 +109,7 @@ def test_server_that_says_when_to_come_back_is_queried_again_within_the_call(tmp
 def test_other_answers_are_reported_at_once(tmp_path: Path, error: Exception, deadline_s: float) -> None:
     lookup = Answers(error)
     assert fetched(tmp_path, lookup, KubeletCall.begin(deadline_s)) is error
-    assert lookup.asked == 1
+    assert lookup.requested == 1
 
 
 @pytest.mark.parametrize(
@@ -125,10 +125,10 @@ def test_server_that_fails_or_gets_its_rights_late_is_retried_within_the_call(
 ) -> None:
     lookup = Answers(error, error, claim(GPU_0))
     assert fetched(tmp_path, lookup, KubeletCall.begin(30)) == claim(GPU_0)
-    assert lookup.asked == 3
+    assert lookup.requested == 3
     lasting = Answers(error)
     assert fetched(tmp_path, lasting, KubeletCall.begin(2.5)) is error
-    assert lasting.asked > 1
+    assert lasting.requested > 1
 
 
 @pytest.mark.parametrize("deadline_s", [None, 46.0, 3600.0, 2.0**63])
@@ -142,11 +142,11 @@ def test_server_that_stays_busy_is_queried_until_the_deadline(tmp_path: Path) ->
     began = time.monotonic()
     assert fetched(tmp_path, lookup, KubeletCall.begin(2.5)) is error  # half a second: two are for the answer
     assert time.monotonic() - began < 15
-    assert lookup.asked > 1
+    assert lookup.requested > 1
 
 
 def test_call_that_the_kubelet_cancelled_sends_no_more_requests(tmp_path: Path) -> None:
     lookup = Answers(busy(0.0))
-    error = fetched(tmp_path, lookup, KubeletCall.begin(30, lambda: lookup.asked == 3))
+    error = fetched(tmp_path, lookup, KubeletCall.begin(30, lambda: lookup.requested == 3))
     assert "cancelled this call" in str(error)
-    assert lookup.asked == 3
+    assert lookup.requested == 3

@@ -39,7 +39,7 @@ class Bench:
     def __init__(self, wait_s: float = 10.0) -> None:
         self.records = self
         self.shown: dict[str, Mapping[int, str] | Exception] = {}
-        self.asked: list[str] = []
+        self.requested: list[str] = []
         self.made: dict[str, str] = {}
         self.others: list[ClaimRecord] = []
         self.on_host: set[int] = set()
@@ -60,7 +60,7 @@ class Bench:
         return {other.ref.uid: other for other in self.others}
 
     def processes(self, name: str) -> Mapping[int, str]:
-        self.asked.append(name)
+        self.requested.append(name)
         if name in self.hangs:
             assert self.hangs[name].wait(20)
         found = self.shown.get(name, {})
@@ -86,7 +86,7 @@ def bench() -> Bench:
 
 def test_no_one_asks_nvml_for_a_gpu_that_a_virtual_machine_has(bench: Bench) -> None:
     assert bench.of(HeldDevice(VFIO_0, "vfio", "0b1c", uuid(0))) is None
-    assert bench.asked == []
+    assert bench.requested == []
 
 
 def test_users_are_not_known_when_no_thread_starts_and_are_at_the_next_look(
@@ -113,12 +113,12 @@ def test_process_on_a_device_is_named_with_its_gpu(bench: Bench, held: HeldDevic
 
 
 def test_device_on_demand_is_requested_under_the_uuid_that_it_has_now(bench: Bench) -> None:
-    assert (bench.of(ON_DEMAND), bench.asked) == (None, [])
+    assert (bench.of(ON_DEMAND), bench.requested) == (None, [])
     bench.made[ON_DEMAND.device] = "MIG-made"
     bench.shown["MIG-made"] = TRAINER
     found = bench.of(ON_DEMAND)
     assert found is not None
-    assert (found.pids, bench.asked) == ({4711}, ["MIG-made"])
+    assert (found.pids, bench.requested) == ({4711}, ["MIG-made"])
 
 
 def test_all_devices_count_and_long_lists_are_cut(bench: Bench) -> None:
@@ -154,7 +154,7 @@ def test_processes_count_where_no_one_else_holds_the_device(
     bench.others.append(record(other, uid="uid-2"))
     bench.shown[held.uuid] = TRAINER
     assert (bench.of(held) is not None) is counts
-    assert bench.asked == ([held.uuid] if counts else [])
+    assert bench.requested == ([held.uuid] if counts else [])
 
 
 def test_several_shares_of_one_claim_are_one_device(bench: Bench) -> None:
@@ -208,7 +208,7 @@ def test_hang_costs_a_moment_once_and_no_other_gpu() -> None:
     for _ in range(3):
         with pytest.raises(RetryableError, match=f"NVML has not returned the processes on {GPU_0}"):
             bench.of(hold(GPU_0))
-    assert bench.asked == [uuid(0)], "nobody asks again while it hangs"
+    assert bench.requested == [uuid(0)], "nobody asks again while it hangs"
     patient = bench.users._calls[uuid(0)]
     assert patient.is_running
     ended.set()

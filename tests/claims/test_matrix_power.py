@@ -112,8 +112,8 @@ def test_next_boot_ends_where_a_fresh_node_would(powered: Powered, logs: list[di
         assert without_generations(node.state()) == uninterrupted, tree
         powered.unprepare(node)
         assert node.state() == powered.empty, tree
-    told = {line["event"] for line in logs if line["log_level"] in ("warning", "error")}
-    assert told <= {"driver_files_incomplete"}
+    reported = {line["event"] for line in logs if line["log_level"] in ("warning", "error")}
+    assert reported <= {"driver_files_incomplete"}
 
 
 def test_what_unprepare_undid_stays_away(powered: Powered) -> None:

@@ -162,9 +162,9 @@ def test_device_is_given_once(held: str, wanted: str, free: bool) -> None:
     ids=["whole before", "part before"],
 )
 def test_a_gpu_and_a_part_of_it_exclude_each_other(held: HeldDevice, wanted: str) -> None:
-    told = refusal(claim(wanted), record(held, phase="preparing"))
-    assert f"device {wanted} is held by claim default/claim-uid-other" in told
-    assert f"({held.device}, preparing)" in told
+    reported = refusal(claim(wanted), record(held, phase="preparing"))
+    assert f"device {wanted} is held by claim default/claim-uid-other" in reported
+    assert f"({held.device}, preparing)" in reported
 
 
 @pytest.mark.parametrize("admin", ["holder", "claim", "both"])
@@ -230,8 +230,8 @@ def test_management_holds_locks_and_changes_nothing() -> None:
 @pytest.mark.parametrize("after", [(), (config(),)], ids=["last", "replaced"])
 def test_management_without_admin_access_is_refused(source: Any, after: tuple) -> None:
     asks = replace(config(management=True), source=source)
-    told = refusal(claim(result(GPU_0, "req/sub"), configs=(asks, *after)))
-    assert told.endswith("management works only with adminAccess: true, which request 'req' lacks")
+    reported = refusal(claim(result(GPU_0, "req/sub"), configs=(asks, *after)))
+    assert reported.endswith("management works only with adminAccess: true, which request 'req' lacks")
 
 
 def test_parameters_of_a_newer_release_do_not_keep_a_prepared_monitor_from_its_devices() -> None:

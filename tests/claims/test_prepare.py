@@ -81,7 +81,7 @@ def test_prepare_answers_every_device_and_records_it(node: Node) -> None:
         "uid-1": ClaimRecord(wanted, "prepared", "boot-1", (hold(GPU_0), hold(MIG_1G)), (WriteCdiSpec(),), AT)
     }
     assert node.specs.list() == {"uid-1": (GPU_0, MIG_1G)}
-    assert node.outcomes.told == [("prepare", None)]
+    assert node.outcomes.reported == [("prepare", None)]
 
 
 def test_prepare_twice_is_as_once_and_writes_nothing(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +188,7 @@ def test_failure_of_one_claim_does_not_touch_the_others(node: Node) -> None:
         "prepare claim default/gone (UID uid-4): claim default/gone does not exist in the API server; it was deleted"
     )
     assert sorted(node.records.all()) == ["uid-1", "uid-3"]
-    assert sorted(node.outcomes.told, key=str) == [
+    assert sorted(node.outcomes.reported, key=str) == [
         ("prepare", "ClaimRefusedError"), ("prepare", "ClaimRefusedError"), ("prepare", None), ("prepare", None),
     ]  # fmt: skip
 
@@ -513,18 +513,18 @@ def test_unprepare_during_prepare_waits_for_it_and_leaves_nothing(node: Node) ->
 
 def test_no_lock_is_held_while_the_api_server_is_queried(node: Node) -> None:
     node.prepare(claim(GPU_0, uid="uid-2"))
-    asked, answered = threading.Event(), threading.Event()
+    requested, answered = threading.Event(), threading.Event()
     read = node.claims.read
 
     def slow(ref: ClaimRef, timeout_s: float) -> AllocatedClaim:
-        asked.set()
+        requested.set()
         assert answered.wait(10)
         return read(ref, timeout_s)
 
     node.claims.read = slow  # type: ignore[method-assign]
 
     def unprepare() -> object:
-        assert asked.wait(10)
+        assert requested.wait(10)
         answer = node.unprepare(claim(GPU_0, uid="uid-2"))
         answered.set()
         return answer

@@ -30,7 +30,7 @@ ONE, TWO = claim(GPU_0), claim(GPU_1, uid="uid-2")
 
 
 @dataclass
-class Told:
+class RecordedReports:
     """What users get to hear."""
 
     recovered_claims: list[tuple[str, str]] = field(default_factory=list)
@@ -51,8 +51,8 @@ class Bench:
     def __init__(self, node: Node, **parts: object) -> None:
         self.node = node
         self.now = 1000.0
-        self.told = Told()
-        self.reconciler = reconciler_of(node, self.told, clock=lambda: self.now, **parts)  # type: ignore[arg-type]
+        self.reported = RecordedReports()
+        self.reconciler = reconciler_of(node, self.reported, clock=lambda: self.now, **parts)  # type: ignore[arg-type]
 
     def look(self, only: list[str] | None = None) -> float | None:
         return self.reconciler.check(only)
@@ -136,10 +136,10 @@ def test_stale_claim_is_undone_after_the_grace_time(
     assert bench.later(GRACE_S - 1) is None
     assert bench.held == ["uid-1"]
     assert bench.later(1) is None
-    assert (bench.node.files(), bench.told.recovered_claims) == ({}, [("uid-1", why)])
-    assert bench.node.outcomes.told[-1] == ("unprepare", None)
+    assert (bench.node.files(), bench.reported.recovered_claims) == ({}, [("uid-1", why)])
+    assert bench.node.outcomes.reported[-1] == ("unprepare", None)
     bench.later()
-    assert len(bench.told.recovered_claims) == 1
+    assert len(bench.reported.recovered_claims) == 1
 
 
 def test_claims_in_use_and_those_the_kubelet_will_unprepare_are_kept(bench: Bench) -> None:
@@ -150,7 +150,7 @@ def test_claims_in_use_and_those_the_kubelet_will_unprepare_are_kept(bench: Benc
     before = bench.node.files()
     for _ in range(5):
         assert bench.later() is None
-    assert (bench.node.files(), bench.told.recovered_claims) == (before, [])
+    assert (bench.node.files(), bench.reported.recovered_claims) == (before, [])
 
 
 def test_claim_that_is_allocated_again_starts_over(bench: Bench) -> None:
@@ -226,9 +226,9 @@ def test_claim_without_a_sure_answer_is_skipped_and_requested_again(
         assert bench.held == ["uid-2"]
         pauses = [bench.later() for _ in range(3)]
         assert pauses == [30, 60, 120], "nobody else is left"
-    told = [line for line in logs if line["event"] == "claim_not_reconciled"]
-    assert [line["claim_uid"] for line in told] == ["uid-2"], "it is told once"
-    assert str(error) in told[0]["reason"]
+    reported = [line for line in logs if line["event"] == "claim_not_reconciled"]
+    assert [line["claim_uid"] for line in reported] == ["uid-2"], "it is told once"
+    assert str(error) in reported[0]["reason"]
     assert bench.later() is None
     assert bench.held == []
 
@@ -252,18 +252,21 @@ def test_look_ends_after_several_claims_in_a_row_without_an_answer_and_keeps_wha
     four_stale: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An API server that fails like that knows nothing of the next claim either."""
-    asked: list[str] = []
+    requested: list[str] = []
 
     def unsure(ref: ClaimRef, timeout_s: float) -> ClaimNow | None:
-        asked.append(ref.uid)
-        if ref.uid == asked[0]:
+        requested.append(ref.uid)
+        if ref.uid == requested[0]:
             return None
         raise ApiUnavailableError("starting")
 
     with monkeypatch.context() as patch:
         patch.setattr(four_stale.node.claims, "current", unsure)
         assert four_stale.look() == 30
-    assert (len(asked), four_stale.held) == (5, sorted({f"uid-{number}" for number in range(4)} - {asked[0]}))
+    assert (len(requested), four_stale.held) == (
+        5,
+        sorted({f"uid-{number}" for number in range(4)} - {requested[0]}),
+    )
     assert four_stale.look() is None
     assert four_stale.held == []
 
@@ -324,27 +327,27 @@ def test_device_that_something_computes_on_is_not_given_away(node: Node, logs: l
     bench.found_stale(ONE)
     assert len(uses) == 5, "nobody is asked before the grace time is over"
     assert [bench.later(), *(bench.later(30) for _ in range(3))] == [30] * 4
-    assert (bench.held, bench.told.recovered_claims) == (["uid-1"], [])
+    assert (bench.held, bench.reported.recovered_claims) == (["uid-1"], [])
     [problem] = bench.reconciler.problems()
     assert (problem.code, problem.text.partition(", but ")[0]) == (
         "claim-in-use",
         f"Claim {problem.subject} was deleted",
     )
-    told = [line["reason"] for line in logs if line["event"] == "claim_still_in_use"]
-    assert [f"it {text}" for _, text in bench.told.kept_claims] == told
-    assert told == [
+    reported = [line["reason"] for line in logs if line["event"] == "claim_still_in_use"]
+    assert [f"it {text}" for _, text in bench.reported.kept_claims] == reported
+    assert reported == [
         f"it was deleted, but {pids} still use {GPU_0}; run `kill -9 {killed}` on the node, or if that does "
         "not help, reset the GPU or reboot the node"
         for pids, killed in (("[4711]", "4711"), ("[4711, 4712]", "4711 4712"))
     ], "each process is told once"
     assert (bench.later(30), bench.held, bench.reconciler.problems()) == (None, [], [])
-    assert bench.told.recovered_claims == [("uid-1", "was deleted")]
+    assert bench.reported.recovered_claims == [("uid-1", "was deleted")]
 
 
 def test_other_claims_do_not_wait_for_a_process(node: Node) -> None:
     bench = Bench(node, in_use=lambda record: in_use(4711) if record.ref.uid == "uid-1" else None)
     bench.found_stale(ONE, TWO)
-    assert (bench.later(), bench.held, bench.told.recovered_claims) == (
+    assert (bench.later(), bench.held, bench.reported.recovered_claims) == (
         30,
         ["uid-1"],
         [("uid-2", "was deleted")],
@@ -361,12 +364,12 @@ def test_nothing_is_undone_while_it_is_not_sure_what_computes(node: Node, logs: 
     bench = Bench(node, in_use=ask)
     bench.found_stale(ONE)
     assert (bench.later(), bench.later(30), bench.held) == (30, 30, ["uid-1"])
-    told = [line["reason"] for line in logs if line["event"] == "claim_not_reconciled"]
-    assert told == [
+    reported = [line["reason"] for line in logs if line["event"] == "claim_not_reconciled"]
+    assert reported == [
         "it was deleted; it is not known whether its devices are still in use: NVML does not answer"
     ]
     hangs.append(False)
-    assert (bench.later(30), bench.held, bench.told.kept_claims) == (None, [], [])
+    assert (bench.later(30), bench.held, bench.reported.kept_claims) == (None, [], [])
 
 
 @pytest.mark.parametrize("end", ["process", "claim"])
@@ -430,7 +433,7 @@ def test_unprepare_of_the_kubelet_right_after_the_check_is_not_reported_as_ours(
     bench.found_stale(ONE)
     bench.during_the_look(lambda: bench.node.unprepare(ONE))
     assert bench.later() is None
-    assert (bench.node.files(), bench.told.recovered_claims) == ({}, [])
+    assert (bench.node.files(), bench.reported.recovered_claims) == ({}, [])
 
 
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["same instance", "other instance"])
@@ -447,7 +450,7 @@ def test_claim_that_is_prepared_after_the_check_is_kept(bench: Bench, elsewhere:
 
     bench.during_the_look(prepared)
     bench.later()
-    assert (bench.held, sorted(bench.node.specs.list()), bench.told.recovered_claims) == (
+    assert (bench.held, sorted(bench.node.specs.list()), bench.reported.recovered_claims) == (
         ["uid-1"],
         ["uid-1"],
         [],
@@ -463,7 +466,7 @@ def test_claim_whose_prepare_is_running_is_kept(bench: Bench) -> None:
     with bench.waiting(claim(GPU_1)) as answer:
         bench.now += GRACE_S
         bench.look(["uid-1"])
-        assert bench.told.recovered_claims == []
+        assert bench.reported.recovered_claims == []
         bench.node.unprepare(TWO)
         assert isinstance(answer.result(10), Prepared)
     assert bench.held == ["uid-1"]
@@ -498,7 +501,7 @@ def test_record_of_a_late_prepare_in_the_old_instance_is_undone(bench: Bench) ->
     with bench.waiting(claim(GPU_0, uid="uid-9")) as waits:
         bench.later()
         assert isinstance(waits.result(10), Prepared)
-    assert (bench.held, bench.told.recovered_claims) == (["uid-9"], [("uid-1", "was deleted")])
+    assert (bench.held, bench.reported.recovered_claims) == (["uid-9"], [("uid-1", "was deleted")])
 
 
 def test_one_who_waits_gets_the_device_that_was_undone(bench: Bench) -> None:
@@ -522,8 +525,8 @@ def test_spec_of_a_claim_that_no_one_can_name_is_reported_and_kept(
     for _ in range(3):
         bench.later()
     assert (sorted(bench.node.specs.list()), bench.node.claims.looks) == (["uid-1"], [])
-    told = [line["reason"] for line in logs if line["event"] == "claim_not_reconciled"]
-    assert told == [
+    reported = [line["reason"] for line in logs if line["event"] == "claim_not_reconciled"]
+    assert reported == [
         "its CDI spec has no record, so its name is not known; remove the CDI spec if no pod uses it"
     ]
 
@@ -536,8 +539,8 @@ def test_claim_whose_record_cannot_be_read_is_reported_once_and_kept(
     bench = Bench(node.restarted())
     for _ in range(3):
         bench.later()
-    told = [line for line in logs if line["event"] == "claim_not_reconciled"]
-    assert [(line["claim_uid"], line["reason"].partition(",")[0]) for line in told] == [
+    reported = [line for line in logs if line["event"] == "claim_not_reconciled"]
+    assert [(line["claim_uid"], line["reason"].partition(",")[0]) for line in reported] == [
         ("uid-1", "its record cannot be read")
     ]
     assert list(bench.node.specs.list()) == ["uid-1"]
@@ -548,16 +551,16 @@ def test_claim_whose_record_cannot_be_read_is_reported_once_and_kept(
 
 def test_thread_looks_by_itself_and_when_someone_waits(node: Node) -> None:
     rhythm = Rhythm(first_s=3600, grace_s=0.01, between_requests_s=0)
-    told = Told()
-    reconciler = reconciler_of(node, told, rhythm=rhythm)
+    reported = RecordedReports()
+    reconciler = reconciler_of(node, reported, rhythm=rhythm)
     node.prepare(ONE)
     node.prepare(TWO)
     node.claims.allocated.clear()
     reconciler.start()
     reconciler.check_soon(ONE.ref)
-    assert told.has_recovered.wait(10)
+    assert reported.has_recovered.wait(10)
     reconciler.stop()
-    assert (told.recovered_claims, sorted(node.records.all())) == ([("uid-1", "was deleted")], ["uid-2"])
+    assert (reported.recovered_claims, sorted(node.records.all())) == ([("uid-1", "was deleted")], ["uid-2"])
 
 
 def test_first_check_comes_by_itself_and_a_surprise_ends_nothing(node: Node) -> None:
@@ -572,14 +575,14 @@ def test_first_check_comes_by_itself_and_a_surprise_ends_nothing(node: Node) -> 
 
     node.claims.current = surprising  # type: ignore[method-assign]
     rhythm = Rhythm(first_s=0, every_s=0.01, grace_s=0.01, retry_s=0.01, between_requests_s=0)
-    told = Told()
-    reconciler = reconciler_of(node, told, rhythm=rhythm)
+    reported = RecordedReports()
+    reconciler = reconciler_of(node, reported, rhythm=rhythm)
     node.prepare(ONE)
     node.claims.allocated.clear()
     reconciler.start()
-    assert told.has_recovered.wait(10)
+    assert reported.has_recovered.wait(10)
     reconciler.stop()
-    assert (told.recovered_claims, node.files()) == ([("uid-1", "was deleted")], {})
+    assert (reported.recovered_claims, node.files()) == ([("uid-1", "was deleted")], {})
 
 
 def test_only_what_is_kept_is_checked_again_and_at_once_when_someone_waits(node: Node) -> None:
@@ -592,11 +595,11 @@ def test_only_what_is_kept_is_checked_again_and_at_once_when_someone_waits(node:
 
     def start(retry_s: float) -> Reconciler:
         rhythm = Rhythm(first_s=0, every_s=3600, grace_s=0.01, retry_s=retry_s, between_requests_s=0)
-        made = reconciler_of(node, told, in_use=ask, rhythm=rhythm)
+        made = reconciler_of(node, reported, in_use=ask, rhythm=rhythm)
         made.start()
         return made
 
-    told = Told()
+    reported = RecordedReports()
     node.prepare(ONE)
     node.prepare(TWO)
     forget_one = node.claims.allocated.pop("uid-1")
@@ -609,11 +612,11 @@ def test_only_what_is_kept_is_checked_again_and_at_once_when_someone_waits(node:
     reconciler = start(retry_s=3600)
     assert seen.acquire(timeout=10)
     uses.append(None)
-    while not told.has_recovered.is_set():
+    while not reported.has_recovered.is_set():
         reconciler.check_soon(forget_one.ref)  # again, because the first call may come during a check
-        told.has_recovered.wait(0.01)
+        reported.has_recovered.wait(0.01)
     reconciler.stop()
-    assert (told.recovered_claims, sorted(node.records.all())) == ([("uid-1", "was deleted")], ["uid-2"])
+    assert (reported.recovered_claims, sorted(node.records.all())) == ([("uid-1", "was deleted")], ["uid-2"])
 
 
 # --- somebody waits ------------------------------------------------------------------------------
@@ -634,7 +637,7 @@ def waited_for(node: Node, pods_run: bool | None, **parts: object) -> Bench:
 def test_claim_that_is_waited_for_goes_at_once_when_no_process_of_its_pods_runs(node: Node) -> None:
     bench = waited_for(node, pods_run=False)
     assert bench.held == []
-    assert bench.told.recovered_claims == [("uid-1", "was deleted")]
+    assert bench.reported.recovered_claims == [("uid-1", "was deleted")]
 
 
 @pytest.mark.parametrize("pods_run", [True, None], ids=["a process runs", "not known"])

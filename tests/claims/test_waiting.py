@@ -286,7 +286,7 @@ def test_call_fails_for_now_when_the_holder_does_not_leave_in_time_and_the_next_
         "claim default/claim-holder (UID holder), which was deleted; waited "
     )
     assert (node.files(), node.outcomes.waits) == (files, ["uid-1"])
-    assert node.outcomes.told[-1] == ("prepare", "RetryableError")
+    assert node.outcomes.reported[-1] == ("prepare", "RetryableError")
     calls.waits(node, claim(GPU_0))
     node.unprepare(HOLDER)
     assert isinstance(calls.answer("uid-1"), Prepared)
@@ -377,7 +377,7 @@ def test_device_that_stays_busy_is_reported_with_what_keeps_it(tmp_path: Path) -
     node = Node(tmp_path, MIXED, patience=WaitTimeouts(retry_s=0.01, last_s=42.9))
     node.steps.on_do = busy
     assert re.search(f"{IN_USE}; waited [0-9]+ s; the kubelet retries$", error_of(node.prepare(claim(GPU_0))))
-    assert (node.outcomes.told, node.files()) == ([("prepare", "DeviceBusyError")], {})
+    assert (node.outcomes.reported, node.files()) == ([("prepare", "DeviceBusyError")], {})
 
 
 REFUSED = "create a GPU instance: Insufficient Resources"
@@ -412,9 +412,9 @@ def test_refusal_for_now_is_retried_until_little_time_is_left(
     assert re.search(f"{REFUSED}; waited 4[0-9] s; the kubelet retries$", text)
     assert driver.tries[:3] == [0, 0.5, 1.0]
     assert len(driver.tries) >= 79
-    assert (node.outcomes.told, node.files()) == ([("prepare", "NvmlTransientError")], {})
-    told = [line for line in logs if line["event"] == "prepare_waits"]
-    assert [(line["claim_uid"], line["reason"]) for line in told] == [("uid-1", REFUSED)]
+    assert (node.outcomes.reported, node.files()) == ([("prepare", "NvmlTransientError")], {})
+    reported = [line for line in logs if line["event"] == "prepare_waits"]
+    assert [(line["claim_uid"], line["reason"]) for line in reported] == [("uid-1", REFUSED)]
 
 
 def test_refusal_that_passes_succeeds_in_the_same_call(
@@ -423,7 +423,7 @@ def test_refusal_that_passes_succeeds_in_the_same_call(
     node = Node(tmp_path, MIXED)
     driver = Refusing(node, monkeypatch, times=3)
     assert isinstance(node.prepare(claim(GPU_0)), Prepared)
-    assert (len(driver.tries), node.outcomes.told) == (4, [("prepare", None)])
+    assert (len(driver.tries), node.outcomes.reported) == (4, [("prepare", None)])
 
 
 def test_record_that_was_left_in_preparing_holds_its_device(node: Node) -> None:
@@ -505,18 +505,18 @@ def test_release_is_seen_although_the_api_server_is_slow(
     for each in holders:
         node.prepare(each)
         node.claims.deallocated.add(each.ref.uid)
-    asked: list[str] = []
+    requested: list[str] = []
     look = node.claims.current
 
     def slow(ref: ClaimRef, timeout_s: float) -> object:
-        asked.append(ref.uid)
+        requested.append(ref.uid)
         for each in holders:
             node.unprepare(each)
         return look(ref, timeout_s)
 
     monkeypatch.setattr(node.claims, "current", slow)
     assert isinstance(node.prepare(claim(GPU_0, GPU_1)), Prepared)
-    assert len(asked) == 1
+    assert len(requested) == 1
 
 
 def tries_of(node: Node) -> list[int]:

@@ -56,7 +56,7 @@ from tests.kubelet.support import serve
 
 ROOT = Path(__file__).parents[2]
 DRIVER, NODE = "gpu.nvidia.com", "node-a"
-Tells = Callable[[Finding], None]
+CompareFinding = Callable[[Finding], None]
 _DIFFERS = re.compile(
     rf"{re.escape(gettempdir())}/(pytest-of-[^/]+/pytest-\d+/(popen-gw\d+/)?(memory\d+/)?[\w-]+|k-\w+)"
     r"|/dev/shm/gpu-dra-\w+/\w+|(?<=127.0.0.1:)\d+"
@@ -81,7 +81,9 @@ def says(finding: Finding, status: str, *parts: str) -> None:
 
 
 @pytest.fixture
-def tells(request: pytest.FixtureRequest, is_golden: Callable[[Path, str], None]) -> Iterator[Tells]:
+def assert_golden(
+    request: pytest.FixtureRequest, is_golden: Callable[[Path, str], None]
+) -> Iterator[CompareFinding]:
     """Takes findings; all of a test are compared with a golden file, without what differs from run to run."""
     found: list[str] = []
 
@@ -97,7 +99,7 @@ def tells(request: pytest.FixtureRequest, is_golden: Callable[[Path, str], None]
 # --- running them -------------------------------------------------------------------------------
 
 
-def test_a_check_that_hangs_holds_nothing_up(tells: Tells) -> None:
+def test_a_check_that_hangs_holds_nothing_up(assert_golden: CompareFinding) -> None:
     release = threading.Event()
 
     def hang() -> Finding:
@@ -106,10 +108,10 @@ def test_a_check_that_hangs_holds_nothing_up(tells: Tells) -> None:
 
     (outcome,) = run_checks([Check("e", hang)], bound_s=0.05)
     release.set()
-    tells(outcome.finding)
+    assert_golden(outcome.finding)
 
 
-def test_a_check_that_crashes_is_its_own_failure(tells: Tells) -> None:
+def test_a_check_that_crashes_is_its_own_failure(assert_golden: CompareFinding) -> None:
     def crash() -> Finding:
         raise ZeroDivisionError("a\nb")
 
@@ -123,10 +125,10 @@ def test_a_check_that_crashes_is_its_own_failure(tells: Tells) -> None:
     outcomes = run_checks([Check(name, look) for name, look in looks.items()])
     found = {outcome.check: outcome.finding for outcome in outcomes}
     assert list(found) == list(looks)
-    tells(found["a"])
-    tells(found["b"])
-    tells(found["c"])
-    tells(found["d"])
+    assert_golden(found["a"])
+    assert_golden(found["b"])
+    assert_golden(found["c"])
+    assert_golden(found["d"])
 
 
 def test_a_check_of_several_things_has_a_line_for_each() -> None:
@@ -244,24 +246,26 @@ def test_links_in_dev_char_are_checked(host: Host, tmp_path: Path) -> None:
     assert host.checks(paths={"dev_root": str(tmp_path)}).dev_char_links().status == "SKIP"
 
 
-def test_a_machine_in_order(tells: Tells, host: Host) -> None:
+def test_a_machine_in_order(assert_golden: CompareFinding, host: Host) -> None:
     DevCharLinks(host.node.paths, SimulatedDeviceNodes(host.node.machine.host_root)).make()
     found = {outcome.check: outcome.finding for outcome in run_checks(host.checks().all())}
     statuses = {name: finding.status for name, finding in found.items()}
     assert statuses == data_of(__file__)["a machine in order"]
     assert found["NVML"].seen == "8 GPUs answer, NVIDIA driver 580.95.05, CUDA 13.0"
-    tells(found["nvidia-cdi-hook"])
+    assert_golden(found["nvidia-cdi-hook"])
 
 
-def test_memory_that_no_one_claims_is_a_warning_for_each_process(tells: Tells, host: Host) -> None:
+def test_memory_that_no_one_claims_is_a_warning_for_each_process(
+    assert_golden: CompareFinding, host: Host
+) -> None:
     stray = SeenProcess("gpu-6b45fc99", 4711, "train", 2 << 30, is_unclaimed=True)
     zombie = SeenProcess("gpu-6b45fc99", 4712, "", is_unclaimed=True)
     mine = SeenProcess("gpu-6b45fc99", 4713, "python3", 512 << 20, pod="ml/small-0")
     health = replace(HEALTHY, processes=(stray, zombie, mine))
     first, second = host.checks(node_view=lambda: health).gpu_processes()
-    tells(first)
-    tells(second)
-    tells(host.checks().gpu_processes()[0])
+    assert_golden(first)
+    assert_golden(second)
+    assert_golden(host.checks().gpu_processes()[0])
 
 
 @pytest.mark.parametrize(
@@ -277,7 +281,7 @@ def test_node_whose_gpu_is_not_a_pci_device_is_named(
     says(host.checks(paths=nothing).gpus_on_the_bus(), "FAIL", name, "not a PCI device", "device plugin")
 
 
-def test_a_node_without_gpu_misses_nothing(tells: Tells, host: Host, tmp_path: Path) -> None:
+def test_a_node_without_gpu_misses_nothing(assert_golden: CompareFinding, host: Host, tmp_path: Path) -> None:
     nothing = {
         "driver_root": str(tmp_path),
         "sys": str(tmp_path),
@@ -287,9 +291,9 @@ def test_a_node_without_gpu_misses_nothing(tells: Tells, host: Host, tmp_path: P
     away = NvmlUnavailableError("libnvidia-ml is away; x")
     checks = host.checks(away, paths=nothing, node_view=lambda: replace(HEALTHY, gpus=()))
     found = {outcome.check: outcome.finding for outcome in run_checks(checks.all())}
-    tells(found.pop("GPUs"))
+    assert_golden(found.pop("GPUs"))
     assert {finding.status for finding in found.values()} == {"SKIP"}
-    tells(found["driver root"])
+    assert_golden(found["driver root"])
 
 
 @tabled("users", "on_demand", "status", "parts")
@@ -308,19 +312,19 @@ def tray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
     made.close()
 
 
-def test_imex_in_order(tells: Tells, tray: Host) -> None:
-    def asked(**more: Any) -> Finding:
+def test_imex_in_order(assert_golden: CompareFinding, tray: Host) -> None:
+    def requested(**more: Any) -> Finding:
         checks = tray.checks(extra_devices=ExtraDevices(imex=0), **more)
         [look] = [check.look for check in checks.all() if check.name == "IMEX"]
         return look()
 
-    tells(asked())
+    assert_golden(requested())
     first, *others = tray.inventory.gpus
     one_outside = replace(tray.inventory, gpus=(replace(first, fabric=None), *others))
-    tells(asked(inventory=one_outside))
-    tells(tray.checks(extra_devices=ExtraDevices(imex="all")).imex())
+    assert_golden(requested(inventory=one_outside))
+    assert_golden(tray.checks(extra_devices=ExtraDevices(imex="all")).imex())
     tray.node.machine.set_system(imex="ready", imex_channels=5000)
-    tells(tray.checks(extra_devices=ExtraDevices(imex="all")).imex())
+    assert_golden(tray.checks(extra_devices=ExtraDevices(imex="all")).imex())
     assert "IMEX" not in [check.name for check in tray.checks().all()]
 
 
@@ -332,18 +336,18 @@ def test_imex_that_claims_would_wait_for(
     says(tray.checks(extra_devices=ExtraDevices(imex=2)).imex(), "FAIL", *parts)
 
 
-def test_imex_with_a_fabric_that_claims_would_wait_for(tells: Tells, tray: Host) -> None:
+def test_imex_with_a_fabric_that_claims_would_wait_for(assert_golden: CompareFinding, tray: Host) -> None:
     first, *others = tray.inventory.gpus
     unready = replace(first, fabric=None, unready_fabric=UnreadyFabric("pending", "it is in progress"))
-    tells(
+    assert_golden(
         tray.checks(
             extra_devices=ExtraDevices(imex=0), inventory=replace(tray.inventory, gpus=(unready, *others))
         ).imex()
     )
 
 
-def test_imex_without_a_fabric(tells: Tells, host: Host) -> None:
-    tells(host.checks(extra_devices=ExtraDevices(imex=0)).imex())
+def test_imex_without_a_fabric(assert_golden: CompareFinding, host: Host) -> None:
+    assert_golden(host.checks(extra_devices=ExtraDevices(imex=0)).imex())
 
 
 def test_checks_that_need_nvml_are_skipped_without_it(host: Host) -> None:
@@ -353,8 +357,8 @@ def test_checks_that_need_nvml_are_skipped_without_it(host: Host) -> None:
     assert found == [skip("not known without NVML")] * 4
 
 
-def test_host_devices_that_are_missing(tells: Tells, host: Host) -> None:
-    def asked(*kinds: Any) -> Finding:
+def test_host_devices_that_are_missing(assert_golden: CompareFinding, host: Host) -> None:
+    def requested(*kinds: Any) -> Finding:
         [look] = [
             check.look
             for check in host.checks(extra_devices=ExtraDevices(host_devices=kinds)).all()
@@ -362,18 +366,18 @@ def test_host_devices_that_are_missing(tells: Tells, host: Host) -> None:
         ]
         return look()
 
-    tells(asked("nvswitch"))
-    tells(asked("gds", "nvswitch", "mofed"))
+    assert_golden(requested("nvswitch"))
+    assert_golden(requested("gds", "nvswitch", "mofed"))
     assert "host devices" not in [check.name for check in host.checks().all()]
 
 
 def test_a_library_that_cannot_be_loaded_is_reported_on_a_node_without_gpu(
-    tells: Tells, host: Host, tmp_path: Path
+    assert_golden: CompareFinding, host: Host, tmp_path: Path
 ) -> None:
     nothing = {"sys": str(tmp_path), "proc": str(tmp_path), "dev_root": str(tmp_path)}
     checks = host.checks(NvmlLibraryError("cannot load the NVML library; x"), paths=nothing)
     found = {outcome.check: outcome.finding for outcome in run_checks(checks.all())}
-    tells(found["NVML"])
+    assert_golden(found["NVML"])
 
 
 @tabled("driver", "status", "parts")
@@ -383,59 +387,63 @@ def test_gpus_that_are_bound_elsewhere(
     says(host.checks(paths=pci(host, tmp_path, driver)).gpus_on_the_bus(), status, *parts)
 
 
-def test_a_kernel_module_that_is_not_loaded(tells: Tells, host: Host, tmp_path: Path) -> None:
+def test_a_kernel_module_that_is_not_loaded(
+    assert_golden: CompareFinding, host: Host, tmp_path: Path
+) -> None:
     checks = host.checks(paths={"proc": str(tmp_path)})
-    tells(checks.kernel_driver())
+    assert_golden(checks.kernel_driver())
 
 
-def test_a_driver_root_that_lacks_something(tells: Tells, host: Host, tmp_path: Path) -> None:
+def test_a_driver_root_that_lacks_something(
+    assert_golden: CompareFinding, host: Host, tmp_path: Path
+) -> None:
     def at(root: Path) -> Finding:
         return host.checks(paths={"driver_root": str(root)}).driver_root()
 
-    tells(at(tmp_path / "nope"))
-    tells(at(tmp_path))
+    assert_golden(at(tmp_path / "nope"))
+    assert_golden(at(tmp_path))
     library = tmp_path / "usr/lib/x86_64-linux-gnu"
     library.mkdir(parents=True)
     real = next(Path(host.node.paths.driver_root).rglob("libnvidia-ml.so.5*"))
     (library / "libnvidia-ml.so.1").write_bytes(real.read_bytes())
-    tells(at(tmp_path))
+    assert_golden(at(tmp_path))
     cuda = next(Path(host.node.paths.driver_root).rglob("libcuda.so.5*"))
     (library / "libcuda.so.570.1.1").write_bytes(cuda.read_bytes())
-    tells(at(tmp_path))
+    assert_golden(at(tmp_path))
     (library / "libcuda.so.580.95.05").write_bytes(cuda.read_bytes())
-    tells(at(tmp_path))
+    assert_golden(at(tmp_path))
     (library / "libcuda.so.570.1.1").unlink()
     of_another_machine = b"\x7fELF\x02\x01\x01" + bytes(11) + b"\x16\x00"
     (library / "libnvidia-ml.so.580.95.05").write_bytes(of_another_machine)
-    tells(at(tmp_path))
+    assert_golden(at(tmp_path))
     for name in ("libnvidia-ml.so.1", "libcuda.so.580.95.05"):
         (library / name).write_bytes(of_another_machine)
-    tells(at(tmp_path))
+    assert_golden(at(tmp_path))
     nothing = {"sys": str(tmp_path), "proc": str(tmp_path), "dev_root": str(tmp_path)}
     with pytest.raises(NvmlLibraryError) as caught:
         find_nvml_library(str(tmp_path))
     found = {one.check: one.finding for one in run_checks(host.checks(caught.value, paths=nothing).all())}
-    tells(found["NVML"])
+    assert_golden(found["NVML"])
 
 
-def test_nvml(tells: Tells, host: Host, tmp_path: Path) -> None:
+def test_nvml(assert_golden: CompareFinding, host: Host, tmp_path: Path) -> None:
     gone = NvmlUnavailableError(
         "libnvidia-ml.so.1 is not below the driver root /; looked in /usr and much else"
     )
-    tells(host.checks(gone).nvml())
+    assert_golden(host.checks(gone).nvml())
     fault = DiscoveryFault("GPU with NVML index 3", "GPU is lost")
     unread = replace(host.inventory, faults=(fault, fault))
-    tells(host.checks(unread).nvml())
+    assert_golden(host.checks(unread).nvml())
     _, second, *rest = host.inventory.gpus
     hidden = replace(host.inventory, gpus=(second, *rest), faults=(fault,))
-    tells(host.checks(hidden).nvml())
+    assert_golden(host.checks(hidden).nvml())
     two = replace(host.inventory, gpus=tuple(rest))
-    tells(host.checks(two).nvml())
+    assert_golden(host.checks(two).nvml())
     version = tmp_path / "driver/nvidia/version"
     version.parent.mkdir(parents=True)
     version.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.1.1  Tue\n")
     other = host.checks(paths={"proc": str(tmp_path)}).nvml()
-    tells(other)
+    assert_golden(other)
 
 
 @tabled("gone", "status", "parts")
@@ -444,18 +452,18 @@ def test_device_nodes(host: Host, gone: tuple[str, ...], status: str, parts: tup
     says(host.checks(nodes=nodes).device_nodes(), status, *parts)
 
 
-def test_a_device_node_without_gpu(tells: Tells, host: Host, tmp_path: Path) -> None:
+def test_a_device_node_without_gpu(assert_golden: CompareFinding, host: Host, tmp_path: Path) -> None:
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev/nvidia42").write_text("")
     names = ("nvidiactl", "nvidia-uvm", "nvidia42", *(f"nvidia{gpu.minor}" for gpu in host.inventory.gpus))
     nodes = Hiding(SimulatedDeviceNodes(host.node.machine.host_root), added=names)
     checks = host.checks(nodes=nodes, paths={"dev_root": str(tmp_path)})
-    tells(checks.device_nodes())
+    assert_golden(checks.device_nodes())
     without_nvml = replace(checks, inventory=host.checks(NvmlUnavailableError("x")).inventory)
-    tells(without_nvml.device_nodes())
+    assert_golden(without_nvml.device_nodes())
     # A GPU under vfio keeps its node.
     bound = {"dev_root": str(tmp_path), **pci(host, tmp_path, "vfio-pci")}
-    tells(host.checks(nodes=nodes, paths=bound).device_nodes())
+    assert_golden(host.checks(nodes=nodes, paths=bound).device_nodes())
 
 
 def test_gpu_without_minor_number_is_not_called_lost(host: Host, tmp_path: Path) -> None:
@@ -472,45 +480,47 @@ def test_gpu_without_minor_number_is_not_called_lost(host: Host, tmp_path: Path)
     says(checks.device_nodes(), "OK", "and the nodes of 7 GPUs")
 
 
-def test_mig_mode_without_devices(tells: Tells, host: Host) -> None:
+def test_mig_mode_without_devices(assert_golden: CompareFinding, host: Host) -> None:
     first, *rest = host.inventory.gpus
     empty = replace(host.inventory, gpus=(replace(first, mig_enabled=True), *rest))
     checks = host.checks(empty)
-    tells(checks.mig_mode())
-    tells(replace(checks, dynamic_mig=True).mig_mode())
+    assert_golden(checks.mig_mode())
+    assert_golden(replace(checks, dynamic_mig=True).mig_mode())
 
 
-def test_the_hook_that_was_requested(tells: Tells, host: Host, tmp_path: Path) -> None:
+def test_the_hook_that_was_requested(assert_golden: CompareFinding, host: Host, tmp_path: Path) -> None:
     root = host.node.paths.driver_root
-    tells(host.checks(hook=f"{root}/opt/hook").cdi_hook())
+    assert_golden(host.checks(hook=f"{root}/opt/hook").cdi_hook())
     (tmp_path / "usr/bin").mkdir(parents=True)
     hook = tmp_path / "usr/bin/nvidia-cdi-hook"
     hook.write_text("#!/bin/sh\nprintf 'COMMANDS:\\n   create-symlinks x\\n   enable-cuda-compat y\\n'\n")
     hook.chmod(0o755)
     paths = {"driver_root": str(tmp_path), "host_driver_root": "/"}
-    tells(host.checks(paths=paths).cdi_hook())
+    assert_golden(host.checks(paths=paths).cdi_hook())
     hook.write_text("#!/bin/sh\nexit 3\n")
-    tells(host.checks(paths=paths).cdi_hook())
+    assert_golden(host.checks(paths=paths).cdi_hook())
 
 
-def test_no_persistence_daemon(tells: Tells, host: Host, tmp_path: Path) -> None:
+def test_no_persistence_daemon(assert_golden: CompareFinding, host: Host, tmp_path: Path) -> None:
     checks = host.checks(paths={"driver_root": str(tmp_path)})
-    tells(checks.persistence())  # an administrator switched the mode on, with `nvidia-smi -pm 1`
+    assert_golden(checks.persistence())  # an administrator switched the mode on, with `nvidia-smi -pm 1`
     without = tuple(replace(gpu, persistence=False) for gpu in host.inventory.gpus)
     off = replace(host.inventory, gpus=(without[0], *host.inventory.gpus[1:]))
-    tells(host.checks(off, paths={"driver_root": str(tmp_path)}).persistence())
+    assert_golden(host.checks(off, paths={"driver_root": str(tmp_path)}).persistence())
     confidential = replace(host.inventory, confidential_compute="ppcie", gpus=without)
     checks = host.checks(confidential, paths={"driver_root": str(tmp_path)})
-    tells(checks.persistence())
+    assert_golden(checks.persistence())
 
 
-def test_memory_of_gpus_that_is_memory_of_the_host(tells: Tells, host: Host, tmp_path: Path) -> None:
+def test_memory_of_gpus_that_is_memory_of_the_host(
+    assert_golden: CompareFinding, host: Host, tmp_path: Path
+) -> None:
     tray = SimulatedNode("gb200-nvl72-tray", tmp_path)
     try:
         found = host.checks(tray.read()).gpu_memory()
     finally:
         tray.close()
-    tells(found)
+    assert_golden(found)
 
 
 # --- the container runtime ----------------------------------------------------------------------
@@ -561,16 +571,16 @@ def serve_status(stack: ExitStack, path: Path, answer: Any) -> None:
     stack.callback(lambda: server.stop(None).wait())
 
 
-def test_the_directory_for_specs(tells: Tells, tmp_path: Path) -> None:
+def test_the_directory_for_specs(assert_golden: CompareFinding, tmp_path: Path) -> None:
     checks = RuntimeChecks(str(tmp_path / "cdi"), str(tmp_path))
-    tells(checks.directory())
+    assert_golden(checks.directory())
     (tmp_path / "cdi").mkdir()
-    tells(checks.directory())
+    assert_golden(checks.directory())
 
 
-def test_a_file_in_the_place_of_the_cdi_directory(tells: Tells, tmp_path: Path) -> None:
+def test_a_file_in_the_place_of_the_cdi_directory(assert_golden: CompareFinding, tmp_path: Path) -> None:
     (tmp_path / "cdi").write_text("")
-    tells(RuntimeChecks(str(tmp_path / "cdi"), None).directory())
+    assert_golden(RuntimeChecks(str(tmp_path / "cdi"), None).directory())
 
 
 # --- the kubelet's directories ------------------------------------------------------------------
@@ -597,23 +607,23 @@ def listen(stack: ExitStack, path: Path) -> None:
     server.listen(8)
 
 
-def test_the_kubelets_directories(tells: Tells, kubelet: KubeletChecks) -> None:
-    tells(kubelet.directories())
+def test_the_kubelets_directories(assert_golden: CompareFinding, kubelet: KubeletChecks) -> None:
+    assert_golden(kubelet.directories())
     away = replace(kubelet, registry=kubelet.registry / "x")
-    tells(away.directories())
-    tells(replace(kubelet, plugins=kubelet.plugins / "x").directories())
+    assert_golden(away.directories())
+    assert_golden(replace(kubelet, plugins=kubelet.plugins / "x").directories())
 
 
-def test_records(tells: Tells, kubelet: KubeletChecks) -> None:
-    tells(kubelet.records())
+def test_records(assert_golden: CompareFinding, kubelet: KubeletChecks) -> None:
+    assert_golden(kubelet.records())
     store = RecordStore(kubelet.state / "claims")
     store.open("boot-1")
     for number, phase in enumerate(("prepared", "preparing")):
         ref = ClaimRef("ns", f"c{number}", f"uid-{number}")
         store.save(ClaimRecord(AllocatedClaim(ref, ()), phase, "boot", (), ()))  # type: ignore[arg-type]
-    tells(kubelet.records())
+    assert_golden(kubelet.records())
     (kubelet.state / "claims/uid-9.json.unreadable-1").write_text("x")
-    tells(kubelet.records())
+    assert_golden(kubelet.records())
     cdi = kubelet.plugins.parent / "cdi"
     for place, name in (
         (cdi, f"k8s.{DRIVER}-claim_uid-1.yaml"),
@@ -626,10 +636,10 @@ def test_records(tells: Tells, kubelet: KubeletChecks) -> None:
     ):
         (place / f"{name}.unreadable-1").mkdir(parents=True)
     kubelet = replace(kubelet, cdi=cdi)
-    tells(kubelet.records())
+    assert_golden(kubelet.records())
     broken = kubelet.state / "claims/uid-8.json"
     broken.write_text("x")
-    tells(kubelet.records())
+    assert_golden(kubelet.records())
     assert broken.read_text() == "x"
 
 
@@ -643,22 +653,22 @@ def test_records_of_a_boot_that_is_not_known_are_not_called_prepared(kubelet: Ku
     )
 
 
-def test_the_mps_host(tells: Tells, kubelet: KubeletChecks) -> None:
-    tells(kubelet.mps_host())
+def test_the_mps_host(assert_golden: CompareFinding, kubelet: KubeletChecks) -> None:
+    assert_golden(kubelet.mps_host())
     layout = mps_layout(kubelet.state)
     for directory in (layout.wanted_directory, layout.statuses):
         directory.mkdir(parents=True)
     layout.lock.touch()
-    tells(kubelet.mps_host())
+    assert_golden(kubelet.mps_host())
     with hold_file(layout.lock, threading.Lock(), 0.0, "it"):
-        tells(kubelet.mps_host())
+        assert_golden(kubelet.mps_host())
         layout.lock.write_text('{"format": 4}')
-        tells(kubelet.mps_host())
+        assert_golden(kubelet.mps_host())
         layout.lock.write_text('{"format": 3}')
-        tells(kubelet.mps_host())
+        assert_golden(kubelet.mps_host())
         layout.wanted("gpu-1").write_bytes(encode_wanted(MpsDaemonSpec("gpu-1", "GPU-1", "gpu", "GPU-1")))
-        tells(kubelet.mps_host())
-    tells(kubelet.mps_host())
+        assert_golden(kubelet.mps_host())
+    assert_golden(kubelet.mps_host())
 
 
 # --- the cluster --------------------------------------------------------------------------------
@@ -672,14 +682,14 @@ class Answers:
     def __init__(self, **answers: Any) -> None:
         self.answers: dict[str, Any] = {"/version": {"major": "1", "minor": "36", "gitVersion": "v1.36.0"}}
         self.denied: set[str] = set()
-        self.asked: list[dict[str, Any]] = []
+        self.requested: list[dict[str, Any]] = []
 
     def request(
         self, _method: str, path: str, *, action: str, body: Any = None, **_more: Any
     ) -> dict[str, Any]:
         if path.endswith("/selfsubjectaccessreviews"):
             wanted = body["spec"]["resourceAttributes"]
-            self.asked.append(wanted)
+            self.requested.append(wanted)
             name = f"{wanted['verb']} {wanted['resource']}"
             return {"status": {"allowed": name not in self.denied}}
         answer = self.answers.get(path)
@@ -718,34 +728,34 @@ def test_the_api_server(
     says(outcome.finding, status, *parts)
 
 
-def test_an_api_server_that_is_not_queried(tells: Tells, cluster: ClusterChecks) -> None:
-    tells(replace(cluster, configured=False).api_server())
+def test_an_api_server_that_is_not_queried(assert_golden: CompareFinding, cluster: ClusterChecks) -> None:
+    assert_golden(replace(cluster, configured=False).api_server())
 
 
-def test_permissions(tells: Tells, cluster: ClusterChecks, answers: Answers) -> None:
-    tells(cluster.permissions())
+def test_permissions(assert_golden: CompareFinding, cluster: ClusterChecks, answers: Answers) -> None:
+    assert_golden(cluster.permissions())
     answers.denied = {"patch events", "create events"}
-    tells(cluster.permissions())
+    assert_golden(cluster.permissions())
     answers.denied = {"delete resourceslices", "create events"}
-    tells(cluster.permissions())
+    assert_golden(cluster.permissions())
     answers.denied = {"confine drivers"}
-    tells(cluster.permissions())
+    assert_golden(cluster.permissions())
     answers.denied = {"watch nodes"}
-    tells(replace(cluster, mig_layouts=True).permissions())
+    assert_golden(replace(cluster, mig_layouts=True).permissions())
 
 
 def test_what_is_queried_is_exactly_what_the_cluster_role_gives(
     cluster: ClusterChecks, answers: Answers
 ) -> None:
     cluster.permissions()
-    asked = {
+    requested = {
         (
             a.get("group", ""),
             "/".join(filter(None, (a["resource"], a.get("subresource")))),
             a["verb"],
             a.get("name"),
         )
-        for a in answers.asked
+        for a in answers.requested
     }
     documents = yaml.safe_load_all((ROOT / "daemonset/install.yaml").read_text())
     role = next(item for item in documents if item["kind"] == "ClusterRole")
@@ -757,8 +767,8 @@ def test_what_is_queried_is_exactly_what_the_cluster_role_gives(
         for verb in rule["verbs"]
         for name in rule.get("resourceNames", [None])
     }
-    assert asked == given
-    assert len(asked) == len(required_permissions(DRIVER))
+    assert requested == given
+    assert len(requested) == len(required_permissions(DRIVER))
 
 
 def node_with(**status: Any) -> dict[str, Any]:
@@ -766,12 +776,12 @@ def node_with(**status: Any) -> dict[str, Any]:
 
 
 def test_the_node_and_what_a_device_plugin_offers_there(
-    tells: Tells, cluster: ClusterChecks, answers: Answers
+    assert_golden: CompareFinding, cluster: ClusterChecks, answers: Answers
 ) -> None:
     path = f"/api/v1/nodes/{NODE}"
-    tells(cluster.node_object())
+    assert_golden(cluster.node_object())
     answers.answers[path] = node_with(nodeInfo={"kubeletVersion": "v1.36.1"}, allocatable={"cpu": "8"})
-    tells(cluster.node_object())
+    assert_golden(cluster.node_object())
     info = {"kubeletVersion": "v1.36.1", "containerRuntimeVersion": "containerd://2.1.4"}
     answers.answers[path] = node_with(nodeInfo=info)
     assert cluster.node_object().version == "containerd://2.1.4"
@@ -779,9 +789,9 @@ def test_the_node_and_what_a_device_plugin_offers_there(
     says(cluster.node_object(), "FAIL", "Docker (cri-dockerd), which does not support devices of claims")
     ill = {"conditions": [{"type": "Ready", "status": "False"}]}
     answers.answers[path] = node_with(**ill, allocatable={"nvidia.com/mig-x": "0"})
-    tells(cluster.node_object())
+    assert_golden(cluster.node_object())
     answers.answers[path] = node_with(**ill, allocatable={"nvidia.com/gpu": "8", "nvidia.com/mig-x": "0"})
-    tells(cluster.node_object())
+    assert_golden(cluster.node_object())
 
 
 @pytest.fixture
@@ -805,18 +815,20 @@ def test_api_server_that_is_slow_is_a_warning_with_its_address(tmp_path: Path) -
     says(found, "WARN", f"{address} did not answer in time", "/readyz")
 
 
-def test_classes_and_slices(tells: Tells, server: PlaygroundApiServer, tmp_path: Path) -> None:
+def test_classes_and_slices(
+    assert_golden: CompareFinding, server: PlaygroundApiServer, tmp_path: Path
+) -> None:
     checks = against(server, tmp_path)
-    tells(checks.api_server())
-    tells(checks.device_classes())
+    assert_golden(checks.api_server())
+    assert_golden(checks.device_classes())
     for name in ("gpu.nvidia.com", "mig.nvidia.com"):
         for renamed in (f"timeslice.{name}", f"team-a-{name}-x"):
             server.add("deviceclasses", {"metadata": {"name": renamed}, "spec": {}}, group="resource.k8s.io")
-    tells(checks.device_classes())
+    assert_golden(checks.device_classes())
     for name in ("gpu.nvidia.com", "mig.nvidia.com"):
         server.add("deviceclasses", {"metadata": {"name": name}, "spec": {}}, group="resource.k8s.io")
-    tells(checks.device_classes())
-    tells(checks.slices())
+    assert_golden(checks.device_classes())
+    assert_golden(checks.slices())
     taint = {"key": "gpu.nvidia.com/xid", "value": "79", "effect": "NoSchedule"}
     for pool, devices in ((NODE, [{"name": "gpu-1", "taints": [taint]}, {"name": "gpu-2"}]), ("other", [])):
         spec = {
@@ -827,8 +839,8 @@ def test_classes_and_slices(tells: Tells, server: PlaygroundApiServer, tmp_path:
             "resourceslices", {"metadata": {"name": f"s-{pool}"}, "spec": spec}, group="resource.k8s.io"
         )
         if pool == NODE:
-            tells(checks.slices())
-    tells(checks.slices())
+            assert_golden(checks.slices())
+    assert_golden(checks.slices())
 
 
 @tabled("off", "options", "status", "parts")
@@ -854,16 +866,16 @@ def test_checks_are_one_line_when_the_api_server_has_no_access_reviews(
 
 
 def test_an_api_server_that_is_away_is_one_failure(
-    tells: Tells, server: PlaygroundApiServer, tmp_path: Path
+    assert_golden: CompareFinding, server: PlaygroundApiServer, tmp_path: Path
 ) -> None:
     checks = against(server, tmp_path)
     server.stop()
     found = {o.check: o.finding for o in run_checks(checks.all())}
-    tells(found.pop("API server"))
+    assert_golden(found.pop("API server"))
     assert {finding.status for finding in found.values()} == {"SKIP"}
     (line,) = folded([Outcome(name, finding) for name, finding in found.items()])
     assert line.check == "7 checks"
-    tells(line.finding)
+    assert_golden(line.finding)
 
 
 # --- what the plugin itself reports --------------------------------------------------------------

@@ -91,8 +91,8 @@ def test_help_shows_what_is_not_hidden(capsys: pytest.CaptureFixture[str], monke
 def test_manual_has_flag_variable_and_key_of_every_setting() -> None:
     manual = (Path(__file__).parents[2] / "docs/configuration.md").read_text()
     rows = [line.split(" | ") for line in manual.splitlines() if line.startswith("| `--")]
-    told = [[set(re.findall(r"`([\w.-]+)", cell)) for cell in row[:2]] for row in rows]
-    flags, keys = (set().union(*column) for column in zip(*told, strict=True))
+    reported = [[set(re.findall(r"`([\w.-]+)", cell)) for cell in row[:2]] for row in rows]
+    flags, keys = (set().union(*column) for column in zip(*reported, strict=True))
     settings = {name: flag for name, flag in FLAGS.items() if name != "config"}
     old = {"--host_driver-root", "HOST_DRIVER_ROOT"}  # for manifests of NVIDIA's own driver
     assert (

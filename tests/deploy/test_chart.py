@@ -422,14 +422,14 @@ def test_the_notes_mention_values_without_meaning_and_of_no_others(notes: Callab
     assert "These values are ignored" not in text
     assert text.count("\n  kubectl ") == 4
     text = notes(incumbents_defaults())
-    told = text.partition("These values are ignored:\n")[2].splitlines()
-    assert [line.partition(":")[0] for line in told] == [
+    reported = text.partition("These values are ignored:\n")[2].splitlines()
+    assert [line.partition(":")[0] for line in reported] == [
         "- gpuResourcesEnabledOverride",
         "- resources.computeDomains.enabled",
         "- webhook.enabled",
         "- webhook.replicas",
     ]
-    assert all(len(line.partition(": ")[2]) > 10 for line in told)
+    assert all(len(line.partition(": ")[2]) > 10 for line in reported)
     assert "without maxSurge" in text
 
 

@@ -201,7 +201,7 @@ def series(samples: Samples, grown: Callable[[str, dict[str, str]], Grown | None
     return "\n".join(lines)
 
 
-def asked(load: str, *queries: str) -> list[list[tuple[dict[str, str], float]]]:
+def requested(load: str, *queries: str) -> list[list[tuple[dict[str, str], float]]]:
     """The answers of Prometheus' engine; an error of a query fails the test."""
     text = json.dumps({"load": load, "at": END_S, "queries": queries})
     done = subprocess.run(
@@ -275,7 +275,7 @@ def test_every_query_of_the_board_has_an_answer() -> None:
         with_foreign(scraped(complete_metrics())),
         lambda name, _: (1, 1) if re.search(r"_(total|bucket|sum|count)$", name) else None,
     )
-    answers = dict(zip(queries, asked(load, *queries.values()), strict=True))
+    answers = dict(zip(queries, requested(load, *queries.values()), strict=True))
     # These need metrics that are absent on a healthy node; the test below covers some of them.
     rare = {"Shared GPUs", "GPUs allocated and free, by product", "What discovery could not read"}
     empty = [query for query, answer in answers.items() if not answer]
@@ -298,19 +298,19 @@ def test_board_reports_who_uses_which_gpu() -> None:
             "Who uses which device", "Shared GPUs", "Utilisation, by pod",
         }
     ]  # fmt: skip
-    answers = asked(series(used_node(), lambda *_: None), *(expr for _, expr in queries))
-    told = [(title, answer) for (title, _), answer in zip(queries, answers, strict=True)]
+    answers = requested(series(used_node(), lambda *_: None), *(expr for _, expr in queries))
+    reported = [(title, answer) for (title, _), answer in zip(queries, answers, strict=True)]
     product = h100(0).product_name
-    assert told[0] == (told[0][0], [({"product": product}, 2)])
-    assert told[1] == (told[0][0], [({"product": product}, 1)])
-    assert sorted(value for _, value in told[2][1]) == [1, 2]
-    assert {labels["namespace"]: value for labels, value in told[2][1]} == {"team-a": 1, "team-b": 2}
-    assert [value for _, answer in told[3:5] for _, value in answer] == [5, 4]
-    assert sorted((labels["namespace"], labels["uuid"]) for labels, _ in told[5][1]) == [
+    assert reported[0] == (reported[0][0], [({"product": product}, 2)])
+    assert reported[1] == (reported[0][0], [({"product": product}, 1)])
+    assert sorted(value for _, value in reported[2][1]) == [1, 2]
+    assert {labels["namespace"]: value for labels, value in reported[2][1]} == {"team-a": 1, "team-b": 2}
+    assert [value for _, answer in reported[3:5] for _, value in answer] == [5, 4]
+    assert sorted((labels["namespace"], labels["uuid"]) for labels, _ in reported[5][1]) == [
         ("team-a", uuid(0)), ("team-b", uuid(0)), ("team-b", uuid(1)),
     ]  # fmt: skip
-    assert told[6][1] == [({"node": NODE, "parent_uuid": uuid(0)}, 2)]
-    assert sorted((labels["namespace"], labels["pod"], value) for labels, value in told[7][1]) == [
+    assert reported[6][1] == [({"node": NODE, "parent_uuid": uuid(0)}, 2)]
+    assert sorted((labels["namespace"], labels["pod"], value) for labels, value in reported[7][1]) == [
         ("team-a", "pod-a", 0.5), ("team-b", "pod-b", 0.5), ("team-b", "pod-c", 0.5),
     ]  # fmt: skip
 
@@ -319,7 +319,7 @@ def test_board_reports_who_uses_which_gpu() -> None:
 def test_records_report_what_each_team_holds_and_uses() -> None:
     mine = held_by("d", hold(MIG_1G), hold(MIG_3G), namespace="team-c")
     load = series(used_node(mine), lambda *_: None)
-    answers = asked(load, *(recorded(name) for name in list(RECORDS)[1:]))
+    answers = requested(load, *(recorded(name) for name in list(RECORDS)[1:]))
     found = [{labels["namespace"]: round(value, 3) for labels, value in answer} for answer in answers]
     part = round((9984 + 40448) / 81559, 3)
     assert found[:2] == [
@@ -337,11 +337,13 @@ def test_idle_device_names_its_team_and_a_busy_one_is_left_out() -> None:
     load = series(used_node(mine), lambda *_: None)
     board = {title: on_the_node(expr) for title, expr, _ in queries_of_the_board()}
     for query in (ALERTS["GpuDraHeldIdle"]["expr"], board["Idle now"]):
-        [(answer)] = asked(load, query)
+        [(answer)] = requested(load, query)
         assert [
             (labels["namespace"], labels["claim"], labels["device"], value) for labels, value in answer
         ] == [("team-c", "d", MIG_1G, 0)]
-    teams = asked(load, *(expr for title, expr in board.items() if title.startswith("GPUs held and used")))
+    teams = requested(
+        load, *(expr for title, expr in board.items() if title.startswith("GPUs held and used"))
+    )
     assert {labels["namespace"]: value for labels, value in teams[0]} == pytest.approx(
         {"team-a": 0.25, "team-b": 0.75, "team-c": 0}
     )
@@ -352,7 +354,7 @@ def test_teams_that_share_a_gpu_are_distinguished_where_nvml_measures_their_pods
     load = series(used_node(by_pod={"uid-pod-a": 45, "uid-pod-b": 2, "uid-pod-c": 60}), lambda *_: None)
     board = {title: on_the_node(expr) for title, expr, _ in queries_of_the_board()}
     held = next(expr for title, expr in board.items() if title.startswith("GPUs held and used"))
-    idle, idle_now, used, used_now, by_pod = asked(
+    idle, idle_now, used, used_now, by_pod = requested(
         load,
         ALERTS["GpuDraHeldIdle"]["expr"],
         board["Idle now"],
@@ -383,7 +385,7 @@ def test_queries_of_the_document_have_answers() -> None:
         ("nvidia_dra_gpu_xids_total", (("driver", DRIVER), ("uuid", uuid(0)), ("xid", "79"))): 1,
     }
     load = series(both, lambda name, _: (1, 1) if name == "nvidia_dra_gpu_xids_total" else None)
-    answers = asked(load, *queries)
+    answers = requested(load, *queries)
     assert [query for query, answer in zip(queries, answers, strict=True) if not answer] == []
 
 
@@ -404,7 +406,7 @@ TROUBLE = yaml.safe_load(Path(__file__).with_name("values").joinpath("trouble.ya
 
 def firing(load: str) -> dict[str, dict[str, str]]:
     """The labels of the first result of each alert that has one; `for` is not waited for."""
-    answers = asked(load, *(rule["expr"] for rule in ALERTS.values()))
+    answers = requested(load, *(rule["expr"] for rule in ALERTS.values()))
     return {name: answer[0][0] for name, answer in zip(ALERTS, answers, strict=True) if answer}
 
 

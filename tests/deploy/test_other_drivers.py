@@ -230,7 +230,7 @@ def test_classes_of_another_release_are_refused(render: Callable[..., str], clus
 
 
 @pytest.mark.parametrize(
-    ("name", "release", "values", "told"),
+    ("name", "release", "values", "reported"),
     [
         ("gpu-dra-driver", "second", {}, "serves gpu.nvidia.com on the same nodes"),
         ("gpu-dra-driver", "second", {"kubeletPlugin": {"nodeSelector": {"pool": "b"}}}, "kind: DaemonSet"),
@@ -239,7 +239,7 @@ def test_classes_of_another_release_are_refused(render: Callable[..., str], clus
     ],
 )
 def test_chart_next_to_its_own_release_takes_other_nodes_alone(
-    render: Callable[..., str], cluster: Cluster, name: str, release: str, values: Json, told: str
+    render: Callable[..., str], cluster: Cluster, name: str, release: str, values: Json, reported: str
 ) -> None:
     there = deepcopy(NVIDIAS)
     owner = {"meta.helm.sh/release-name": release, "meta.helm.sh/release-namespace": release}
@@ -247,7 +247,7 @@ def test_chart_next_to_its_own_release_takes_other_nodes_alone(
     driver = {"name": "driver", "env": [{"name": "DRIVER_NAME", "value": "gpu.nvidia.com"}]}
     there["spec"]["template"]["spec"] = {"nodeSelector": {"pool": "a"}, "containers": [driver]}
     cluster.objects["daemonsets"] = [there]
-    assert told in render(values)
+    assert reported in render(values)
 
 
 @pytest.mark.parametrize("render", [3], indirect=True)

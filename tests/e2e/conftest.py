@@ -211,13 +211,13 @@ class Cluster:
         return self.kubectl("create", "token", account, "-n", namespace, *bound).strip()
 
     def wait_unschedulable(self, pod: str, why: str = "", namespace: str = "default") -> None:
-        def told() -> bool:
+        def reported() -> bool:
             conditions = self.pod(pod, namespace)["status"].get("conditions", [])
             return any(
                 one.get("reason") == "Unschedulable" and why in one.get("message", "") for one in conditions
             )
 
-        wait_for(f"pod {pod} to be unschedulable", told)
+        wait_for(f"pod {pod} to be unschedulable", reported)
 
     def slices(self) -> list[Json]:
         return self.get("resourceslices")["items"]
@@ -230,8 +230,8 @@ class Cluster:
         specs = [entry["spec"] for entry in self.slices()]
         mine = ("gpu.nvidia.com", self.node)
         pools = [spec["pool"] for spec in specs if (spec["driver"], spec.get("nodeName")) == mine]
-        told = {(pool["generation"], pool["resourceSliceCount"]) for pool in pools}
-        return len(told) == 1 and told.pop()[1] == len(pools)
+        reported = {(pool["generation"], pool["resourceSliceCount"]) for pool in pools}
+        return len(reported) == 1 and reported.pop()[1] == len(pools)
 
     def pod(self, name: str, namespace: str = "default") -> Json:
         return self.get("pod", name, "-n", namespace)
@@ -251,8 +251,8 @@ class Cluster:
             running = {pod["metadata"]["name"] for pod in pods if _is_running(pod)}
             waiting -= running
             if waiting and time.monotonic() - started > timeout_s:
-                told = "\n".join(self.told_of(name, namespace) for name in sorted(waiting))
-                pytest.fail(f"not running after {timeout_s:.0f} s: {sorted(waiting)}\n{told}")
+                reported = "\n".join(self.reports_about(name, namespace) for name in sorted(waiting))
+                pytest.fail(f"not running after {timeout_s:.0f} s: {sorted(waiting)}\n{reported}")
             time.sleep(every_s)
         took = time.monotonic() - started
         if at_once:
@@ -267,7 +267,7 @@ class Cluster:
         messages = [event["message"] for event in self.get("events", "-n", namespace, of_pod)["items"]]
         return [text for text in messages if "NodePrepareResources" in text or "is not registered" in text]
 
-    def told_of(self, pod: str, namespace: str) -> str:
+    def reports_about(self, pod: str, namespace: str) -> str:
         """The conditions and events of a pod, and what the driver's logs say of it."""
         lines = [f"{namespace}/{pod}:"]
         found = self.kubectl("get", "pod", pod, "-n", namespace, "-o", "json", check=False)

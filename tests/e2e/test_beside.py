@@ -209,10 +209,10 @@ def test_container_on_a_node_with_host_devices_gets_their_nodes_and_files(
     command = (
         "ls -d /dev/nvidia-fs* /dev/gdrdrv /run/udev; cat /etc/cufile.json; [ -c /dev/gdrdrv ] && echo node"
     )
-    told = cluster.kubectl("exec", "one-gpu", "--", "sh", "-c", command).split()
-    assert told[:10] == [
+    reported = cluster.kubectl("exec", "one-gpu", "--", "sh", "-c", command).split()
+    assert reported[:10] == [
         *sorted(["/dev/gdrdrv", *(f"/dev/nvidia-fs{number}" for number in range(8))]),
         "/run/udev",
     ]
-    assert told[-1] == "node"
-    assert "logging" in " ".join(told)
+    assert reported[-1] == "node"
+    assert "logging" in " ".join(reported)

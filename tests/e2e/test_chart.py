@@ -163,9 +163,9 @@ def test_it_takes_over_what_kubectl_applied(chart: Chart, cluster: Cluster) -> N
     assert "cannot be imported into the current release" in refused.stderr
     assert cluster.get(DAEMONSET, "-n", NAMESPACE)["metadata"]["generation"] == before
     there = chart.objects()
-    told = chart.upgrade(*TAKE_OVER[chart.major])
-    assert f"--take-ownership {TAKE_OVER[chart.major][1]}" in told
-    assert "on a simulated dgx-h100" in told
+    reported = chart.upgrade(*TAKE_OVER[chart.major])
+    assert f"--take-ownership {TAKE_OVER[chart.major][1]}" in reported
+    assert "on a simulated dgx-h100" in reported
     assert chart.objects() == there, "the same objects"
     assert "HEALTHCHECK_PORT" not in chart.variables()
     spec = cluster.get(DAEMONSET, "-n", NAMESPACE)["spec"]

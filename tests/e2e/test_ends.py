@@ -108,9 +108,9 @@ def test_mps_claim_without_an_mps_host_reports_why_and_ends_and_the_next_pod_get
 ) -> None:
     """The base values have no MPS host."""
     cluster.apply(claim_and_pod("wants-mps", selector=only(7), parameters=MPS))
-    told = wait_for("an event that says why", lambda: prepare_failures(cluster, "wants-mps"))
-    assert "the MPS host is not running" in told[0]
-    assert "--set mps.enabled=true" in told[0]
+    reported = wait_for("an event that says why", lambda: prepare_failures(cluster, "wants-mps"))
+    assert "the MPS host is not running" in reported[0]
+    assert "--set mps.enabled=true" in reported[0]
     assert drained_within(cluster, "wants-mps") <= ENDS_WITHIN_S
     cluster.kubectl("delete", "resourceclaim/wants-mps", "-n", "default")
     assert (cluster.leftovers(), to_undo()) == ([], []), "nothing was done, so nothing is owed"
@@ -199,8 +199,8 @@ def test_drain_ends_while_the_api_server_answers_503_to_all_but_the_kubelet(clus
         + claim_and_pod(names[2], selector=only(2))
     )
     cluster.wait_running(*names)
-    with overloaded_for_pods() as asked:
-        wait_for("the driver to meet a 503", lambda: any("resourceslices" in path for path in asked))
+    with overloaded_for_pods() as requested:
+        wait_for("the driver to meet a 503", lambda: any("resourceslices" in path for path in requested))
         assert drained_within(cluster, *names) <= ENDS_WITHIN_S
         assert (cluster.leftovers(), to_undo()) == ([], [])
     wait_for("the driver to have settled", cluster.driver_has_settled)
@@ -211,13 +211,13 @@ def overloaded_for_pods() -> Iterator[list[str]]:
     """An API server that answers 503 to pods, but works for the kubelet, which is on the host; yields the
     requested paths.
     """
-    asked: list[str] = []
+    requested: list[str] = []
 
     class Overloaded(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
         def refuse(self) -> None:
-            asked.append(self.path)
+            requested.append(self.path)
             self.rfile.read(int(self.headers.get("Content-Length") or 0))
             body = json.dumps(
                 {"kind": "Status", "status": "Failure", "reason": "ServiceUnavailable", "code": 503}
@@ -258,17 +258,17 @@ def overloaded_for_pods() -> Iterator[list[str]]:
             rule = [chain, "-i", BRIDGE, *rule]  # noqa: PLW2901
             subprocess.run([*command, "-I", *rule], check=True)
             undo.callback(subprocess.run, [*command, "-D", *rule], check=True)
-        yield asked
+        yield requested
 
 
 def test_eight_claims_of_one_pod_wait_for_nvidia_smi_at_the_same_time(cluster: Cluster) -> None:
     """With steps of three seconds the pod ran after 24 s, and with longer ones never."""
     claims = [f"part-{index}" for index in range(8)]
-    asked = [claim(name, selector=only(index), parameters=SLICED) for index, name in enumerate(claims)]
+    requested = [claim(name, selector=only(index), parameters=SLICED) for index, name in enumerate(claims)]
     entries = [{"name": name, "resourceClaimName": name} for name in claims]
     user = pod("all-eight", container("main", *claims), resourceClaims=entries)
     with nvidia_smi('case "$*" in *set-timeslice*) sleep 3 ;; esac'):
-        cluster.apply([*asked, user])
+        cluster.apply([*requested, user])
         cluster.wait_running("all-eight")
         took = durations(cluster, *claims)
         assert len(took) == 8

@@ -57,7 +57,7 @@ def taint_by_xid_79(cluster: Cluster, index: int) -> float:
     _, version = slices.list()
     name = device(cluster, index)["name"]
     stream = slices.open_watch(version)
-    told: list[float] = []
+    reported: list[float] = []
 
     def watch() -> None:
         for event in stream:
@@ -65,7 +65,7 @@ def taint_by_xid_79(cluster: Cluster, index: int) -> float:
             published = event["object"].get("spec", {}).get("devices") or []
             found = [taint for one in published if one["name"] == name for taint in taints_of(one)]
             if event["type"] != "DELETED" and ("gpu.nvidia.com/xid", "79", "NoSchedule") in found:
-                told.append(now)
+                reported.append(now)
                 return
 
     thread = threading.Thread(target=watch)
@@ -74,12 +74,12 @@ def taint_by_xid_79(cluster: Cluster, index: int) -> float:
         cluster.simulate("recovery-action", str(index), "1")
         cluster.simulate("xid", str(index), "79")
         raised = (SIMULATOR_DIR / "machine.json").stat().st_mtime
-        wait_for("the taint", lambda: told)
+        wait_for("the taint", lambda: reported)
     finally:
         stream.close()
         thread.join()
         client.close()
-    return told[0] - raised
+    return reported[0] - raised
 
 
 def pod_health(cluster: Cluster, name: str) -> set[str]:

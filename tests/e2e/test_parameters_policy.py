@@ -70,9 +70,11 @@ class Server:
         """Why an object with these devices may not be created; None if it may."""
         inside = "" if kind == "DeviceClass" else f"namespaces/{namespace}/"
         place = f"{GROUP}/{version}/{inside}{PLACES[kind]}"
-        return self.asked("POST", place, made(kind, devices, version), dry_run=True)
+        return self.requested("POST", place, made(kind, devices, version), dry_run=True)
 
-    def asked(self, method: str, path: str, body: Json | None = None, *, dry_run: bool = False) -> str | None:
+    def requested(
+        self, method: str, path: str, body: Json | None = None, *, dry_run: bool = False
+    ) -> str | None:
         """Why a request was refused; None if it was not."""
         try:
             self.client.request(
@@ -90,12 +92,12 @@ class Server:
 
 @pytest.fixture
 def server(cluster: Cluster) -> Iterator[Server]:
-    asked = Server(cluster.local.kubeconfig())
+    requested = Server(cluster.local.kubeconfig())
     # A moment after an install the API server may not know the policy yet.
     bad = with_parameters({})
-    wait_for("the policy to be in force", lambda: DENIED in str(asked.refusal("ResourceClaim", bad)))
-    yield asked
-    asked.client.close()
+    wait_for("the policy to be in force", lambda: DENIED in str(requested.refusal("ResourceClaim", bad)))
+    yield requested
+    requested.client.close()
 
 
 def with_parameters(value: Any, **exactly: Any) -> Json:
@@ -122,7 +124,7 @@ def without(given: Json, *names: str) -> Json:
     return {name: value for name, value in given.items() if name not in names}
 
 
-def told(refusal: str | None) -> list[str]:
+def reported(refusal: str | None) -> list[str]:
     """The faults in a refusal by the policy. Their order is the server's."""
     _, by_the_policy, text = str(refusal).partition(DENIED)
     assert by_the_policy, refusal
@@ -147,7 +149,7 @@ def judge(server: Server, case: Parameters, kind: str, version: str, namespace: 
     elif case.policy or not case.faults:
         assert refusal is None
     else:
-        assert told(refusal) == wanted(case.faults, f"{PATHS[kind]}config[1].opaque.parameters.")
+        assert reported(refusal) == wanted(case.faults, f"{PATHS[kind]}config[1].opaque.parameters.")
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +183,7 @@ def judge_claim(server: Server, case: Claim, version: str, namespace: str) -> No
     for kind in ("ResourceClaim", "ResourceClaimTemplate"):
         refusal = server.refusal(kind, in_version(case.devices, version), version, namespace=namespace)
         if case.faults:
-            assert told(refusal) == wanted(case.faults, PATHS[kind])
+            assert reported(refusal) == wanted(case.faults, PATHS[kind])
         else:
             assert refusal is None, case.name
 
@@ -194,7 +196,7 @@ def test_many_faults_are_reported_as_far_as_the_server_takes_a_text(server: Serv
 
 def test_control_characters_of_a_name_do_not_reach_the_terminal(server: Server) -> None:
     value = parameters(**{"a\x1b[31mb\u202ec\n": 1})
-    [fault] = told(server.refusal("ResourceClaim", with_parameters(value)))
+    [fault] = reported(server.refusal("ResourceClaim", with_parameters(value)))
     assert fault == 'spec.devices.config[1].opaque.parameters."a [31mb c\\n": unknown field'
 
 
@@ -204,7 +206,7 @@ def test_a_fault_is_found_in_the_first_eight_entries_of_the_largest_claim(
 ) -> None:
     """The API server limits the cost of a policy; Prepare checks the other entries."""
     names = [f"request-{number}" for number in range(32)]
-    asked = [{"name": name, "exactly": {"deviceClassName": "gpu.nvidia.com"}} for name in names]
+    requested = [{"name": name, "exactly": {"deviceClassName": "gpu.nvidia.com"}} for name in names]
     by_device = {str(number): "10Gi" for number in range(limits)}
 
     def refusal(faulty: int) -> str | None:
@@ -213,10 +215,10 @@ def test_a_fault_is_found_in_the_first_eight_entries_of_the_largest_claim(
             multi_user = "yes" if number == faulty else True
             value = mps(defaultPerDevicePinnedMemoryLimit=by_device, multiUser=multi_user)
             entries.append({"requests": names, "opaque": {"driver": DRIVER, "parameters": value}})
-        return server.refusal("ResourceClaim", {"requests": asked, "config": entries})
+        return server.refusal("ResourceClaim", {"requests": requested, "config": entries})
 
     path = "spec.devices.config[7].opaque.parameters.sharing.mpsConfig"
-    assert told(refusal(7)) == [f"{path}.multiUser: must be true or false"]
+    assert reported(refusal(7)) == [f"{path}.multiUser: must be true or false"]
     assert refusal(8) is None
 
 
@@ -244,13 +246,13 @@ def test_what_was_stored_before_can_still_change_and_end(cluster: Cluster, serve
         for place in places:
             for finalizers in (["a.example.com/b"], None):
                 change = {"metadata": {"labels": {"a": "b"}, "finalizers": finalizers}}
-                assert server.asked("PATCH", f"{place}/{NAME}", change) is None
+                assert server.requested("PATCH", f"{place}/{NAME}", change) is None
         status = {"status": {"devices": None}}
-        assert server.asked("PATCH", f"{places[0]}/{NAME}/status", status) is None
+        assert server.requested("PATCH", f"{places[0]}/{NAME}/status", status) is None
         # The spec of a class may change, and is then checked.
         config = [{"opaque": {"driver": DRIVER, "parameters": parameters(sharing=1)}}]
-        changed = server.asked("PATCH", f"{places[2]}/{NAME}", {"spec": {"config": config}})
-        assert told(changed) == ["spec.config[0].opaque.parameters.sharing: must be an object"]
+        changed = server.requested("PATCH", f"{places[2]}/{NAME}", {"spec": {"config": config}})
+        assert reported(changed) == ["spec.config[0].opaque.parameters.sharing: must be an object"]
     finally:
         for kind in PATHS:
             cluster.kubectl("delete", kind.lower(), NAME, "--ignore-not-found", "--timeout=60s")

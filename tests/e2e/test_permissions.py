@@ -225,9 +225,9 @@ def test_status_of_own_devices_and_nothing_else_of_a_claim(
 ) -> None:
     api = Api(cluster, token)
     driver, pool = claims["mine"]
-    told = apply_status(api, version, "mine", [entry(driver, pool)])
-    assert told.status == 200, told
-    assert [one["data"] for one in told.body["status"]["devices"]] == [{"seen": "by a test"}]
+    reported = apply_status(api, version, "mine", [entry(driver, pool)])
+    assert reported.status == 200, reported
+    assert [one["data"] for one in reported.body["status"]["devices"]] == [{"seen": "by a test"}]
     for what, answer in harmful(api, version, cluster.node).items():
         assert answer.status in (403, 422), (what, answer)
     # What is not of the status does not change with it.
@@ -314,9 +314,11 @@ def older_server(cluster: Cluster) -> Iterator[None]:
     yield
     cluster.kubectl("delete", "clusterrolebinding,clusterrole", OLDER)
     # The API server's authorizer learns of it a little later.
-    asked = ("auth", "can-i", "patch", "resourceclaims.resource.k8s.io", "--subresource=binding")
+    requested = ("auth", "can-i", "patch", "resourceclaims.resource.k8s.io", "--subresource=binding")
     driver = f"--as=system:serviceaccount:{NAMESPACE}:gpu-dra-driver"
-    wait_for("the rights to be gone", lambda: cluster.kubectl(*asked, driver, check=False).startswith("no"))
+    wait_for(
+        "the rights to be gone", lambda: cluster.kubectl(*requested, driver, check=False).startswith("no")
+    )
 
 
 @pytest.mark.usefixtures("older_server")
@@ -331,8 +333,8 @@ def test_the_policy_alone_confines_the_status_as_well(
         lambda: all(answer.refused_by(POLICY) for answer in harmful(api, version, cluster.node).values()),
     )
     assert apply_status(api, version, "mine", [entry(driver, pool)]).status == 200
-    nobody = Api(cluster, cluster.kubectl("create", "token", "gpu-dra-driver", "-n", NAMESPACE).strip())
-    assert apply_status(nobody, version, "mine", [entry(driver, pool)]).refused_by(POLICY)
+    no_one = Api(cluster, cluster.kubectl("create", "token", "gpu-dra-driver", "-n", NAMESPACE).strip())
+    assert apply_status(no_one, version, "mine", [entry(driver, pool)]).refused_by(POLICY)
 
 
 def of_account(name: str, account: str, namespace: str) -> Json:

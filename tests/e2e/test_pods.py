@@ -251,7 +251,7 @@ def test_the_kubelet_shows_a_monitor_which_container_has_which_gpu(
         for entry in cluster.slices()
         for device in entry["spec"].get("devices", [])
     }
-    told: dict[tuple[str, str, str], list[str]] = {}
+    reported: dict[tuple[str, str, str], list[str]] = {}
     # Of pods that share a claim and start together the kubelet may list each device twice, and not with the same files.
     for use in uses():
         assert use.claim_namespace == use.namespace
@@ -260,13 +260,13 @@ def test_the_kubelet_shows_a_monitor_which_container_has_which_gpu(
         assert f"k8s.gpu.nvidia.com/claim={uid}-{use.device}" in use.cdi_devices
         label = (use.namespace, use.pod, use.container)
         uuid = uuids[use.driver, use.pool, use.device]["string"]
-        told[label] = list(dict.fromkeys([*told.get(label, []), uuid]))
+        reported[label] = list(dict.fromkeys([*reported.get(label, []), uuid]))
     for name, part in (("two-claims", "first"), ("two-claims", "second"), ("reader", None), ("writer", None)):
-        (label,) = [key for key in told if key[:2] == ("default", name) and part in (None, key[2])]
-        assert told[label] == cluster.seen_by(name, part)
-    (monitor,) = [label for label in told if label[0] == "gpu-monitoring"]
-    assert sorted(told[monitor]) == sorted(uuid["string"] for uuid in uuids.values())
-    assert len(told) == 5
+        (label,) = [key for key in reported if key[:2] == ("default", name) and part in (None, key[2])]
+        assert reported[label] == cluster.seen_by(name, part)
+    (monitor,) = [label for label in reported if label[0] == "gpu-monitoring"]
+    assert sorted(reported[monitor]) == sorted(uuid["string"] for uuid in uuids.values())
+    assert len(reported) == 5
 
 
 def test_management_needs_admin_access_and_admin_access_the_label_of_the_namespace(cluster: Cluster) -> None:
@@ -318,8 +318,8 @@ def check_at_the_server(cluster: Cluster, documents: list[Json]) -> None:
             cluster.make_namespace(document["metadata"]["name"], document["metadata"]["labels"])
     known = [document for document in documents if not document["apiVersion"].startswith(FOREIGN)]
     strictly = ("apply", "--dry-run=server", "--validate=strict", "-f", "-")
-    told = cluster.kubectl(*strictly, stdin=yaml.safe_dump_all(known))
-    assert len(told.splitlines()) == len(known)
+    reported = cluster.kubectl(*strictly, stdin=yaml.safe_dump_all(known))
+    assert len(reported.splitlines()) == len(known)
 
 
 @pytest.mark.parametrize(
@@ -391,16 +391,16 @@ def test_refused_parameters_are_shown_on_the_pod_and_the_claim(cluster: Cluster)
         found = cluster.get("events", "--field-selector", f"involvedObject.uid={uid}")["items"]
         return [one["message"] for one in found if one["reason"] == "FailedPrepareDynamicResources"]
 
-    def told(kind: str) -> str:
+    def reported(kind: str) -> str:
         return cluster.kubectl("describe", kind, "wrong").partition("Events:")[2]
 
     wait_for(
         "the cause in the kubelet's event",
         lambda: any("1e65" in message and "requests device" in message for message in messages()),
     )
-    wait_for("the cause on the claim", lambda: "PrepareFailed" in told("resourceclaim"))
-    assert "sharing.mpsConfig" in told("resourceclaim")
-    wait_for("the event on the pod", lambda: "PrepareFailed" in told("pod"))
+    wait_for("the cause on the claim", lambda: "PrepareFailed" in reported("resourceclaim"))
+    assert "sharing.mpsConfig" in reported("resourceclaim")
+    wait_for("the event on the pod", lambda: "PrepareFailed" in reported("pod"))
 
 
 @pytest.mark.core

@@ -32,7 +32,7 @@ def plain_generation(number: int) -> tuple[list[Json], list[str]]:
     return [pod(name, here) for name in names], names
 
 
-def first_words_after(cluster: Cluster, names: list[str], asked: float) -> float:
+def first_words_after(cluster: Cluster, names: list[str], requested: float) -> float:
     """Returns the longest time, in seconds, from a pod's creation after `asked` to the first line of its
     container.
 
@@ -46,19 +46,19 @@ def first_words_after(cluster: Cluster, names: list[str], asked: float) -> float
     took = []
     for name in names:
         wrote = cluster.logs(name, timestamps="true").split()[0]
-        took.append(datetime.fromisoformat(wrote).timestamp() - max(created[name], asked))
+        took.append(datetime.fromisoformat(wrote).timestamp() - max(created[name], requested))
     return max(took)
 
 
 def replaced(cluster: Cluster, old: list[str], pods: list[Json], fresh: list[str]) -> float:
     """Seconds until the new pods run, which are created at once after the old ones were deleted by force."""
     cluster.kubectl("delete", "pod", *old, "--grace-period=0", "--force", "--wait=false")
-    asked = time.time()
+    requested = time.time()
     cluster.apply(pods)
     # Polling takes CPU from the starting pods, so it is rare.
     seen_after = cluster.wait_running(*fresh, timeout_s=SLOW_S, every_s=0.25)
     wait_for("output of the pods", lambda: all(cluster.logs(name) for name in fresh))
-    return min(seen_after, first_words_after(cluster, fresh, asked))
+    return min(seen_after, first_words_after(cluster, fresh, requested))
 
 
 @pytest.mark.timeout(1800)

@@ -186,7 +186,7 @@ def as_installed(cluster: Cluster) -> Iterator[Json]:
             socket.unlink(missing_ok=True)
 
 
-def tells(cluster: Cluster, volume: str, command: str, words: str) -> bool:
+def assert_golden(cluster: Cluster, volume: str, command: str, words: str) -> bool:
     """Whether the daemon exited with this text, or a command in its pod prints it."""
     name = f"without-{volume}"
     if command == "terminated":
@@ -203,9 +203,13 @@ def test_each_mount_is_needed(cluster: Cluster, as_installed: Json) -> None:
     pods = [without(as_installed, volume) for volume in ("nothing", *WITHOUT)]
     cluster.apply(pods)
     for volume, (command, words) in WITHOUT.items():
-        wait_for(f"{words!r} without {volume}", partial(tells, cluster, volume, command, words), every_s=1.0)
+        wait_for(
+            f"{words!r} without {volume}",
+            partial(assert_golden, cluster, volume, command, words),
+            every_s=1.0,
+        )
         if command != "terminated":
-            assert not tells(cluster, "nothing", command, words)
+            assert not assert_golden(cluster, "nothing", command, words)
     # The kubelet detects new plugins periodically.
     wait_for(
         "the daemon that has everything to be registered",

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dra_driver.host.processes import origin
-from tests.deploy.test_monitoring import ALERTS, asked, series
+from tests.deploy.test_monitoring import ALERTS, requested, series
 from tests.e2e.conftest import (
     NAMESPACE,
     PLUGIN_DIR,
@@ -207,7 +207,7 @@ def test_pods_that_share_a_gpu_are_distinguished_by_what_their_processes_use(
         [pod] = sharing.staying_pods("node")
         page = f"/api/v1/namespaces/{NAMESPACE}/pods/{pod['metadata']['name']}:8080/proxy/metrics"
         samples = samples_in(sharing.kubectl("get", "--raw", page))
-        [idle] = asked(series(samples, lambda *_: None, sharing.node), ALERTS["GpuDraHeldIdle"]["expr"])
+        [idle] = requested(series(samples, lambda *_: None, sharing.node), ALERTS["GpuDraHeldIdle"]["expr"])
         assert [(labels["claim"], value) for labels, value in idle] == [
             (sharing.claims_of("share-2")[0], 0.03)
         ]
@@ -258,9 +258,11 @@ def test_halves_of_a_mig_device(sharing: Cluster, example: Callable[..., None]) 
             assert got["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "50"
         (device,) = [one for one in shared_devices(sharing) if "mig" in one["name"]]
         assert device["attributes"]["shareable"] == {"bool": True}
-        told = [use for use in uses() if use.namespace == "default"]
-        assert sorted((use.pod, use.device) for use in told) == sorted((pod, device["name"]) for pod in pods)
-        assert len({use.share_id for use in told} - {""}) == len(pods)
+        reported = [use for use in uses() if use.namespace == "default"]
+        assert sorted((use.pod, use.device) for use in reported) == sorted(
+            (pod, device["name"]) for pod in pods
+        )
+        assert len({use.share_id for use in reported} - {""}) == len(pods)
         sharing.kubectl("delete", "-f", "examples/mig-shares")
         wait_for("the claims to be unprepared", lambda: not sharing.leftovers())
         sharing.simulate("mig", "destroy", "7", made.split("GPU instance ")[1].split(",")[0])

@@ -58,7 +58,7 @@ def crashed(pod: Json) -> bool:
     return state_of(pod)["restartCount"] > 0
 
 
-def serves_nobody(pod: Json) -> bool:
+def is_unregistered(pod: Json) -> bool:
     """Its own socket exists, but in a directory that the kubelet does not read."""
     return runs(pod) and state_of(pod).get("started", False)
 
@@ -85,7 +85,7 @@ def updating(cluster: Cluster) -> Iterator[Cluster]:
         pytest.param({"args": ["run", "--no-such-flag"]}, crashed, id="crashes"),
         pytest.param(
             {"env": [{"name": "KUBELET_REGISTRAR_DIRECTORY_PATH", "value": "/tmp"}]},
-            serves_nobody,
+            is_unregistered,
             id="is never registered",
         ),
     ],
@@ -145,12 +145,12 @@ def watched(cluster: Cluster, file: Path) -> Iterator[Callable[[], list[Json]]]:
             },
         }
 
-        def told() -> bool:
+        def reported() -> bool:
             cluster.kubectl("delete", "resourceslice", "mark", "--ignore-not-found")
             cluster.apply([mark])
             return bool(changes())
 
-        wait_for("the watch of slices", told)
+        wait_for("the watch of slices", reported)
         cluster.kubectl("delete", "resourceslice", "mark")
         yield lambda: [one for one in changes() if one["object"]["spec"]["driver"] == "gpu.nvidia.com"]
     finally:

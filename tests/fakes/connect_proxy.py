@@ -27,7 +27,7 @@ class ConnectProxy:
         self.port_behind = port
         self.credentials = credentials
         self.refuses: int | None = None
-        self.asked: list[str] = []
+        self.requested: list[str] = []
         handler = type("Bound", (_Handler,), {"proxy": self})
         self._http = _Server(("127.0.0.1", 0), handler)
         self._http.daemon_threads = True
@@ -90,7 +90,7 @@ class _Handler(BaseHTTPRequestHandler):
         behind.close()
 
     def _is_let_through(self) -> bool:
-        self.proxy.asked.append(self.path)
+        self.proxy.requested.append(self.path)
         wanted = self.proxy.credentials
         given = self.headers.get("Proxy-Authorization")
         if wanted is not None and given != f"Basic {base64.b64encode(wanted.encode()).decode()}":

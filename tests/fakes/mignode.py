@@ -90,8 +90,8 @@ class MigNode(Journaled):
         self.gpu_uuid = self.machine.gpu(0).uuid
         self.address = GpuAddress(self.gpu_uuid, None)
         self.lost: dict[str, tuple[str, ...]] = {}
-        self.told: list[tuple[str, str, str | None]] = []
-        self.told_of_modes: list[tuple[str, str, str | None]] = []
+        self.reported: list[tuple[str, str, str | None]] = []
+        self.reported_modes: list[tuple[str, str, str | None]] = []
         self.clock = Clock()
         self.countdown = Countdown()
         self.hardware = MigHardware(nullcontext)
@@ -236,8 +236,8 @@ class MigNode(Journaled):
             self.countdown.left = None
 
     def _observed(self, kind: str, subject: str, _duration_s: float, error: Exception | None) -> None:
-        told = self.told_of_modes if kind.startswith("mode-") else self.told
-        told.append((kind, subject, error and type(error).__name__))
+        reported = self.reported_modes if kind.startswith("mode-") else self.reported
+        reported.append((kind, subject, error and type(error).__name__))
 
 
 def make_idle(simulated: SimulatedNode, *, mig_mode: bool) -> None:

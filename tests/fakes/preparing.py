@@ -145,7 +145,7 @@ class SpecSteps:
 class Outcomes:
     """What metrics are told."""
 
-    told: list[tuple[str, str | None]] = field(default_factory=list)
+    reported: list[tuple[str, str | None]] = field(default_factory=list)
     waits: list[str] = field(default_factory=list)
     calls: list[str] = field(default_factory=list)
 
@@ -157,25 +157,25 @@ class Outcomes:
 
     def prepared(self, ref: ClaimRef, duration_s: float, record: ClaimRecord | None) -> None:
         assert duration_s >= 0
-        self.told.append(("prepare", None))
+        self.reported.append(("prepare", None))
 
     def unprepared(self, ref: ClaimRef, duration_s: float, record: ClaimRecord | None) -> None:
         assert duration_s >= 0
-        self.told.append(("unprepare", None))
+        self.reported.append(("unprepare", None))
 
     def waited(self, ref: ClaimRef, duration_s: float) -> None:
         assert duration_s >= 0
         self.waits.append(ref.uid)
 
-    def failed(self, action: str, ref: ClaimRef, duration_s: float, error: Exception, told: str) -> None:
-        assert ref.uid in told
-        self.told.append((action, type(error).__name__))
+    def failed(self, action: str, ref: ClaimRef, duration_s: float, error: Exception, reported: str) -> None:
+        assert ref.uid in reported
+        self.reported.append((action, type(error).__name__))
 
     def recovered(self, ref: ClaimRef, why: str) -> None:
-        self.told.append(("recovered", why))
+        self.reported.append(("recovered", why))
 
     def still_in_use(self, ref: ClaimRef, text: str) -> None:
-        self.told.append(("still in use", text))
+        self.reported.append(("still in use", text))
 
 
 @dataclass
@@ -334,7 +334,7 @@ class Node(Journaled):
 
 def reconciler_of(
     node: Any,
-    told: Any,
+    reported: Any,
     *,
     in_use: Callable[[ClaimRecord], InUse | None] = lambda record: None,
     check_node: Callable[[], object] = lambda: None,
@@ -350,7 +350,7 @@ def reconciler_of(
         SpecsWithoutRecord(node.records, node.specs),
         SimpleNamespace(of=in_use),  # type: ignore[arg-type]
         DRIVER,
-        told,
+        reported,
         check_node,
         pods_run,
         rhythm,

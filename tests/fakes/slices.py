@@ -22,13 +22,13 @@ from dra_driver.slices.rules.diff import Owner
 JsonObject = dict[str, Any]
 
 
-class Heard:
+class RecordedCalls:
     """Records the calls of a publisher's observer."""
 
     def __init__(self) -> None:
         self.lags: list[float] = []
         self.failures: list[Exception] = []
-        self.told: list[str] = []
+        self.reported: list[str] = []
 
     def published(self, lag_s: float) -> None:
         self.lags.append(lag_s)
@@ -37,13 +37,13 @@ class Heard:
         self.failures.append(error)
 
     def contested(self, reason: str) -> None:
-        self.told.append(reason)
+        self.reported.append(reason)
 
     def device_left_out(self, fault: str) -> None:
-        self.told.append(fault)
+        self.reported.append(fault)
 
     def fields_dropped(self, gates: str) -> None:
-        self.told.append(gates)
+        self.reported.append(gates)
 
 
 def publisher_of(
@@ -56,26 +56,28 @@ def publisher_of(
         "left_out": lambda dropped: none_withheld,
     }
     support = more.pop("support", None) or support_of(lambda *_: Support())
-    observer = more.pop("observer", None) or Heard()
+    observer = more.pop("observer", None) or RecordedCalls()
     node = SimpleNamespace(inventory=inventory, owner=owner, **parts | more)
     return Publisher(node, slices, NO_SHARING, support, observer)
 
 
 def support_of(ask: Callable[[Support, bool], Support]) -> ApiSupport:
     """What the server that answers `ask` takes and keeps; nobody hears of it."""
-    return AskedSupport(ask)
+    return QueriedSupport(ask)
 
 
-class AskedSupport(ApiSupport):
+class QueriedSupport(ApiSupport):
     """On a server that answers `ask`; `told` and `warned` are the reasons that its observer hears, and `concern` what
     is wrong with counters there."""
 
     concern: str | None = None
 
     def __init__(self, ask: Callable[[Support, bool], Support], **more: Any) -> None:
-        self.told: list[str] = []
+        self.reported: list[str] = []
         self.warned: list[str] = []
-        observer = SimpleNamespace(partitions_missing=self.told.append, scheduler_outdated=self.warned.append)
+        observer = SimpleNamespace(
+            partitions_missing=self.reported.append, scheduler_outdated=self.warned.append
+        )
         self.ask = ask
         super().__init__(None, NO_SHARING, observer, **more)
 

@@ -133,13 +133,13 @@ def test_each_device_has_the_health_of_its_gpu_and_of_its_instance(bench):
     bench.book.see(Unreachable(), uuid(0))
     bench.book.see(Xid(95), uuid(2), 7, 0)
     bench.book.see(Xid(94), uuid(2))
-    told = bench.now()
-    assert told[GPU_0][0] == v1.UNHEALTHY
-    assert told[GPU_0][1].startswith("the GPU fell off the bus and does not answer")
-    assert told[GPU_0][1].endswith("; Xid 79: the GPU fell off the bus; reboot the node")
-    assert told[GPU_1] == (v1.HEALTHY, "")
-    assert told[MIG_1G][0] == v1.UNHEALTHY
-    assert told[MIG_3G] == (
+    reported = bench.now()
+    assert reported[GPU_0][0] == v1.UNHEALTHY
+    assert reported[GPU_0][1].startswith("the GPU fell off the bus and does not answer")
+    assert reported[GPU_0][1].endswith("; Xid 79: the GPU fell off the bus; reboot the node")
+    assert reported[GPU_1] == (v1.HEALTHY, "")
+    assert reported[MIG_1G][0] == v1.UNHEALTHY
+    assert reported[MIG_3G] == (
         v1.HEALTHY,
         "Xid 94: uncorrectable memory error, contained to one program; restart the program",
     )
@@ -160,12 +160,12 @@ def test_a_wedged_monitor_makes_devices_unknown_never_healthy(bench):
 def test_card_under_vfio_is_unknown_and_neither_lost_nor_unhealthy(bench):
     bench.inventory = inventory(h100(1), cards=(bound(0), card(1)))
     bench.book.looks = {uuid(1): NOW}
-    told = bench.now()
-    assert told[VFIO_0] == (
+    reported = bench.now()
+    assert reported[VFIO_0] == (
         v1.UNKNOWN,
         "the GPU is bound to vfio for a virtual machine, so its health cannot be read",
     )
-    assert told[VFIO_1] == (v1.HEALTHY, "")
+    assert reported[VFIO_1] == (v1.HEALTHY, "")
 
 
 def test_messages_fit_the_kubelets_limit(bench, monkeypatch):

@@ -212,13 +212,13 @@ def test_an_instance_that_was_recreated_starts_clean(bench):
 
 def test_who_an_event_hit_is_known_before_anyone_looks(bench):
     gi, ci, uuid = bench.first
-    told: list[str | None] = []
-    bench.monitor.node.health_changed = lambda: told.append(
+    reported: list[str | None] = []
+    bench.monitor.node.health_changed = lambda: reported.append(
         bench.monitor.book.state(HealthTarget(bench.uuids[MIG_GPU], gi, ci)).identity
     )
     bench.machine.raise_xid(MIG_GPU, 95, gpu_instance=gi, compute_instance=ci)
     bench.turn()
-    assert told == [uuid]
+    assert reported == [uuid]
     bench.machine.destroy_mig(MIG_GPU, gi)
     again = bench.machine.create_mig(MIG_GPU, "1g.10gb", 0)
     assert again[:2] == (gi, ci)
@@ -283,8 +283,8 @@ def test_a_recovery_action_is_seen_at_once_and_its_end_clears(bench):
     assert (bench.condition(1), bench.reasons(1), bench.tainted()) == ("ok", [], {})
     texts = [change.text for change in bench.monitor.book.history.of(bench.uuids[1])]
     assert texts[-1].startswith("healthy again after: the NVIDIA driver requests a GPU reset")
-    told = [change.text for change in bench.transitions if change.target.gpu_uuid == bench.uuids[1]]
-    assert set(told) == set(texts)
+    reported = [change.text for change in bench.transitions if change.target.gpu_uuid == bench.uuids[1]]
+    assert set(reported) == set(texts)
 
 
 def test_xid_154_calls_for_a_look(bench):
@@ -324,8 +324,8 @@ def test_every_poll_that_reads_a_fabric_reports_the_registration(bench):
     for _ in range(2):
         bench.fabrics.clear()
         bench.turn(10)
-        told = dict(bench.fabrics)
-        assert told == {
+        reported = dict(bench.fabrics)
+        assert reported == {
             bench.uuids[0]: under_way,
             bench.uuids[1]: Fabric(CLUSTER, (5,)),
             bench.uuids[MIG_GPU]: None,
@@ -767,10 +767,14 @@ class Threaded:
     def __init__(self, path: Path, **more: object) -> None:
         self.source, self.time, self.hanging = HangingSource(), [0.0], {}
         self.gpus: dict[str, str | None] | None = {"GPU-a": None, "GPU-b": None}
-        self.told: list[HealthChange] = []
-        heard = {"health_changed": lambda: None, "health_moved": self.told.append, "polled": lambda *_: None}
+        self.reported: list[HealthChange] = []
+        received = {
+            "health_changed": lambda: None,
+            "health_moved": self.reported.append,
+            "polled": lambda *_: None,
+        }
         node = SimpleNamespace(
-            gpus=lambda: self.gpus, is_on_bus=lambda _: True, hanging=lambda: self.hanging, **heard | more
+            gpus=lambda: self.gpus, is_on_bus=lambda _: True, hanging=lambda: self.hanging, **received | more
         )
         store = HealthStore(path / "health.json", lambda: True)
         self.monitor = Monitor(HealthBook(node, store, "boot", monotonic=lambda: self.time[0]), self.source)
@@ -830,7 +834,7 @@ def test_gpu_whose_poll_does_not_return_is_unresponsive_and_its_neighbour_is_fre
     assert (subject, code) == ("gpu-a", "gpu-unresponsive")
     assert text.startswith("GPU gpu-a (GPU-a): the GPU does not answer: a call of NVML does not return")
     assert [condition_of(made.monitor, HealthTarget(gpu)) for gpu in ("GPU-a", "GPU-b")] == ["unknown", "ok"]
-    assert [(change.target.gpu_uuid, change.is_hang) for change in made.told] == [("GPU-a", True)]
+    assert [(change.target.gpu_uuid, change.is_hang) for change in made.reported] == [("GPU-a", True)]
     made.source.hangs.clear()
     made.source.release.set()
     eventually(lambda: made.reasons("GPU-a") == [])
@@ -949,13 +953,13 @@ def test_gpu_is_unresponsive_while_an_operation_hangs_even_if_nvml_hangs_too(thr
     made.monitor.check_for_hangs()
     assert made.problems() == {}
     late = "the GPU does not respond: the start of the MPS daemon has not finished for 15 minutes"
-    assert [(change.before, change.after) for change in made.told] == [
+    assert [(change.before, change.after) for change in made.reported] == [
         (Severity.OK, Severity.DEGRADED),
         (Severity.DEGRADED, Severity.UNHEALTHY),
         (Severity.UNHEALTHY, Severity.OK),
     ]
-    assert made.told[0].text == text
-    assert late in made.told[1].text
+    assert made.reported[0].text == text
+    assert late in made.reported[1].text
 
 
 def test_an_operation_that_hung_is_over_after_a_restart(bench):

@@ -131,9 +131,9 @@ def test_what_the_recovery_action_decides_keeps_no_pod_away_where_it_is_reported
 def test_xid_that_the_recovery_action_decides_lasts_until_a_reset_where_no_action_is_reported(number):
     state = after(Xid(number, reports_action=False))
     assert state.severity == S.DEGRADED
-    untold = PollResult(replace(OK, recovery_action=None))
-    assert observe(state, untold, NOW + A_YEAR_S).severity == S.DEGRADED
-    assert after(Reset(), untold, state=state).reasons == ()
+    unreported = PollResult(replace(OK, recovery_action=None))
+    assert observe(state, unreported, NOW + A_YEAR_S).severity == S.DEGRADED
+    assert after(Reset(), unreported, state=state).reasons == ()
 
 
 @pytest.mark.parametrize(
@@ -155,10 +155,10 @@ def test_the_operator_has_the_last_word(number, ignored, fatal, severity):
 
 
 @pytest.mark.parametrize(
-    ("told", "expected"), yaml.safe_load(Path(__file__).with_name("signals.yaml").read_text())
+    ("reported", "expected"), yaml.safe_load(Path(__file__).with_name("signals.yaml").read_text())
 )
-def test_signals_come_and_go_with_the_look(told, expected):
-    signals = PolledHealth(**{k: frozenset(v) if isinstance(v, list) else v for k, v in told.items()})
+def test_signals_come_and_go_with_the_look(reported, expected):
+    signals = PolledHealth(**{k: frozenset(v) if isinstance(v, list) else v for k, v in reported.items()})
     state = observe(GPU, PollResult(signals), NOW)
     assert {"/".join(reason.name): reason.severity.name for reason in state.reasons} == expected
     again = observe(state, PollResult(signals), NOW + 60)
@@ -220,30 +220,30 @@ RESETS = sorted(number for number, row in OFFICIAL.items() if row[0] == "RESET_G
 
 @pytest.mark.parametrize("event", [*map(Xid, RESETS), Xid(79), Xid(48), Xid(74), Xid(92), DoubleBitError()])
 def test_event_lasts_until_a_reset_where_the_branch_reports_no_recovery_action(event):
-    untold = PollResult(replace(OK, recovery_action=None))
-    state = observe(observe(after(event), event, NOW + 100), untold, NOW + 100)
+    unreported = PollResult(replace(OK, recovery_action=None))
+    state = observe(observe(after(event), event, NOW + 100), unreported, NOW + 100)
     for passed in (SETTLE_S, SETTLE_UNSURE_S, A_YEAR_S):
-        assert names(observe(state, untold, NOW + 100 + passed)) == names(state)
+        assert names(observe(state, unreported, NOW + 100 + passed)) == names(state)
     unwell = observe(state, PollResult(replace(OK, recovery_action=None, remap_pending=True)), NOW + 200)
     assert "row-remap/pending" in names(unwell)
-    assert after(Reset(), untold, untold, state=unwell, now=NOW + 300).reasons == ()
+    assert after(Reset(), unreported, unreported, state=unwell, now=NOW + 300).reasons == ()
 
 
 def test_xid_of_a_program_ends_by_time_where_the_branch_reports_no_recovery_action():
-    untold = PollResult(replace(OK, recovery_action=None))
+    unreported = PollResult(replace(OK, recovery_action=None))
     fatal = XidPolicy(fatal=frozenset({31}))
     state = observe(observe(GPU, Xid(94), NOW), Xid(31), NOW, fatal)
-    assert names(observe(state, untold, NOW + SETTLE_UNSURE_S - 1)) == ["xid/31", "xid/94"]
-    assert observe(state, untold, NOW + SETTLE_UNSURE_S).reasons == ()
+    assert names(observe(state, unreported, NOW + SETTLE_UNSURE_S - 1)) == ["xid/31", "xid/94"]
+    assert observe(state, unreported, NOW + SETTLE_UNSURE_S).reasons == ()
 
 
 def test_serviced_ends_what_began_before_and_only_when_the_gpu_is_well():
-    untold = PollResult(replace(OK, recovery_action=None))
+    unreported = PollResult(replace(OK, recovery_action=None))
     state = observe(observe(after(Xid(119), DoubleBitError()), Xid(62), NOW + 10), Xid(94), NOW)
     serviced = observe(state, Serviced(NOW + 9), NOW + 20)
     assert names(serviced) == names(state), "it alone proves nothing"
     assert names(after(SILENT, SILENT, state=serviced)) == sorted([*names(state), "unresponsive/no-answer"])
-    assert names(after(untold, untold, state=serviced, now=NOW + 20)) == ["xid/62", "xid/94"]
+    assert names(after(unreported, unreported, state=serviced, now=NOW + 20)) == ["xid/62", "xid/94"]
     asks = PollResult(replace(OK, recovery_action=1))
     assert {*names(state)} <= {*names(after(asks, state=serviced))}
     lost = after(Unreachable(), Serviced(NOW + 9))

@@ -125,8 +125,8 @@ def change(
 
 
 def test_programs_that_fail_in_turns_leave_room_for_the_rest(logs) -> None:
-    told: list[HealthChange] = []
-    history = HealthHistory(SimpleNamespace(health_moved=told.append))
+    reported: list[HealthChange] = []
+    history = HealthHistory(SimpleNamespace(health_moved=reported.append))
     history.add(change("it went bad", S.OK, S.DEGRADED))
     for at in range(1, 101):
         history.note(change("Xid 31", S.DEGRADED, S.DEGRADED, at=at))
@@ -136,27 +136,27 @@ def test_programs_that_fail_in_turns_leave_room_for_the_rest(logs) -> None:
     assert kept == [
         (GPU, "it went bad", 1, 1), (GPU, "Xid 31", 100, 100), (GPU, "Xid 43", 100, 100), (OTHER, "Xid 43", 100, 100),
     ]  # fmt: skip
-    assert len(told) == len([line for line in logs if line["event"] == "health_changed"]) == 4
+    assert len(reported) == len([line for line in logs if line["event"] == "health_changed"]) == 4
 
 
 def test_a_slowdown_that_comes_and_goes_is_reported_once() -> None:
-    told: list[HealthChange] = []
-    history = HealthHistory(SimpleNamespace(health_moved=told.append))
+    reported: list[HealthChange] = []
+    history = HealthHistory(SimpleNamespace(health_moved=reported.append))
     for _ in range(50):
         history.add(change("too hot", S.OK, S.INFORMATION))
         history.add(change("healthy again after: too hot", S.INFORMATION, S.OK))
     assert [entry.times for entry in history.of("GPU-a")] == [50, 50]
-    assert len(told) == 2
+    assert len(reported) == 2
 
 
 def test_each_time_that_a_gpu_goes_bad_and_recovers_is_reported() -> None:
-    told: list[HealthChange] = []
-    history = HealthHistory(SimpleNamespace(health_moved=told.append))
+    reported: list[HealthChange] = []
+    history = HealthHistory(SimpleNamespace(health_moved=reported.append))
     for at in range(3):
         history.add(change("Xid 74", S.OK, S.UNHEALTHY, at=at))
         history.add(change("healthy again after: Xid 74", S.UNHEALTHY, S.OK, at=at))
         history.add(change("the NVIDIA driver requests a GPU reset", S.UNHEALTHY, S.UNHEALTHY, at=at))
-    assert [entry.text for entry in told] == [
+    assert [entry.text for entry in reported] == [
         "Xid 74",
         "healthy again after: Xid 74",
         "the NVIDIA driver requests a GPU reset",
@@ -216,5 +216,5 @@ def test_merging_adds_events_and_unknown_targets_only() -> None:
         HealthState(TARGET, (OTHER_XID, BEFORE), setbacks=(10, 20), held_until=99),
         instance,
     )
-    anew = HealthState(MIG_TARGET, identity="MIG-b")
-    assert merged([anew], [instance]) == (anew,)
+    again = HealthState(MIG_TARGET, identity="MIG-b")
+    assert merged([again], [instance]) == (again,)

@@ -228,8 +228,8 @@ def test_the_operator_sets_effects():
         taint("gpu-lost", effect="NoExecute"),
         taint("xid", "79", "None"),
     )
-    unheard = states((HealthTarget(WHOLE.uuid), MonitoringState("no")))
-    assert device_taints(WHOLE, unheard, {}, policy) == (taint("unmonitored"),)
+    unreported = states((HealthTarget(WHOLE.uuid), MonitoringState("no")))
+    assert device_taints(WHOLE, unreported, {}, policy) == (taint("unmonitored"),)
     information = states((HealthTarget(WHOLE.uuid), Xid(777)))
     assert device_taints(WHOLE, information, {}, TaintPolicy({"xid": "NoExecute"}))[0]["effect"] == "None"
 

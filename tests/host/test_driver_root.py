@@ -178,8 +178,8 @@ def test_a_library_behind_links_is_left_out_when_it_is_made_for_another_architec
     shutil.rmtree(tmp_path / "usr/lib")
     package = put_nixos_libraries(tmp_path)
     put_elf_libraries(tmp_path, package, "aarch64")
-    told = rf"because this machine is x86_64: for example, {package}/libcuda\S* is for aarch64"
-    with pytest.raises(RetryableError, match=told):
+    reported = rf"because this machine is x86_64: for example, {package}/libcuda\S* is for aarch64"
+    with pytest.raises(RetryableError, match=reported):
         root_at(tmp_path, nodes, machine="x86_64").scan(VERSION)
 
 
@@ -267,10 +267,10 @@ def test_a_driver_of_another_architecture_alone_is_an_error_that_says_so(
     directory = f"/usr/lib/{other}-linux-gnu"
     nodes = driver_root(tmp_path, directory=directory)
     put_elf_libraries(tmp_path, directory, other)
-    told = rf"because this machine is {machine}: .*{directory}/lib.*install the NVIDIA driver"
-    with pytest.raises(RetryableError, match=told):
+    reported = rf"because this machine is {machine}: .*{directory}/lib.*install the NVIDIA driver"
+    with pytest.raises(RetryableError, match=reported):
         root_at(tmp_path, nodes, machine=machine).scan(VERSION)
-    with pytest.raises(NvmlUnavailableError, match=told):
+    with pytest.raises(NvmlUnavailableError, match=reported):
         find_nvml_library(str(tmp_path), machine)
 
 
@@ -450,11 +450,11 @@ def test_the_fingerprint_changes_with_the_file_system(
     before = root.fingerprint()
     lstat = os.lstat
 
-    def mounted_anew(path: str | int, **more: int) -> os.stat_result:
+    def mounted_again(path: str | int, **more: int) -> os.stat_result:
         made, (fields, named) = lstat(path, **more).__reduce__()
         return made((*fields[:2], fields[2] + 1, *fields[3:]), named)
 
-    monkeypatch.setattr(os, "lstat", mounted_anew)
+    monkeypatch.setattr(os, "lstat", mounted_again)
     assert root.fingerprint() != before
 
 

@@ -238,8 +238,8 @@ def test_a_hook_that_answered_badly_is_not_queried_again(
     put_program(driver, USUAL, f"echo x >> {calls}; exit 3")
     finds = finder(driver)
     first = finds.find()
-    asked = calls.read_text()
-    assert (finds.find(), finds.expirations(), calls.read_text()) == (first, 0, asked)
+    requested = calls.read_text()
+    assert (finds.find(), finds.expirations(), calls.read_text()) == (first, 0, requested)
 
 
 @tabled("script", "reason")

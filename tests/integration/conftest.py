@@ -208,7 +208,7 @@ def has_registered_events(driver: Driver) -> bool:
     return newest is not None and numbers == {newest}
 
 
-def heard(driver: Driver) -> int:
+def received(driver: Driver) -> int:
     """Of how many GPUs the events reach the plugin."""
     monitor = driver.health.monitor
     newest = monitor.source.set_number()

@@ -401,14 +401,14 @@ def _row(site: Site, name: str) -> list[str]:
     problems = [one["problem"] for one in devices if one["problem"] != "-"]
     events = sorted(one["message"] for one in site.node.events(expected.event or ""))
     event = f"event `{expected.event}`"
-    told = site.for_manual(doctor)
+    reported = site.for_manual(doctor)
     also = [
         place for place, texts in (("`top`", seen), ("`claims`", of_claims), ("`cluster`", problems)) if texts
     ]
     if events:
         text = site.for_manual(events[0].partition("; ")[0])
-        also.append(event if _says_the_same(text, told) else f"{event}: {text}")
-    return [name, *map(_breakable, (told, ", ".join(also)))]
+        also.append(event if _prints_the_same(text, reported) else f"{event}: {text}")
+    return [name, *map(_breakable, (reported, ", ".join(also)))]
 
 
 def _breakable(text: str) -> str:
@@ -417,7 +417,7 @@ def _breakable(text: str) -> str:
     return "`".join(part if number % 2 else _LONG.sub(r"`\g<0>`", part) for number, part in enumerate(parts))
 
 
-def _says_the_same(text: str, doctor: str) -> bool:
+def _prints_the_same(text: str, doctor: str) -> bool:
     """Whether `doctor` also prints the sentence, or its end."""
     parts = text.split(": ")
     ends = (": ".join(parts[number:]) for number in range(len(parts)))

@@ -211,9 +211,9 @@ def test_many_unreadable_objects_do_not_fill_the_screen(server: OddServer) -> No
     objects = good_objects()
     objects["resourceslices"] += [{"metadata": {"name": f"s{number}"}} for number in range(12)]
     server.serve(objects)
-    told = server.shown(Output.table)[1].splitlines()
-    assert len(told) == 6
-    assert told[-1] == "gpu-dra-driver: 7 more (-o json has all)"
+    reported = server.shown(Output.table)[1].splitlines()
+    assert len(reported) == 6
+    assert reported[-1] == "gpu-dra-driver: 7 more (-o json has all)"
     assert len(server.look()["unknown"]) == 12
 
 
@@ -221,8 +221,8 @@ def test_many_unreadable_objects_do_not_fill_the_screen(server: OddServer) -> No
 def test_an_answer_that_is_not_a_list_is_one_sentence(server: OddServer, answer: Any) -> None:
     server.serve(good_objects())
     server.lists[f"{GROUP}/v1/resourceslices"] = answer
-    told = "gpu-dra-driver: list resourceslices: the answer has no list of resourceslices in it\n"
-    assert server.shown() == ("", told)
+    reported = "gpu-dra-driver: list resourceslices: the answer has no list of resourceslices in it\n"
+    assert server.shown() == ("", reported)
 
 
 def test_no_items_is_an_empty_list(server: OddServer) -> None:

@@ -36,7 +36,7 @@ from dra_driver.model.record import (
 )
 from tests.fakes.tables import data_of, tabled
 from tests.fakes.waiting import eventually
-from tests.integration.conftest import DRIVER, NODE, Node, heard, poll_all, sliced
+from tests.integration.conftest import DRIVER, NODE, Node, poll_all, received, sliced
 from tests.integration.test_mig_commands import files
 from tests.integration.test_process import call, environment
 
@@ -80,7 +80,7 @@ def test_doctor_names_the_gpus_that_are_ill_when_the_plugin_runs(node: Node) -> 
         states = json.loads(health.read_text())["states"] if health.exists() else ()
         return {f"{it['key']} {it['value']}".strip() for state in states for it in state.get("reasons", ())}
 
-    eventually(lambda: heard(driver) == 8)
+    eventually(lambda: received(driver) == 8)
     machine.set_remapped_rows(2, failed=1)
     machine.raise_xid(3, 95)
     poll_all(driver)

@@ -164,8 +164,10 @@ def test_by_configuration_every_claim_gets_what_is_there(make_node: Make) -> Non
     mounts = {one["containerPath"]: one["hostPath"] for one in device["containerEdits"]["mounts"]}
     root = str(node.machine.host_root)
     assert mounts == {"/run/udev": f"{root}/run/udev", "/etc/cufile.json": f"{root}/etc/cufile.json"}
-    [told] = [line for line in logs if line["event"] == "host_devices_missing"]  # once, not for every claim
-    assert told["notes"] == [
+    [reported] = [
+        line for line in logs if line["event"] == "host_devices_missing"
+    ]  # once, not for every claim
+    assert reported["notes"] == [
         "hostDevices gdrcopy of the configuration: this node has no /dev/gdrdrv; `modprobe gdrdrv` on the node, and "
         "start the service gdrcopy"
     ]

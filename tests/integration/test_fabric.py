@@ -168,7 +168,7 @@ def test_a_fabric_that_is_set_up_again_is_never_published_without_its_taint(
 
 
 def test_a_fabric_that_fails_for_ever_is_reported_with_what_to_check(tray: Node) -> None:
-    told: list[tuple[Json, str]] = [
+    reported: list[tuple[Json, str]] = [
         ({"state": NOT_STARTED}, "yet: the registration has not started"),
         ({"state": IN_PROGRESS}, "yet: the registration is in progress"),
         (
@@ -180,11 +180,11 @@ def test_a_fabric_that_fails_for_ever_is_reported_with_what_to_check(tray: Node)
             "does not report whether it is registered with an NVLink fabric: NVML reports state 7",
         ),
     ]
-    for index, (facts, _) in enumerate(told):
+    for index, (facts, _) in enumerate(reported):
         tray.machine.set_fabric(index, **facts)
     tray.running(4, imex_channel=3)
     refs = [by_hand(tray, f"training-{index}", index) for index in range(4)]
-    for ref, (_, said) in zip(refs * 2, told * 2, strict=True):
+    for ref, (_, said) in zip(refs * 2, reported * 2, strict=True):
         tray.refused(ref, said, "nvidia-fabricmanager", "nvidia-smi nvlink -s")
 
 

@@ -16,7 +16,7 @@ from tests.fakes.waiting import eventually
 from tests.integration.conftest import Json, Node, poll_all, sliced
 
 
-def told(node: Node, reason: str) -> list[str]:
+def reported(node: Node, reason: str) -> list[str]:
     """`kind/name` of what has an event with this reason; one entry for each event."""
     return sorted("{kind}/{name}".format(**event["involvedObject"]) for event in node.events(reason))
 
@@ -60,7 +60,7 @@ def test_of_two_instances_one_reports_and_keeps_and_the_other_takes_over(
     eventually(lambda: len(new.health.monitor.book.states()) == 8)
     gpu, other = (found.uuid for found in list(node.machine.current().present)[:2])
 
-    def everybody_hears(index: int, xid: int, uuid: str) -> bool:
+    def all_receive(index: int, xid: int, uuid: str) -> bool:
         # In one process both may notice the end of the first one's events, and the second one misses events
         # during that.
         node.machine.raise_xid(index, xid)
@@ -68,15 +68,15 @@ def test_of_two_instances_one_reports_and_keeps_and_the_other_takes_over(
         states = [driver.health.monitor.book.state(HealthTarget(uuid)) for driver in (old, new)]
         return all(any(f"Xid {xid}:" in reason.text for reason in state.reasons) for state in states)
 
-    eventually(lambda: everybody_hears(0, 79, gpu))
+    eventually(lambda: all_receive(0, 79, gpu))
     eventually(lambda: ready(node) == {"one": ("False", "GPUUnhealthy")})
-    eventually(lambda: "Pod/pod-of-one" in told(node, "GPUUnhealthy"))
+    eventually(lambda: "Pod/pod-of-one" in reported(node, "GPUUnhealthy"))
     assert gpu in kept.read_text()
-    assert told(node, "GPUUnhealthy") == ["Node/node-a", "Pod/pod-of-one", "ResourceClaim/one"]
+    assert reported(node, "GPUUnhealthy") == ["Node/node-a", "Pod/pod-of-one", "ResourceClaim/one"]
     # Not stopped, because that would close NVML for the whole process.
     new.leadership.withdraw()
     eventually(lambda: old.leadership.is_ours() and not new.leadership.is_ours())
-    eventually(lambda: everybody_hears(1, 48, other))
+    eventually(lambda: all_receive(1, 48, other))
     eventually(lambda: other in kept.read_text() and gpu in kept.read_text())
     # The first event is reported twice if the old one receives it while the new one takes over.
     eventually(lambda: any(other in event["message"] for event in node.events("GPUUnhealthy")))
@@ -119,7 +119,7 @@ def test_an_operation_that_does_not_end_makes_its_gpu_unresponsive(
     reason = "the GPU does not respond: the setting of the time slice does not finish"
     text = f"GPU {uuid}: {reason}"
     concerned = ["Node/node-a"]  # the claim ended with its Prepare
-    eventually(lambda: told(node, "GPUUnhealthy") == concerned)
+    eventually(lambda: reported(node, "GPUUnhealthy") == concerned)
     assert {event["message"] for event in node.events("GPUUnhealthy")} == {text}
     note = f"GPU {wanted} ({uuid}): {reason}"
     assert (driver.probes.readiness(), note in driver.probes.notes()) == ([], True)
@@ -127,11 +127,11 @@ def test_an_operation_that_does_not_end_makes_its_gpu_unresponsive(
     assert driver.metrics.registry.get_sample_value("nvidia_dra_gpu_reason", labels) == 2.0
     eventually(lambda: uuid in (node.plugin_dir / "health.json").read_text())  # doctor reads it there
     monkeypatch.setattr("dra_driver.health.rules.state.REBOOT_AFTER_S", 0)
-    eventually(lambda: told(node, "GPUUnhealthy") == sorted(concerned * 2))
+    eventually(lambda: reported(node, "GPUUnhealthy") == sorted(concerned * 2))
     late = [event for event in node.events("GPUUnhealthy") if "drain the node" in event["message"]]
     assert len(late) == len(concerned)
     let.set()
-    eventually(lambda: told(node, "GPURecovered") == concerned)
+    eventually(lambda: reported(node, "GPURecovered") == concerned)
     eventually(lambda: tainted() == {})
     assert note not in driver.probes.notes()
 

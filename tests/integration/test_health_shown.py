@@ -11,7 +11,7 @@ from dra_driver.health import poller
 from dra_driver.kubelet.pb import dra_health_v1_pb2 as v1
 from tests.fakes.scrapes import by_label
 from tests.fakes.waiting import eventually
-from tests.integration.conftest import Node, heard
+from tests.integration.conftest import Node, received
 from tests.integration.test_mig import named
 
 
@@ -19,7 +19,7 @@ def shown(driver: Driver, name: str, *labels: str) -> Mapping[tuple[str, ...], f
     return by_label(driver.metrics, f"nvidia_dra_{name}", *labels)
 
 
-def hear_anew(driver: Driver, gpu_uuid: str) -> None:
+def register_again(driver: Driver, gpu_uuid: str) -> None:
     """Registers for events again: a change of MIG mode ends registrations, on real GPUs too, and Xids are
     then missed.
     """
@@ -27,7 +27,7 @@ def hear_anew(driver: Driver, gpu_uuid: str) -> None:
     before = watch.pollers[gpu_uuid]._set_number
     watch.devices_changed()
     eventually(lambda: watch.pollers[gpu_uuid]._set_number != before)
-    eventually(lambda: heard(driver) == len(watch.pollers))
+    eventually(lambda: received(driver) == len(watch.pollers))
 
 
 def health_of(driver: Driver, device: str) -> int:
@@ -62,7 +62,7 @@ def test_trouble_of_a_mig_device_is_shown_and_ends_with_it(
     made = driver.ledger.created_instance(name)
     assert made is not None
     ids = (made.gpu_instance_id, made.compute_instance_id)
-    hear_anew(driver, made.gpu_uuid)
+    register_again(driver, made.gpu_uuid)
     node.machine.raise_xid(0, 95, gpu_instance=ids[0], compute_instance=ids[1])
 
     def tainted() -> list[str]:

@@ -20,7 +20,7 @@ from tests.fakes.waiting import eventually
 from tests.host.trees import VERSION, driver_root, put_elf_libraries
 from tests.integration.conftest import Node, poll_all
 from tests.integration.test_process import call, environment
-from tests.integration.test_withdrawn import hear_all
+from tests.integration.test_withdrawn import register_all
 
 Json = dict[str, Any]
 
@@ -57,7 +57,7 @@ def test_taints_and_sharing_are_shown_as_published(node: Node, tmp_path: Path) -
     config.write_text(yaml.safe_dump({"health": {"taints": {"row-remap": "NoExecute"}}}))
     names = [device["name"] for device in node.devices()]
     assert printed(*options(node)) == content(node.slices())
-    hear_all(node)
+    register_all(node)
     node.machine.raise_xid(3, 79)
     node.machine.set_remapped_rows(5, pending=True)
     poll_all(node.driver)

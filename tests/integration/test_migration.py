@@ -61,8 +61,8 @@ def test_claim_of_the_other_driver_ends_and_its_spec_goes(left: tuple[Node, Clai
 def test_claim_of_the_other_driver_is_not_prepared_again(left: tuple[Node, ClaimRef, bytes]) -> None:
     """As after a reboot, when the kubelet calls again: the device names differ, and a guess could be wrong."""
     node, ref, _ = left
-    told = "device gpu-0 of pool node-a does not exist on this node"
-    node.refused(ref, told, "delete the pod and its claim")
+    reported = "device gpu-0 of pool node-a does not exist on this node"
+    node.refused(ref, reported, "delete the pod and its claim")
     assert spec_file(node, ref).exists()
 
 

@@ -13,7 +13,7 @@ from dra_driver.model.claim import Failed, Prepared
 from tests.fakes.hanging_nvml import HangingNvml
 from tests.fakes.scrapes import scraped
 from tests.fakes.waiting import eventually
-from tests.integration.conftest import DRIVER, Json, Node, heard, poll_all, sliced
+from tests.integration.conftest import DRIVER, Json, Node, poll_all, received, sliced
 
 
 def tainted(node: Node) -> dict[str, list[str]]:
@@ -34,7 +34,7 @@ def test_xid_is_published_and_health_stays_fresh_whatever_another_gpu_does(
     node: Node, monkeypatch: pytest.MonkeyPatch, delay_s: float
 ) -> None:
     monkeypatch.setattr("dra_driver.health.poller._POLL_EVERY_S", 0.1)
-    eventually(lambda: heard(node.driver) == 8)
+    eventually(lambda: received(node.driver) == 8)
     monitor = node.driver.health.monitor
     uuids = [gpu.uuid for gpu in node.machine.current().present]
     node.machine.set_fault("nvml*", delay_s=delay_s, gpu=0)
@@ -42,7 +42,7 @@ def test_xid_is_published_and_health_stays_fresh_whatever_another_gpu_does(
     eventually(lambda: monitor.pollers[uuids[0]]._calling_since is not None)
     node.driver.discovery.request_rescan()
     node.driver.health.monitor.devices_changed()
-    eventually(lambda: heard(node.driver) == 7)
+    eventually(lambda: received(node.driver) == 7)
     node.machine.raise_xid(5, 95)
     eventually(lambda: tainted(node) == {"5": ["xid=95"]})
     answers = [monitor.book._answers[uuid][1] for uuid in uuids[1:]]
@@ -63,7 +63,7 @@ def test_every_gpu_is_unresponsive_while_one_call_blocks_all_of_nvml(
 ) -> None:
     """NVIDIA's kernel driver may hold a lock that every call needs."""
     monkeypatch.setattr("dra_driver.health.poller._POLL_EVERY_S", 0.1)
-    eventually(lambda: heard(node.driver) == 8)
+    eventually(lambda: received(node.driver) == 8)
     monkeypatch.setattr("dra_driver.health.poller.OVERDUE_S", 1.0)
     node.machine.set_fault("nvmlDeviceGet*", delay_s=600, gpu=0, blocks_all=True)
     poll_all(node.driver)

@@ -287,11 +287,11 @@ def test_nvidia_smi_of_a_killed_daemon_is_undone_when_it_has_taken_effect(
     other GPUs, and changes this one only after that.
     """
     node = make_node()
-    begun, goes_on, ended = tmp_path / "begun", tmp_path / "goes-on", tmp_path / "ended"
-    os.mkfifo(goes_on)
+    begun, continues, ended = tmp_path / "begun", tmp_path / "goes-on", tmp_path / "ended"
+    os.mkfifo(continues)
     program = node.machine.host_root / "usr/bin/nvidia-smi"
     real = program.rename(tmp_path / "nvidia-smi")
-    once = f'mv {real} "$0"; echo >{begun}; read line <{goes_on}; "$0" "$@"; echo >{ended}'
+    once = f'mv {real} "$0"; echo >{begun}; read line <{continues}; "$0" "$@"; echo >{ended}'
     program.write_text(f"#!/bin/sh\n{once}\n")
     program.chmod(0o755)
     process = node.spawn()
@@ -307,7 +307,7 @@ def test_nvidia_smi_of_a_killed_daemon_is_undone_when_it_has_taken_effect(
     eventually(lambda: any(entry.connected for entry in node.kubelet.instances(DRIVER)))
     node.take_back(slow)
     node.ready(node.allocated_by_hand("other", other, config=sliced("Long")))
-    goes_on.write_text("\n")
+    continues.write_text("\n")
     eventually(ended.exists)
     eventually(lambda: node.machine.timeslice(0) == 0)
     assert node.machine.timeslice(7) == 3

@@ -116,8 +116,8 @@ def test_stale_claim_stays_while_a_process_computes_on_its_device(
     instance = gpu.instances[0].id if kind != "gpu" else None
     node.machine.hold_gpu(gpu.uuid, 4711, "python3", gpu_instance=instance)
     node.delete_claim(old.name)
-    [told] = eventually(lambda: node.events("ClaimStillInUse"))
-    assert told["message"].startswith(
+    [reported] = eventually(lambda: node.events("ClaimStillInUse"))
+    assert reported["message"].startswith(
         f"Claim default/old (UID {old.uid}) was deleted, but process 4711 (python3) still uses {device} "
         f"(GPU {gpu.uuid}); run `kill -9 4711` on the node"
     )

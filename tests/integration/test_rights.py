@@ -67,9 +67,11 @@ def test_the_role_has_what_the_daemon_requests_and_nothing_else(
     for _ in range(2):  # the second event of a kind changes the first
         node.prepare(absent)
 
-    def asked() -> set[tuple[str, str] | None]:
+    def requested() -> set[tuple[str, str] | None]:
         return {right_of(request) for request in node.server.requests if request.path.startswith("/api")}
 
-    eventually(lambda: ("events", "patch") in asked() and ("resourceclaims/status", "patch") in asked())
+    eventually(
+        lambda: ("events", "patch") in requested() and ("resourceclaims/status", "patch") in requested()
+    )
     node.unprepare(ref)
-    assert asked() - {None} == granted()
+    assert requested() - {None} == granted()

@@ -10,7 +10,7 @@ import pytest
 from dra_driver.cli.serviced import serviced_gpu
 from dra_driver.errors import RetryableError, StateError
 from tests.fakes.waiting import eventually
-from tests.integration.conftest import Node, heard
+from tests.integration.conftest import Node, received
 from tests.integration.test_process import call
 
 Serviced = Callable[..., subprocess.CompletedProcess[str]]
@@ -41,7 +41,7 @@ def test_serviced_gpu_loses_its_xid_where_the_driver_reports_no_recovery_action(
     node.machine.load_driver("535.183.01")
     eventually(lambda: node.driver.health.monitor.book.driver_version == "535.183.01")
     node.wait_devices(8)
-    eventually(lambda: heard(node.driver) == 8)
+    eventually(lambda: received(node.driver) == 8)
     names = [device["name"] for device in node.devices()]
     gpu = next(one for one in node.machine.current().present if names[3].endswith(one.uuid[4:12]))
     none = serviced(names[3])
@@ -72,7 +72,7 @@ def test_serviced_without_the_id_of_the_boot_says_so_and_writes_nothing(
 ) -> None:
     """The plugin would take what is written for that of another boot."""
     monkeypatch.setattr("dra_driver.cli.serviced._TIMEOUT_S", 0.5)
-    eventually(lambda: heard(node.driver) == 8)
+    eventually(lambda: received(node.driver) == 8)
     node.machine.raise_xid(2, 95)
     eventually(lambda: is_kept(node, 95))
     monkeypatch.setattr("dra_driver.host.sysfs.Sysfs.boot_id", lambda _: None)
@@ -85,7 +85,7 @@ def test_serviced_says_what_keeps_a_reason_that_does_not_end(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dra_driver.cli.serviced._TIMEOUT_S", 0.5)
-    eventually(lambda: heard(node.driver) == 8)
+    eventually(lambda: received(node.driver) == 8)
     node.machine.set_recovery_action(2, 1)
     node.machine.raise_xid(2, 95)
     eventually(lambda: is_kept(node, 95))

@@ -250,7 +250,7 @@ def reason(key: str, value: str, severity: Severity, source: Any = "event", age_
     return Reason(key, value, severity, START - 90, START - age_s, "text", source)
 
 
-def told(view: NodeView) -> list[tuple[str, str, str, float | None]]:
+def reported(view: NodeView) -> list[tuple[str, str, str, float | None]]:
     return [(entry.subject, entry.severity, entry.reason, entry.since_s) for entry in view.health]
 
 
@@ -278,7 +278,7 @@ def test_kept_health_and_what_nvml_says_now_are_put_together(machine: Machine, l
         records.save(ClaimRecord(claim, "prepared", boot, (held,), ()))
     at = look()
     view = at.view(20)
-    assert told(view) == [
+    assert reported(view) == [
         (names[0], "unhealthy", "xid 48", 90.0),
         (names[0], "degraded", "row-remap pending", 90.0),
         (f"{names[1]} GI 7 CI 0", "degraded", "xid 43", 90.0),
@@ -495,7 +495,7 @@ def test_nvml_that_fails_costs_only_its_part(
     for _ in range(2):
         view = at.view(20)
         assert nvml_problems(view) == [said]
-        assert told(view) == [("gpu-1", "lost", "xid 79", 90.0)]
+        assert reported(view) == [("gpu-1", "lost", "xid 79", 90.0)]
     assert nvml.reopened == 2
 
 

@@ -13,7 +13,7 @@ from dra_driver.model.health import HealthTarget
 from dra_driver.model.record import ClaimRecord
 from tests.fakes.tables import tabled
 from tests.fakes.waiting import eventually
-from tests.integration.conftest import Node, heard, poll_all
+from tests.integration.conftest import Node, poll_all, received
 from tests.integration.test_mig import named
 
 MakeNode = Callable[..., Node]
@@ -28,9 +28,9 @@ def until_named(node: Node, expected: Iterable[str]) -> None:
     eventually(lambda: names(node) == wanted)
 
 
-def hear_all(node: Node) -> None:
+def register_all(node: Node) -> None:
     """NVML reports an Xid only to those that registered for the GPU before."""
-    eventually(lambda: heard(node.driver) == 8)
+    eventually(lambda: received(node.driver) == 8)
 
 
 def well_again(node: Node) -> None:
@@ -62,7 +62,7 @@ def test_a_claimed_gpu_stays_until_its_claim_ends(make_node: MakeNode) -> None:
     published = names(node)
     ref = node.claim("one")
     node.prepare(ref, node.allocated_by_hand("monitor", *published, adminAccess=True))
-    hear_all(node)
+    register_all(node)
     node.machine.raise_xid(0, 79)
     node.machine.raise_xid(1, 79)
     until_named(node, [published[0], *published[2:]])
@@ -76,7 +76,7 @@ def test_a_claim_that_ends_while_the_pool_is_built_keeps_its_gpu_no_longer(make_
     published = names(node)
     ref = node.claim("one")
     node.prepare(ref)
-    hear_all(node)
+    register_all(node)
     driver = node.driver
     read = driver.records.all
     ended: list[str] = []
@@ -103,7 +103,7 @@ def test_mig_devices_of_a_lost_gpu_go_with_their_counters(make_node: MakeNode) -
     used = named(node, "1g.10gb", 0)
     gpu = used.partition("-mig-")[0]
     node.prepare(node.allocated_by_hand("small", used))
-    hear_all(node)
+    register_all(node)
     # The change of its MIG mode ended the GPU's registration, until the monitor's next round.
     eventually(lambda: node.machine.raise_xid(0, 79) or node.driver.health.monitor.book.history.xid_counts())
     until_named(node, [name for name in published if not name.startswith(gpu) or name == used])

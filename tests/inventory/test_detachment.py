@@ -300,37 +300,37 @@ def test_nvidia_smi_does_not_run_in_between(detachments: Detachments) -> None:
 def test_discovery_releases_and_reopens_nvml(
     node: SimulatedNode, tmp_path: Path, detachments: Detachments, clock: Clock
 ) -> None:
-    heard: list[str] = []
+    received: list[str] = []
 
-    def hear(what: str) -> Callable[[], None]:
-        return lambda: heard.append(what)
+    def receive(what: str) -> Callable[[], None]:
+        return lambda: received.append(what)
 
     mark = UseMark(tmp_path / LOCK_FILE)
     reader = NvmlReader(lambda: SimulatedLibrary(node.machine), mark=mark)
     discovery = Discovery(
-        reader, node.host, hear("change"), hear("reload"), None, hear("hardware"), detachments
+        reader, node.host, receive("change"), receive("reload"), None, receive("hardware"), detachments
     )
     discovery.scan_now(5)
-    assert (detachments.is_nvml_open(), heard) == (True, ["change", "reload"])
+    assert (detachments.is_nvml_open(), received) == (True, ["change", "reload"])
     made = detachments.begin(60)
     with reader.session.operation(lambda: 0.0):
         discovery.scan_now(5)
         assert (detachments.is_nvml_open(), discovery.unavailable()) == (True, None), (
             "a change of a GPU goes first"
         )
-    heard.clear()
+    received.clear()
     discovery.scan_now(5)
     assert (detachments.is_nvml_open(), discovery.unavailable()) == (False, made.problem)
     assert discovery.inventory is not None
-    assert (list(discovery.inventory.every_gpu), heard) == ([], ["change"])
+    assert (list(discovery.inventory.every_gpu), received) == ([], ["change"])
     with pytest.raises(NvmlUnavailableError, match="NVML is closed until"), reader.session.kept_open():
         pass
     discovery.scan_now(5)
-    assert heard == ["change"], "told once"
+    assert received == ["change"], "told once"
     clock.now += 60
     discovery.scan_now(5)
     assert (len(discovery.inventory.gpus), detachments.is_nvml_open()) == (8, True)
-    assert heard == ["change", "change", "hardware"], "what the closing lost is set again"
+    assert received == ["change", "change", "hardware"], "what the closing lost is set again"
     reader.session.close()
     assert not detachments.is_nvml_open()
 
@@ -339,22 +339,22 @@ def test_discovery_releases_and_reopens_nvml(
 
 
 def instance(
-    node: SimulatedNode, directory: Path, detachments: Detachments, heard: list[str]
+    node: SimulatedNode, directory: Path, detachments: Detachments, received: list[str]
 ) -> tuple[NvmlReader, Discovery]:
     """What an instance of the plugin has of all this."""
 
-    def hear(what: str) -> Callable[[], None]:
-        return lambda: heard.append(what)
+    def receive(what: str) -> Callable[[], None]:
+        return lambda: received.append(what)
 
     load = detachments.guarded(lambda: SimulatedLibrary(node.machine))
     reader = NvmlReader(load, mark=UseMark(directory / LOCK_FILE))
     discovery = Discovery(
         reader,
         node.host,
-        hear("change"),
-        hear("reload"),
+        receive("change"),
+        receive("reload"),
         None,
-        hear("hardware"),
+        receive("hardware"),
         detachments,
     )
     return reader, discovery
@@ -424,11 +424,11 @@ def test_all_instances_close_nvml_for_a_moment_and_keep_their_devices(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(discovery_module, "_CHECK_EVERY_S", 0.01)
-    heard: list[str] = []
-    reader, discovery = instance(node, tmp_path, detachments, heard)
+    received: list[str] = []
+    reader, discovery = instance(node, tmp_path, detachments, received)
     discovery.start()
     known = ["change", "reload"]
-    eventually(lambda: other.state()["heard"] == heard == known)
+    eventually(lambda: other.state()["heard"] == received == known)
     gone = node.machine.gpu(7)
     with nvml_pause(reader.session, detachments)("tests", lambda: 20.0):
         assert (node.machine.clients(with_own=True), detachments.is_nvml_open()) == ([], False)
@@ -437,9 +437,9 @@ def test_all_instances_close_nvml_for_a_moment_and_keep_their_devices(
         assert discovery.unavailable() is None
         assert discovery.inventory is not None
         assert len(discovery.inventory.gpus) == 8
-    told = [*known, "change", "hardware"]
-    eventually(lambda: other.state() == {"gpus": 7, "problem": None, "heard": told, "open": True})
-    eventually(lambda: heard == told)
+    reported = [*known, "change", "hardware"]
+    eventually(lambda: other.state() == {"gpus": 7, "problem": None, "heard": reported, "open": True})
+    eventually(lambda: received == reported)
     assert gone.uuid not in {gpu.uuid for gpu in discovery.inventory.every_gpu}, "neither shown nor lost"
     assert len(node.machine.clients(with_own=True)) == 2
     discovery.stop()
@@ -448,23 +448,23 @@ def test_all_instances_close_nvml_for_a_moment_and_keep_their_devices(
 def test_settings_are_set_again_after_a_pause_though_the_hardware_is_the_same(
     node: SimulatedNode, tmp_path: Path, detachments: Detachments
 ) -> None:
-    heard: list[str] = []
-    reader, discovery = instance(node, tmp_path, detachments, heard)
+    received: list[str] = []
+    reader, discovery = instance(node, tmp_path, detachments, received)
     discovery.scan_now(5)
-    heard.clear()
+    received.clear()
     with reader.session.closed(lambda: 0.0):
         pass
     assert discovery._has_changed()
     discovery.scan_now(5)
-    assert (heard, discovery._has_changed()) == (["hardware"], False)
+    assert (received, discovery._has_changed()) == (["hardware"], False)
     reader.session.close()
 
 
 def test_look_that_gives_way_to_a_pause_is_made_again_and_withdraws_nothing(
     node: SimulatedNode, tmp_path: Path, detachments: Detachments, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    heard: list[str] = []
-    reader, discovery = instance(node, tmp_path, detachments, heard)
+    received: list[str] = []
+    reader, discovery = instance(node, tmp_path, detachments, received)
     discovery.scan_now(5)
     read, gives_way, is_overtaken = reader.read_inventory, iter([1, 1]), iter([1])
 
@@ -481,10 +481,10 @@ def test_look_that_gives_way_to_a_pause_is_made_again_and_withdraws_nothing(
 
     monkeypatch.setattr(reader, "read_inventory", give_way)
     discovery.cards = cards
-    heard.clear()
+    received.clear()
     discovery.scan_now(5)
     assert (next(gives_way, 0), next(is_overtaken, 0)) == (0, 0), "it was made four times"
-    assert (heard, discovery.unavailable()) == (["hardware"], None)
+    assert (received, discovery.unavailable()) == (["hardware"], None)
     reader.session.close()
 
 

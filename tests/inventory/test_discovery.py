@@ -55,7 +55,7 @@ class Nvml:
         )
         self.opened = self.closed = self.reads = 0
         self.existing: dict[str, tuple[bool, tuple[GpuInstance, ...]]] = {}
-        self.asked: list[str] = []
+        self.requested: list[str] = []
         self.on_open: Callable[[], object] = lambda: None
 
     def reopen(self) -> None:
@@ -78,7 +78,7 @@ class Nvml:
         return self.inventory
 
     def read_what_exists(self, gpu: Gpu) -> tuple[bool, tuple[GpuInstance, ...]]:
-        self.asked.append(gpu.uuid)
+        self.requested.append(gpu.uuid)
         return self.existing[gpu.uuid]
 
     def nvml_fingerprint(self) -> NvmlFingerprint:
@@ -143,15 +143,15 @@ class Bench:
     def __init__(self) -> None:
         self.nvml, self.host = Nvml(), Host()
         self.changes: list[Inventory | None] = []
-        self.told: list[str] = []
+        self.reported: list[str] = []
         self.ours = Ours()
         self.discovery = Discovery(
             self.nvml,
             self.host,
             lambda: self.changes.append(self.discovery.inventory),
-            lambda: self.told.append("driver"),
+            lambda: self.reported.append("driver"),
             self.ours,
-            lambda: self.told.append("hardware"),
+            lambda: self.reported.append("hardware"),
             files=self.host,
         )
 
@@ -430,12 +430,14 @@ def test_a_library_of_another_architecture_alone_is_reported_where_the_bus_shows
     for _ in range(2):
         discovery.scan_now(5)
     library = f"/usr/lib/x86_64-linux-gnu/libnvidia-ml.so.{VERSION}"
-    told = (
+    reported = (
         f"1 library below the driver root {tmp_path} is not used, because this machine is {machine}: for example, "
         f"{library} is for {other}; install the NVIDIA driver for this machine"
     )
-    assert (discovery.problem() or "").startswith(told)
-    assert [line["reason"].startswith(told) for line in logs if line["event"] == "nvml_unavailable"] == [True]
+    assert (discovery.problem() or "").startswith(reported)
+    assert [line["reason"].startswith(reported) for line in logs if line["event"] == "nvml_unavailable"] == [
+        True
+    ]
 
 
 def test_missing_files_of_the_nvidia_driver_are_reported_with_the_devices(bench: Bench, logs: list) -> None:
@@ -444,10 +446,10 @@ def test_missing_files_of_the_nvidia_driver_are_reported_with_the_devices(bench:
         found = bench.scan()
         assert found is not None
         assert (found.gpus, bench.discovery.unavailable()) == (COMPLETE.gpus, None)
-    told = f"no claim can be prepared: {bench.host.lacks}"
-    assert bench.discovery.problems() == [NodeProblem("driver-files-missing", told)]
+    reported = f"no claim can be prepared: {bench.host.lacks}"
+    assert bench.discovery.problems() == [NodeProblem("driver-files-missing", reported)]
     assert [(line["subject"], line["reason"]) for line in logs if line["event"] == "discovery_fault"] == [
-        ("NVIDIA driver", told)
+        ("NVIDIA driver", reported)
     ]
     bench.host.lacks = None
     bench.scan()
@@ -577,15 +579,15 @@ def test_stop_closes_nvml_and_ends_the_thread(bench: Bench) -> None:
 
 def test_driver_is_loaded_once_however_often_the_hardware_changes(bench: Bench) -> None:
     bench.scan()
-    assert bench.told == ["driver"]
+    assert bench.reported == ["driver"]
     bench.host.hardware = "two"
     assert bench.look()
-    assert (bench.nvml.opened, bench.told) == (2, ["driver", "hardware"])
+    assert (bench.nvml.opened, bench.reported) == (2, ["driver", "hardware"])
     bench.nvml.error = RetryableError("initialise NVML: unknown error")
     bench.scan()
     bench.nvml.error = None
     bench.scan()
-    assert bench.told == ["driver", "hardware", "hardware"]
+    assert bench.reported == ["driver", "hardware", "hardware"]
     assert not bench.look()
 
 
@@ -596,14 +598,14 @@ def test_driver_that_went_and_came_is_loaded_again(bench: Bench, version: str) -
     bench.scan()
     bench.nvml.error, bench.host.version = None, version
     bench.scan()
-    assert bench.told == ["driver", "driver"]
+    assert bench.reported == ["driver", "driver"]
 
 
 def test_driver_that_was_replaced_between_two_checks_is_loaded_again(bench: Bench) -> None:
     bench.scan()
     bench.host.version = "580.95.05"
     assert bench.look()
-    assert (bench.nvml.opened, bench.told) == (2, ["driver", "driver"])
+    assert (bench.nvml.opened, bench.reported) == (2, ["driver", "driver"])
 
 
 def test_driver_that_nvml_itself_loads_is_loaded_once(bench: Bench) -> None:
@@ -611,7 +613,7 @@ def test_driver_that_nvml_itself_loads_is_loaded_once(bench: Bench) -> None:
     bench.nvml.on_open = lambda: setattr(bench.host, "version", "570.124.06")
     bench.scan()
     assert not bench.look()
-    assert (bench.nvml.opened, bench.told) == (1, ["driver"])
+    assert (bench.nvml.opened, bench.reported) == (1, ["driver"])
 
 
 def test_shutdown_of_nvml_that_hangs_in_a_lane_is_a_problem_until_it_ends(bench: Bench) -> None:
@@ -631,11 +633,11 @@ def test_new_session_waits_until_no_gpu_is_being_changed(bench: Bench, logs: lis
     for opened in (2, 3):
         assert bench.look()
         assert (bench.nvml.opened, bench.discovery.unavailable()) == (opened, None)
-    assert (bench.nvml.reads, bench.told, bench.changes) == (3, ["driver"], [COMPLETE])
+    assert (bench.nvml.reads, bench.reported, bench.changes) == (3, ["driver"], [COMPLETE])
     assert [line["event"] for line in logs].count("nvml_in_use") == 1
     bench.nvml.error = None
     assert bench.look()
-    assert (bench.told, bench.look()) == (["driver", "hardware"], False)
+    assert (bench.reported, bench.look()) == (["driver", "hardware"], False)
 
 
 # --- MIG devices on demand ------------------------------------------------------------------------------
@@ -673,11 +675,11 @@ def test_our_own_instance_costs_a_check_its_gpu_alone(cut_bench: Bench) -> None:
     cut_bench.ours.modes = {BARE[1].uuid}
     make(cut_bench, OURS, minor=5)
     assert not cut_bench.look()
-    assert cut_bench.nvml.asked == [BARE[1].uuid]
+    assert cut_bench.nvml.requested == [BARE[1].uuid]
     assert not cut_bench.look()
-    assert cut_bench.nvml.asked == [BARE[1].uuid] * 2, "NVML may show it later than the host"
+    assert cut_bench.nvml.requested == [BARE[1].uuid] * 2, "NVML may show it later than the host"
     assert not cut_bench.look()
-    assert cut_bench.nvml.asked == [BARE[1].uuid] * 2, "what was looked at is known"
+    assert cut_bench.nvml.requested == [BARE[1].uuid] * 2, "what was looked at is known"
     cut_bench.scan()
     assert len(cut_bench.changes) == 1, "neither the mode nor the minor number is a change"
     now = cut_bench.discovery.inventory

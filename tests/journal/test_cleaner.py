@@ -74,7 +74,7 @@ class Tools:
         return True
 
 
-class Told:
+class RecordedReports:
     def __init__(self) -> None:
         self.lines: list[str] = []
 
@@ -92,7 +92,7 @@ class Bench:
         self.directory, self.boot_id = directory, boot_id
         self.records = RecordStore(directory / "claims")
         self.records.open(boot_id)
-        self.told = Told()
+        self.reported = RecordedReports()
         self.changes = 0
         self.unrecorded: set[str] = set()
         self.ledger = Ledger(directory / "ledger", self.records, boot_id, lambda: self.unrecorded)
@@ -103,7 +103,7 @@ class Bench:
         self.found: object = "as it was"
         self.lanes = Lanes(self.locks)
         self.cleaner = Cleaner(
-            self.ledger, self.lanes, self.tools, self.told, self._changed, tools=lambda: self.found
+            self.ledger, self.lanes, self.tools, self.reported, self._changed, tools=lambda: self.found
         )
         self.executor = Executor(self.records, self.cleaner, self.tools, self.lanes, boot_id)
 
@@ -171,7 +171,7 @@ def test_failed_undo_becomes_a_pending_cleanup_that_the_loop_ends(bench: Bench, 
     assert bench.cleaner.clean_all() != []
     bench.clean()
     assert bench.files() == []
-    assert [line.split()[0] for line in bench.told.lines] == ["pending", "done"]
+    assert [line.split()[0] for line in bench.reported.lines] == ["pending", "done"]
     assert bench.changes == 2, "the publisher hears of the beginning and of the end"
 
 
@@ -403,7 +403,7 @@ def test_prepare_that_fails_again_and_again_leaves_one(bench: Bench) -> None:
     bench.tools.broken = [SLICE, MPS]
     for number in range(5):
         bench.end(record(SLICE, MPS, uid=f"uid-{number}"))
-    assert len(bench.told.lines) == 1, "one event for one thing"
+    assert len(bench.reported.lines) == 1, "one event for one thing"
     assert len(bench.ledger.entries()) == 2, "nor do ledgers grow"
     [cleanup] = bench.cleaner.clean_all()
     assert cleanup.steps == (SLICE, MPS)
@@ -415,25 +415,25 @@ def test_prepare_that_fails_again_and_again_leaves_one(bench: Bench) -> None:
 def test_many_cleanups_are_compared_with_each_other_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = 0
+    requested = 0
     things_of = cleanups._things
 
     def counted(step: Step) -> frozenset[cleanups.Thing]:
-        nonlocal asked
-        asked += 1
+        nonlocal requested
+        requested += 1
         return things_of(step)
 
     def cost(number: int) -> int:
-        nonlocal asked
+        nonlocal requested
         bench = Bench(tmp_path / str(number))
         refs = [claim(uid=f"uid-{one}").ref for one in range(number)]
         bench.ledger.change([LedgerEntry(ref, BOOT, SLICE) for ref in refs], ())
         kept = [bench.prepared(record(SetTimeSlice(UUID_1, 1), uid=f"kept-{one}")) for one in range(number)]
-        bench.tools.broken, asked = [SLICE], 0
+        bench.tools.broken, requested = [SLICE], 0
         bench.cleaner._turn()
         eventually(lambda: not bench.lanes.under_way())
         assert (len(bench.cleaner.outstanding()), len(kept)) == (1, number)
-        return asked
+        return requested
 
     monkeypatch.setattr(cleanups, "_things", counted)
     assert cost(80) < 5 * cost(20), "four times as many"
@@ -458,7 +458,7 @@ def test_one_thing_that_two_claims_left_is_one_event(bench: Bench) -> None:
         bench.leave(one)
     after = bench.restarted()
     after.cleaner._report_changes()
-    assert [line.split()[0] for line in after.told.lines] == ["pending"]
+    assert [line.split()[0] for line in after.reported.lines] == ["pending"]
     assert len(after.cleaner.outstanding()) == 2
 
 
@@ -467,7 +467,7 @@ def test_cleanup_that_the_other_instance_has_finished_in_between_is_not_reported
     bench.leave(bench.prepared(record(MPS)))
     assert bench.restarted().cleaner.clean_all() == [], "the other instance takes over"
     bench.executor.clean("uid-1")
-    assert bench.told.lines == []
+    assert bench.reported.lines == []
     assert bench.cleaner.outstanding() == []
 
 
@@ -595,8 +595,8 @@ def test_only_the_instance_that_leads_reports_what_becomes_of_a_cleanup(bench: B
     newer.cleaner._report_changes()
     newer.clean()
     bench.cleaner._report_changes()
-    assert bench.told.lines == []
-    assert [line.split()[0] for line in newer.told.lines] == ["pending", "done"]
+    assert bench.reported.lines == []
+    assert [line.split()[0] for line in newer.reported.lines] == ["pending", "done"]
 
 
 def test_what_is_pending_is_reported_although_it_was_not_known_for_a_moment_who_leads(bench: Bench) -> None:
@@ -611,7 +611,7 @@ def test_what_is_pending_is_reported_although_it_was_not_known_for_a_moment_who_
         after.cleaner._report_changes()
     after.cleaner.leads = lambda: True
     after.cleaner._report_changes()
-    assert [line.split()[0] for line in after.told.lines] == ["pending"]
+    assert [line.split()[0] for line in after.reported.lines] == ["pending"]
 
 
 # --- what others see -------------------------------------------------------------------------------
@@ -680,7 +680,7 @@ def test_daemon_that_was_not_started_after_a_reboot_withholds_nothing(
     bench.tools.broken = [MPS]
     bench.leave(wanted)
     bench.executor.clean("uid-1")
-    assert (bench.told.lines, bench.files()) == ([], [])
+    assert (bench.reported.lines, bench.files()) == ([], [])
 
 
 def test_daemon_of_an_older_boot_is_not_stopped_where_a_claim_has_one_with_other_gpus(bench: Bench) -> None:

@@ -126,7 +126,7 @@ def test_what_needs_nvml_closed_begins_next_to_a_hang_only_while_that_is_a_write
             writes(operation)
         return ends(operation)
 
-    asked = lanes.submit({A}, "the binding to vfio", work)
+    requested = lanes.submit({A}, "the binding to vfio", work)
     assert writes.begun.wait(20)
     both = lanes, Lanes(GpuLocks(tmp_path / "locks"))
     for one in both:
@@ -140,7 +140,7 @@ def test_what_needs_nvml_closed_begins_next_to_a_hang_only_while_that_is_a_write
             one.refuse_other_hangs(B)
         one.refuse_other_hangs(A)
     ends.let.set()
-    assert asked.result(20) == "done"
+    assert requested.result(20) == "done"
 
 
 def test_other_instance_sees_which_step_of_an_operation_is_running(lanes: Lanes, tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_other_instance_sees_which_step_of_an_operation_is_running(lanes: Lanes,
         assert let.wait(20)
         return "done"
 
-    asked = lanes.submit({A, B}, "the creation of a MIG device", steps)
+    requested = lanes.submit({A, B}, "the creation of a MIG device", steps)
     assert second.wait(20)
     found = lanes.uses()
     assert {uuid: use.what for uuid, use in found.items()} == dict.fromkeys(
@@ -160,7 +160,7 @@ def test_other_instance_sees_which_step_of_an_operation_is_running(lanes: Lanes,
     )
     assert {use.gpu_uuid: use for use in GpuLocks(tmp_path / "locks").uses()} == found
     let.set()
-    assert asked.result(20) == "done"
+    assert requested.result(20) == "done"
     assert GpuLocks(tmp_path / "locks").uses() == []
 
 

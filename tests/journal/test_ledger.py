@@ -167,14 +167,14 @@ def test_ledger_of_a_newer_release_is_not_written_over(ledger: Ledger, file: Pat
 
 
 def test_reader_changes_nothing(open_ledger: Callable[..., Ledger], tmp_path: Path) -> None:
-    told: list[UnreadableFile] = []
-    reader = open_ledger(reader=told.append)
+    reported: list[UnreadableFile] = []
+    reader = open_ledger(reader=reported.append)
     assert details(reader) == []
     assert not (tmp_path / "ledger").exists()
     open_ledger()
     (tmp_path / "ledger" / f"{GPU}.json").write_bytes(b"torn")
     assert details(reader) == []
-    assert [found.name for found in told] == [GPU]
+    assert [found.name for found in reported] == [GPU]
     assert names(tmp_path / "ledger") == [".boot", f"{GPU}.json"]
 
 

@@ -91,8 +91,8 @@ def test_retry_after_is_handed_on_when_server_names_it(server, client, header, l
     server.faults.fail(1, 429, retry_after=header)
     with pytest.raises(ApiUnavailableError) as caught:
         client.request("GET", NODES, action="list nodes")
-    asked = caught.value.retry_after_s
-    assert asked is None if low is None else low <= asked <= high
+    requested = caught.value.retry_after_s
+    assert requested is None if low is None else low <= requested <= high
 
 
 @pytest.mark.parametrize(

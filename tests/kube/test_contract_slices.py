@@ -24,7 +24,7 @@ def slices(target: Any) -> SliceCache:
     return target.slices()
 
 
-def told(slices: SliceCache, version: str) -> Iterator[dict[str, Any]]:
+def reported(slices: SliceCache, version: str) -> Iterator[dict[str, Any]]:
     """The events after that version."""
     with closing(slices.open_watch(version)) as stream:
         yield from (event for event in stream if event["type"] != "BOOKMARK")
@@ -119,7 +119,7 @@ def test_watch_reports_changes_in_order_when_resumed_from_list(target, slices):
     stored = slices.create(make_slice(target.node))
     updated = slices.update(bump(stored))
     slices.delete(stored["metadata"]["name"], stored["metadata"]["uid"])
-    events = list(islice(told(slices, version), 3))
+    events = list(islice(reported(slices, version), 3))
     assert [event["type"] for event in events] == ["ADDED", "MODIFIED", "DELETED"]
     versions = [event["object"]["metadata"]["resourceVersion"] for event in events]
     assert versions[:2] == [entry["metadata"]["resourceVersion"] for entry in (stored, updated)]
@@ -130,7 +130,7 @@ def test_watch_resumes_without_loss_when_continued_from_an_event(target, slices)
     _, version = slices.list()
     first, second = (slices.create(make_slice(target.node, index=i)) for i in (0, 1))
     for stored in (first, second):
-        event = next(told(slices, version))["object"]
+        event = next(reported(slices, version))["object"]
         assert event["metadata"] == stored["metadata"]
         version = event["metadata"]["resourceVersion"]
 
@@ -141,7 +141,7 @@ def test_watch_hides_slices_of_other_nodes(target, slices):
     foreign = other.create(make_slice(f"{target.node}-other"))["metadata"]
     mine = slices.create(make_slice(target.node))
     other.delete(foreign["name"], foreign["uid"])
-    assert next(told(slices, version))["object"]["metadata"] == mine["metadata"]
+    assert next(reported(slices, version))["object"]["metadata"] == mine["metadata"]
 
 
 def test_watch_expires_when_version_is_ancient(target, slices):
@@ -150,7 +150,7 @@ def test_watch_expires_when_version_is_ancient(target, slices):
     version = slices.list()[1]
     target.server.store.forget()
     with pytest.raises(WatchExpiredError) as caught:
-        next(told(slices, version))
+        next(reported(slices, version))
     assert caught.value.status == 410
 
 

@@ -386,19 +386,19 @@ def test_requests_and_watches_go_through_the_proxy_of_the_environment(
     assert next(iter(stream))["object"]["metadata"]["name"] == "n"
     stream.close()
     assert len(list_nodes(client)) == len(list_nodes(client)) == 1
-    assert proxy.asked == ["api.test:6443"] * 2, "one connection for the watch and one for all the rest"
+    assert proxy.requested == ["api.test:6443"] * 2, "one connection for the watch and one for all the rest"
     assert len(list_nodes(client_of(behind | {"server": tls_server.url}, {"token": "t"}))) == 1
     monkeypatch.setenv("NO_PROXY", ".test")
     with pytest.raises(ApiUnavailableError, match="cannot connect to the API server"):
         list_nodes(client_of(behind, {"token": "t"}))
-    assert len(proxy.asked) == 2, "not for loopback, nor for what NO_PROXY names"
+    assert len(proxy.requested) == 2, "not for loopback, nor for what NO_PROXY names"
 
 
 def test_proxy_of_the_kubeconfig_goes_before_that_of_the_environment(monkeypatch, proxy, behind, client_of):
     monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:1")
     client = client_of(behind | {"proxy-url": f"http://{QUOTED}@{proxy.address}"}, {"token": "t"})
     assert list_nodes(client) == []
-    assert proxy.asked == ["api.test:6443"]
+    assert proxy.requested == ["api.test:6443"]
 
 
 @pytest.mark.parametrize(

@@ -22,20 +22,20 @@ def label(server: PlaygroundApiServer, node: str, **labels: str) -> None:
 
 
 @pytest.fixture
-def told() -> list[str]:
+def reported() -> list[str]:
     return []
 
 
 @pytest.fixture
-def labels(server, connect, told) -> Iterator[NodeLabels]:
+def labels(server, connect, reported) -> Iterator[NodeLabels]:
     for name in ("n", "other"):
         server.add("nodes", {"metadata": {"name": name, "labels": {"a": "1"}}})
-    labels = NodeLabels(connect(server), "n", lambda: told.append("changed"), backoff_s=(0.01, 0.05))
+    labels = NodeLabels(connect(server), "n", lambda: reported.append("changed"), backoff_s=(0.01, 0.05))
     yield labels
     labels.stop()
 
 
-def test_labels_are_reported_once_for_each_change_of_the_own_node(server, labels, told):
+def test_labels_are_reported_once_for_each_change_of_the_own_node(server, labels, reported):
     assert labels.now() is None
     labels.start()
     eventually(lambda: labels.now() == {"a": "1"})
@@ -43,7 +43,7 @@ def test_labels_are_reported_once_for_each_change_of_the_own_node(server, labels
     label(server, "n", a="1")
     label(server, "n", a="3")
     eventually(lambda: labels.now() == {"a": "3"})
-    assert len(told) == 2
+    assert len(reported) == 2
     server.operations.delete(server.resource("nodes", group=""), ("", "n"), {})
     eventually(lambda: labels.now() is None)
     [request, *_] = [one for one in server.requests if one.path == "/api/v1/nodes"]

@@ -307,17 +307,17 @@ def test_cache_survives_a_refusal(server, cache, changes, connect):
 
 
 def test_cache_survives_a_callback_that_raises(api, server, connect):
-    told = []
+    reported = []
 
     def explode() -> None:
-        told.append(True)
+        reported.append(True)
         raise RuntimeError("bug in a listener")
 
     cache = SliceCache(api, DRIVER, "n", explode, backoff_s=(0.01, 0.02))
     cache.start()
     assert cache.synced.wait(20)
     stored = foreign(server, connect).create(make_slice("n"))
-    eventually(lambda: len(told) >= 2)
+    eventually(lambda: len(reported) >= 2)
     eventually(lambda: cache.current() == [stored])
     cache.stop()
 

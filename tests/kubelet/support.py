@@ -44,7 +44,7 @@ class FakeClaims:
     def __init__(self, label="driver") -> None:
         self.label = label
         self.is_cancelled: Callable | None = None
-        self.asked: list[tuple[str, tuple[ClaimRef, ...], float | None]] = []
+        self.requested: list[tuple[str, tuple[ClaimRef, ...], float | None]] = []
         self.on_prepare: Callable = lambda claims: {ref.uid: Prepared((device(ref.uid),)) for ref in claims}
         self.on_unprepare: Callable = lambda claims: {ref.uid: None for ref in claims}
 
@@ -52,14 +52,14 @@ class FakeClaims:
         self, claims: Sequence[ClaimRef], deadline_s: float | None, is_cancelled: Callable
     ) -> Mapping:
         self.is_cancelled = is_cancelled
-        self.asked.append(("prepare", tuple(claims), deadline_s))
+        self.requested.append(("prepare", tuple(claims), deadline_s))
         return self.on_prepare(claims)
 
     def unprepare(
         self, claims: Sequence[ClaimRef], deadline_s: float | None, is_cancelled: Callable
     ) -> Mapping:
         self.is_cancelled = is_cancelled
-        self.asked.append(("unprepare", tuple(claims), deadline_s))
+        self.requested.append(("unprepare", tuple(claims), deadline_s))
         return self.on_unprepare(claims)
 
 
@@ -163,7 +163,7 @@ class OtherDriver:
     """A DRA driver of someone else, with the sockets and answers of the upstream helper."""
 
     def __init__(self, registrar: Path, endpoint: Path, name: str = DRIVER) -> None:
-        self.asked = 0
+        self.requested = 0
         info = registration_pb2.PluginInfo(
             type="DRAPlugin",
             name=name,
@@ -172,7 +172,7 @@ class OtherDriver:
         )
 
         def answer(_request, _context):
-            self.asked += 1
+            self.requested += 1
             return info
 
         methods = {

@@ -45,7 +45,7 @@ def test_prepare_answers_with_the_devices_of_each_claim(dra, claims, api):
     claims.on_prepare = lambda _: {"u1": Prepared((shown,)), "u2": Prepared(())}
     refs = (claim("u1", "one", "ns1"), claim("u2", "two", "ns2"))
     answer = prepare(dra, *refs, api=api)
-    assert claims.asked[0][:2] == ("prepare", refs)
+    assert claims.requested[0][:2] == ("prepare", refs)
     assert answer == api.NodePrepareResourcesResponse(
         claims={
             "u1": api.NodePrepareResourceResponse(
@@ -92,7 +92,7 @@ def test_service_sees_the_time_the_kubelet_still_waits(dra, claims):
     prepare(dra, claim(), timeout=45)
     unprepare(dra, claim(), timeout=7)
     prepare(dra, claim(), timeout=None)
-    remaining = [deadline for _, _, deadline in claims.asked]
+    remaining = [deadline for _, _, deadline in claims.requested]
     # the Python client rounds its deadline up
     assert 43 < remaining[0] < 46
     assert 5 < remaining[1] < 8
@@ -105,10 +105,10 @@ def test_service_sees_that_the_kubelet_took_a_call_back(dra, claims):
         request = dra_v1_pb2.NodePrepareResourcesRequest
         call = opened.unary_unary(V1 + "NodePrepareResources", request.SerializeToString)
         wire = dra_v1_pb2.Claim(namespace="default", name="one", uid="uid-1")
-        asked = call.future(request(claims=[wire]), timeout=30)
+        requested = call.future(request(claims=[wire]), timeout=30)
         assert gate.entered.wait(20)
         assert not claims.is_cancelled()
-        asked.cancel()
+        requested.cancel()
         eventually(claims.is_cancelled)
     gate.opened.set()
 
@@ -155,23 +155,23 @@ def test_error_text_with_undecodable_bytes_is_sent_as_a_line(dra, claims):
 @pytest.mark.parametrize("wrong", ["", "../../etc", "a/b", "a\tb", "u" * 200])
 def test_bad_uid_is_refused_under_its_own_key_and_others_continue(dra, claims, wrong):
     for call in (prepare, unprepare):
-        claims.asked.clear()
+        claims.requested.clear()
         entries = call(dra, claim(wrong), claim("good", "two")).claims
         assert set(entries) == {wrong, "good"}
         assert entries[wrong].error
         assert not entries["good"].error
-        assert [ref.uid for ref in claims.asked[0][1]] == ["good"]
+        assert [ref.uid for ref in claims.requested[0][1]] == ["good"]
 
 
 def test_duplicate_claim_is_requested_once(dra, claims):
     assert list(prepare(dra, claim(), claim(), claim()).claims) == ["uid-1"]
-    assert [len(refs) for _, refs, _ in claims.asked] == [1]
+    assert [len(refs) for _, refs, _ in claims.requested] == [1]
 
 
 def test_empty_request_is_answered_without_the_service(dra, claims):
     assert not prepare(dra).claims
     assert not unprepare(dra).claims
-    assert claims.asked == []
+    assert claims.requested == []
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

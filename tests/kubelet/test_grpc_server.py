@@ -49,7 +49,7 @@ def named(name):
     return pb.PluginInfo(name=name)
 
 
-def asked(path, name="x", *, timeout_s=20.0):
+def requested(path, name="x", *, timeout_s=20.0):
     return call_method(path, PATH, named(name), pb.PluginInfo, timeout_s).name
 
 
@@ -143,7 +143,7 @@ def test_512_calls_wait_and_the_others_are_refused_at_once_when_700_come(short_d
             answers = [call.result().name for call in calls if call.exception() is None]
             assert len(answers) == len(set(answers)) == MAX_CALLS
         eventually(lambda: not handlers())
-        assert asked(server.path) == "x"
+        assert requested(server.path) == "x"
 
 
 @pytest.mark.parametrize("leave", ["cancels", "hangs up", "deadline"])
@@ -163,7 +163,7 @@ def test_the_handler_is_notified_when_its_caller_vanishes(short_dir, quiet_logs,
         assert len(handlers()) == 1
         waiting.opened.set()
         eventually(lambda: not handlers())
-        assert asked(server.path) == "x"
+        assert requested(server.path) == "x"
     assert {line["log_level"] for line in quiet_logs} <= {"debug", "info"}
 
 
@@ -176,11 +176,11 @@ def test_calls_count_until_their_handlers_end_when_callers_take_them_back(short_
             eventually(lambda number=number: len(waiting.contexts) == number)
             call.cancel()
         eventually(lambda: len(waiting.left) == 4)
-        assert code_of(asked, server.path)[0] is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert code_of(requested, server.path)[0] is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert len(waiting.contexts) == 4
         waiting.opened.set()
         eventually(lambda: not handlers())
-        assert asked(server.path) == "x"
+        assert requested(server.path) == "x"
 
 
 def test_a_client_continues_when_the_server_starts_again(short_dir):
@@ -206,7 +206,7 @@ def test_the_socket_of_the_next_server_stays_when_this_one_stops_late(short_dir)
             waiting.opened.set()
             stopping.join(20)
             assert call.result().name == "x"
-            assert asked(following.path, "next") == "next"
+            assert requested(following.path, "next") == "next"
             assert [path.name for path in short_dir.iterdir()] == ["s.sock"]
 
 
@@ -216,7 +216,7 @@ def test_the_text_of_an_error_arrives_as_it_is_when_a_handler_fails(short_dir, t
         raise RpcError(grpc.StatusCode.NOT_FOUND, text)
 
     with served(short_dir, fails) as server:
-        assert code_of(asked, server.path) == (grpc.StatusCode.NOT_FOUND, text)
+        assert code_of(requested, server.path) == (grpc.StatusCode.NOT_FOUND, text)
 
 
 def test_a_stream_ends_when_its_handler_or_its_caller_ends(short_dir):
@@ -268,9 +268,9 @@ def test_the_server_continues_when_no_thread_can_be_started(short_dir, quiet_log
     with served(short_dir, echo) as server:
         with monkeypatch.context() as patched:
             patched.setattr(threading.Thread, "start", refuse)
-            code, _ = code_of(asked, server.path, timeout_s=0.3)
+            code, _ = code_of(requested, server.path, timeout_s=0.3)
             assert code is grpc.StatusCode.DEADLINE_EXCEEDED
-        assert asked(server.path) == "x"
+        assert requested(server.path) == "x"
     assert [line["threads"] for line in quiet_logs if line["event"] == "worker_not_started"] == [0]
 
 
@@ -357,4 +357,4 @@ def test_asking_says_what_is_wrong_when_no_grpc_server_answers(short_dir, respon
         bound.bind(str(path))
         bound.listen()
         threading.Thread(target=respond, args=(bound,), daemon=True).start()
-    assert code_of(asked, path, timeout_s=0.5)[0] is code
+    assert code_of(requested, path, timeout_s=0.5)[0] is code

@@ -85,9 +85,9 @@ def test_claims_that_hang_leave_the_driver_alive(node):
     ]
     for caller in callers:
         caller.start()
-    eventually(lambda: len(claims.asked) == len(callers))
+    eventually(lambda: len(claims.requested) == len(callers))
     assert [check(plugin.health_port, name) for name in ("", "liveness", "startup")] == [Status.SERVING] * 3
-    assert len(claims.asked) == len(callers), "a probe asks for no claim"
+    assert len(claims.requested) == len(callers), "a probe asks for no claim"
     gate.opened.set()
     for caller in callers:
         caller.join()

@@ -188,27 +188,27 @@ def test_stop_is_bounded_when_a_call_hangs(node):
 
 @pytest.mark.parametrize("which", ["dra", "registrar"])
 def test_removed_socket_is_fatal_once(node, which):
-    heard = []
-    plugin = node.plugin(plugin_died=heard.append)
+    received = []
+    plugin = node.plugin(plugin_died=received.append)
     getattr(plugin.sockets, which).unlink()
-    (error,) = eventually(lambda: heard)
+    (error,) = eventually(lambda: received)
     assert isinstance(error, FatalError)
     assert str(getattr(plugin.sockets, which)) in str(error)
     assert "was removed" in str(error)
     plugin.stop()
-    assert len(heard) == 1
+    assert len(received) == 1
     assert node.files() == []
 
 
 def test_socket_taken_over_is_fatal_and_stop_leaves_it_to_its_new_owner(node):
-    heard = []
-    plugin = node.plugin(plugin_died=heard.append)
+    received = []
+    plugin = node.plugin(plugin_died=received.append)
     path = plugin.sockets.registrar
     with socket.socket(socket.AF_UNIX) as owner:
         owner.bind(f"{path}.new")
         owner.listen()
         Path(f"{path}.new").rename(path)
-        assert "taken over" in str(eventually(lambda: heard)[0])
+        assert "taken over" in str(eventually(lambda: received)[0])
         plugin.stop()
         assert path.exists()
     assert node.files() == [f"registry/{path.name}"]

@@ -28,7 +28,7 @@ def test_a_call_with_too_many_claims_is_refused_as_a_whole_and_the_next_call_wor
         assert caught.value.details() == (
             "the call names 1025 claims, but one call may have at most 1024; use several calls"
         )
-    assert claims.asked == []
+    assert claims.requested == []
     assert len(prepare(dra, *refs[:MAX_CLAIMS]).claims) == MAX_CLAIMS
 
 
@@ -46,7 +46,7 @@ def test_unprepare_and_probes_are_answered_when_hundreds_of_prepares_wait(node):
             for n in range(400)
         ]
         try:
-            eventually(lambda: len(claims.asked) == 400)
+            eventually(lambda: len(claims.requested) == 400)
             assert unprepare(plugin.sockets.dra, claim()).claims["uid-1"].error == ""
             assert dial(plugin.sockets.registrar) is None
         finally:

@@ -30,8 +30,8 @@ def test_get_info_reports_who_we_are_for_ever(node):
 
 
 def test_status_is_kept_and_reported_once_per_change(node):
-    heard = []
-    plugin = node.plugin(registration_changed=heard.append)
+    received = []
+    plugin = node.plugin(registration_changed=received.append)
     assert plugin.status is None
     with pytest.raises(grpc.RpcError) as caught:
         notify(plugin.sockets.registrar, False, "no room")
@@ -41,7 +41,7 @@ def test_status_is_kept_and_reported_once_per_change(node):
     notify(plugin.sockets.registrar, True)
     notify(plugin.sockets.registrar, True)
     assert plugin.status == RegistrationStatus(True)
-    assert heard == [RegistrationStatus(False, "no room"), RegistrationStatus(True)]
+    assert received == [RegistrationStatus(False, "no room"), RegistrationStatus(True)]
 
 
 @pytest.fixture
@@ -188,7 +188,7 @@ def test_known_sockets_are_not_queried_again(node: Node, other) -> None:
     seen = watch(node)
     for _ in range(3):
         seen.look()
-    assert made.asked == 1
+    assert made.requested == 1
 
 
 def test_directory_that_cannot_be_listed_keeps_what_was_known(node: Node, other) -> None:

@@ -66,7 +66,7 @@ def test_created_device_is_known_with_everything_and_a_second_prepare_changes_no
     node.countdown.done.clear()
     node.prepare(small)
     assert (node.state(), node.countdown.done) == (before, [])
-    assert node.told == [("create", small.name, None)]
+    assert node.reported == [("create", small.name, None)]
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,9 @@ def test_refusal_leaves_nothing_behind(node: MigNode, small, function: str, code
         node.clock.now += 30
         node.work_off()
     assert node.state() == UNTOUCHED
-    assert [(kind, error is None) for kind, _, error in node.told if kind == "create"] == [("create", False)]
+    assert [(kind, error is None) for kind, _, error in node.reported if kind == "create"] == [
+        ("create", False)
+    ]
     node.prepare(small)
     assert node.on_gpu() == (True, [ONE_G_AT_3])
 
@@ -317,9 +319,9 @@ def test_device_in_use_is_waited_for_and_its_holder_named(node: MigNode, small) 
     node.machine.release_gpu(0)
     node.work_off()
     assert node.state() == UNTOUCHED
-    assert node.told[0] == ("create", small.name, None)
-    assert ("destroy", small.name, "DeviceBusyError") in node.told
-    assert node.told[-1] == ("destroy", small.name, None)
+    assert node.reported[0] == ("create", small.name, None)
+    assert ("destroy", small.name, "DeviceBusyError") in node.reported
+    assert node.reported[-1] == ("destroy", small.name, None)
 
 
 def test_device_freed_in_time_needs_no_second_call(node: MigNode, small) -> None:
@@ -483,11 +485,11 @@ def test_unreadable_ledger_makes_its_instance_foreign(node: MigNode, small, tmp_
 def test_device_is_in_place_while_its_capabilities_are_there(
     node: MigNode, small, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[tuple[int, ...]] = []
+    requested: list[tuple[int, ...]] = []
 
     def there(_caps: MigCaps, *ids: int) -> bool:
-        asked.append(ids)
-        return len(asked) == 1
+        requested.append(ids)
+        return len(requested) == 1
 
     steps = node.devices
     step, kept = node.step(small), record(hold("gpu-00000000"))
@@ -495,7 +497,7 @@ def test_device_is_in_place_while_its_capabilities_are_there(
     node.prepare(small)
     monkeypatch.setattr(MigCaps, "exist", there)
     assert [steps.in_place(step, kept) for _ in range(2)] == [True, False]
-    assert asked == [(0, 10, 0)] * 2
+    assert requested == [(0, 10, 0)] * 2
     assert steps.in_place(WriteCdiSpec(), kept)
     node.ledger.save(replace(node.made(small), phase="creating"))
     assert not steps.in_place(step, kept)
@@ -516,24 +518,24 @@ def test_every_switch_of_the_mode_is_reported(node: MigNode, small) -> None:
     gpu = node.gpu_uuid
     node.prepare(small)
     node.unprepare()
-    assert node.told_of_modes == [("mode-on", gpu, None), ("mode-off", gpu, None)]
-    node.told_of_modes.clear()
+    assert node.reported_modes == [("mode-on", gpu, None), ("mode-off", gpu, None)]
+    node.reported_modes.clear()
     node.machine.set_fault("nvmlDeviceSetMigMode", code="in-use", count=1)
     with pytest.raises(DeviceBusyError):
         node.prepare(small)
-    assert node.told_of_modes == [("mode-on", gpu, "DeviceBusyError")]
-    node.told_of_modes.clear()
+    assert node.reported_modes == [("mode-on", gpu, "DeviceBusyError")]
+    node.reported_modes.clear()
     node.prepare(small)
     node.machine.set_fault("nvmlDeviceSetMigMode", code="in-use", count=1)
     node.unprepare()
     node.work_off()
-    assert node.told_of_modes == [
+    assert node.reported_modes == [
         ("mode-on", gpu, None), ("mode-off", gpu, "DeviceBusyError"), ("mode-off", gpu, None),
     ]  # fmt: skip
-    node.told_of_modes.clear()
+    node.reported_modes.clear()
     left_over(node, small)
     node.prepare_whole()
-    assert node.told_of_modes == [("mode-on", gpu, None), ("mode-off", gpu, None)]
+    assert node.reported_modes == [("mode-on", gpu, None), ("mode-off", gpu, None)]
 
 
 def test_mode_that_no_one_can_report_is_reported(
@@ -550,7 +552,7 @@ def test_mode_that_no_one_can_report_is_reported(
     node.machine.set_fault("nvmlDeviceSetMigMode", code="unknown", count=1)
     with pytest.raises(RetryableError):
         node.prepare(small)
-    assert [(kind, error is None) for kind, _, error in node.told_of_modes] == [
+    assert [(kind, error is None) for kind, _, error in node.reported_modes] == [
         ("mode-on", False), ("mode-off", False),
     ]  # fmt: skip
     monkeypatch.undo()

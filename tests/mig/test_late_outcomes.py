@@ -83,7 +83,7 @@ def test_next_try_makes_the_device_whether_the_late_one_came_or_not(
     assert foreign(unsure) == []
     unsure.prepare(small)
     assert (unsure.on_gpu(), phases(unsure), foreign(unsure)) == ((True, [MADE]), ["created"], [])
-    assert [kind for kind, *_ in unsure.told] == ["create", "create"]
+    assert [kind for kind, *_ in unsure.reported] == ["create", "create"]
     unsure.unprepare()
     assert unsure.state() == UNTOUCHED
 

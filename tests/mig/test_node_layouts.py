@@ -40,7 +40,7 @@ class Layouts:
     def __init__(self, node: MigNode, wanted: MigLayouts = MIXED, *, leads: bool = True) -> None:
         self.node = node
         self.labels: dict[str, str] | Exception = {}
-        self.told: list[GpuLayout] = []
+        self.reported: list[GpuLayout] = []
         self.scans = 0
         self.cards: tuple[Card, ...] = ()
         self.planning = GpuLocks(node.directory / "locks", ".plan.lock")
@@ -78,7 +78,7 @@ class Layouts:
             self.keeper.refuse_changing({self.node.gpu_uuid})
 
     def _changed(self, new: Sequence[GpuLayout]) -> None:
-        self.told += new
+        self.reported += new
 
     def look(self) -> GpuLayout | None:
         self.keeper.look()
@@ -127,8 +127,8 @@ def test_a_gpu_is_tainted_first_then_cut_and_then_left_alone(node: MigNode) -> N
     assert layouts.settle().state == "applied"
     assert profiles(node) == [THREE, ONE, ONE]
     assert all(entry.is_of_layout for entry in node.ledger.details(OwnedInstance))
-    assert [one.state for one in layouts.told] == ["waiting", "applied"]
-    assert layouts.told[0].since <= layouts.told[1].since
+    assert [one.state for one in layouts.reported] == ["waiting", "applied"]
+    assert layouts.reported[0].since <= layouts.reported[1].since
     assert layouts.scans == 1
     layouts.keeper.refuse_changing({node.gpu_uuid})
     made = {entry.uuid for entry in node.ledger.details(OwnedInstance)}
@@ -303,7 +303,7 @@ def test_the_next_instance_reports_nothing_again_and_continues_with_the_taint(no
     assert second.settle().state == "applied"
     third = Layouts(node.restarted())
     third.settle()
-    assert third.told == []
+    assert third.reported == []
 
 
 def test_only_the_instance_that_leads_acts_and_the_next_one_continues(node: MigNode) -> None:
@@ -362,7 +362,7 @@ def test_a_gpu_that_needs_a_reset_says_so_and_is_cut_after_it(make_memory_path: 
             state = layouts.settle()
             assert state.state == "waiting"
             assert "--gpu-reset" in state.text
-        assert node.told_of_modes == [("mode-on", node.gpu_uuid, "RetryableError")]
+        assert node.reported_modes == [("mode-on", node.gpu_uuid, "RetryableError")]
         node.machine.reboot()
         simulated.session.reopen()
         after = node.restarted(boot_id="boot-2")

@@ -64,7 +64,7 @@ class Node(MigNode):
         ]
         return name
 
-    def asked(self, wanted: AllocatedClaim, deadline_s: float = LONG_S) -> Any:
+    def requested(self, wanted: AllocatedClaim, deadline_s: float = LONG_S) -> Any:
         """Prepares it, like the kubelet."""
         self.claims.add(wanted)
         return self.service.prepare([wanted.ref], deadline_s)[wanted.ref.uid]
@@ -101,14 +101,14 @@ def error_of(answer: object) -> str:
     return answer.error
 
 
-class Asking:
+class Attempt:
     """A Prepare in a thread of its own."""
 
     def __init__(self, node: Node, wanted: AllocatedClaim) -> None:
         self._answer: object = None
 
         def run() -> None:
-            self._answer = node.asked(wanted)
+            self._answer = node.requested(wanted)
 
         self._thread = threading.Thread(target=run, daemon=True)
         self._thread.start()
@@ -118,12 +118,12 @@ class Asking:
         return self._answer
 
 
-def waiting(node: Node, wanted: AllocatedClaim) -> Asking:
+def waiting(node: Node, wanted: AllocatedClaim) -> Attempt:
     """A Prepare that NVML refuses again and again, and that waits between its tries."""
     node.machine.set_fault(CREATE_COMPUTE_INSTANCE, code="insufficient-resources")
-    asking = Asking(node, wanted)
+    attempt = Attempt(node, wanted)
     eventually(lambda: wanted.ref.uid in node.waiting)
-    return asking
+    return attempt
 
 
 # --- what passes -------------------------------------------------------------------------------
@@ -139,12 +139,12 @@ def test_refusal_that_passes_is_healed_within_the_call(
 ) -> None:
     node.machine.set_fault(function, code=code, count=count)
     wanted = small(node)
-    assert isinstance(node.asked(wanted), Prepared)
-    assert node.outcomes.told == [("prepare", None)]
-    assert [name for _, name, error in node.told if error] == [node.device("1g.10gb", 3)] * count
-    assert node.told[-1] == ("create", node.device("1g.10gb", 3), None)
-    [told] = [line for line in logs if line["event"] == "prepare_waits"]
-    assert CREATIONS[function] in told["reason"]
+    assert isinstance(node.requested(wanted), Prepared)
+    assert node.outcomes.reported == [("prepare", None)]
+    assert [name for _, name, error in node.reported if error] == [node.device("1g.10gb", 3)] * count
+    assert node.reported[-1] == ("create", node.device("1g.10gb", 3), None)
+    [reported] = [line for line in logs if line["event"] == "prepare_waits"]
+    assert CREATIONS[function] in reported["reason"]
     assert node.on_gpu() == (True, [(10, 19, 3, 1)])
     assert node.no_more(wanted) is None
     assert node.leftovers == (UNTOUCHED, [])
@@ -153,8 +153,8 @@ def test_refusal_that_passes_is_healed_within_the_call(
 @pytest.mark.parametrize("code", ["in-use", "unknown", "not-ready"])
 def test_mode_that_is_refused_for_now_is_switched_within_the_call(node: Node, code: str) -> None:
     node.machine.set_fault("nvmlDeviceSetMigMode", code=code, count=2)
-    assert isinstance(node.asked(small(node)), Prepared)
-    assert [error is None for kind, _, error in node.told_of_modes if kind == "mode-on"] == [
+    assert isinstance(node.requested(small(node)), Prepared)
+    assert [error is None for kind, _, error in node.reported_modes if kind == "mode-on"] == [
         False,
         False,
         True,
@@ -186,11 +186,11 @@ def three(node: Node) -> AllocatedClaim:
     return claim(node.device("1g.10gb", 6), node.device("2g.20gb", 4), node.device("3g.40gb", 0))
 
 
-def waiting_with_two(node: Node) -> tuple[Asking, Stubborn]:
+def waiting_with_two(node: Node) -> tuple[Attempt, Stubborn]:
     stubborn = Stubborn(node, 9, float("inf"))
-    asking = Asking(node, three(node))
+    attempt = Attempt(node, three(node))
     eventually(lambda: "uid-1" in node.waiting)
-    return asking, stubborn
+    return attempt, stubborn
 
 
 def made(node: Node) -> list[tuple[int, int]]:
@@ -199,12 +199,12 @@ def made(node: Node) -> list[tuple[int, int]]:
 
 def test_mode_and_finished_devices_stay_between_the_tries(node: Node) -> None:
     stubborn = Stubborn(node, 9, 5)
-    assert isinstance(node.asked(three(node)), Prepared)
+    assert isinstance(node.requested(three(node)), Prepared)
     assert len(set(map(str, stubborn.seen))) == 1
     [(phase, (is_on, instances)), *_] = stubborn.seen
     assert (phase, is_on, [row[3] for row in instances]) == ("preparing", True, [1, 1])
-    assert node.told_of_modes == [("mode-on", node.gpu_uuid, None)]
-    assert [kind for kind, _, error in node.told if not error] == ["create"] * 3
+    assert node.reported_modes == [("mode-on", node.gpu_uuid, None)]
+    assert [kind for kind, _, error in node.reported if not error] == ["create"] * 3
     assert made(node) == [(9, 0), (14, 4), (19, 6)]
     assert node.no_more(three(node)) is None
     assert node.leftovers == (UNTOUCHED, [])
@@ -228,19 +228,19 @@ def test_driver_that_is_not_ready_for_a_while_after_the_switch_is_waited_for(
 
     monkeypatch.setattr(node.hardware, "set_mode", switched)
     monkeypatch.setattr(node.hardware, "create", settling)
-    assert isinstance(node.asked(small(node)), Prepared)
-    assert [kind for kind, *_ in node.told_of_modes] == ["mode-on"]
+    assert isinstance(node.requested(small(node)), Prepared)
+    assert [kind for kind, *_ in node.reported_modes] == ["mode-on"]
 
 
 def test_everything_is_undone_when_the_time_is_over(node: Node) -> None:
-    asking, stubborn = waiting_with_two(node)
+    attempt, stubborn = waiting_with_two(node)
     eventually(lambda: len(stubborn.seen) > 1)
     node.waiter.stop()
-    assert "the kubelet retries" in error_of(asking.answer())
+    assert "the kubelet retries" in error_of(attempt.answer())
     assert node.leftovers == (UNTOUCHED, [])
     assert node.preparer._begun == {}
     stubborn.left = 0
-    assert isinstance(node.asked(three(node)), Prepared)
+    assert isinstance(node.requested(three(node)), Prepared)
 
 
 def test_everything_is_undone_before_another_claim_is_waited_for(
@@ -263,7 +263,7 @@ def test_everything_is_undone_before_another_claim_is_waited_for(
         wait(place, error)
 
     monkeypatch.setattr(node.waiter, "wait", waited)
-    assert isinstance(node.asked(three(node)), Prepared)
+    assert isinstance(node.requested(three(node)), Prepared)
     assert seen == [("NvmlTransientError", [(14, 4), (19, 6)], False), ("DeviceHeldError", [], True)]
 
 
@@ -280,7 +280,7 @@ def test_instance_that_was_made_though_the_answer_says_otherwise_is_not_left(
         return made
 
     monkeypatch.setattr(node.hardware, "create", late)
-    assert isinstance(node.asked(small(node)), Prepared)
+    assert isinstance(node.requested(small(node)), Prepared)
     assert seen == [(True, []), (True, [])]
     assert node.on_gpu() == (True, [(10, 19, 3, 1)])
 
@@ -288,7 +288,7 @@ def test_instance_that_was_made_though_the_answer_says_otherwise_is_not_left(
 def test_instance_that_could_not_be_destroyed_is_destroyed_by_the_next_try(node: Node) -> None:
     node.machine.set_fault("nvmlGpuInstanceGetInfo", code="unknown", count=1)
     node.machine.set_fault("nvmlGpuInstanceDestroy", code="unknown", count=2)  # at once, and in the undo
-    assert isinstance(node.asked(small(node)), Prepared)
+    assert isinstance(node.requested(small(node)), Prepared)
     assert node.machine.current().faults == []
     assert node.on_gpu() == (True, [(10, 19, 3, 1)])
     assert [entry.phase for entry in node.ledger.details(OwnedInstance)] == ["created"]
@@ -296,10 +296,10 @@ def test_instance_that_could_not_be_destroyed_is_destroyed_by_the_next_try(node:
 
 def test_device_of_a_prepared_claim_is_made_again_within_the_call(node: Node) -> None:
     wanted = small(node)
-    node.asked(wanted)
+    node.requested(wanted)
     node.machine.destroy_mig(0, 10)
     node.machine.set_fault(CREATE_COMPUTE_INSTANCE, code="insufficient-resources", count=2)
-    assert isinstance(node.asked(wanted), Prepared)
+    assert isinstance(node.requested(wanted), Prepared)
     assert node.on_gpu() == (True, [(10, 19, 3, 1)])
 
 
@@ -318,35 +318,35 @@ def test_device_of_a_prepared_claim_is_made_again_within_the_call(node: Node) ->
 @pytest.mark.parametrize("function", CREATIONS)
 def test_refusal_that_does_not_pass_fails_at_once(node: Node, function: str, code: str, text: str) -> None:
     node.machine.set_fault(function, code=code)
-    told = error_of(node.asked(small(node)))
-    assert CREATIONS[function] in told
-    assert text in told
-    assert len([kind for kind, *_ in node.told if kind == "create"]) == 1
+    reported = error_of(node.requested(small(node)))
+    assert CREATIONS[function] in reported
+    assert text in reported
+    assert len([kind for kind, *_ in node.reported if kind == "create"]) == 1
     assert node.leftovers == (UNTOUCHED, [])
 
 
 @pytest.mark.parametrize("function", CREATIONS)
 def test_lost_gpu_is_searched_once_and_not_waited_for(node: Node, function: str) -> None:
     node.machine.set_fault(function, code="gpu-is-lost")
-    assert "the GPU does not answer" in error_of(node.asked(small(node)))
-    assert (node.node_devices.scans, node.outcomes.told) == (1, [("prepare", "DeviceLostError")])
-    assert len([kind for kind, *_ in node.told if kind == "create"]) == 2
+    assert "the GPU does not answer" in error_of(node.requested(small(node)))
+    assert (node.node_devices.scans, node.outcomes.reported) == (1, [("prepare", "DeviceLostError")])
+    assert len([kind for kind, *_ in node.reported if kind == "create"]) == 2
     assert node.leftovers == (UNTOUCHED, [])
 
 
 @pytest.mark.parametrize("function", CREATIONS)
 def test_refusal_that_lasts_is_reported_with_how_long_it_was_waited_for(node: Node, function: str) -> None:
     node.machine.set_fault(function, code="insufficient-resources")
-    asking = Asking(node, small(node))
-    eventually(lambda: len([kind for kind, *_ in node.told if kind == "create"]) > 1)
+    attempt = Attempt(node, small(node))
+    eventually(lambda: len([kind for kind, *_ in node.reported if kind == "create"]) > 1)
     node.waiter.stop()
-    told = error_of(asking.answer())
-    assert CREATIONS[function] in told
-    assert re.search("; waited [0-9]+ s; the kubelet retries$", told)
-    assert node.outcomes.told == [("prepare", NvmlTransientError.__name__)]
+    reported = error_of(attempt.answer())
+    assert CREATIONS[function] in reported
+    assert re.search("; waited [0-9]+ s; the kubelet retries$", reported)
+    assert node.outcomes.reported == [("prepare", NvmlTransientError.__name__)]
     assert node.leftovers == (UNTOUCHED, [])
     node.machine.clear_faults()
-    assert isinstance(node.asked(small(node)), Prepared)
+    assert isinstance(node.requested(small(node)), Prepared)
 
 
 def test_silicon_that_someone_else_took_is_reported_at_once(
@@ -363,10 +363,12 @@ def test_silicon_that_someone_else_took_is_reported_at_once(
         return create(*arguments)
 
     monkeypatch.setattr(node.hardware, "create", late)
-    assert "in the way: GPU instance 4 (profile 14) at memory slices 2-3" in error_of(node.asked(small(node)))
+    assert "in the way: GPU instance 4 (profile 14) at memory slices 2-3" in error_of(
+        node.requested(small(node))
+    )
     assert node.hardware.instances(*node.address)[0].slot == (14, 2)
     monkeypatch.undo()
-    assert "which gpu-dra-driver did not create" in error_of(node.asked(small(node)))
+    assert "which gpu-dra-driver did not create" in error_of(node.requested(small(node)))
     assert len(node.machine.gpu(0).instances) == 1
 
 
@@ -376,25 +378,25 @@ def test_silicon_that_someone_else_took_is_reported_at_once(
 def test_others_on_the_gpu_continue_and_no_lock_is_held_in_between(make: Callable[..., Node]) -> None:
     node = make(WaitTimeouts(retry_s=30, stop_s=0.01))
     first, second = small(node), small(node, 5, "uid-2")
-    asking = waiting(node, first)
+    attempt = waiting(node, first)
     node.machine.clear_faults()
     assert node.on_gpu() == (True, [])
     with node.locks.hold({node.gpu_uuid}, 1), node.claim_locks.hold("uid-1", 1):
         pass
-    assert isinstance(node.asked(second), Prepared)
+    assert isinstance(node.requested(second), Prepared)
     assert node.no_more(second) is None
     node.work_off()
     assert node.on_gpu() == (True, []), "the mode stays on while a claim waits for a device"
     node.no_more(first)
     node.waiter.stop()
-    asking.answer()
+    attempt.answer()
     assert node.leftovers == (UNTOUCHED, [])
 
 
 def test_unprepare_ends_the_waiting(node: Node) -> None:
-    asking, _ = waiting_with_two(node)
+    attempt, _ = waiting_with_two(node)
     assert node.no_more(three(node)) is None
-    assert "the kubelet retries" in error_of(asking.answer())
+    assert "the kubelet retries" in error_of(attempt.answer())
     assert node.leftovers == (UNTOUCHED, [])
 
 
@@ -402,25 +404,25 @@ def test_claim_that_comes_again_gets_no_device_on_which_a_process_computes(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dra_driver.journal.cleaner.CLEAN_BEFORE_S", 1.0)
-    assert isinstance(node.asked(small(node)), Prepared)
+    assert isinstance(node.requested(small(node)), Prepared)
     [before] = node.ledger.details(OwnedInstance)
     node.machine.hold_gpu(0, 4711, "python3", gpu_instance=before.gpu_instance_id, compute_instance=0)
     assert node.no_more(small(node)) is None
     for uid in ("uid-1", "uid-2"):
-        assert "4711" in error_of(node.asked(small(node, uid=uid)))
+        assert "4711" in error_of(node.requested(small(node, uid=uid)))
     node.machine.release_gpu(0)
-    assert isinstance(node.asked(small(node)), Prepared)
+    assert isinstance(node.requested(small(node)), Prepared)
     [after] = node.ledger.details(OwnedInstance)
     assert after.uuid != before.uuid
 
 
 def test_claim_that_wants_the_same_silicon_is_refused_until_the_one_before_gives_up(node: Node) -> None:
-    asking, _ = waiting_with_two(node)
+    attempt, _ = waiting_with_two(node)
     second = claim(node.device("1g.10gb", 5), uid="uid-2")
-    assert "is held by claim default/claim-uid-1" in error_of(node.asked(second))
+    assert "is held by claim default/claim-uid-1" in error_of(node.requested(second))
     node.no_more(three(node))
-    asking.answer()
-    assert isinstance(node.asked(second), Prepared)
+    attempt.answer()
+    assert isinstance(node.requested(second), Prepared)
     assert made(node) == [(19, 5)]
 
 
@@ -436,8 +438,8 @@ def test_many_claims_of_one_gpu_are_all_made_though_half_of_all_is_refused(
 
     monkeypatch.setattr(node.hardware, "create", moody)
     wanted = [small(node, start, f"uid-{start}") for start in range(7)]
-    asked = [Asking(node, one) for one in wanted]
-    assert all(isinstance(one.answer(), Prepared) for one in asked)
+    requested = [Attempt(node, one) for one in wanted]
+    assert all(isinstance(one.answer(), Prepared) for one in requested)
     found = node.hardware.instances(*node.address)
     assert [one.placement.start for one in found] == list(range(7))
     assert all(isinstance(one, GpuInstance) for one in found)

@@ -43,9 +43,9 @@ def test_host_whose_files_are_something_else_starts_and_stops_daemons(
             kind(path)
     one, spec = host.supervisor(sign=0.01), host.spec()
     assert one.ensure(spec, 5.0).state == "ready"
-    told = {status.device: status.problem for status in MpsHostFiles(host.layout).statuses()}
-    assert told.pop("gpu-2") is None
-    assert None not in told.values(), "what is wanted and cannot be read is refused"
+    reported = {status.device: status.problem for status in MpsHostFiles(host.layout).statuses()}
+    assert reported.pop("gpu-2") is None
+    assert None not in reported.values(), "what is wanted and cannot be read is refused"
     one.stop(spec.device, 5.0)
     assert (host.daemons(), host.compute_mode()) == ((), 0)
 

@@ -57,8 +57,8 @@ def test_one_daemon_serves_all_gpus_with_their_limits_by_number(host: Host) -> N
     assert host.modes() == [EXCLUSIVE_PROCESS] * 3
     visible = ",".join(host.machine.gpu(index).uuid for index in GROUP)
     assert host.client()[:2] == ["mps=connected", f"device={visible}"]
-    asked = [f"get_default_device_pinned_mem_limit {number}" for number in range(3)]
-    assert [host.control().query_once(one, timeout_s=2) for one in asked] == [["4G"], [], ["1G"]]
+    requested = [f"get_default_device_pinned_mem_limit {number}" for number in range(3)]
+    assert [host.control().query_once(one, timeout_s=2) for one in requested] == [["4G"], [], ["1G"]]
 
 
 def test_each_gpu_gets_its_own_earlier_mode_back(host: Host) -> None:

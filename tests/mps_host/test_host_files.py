@@ -107,10 +107,10 @@ def test_anything_else_says_nothing_and_stays(
     layout = MpsLayout(tmp_path_factory.mktemp("anything"))
     layout.wanted_directory.mkdir()
     layout.wanted("gpu-1").write_bytes(content)
-    told: list[UnreadableFile] = []
-    files = wanted_files(layout, told.append)
+    reported: list[UnreadableFile] = []
+    files = wanted_files(layout, reported.append)
     assert (files.all(), files.quarantined()) == ({}, [layout.wanted("gpu-1")])
-    assert (len(told), layout.wanted("gpu-1").read_bytes()) == (1, content)
+    assert (len(reported), layout.wanted("gpu-1").read_bytes()) == (1, content)
 
 
 def test_differences_name_both_sides() -> None:

@@ -84,8 +84,8 @@ def test_a_failure_is_reported_once_and_stops_no_daemon(host: Host, logs: list[d
     supervisor = host.supervisor()
     for index in (2, 3):
         assert supervisor.ensure(host.spec(index), 10).state == "ready"
-    told = [line for line in logs if line["event"] == "mps_not_labelled"]
-    assert [line["label"] for line in told] == [CONTAINER_FILE]
+    reported = [line for line in logs if line["event"] == "mps_not_labelled"]
+    assert [line["label"] for line in reported] == [CONTAINER_FILE]
 
 
 class Mounting(KernelMounter):

@@ -238,8 +238,8 @@ def test_daemon_that_ends_while_it_starts_is_refused_with_status_and_output(host
     )
 
 
-@tabled("error", "told")
-def test_daemon_that_cuda_keeps_from_starting_is_refused_with_the_error(host, error, told):
+@tabled("error", "reported")
+def test_daemon_that_cuda_keeps_from_starting_is_refused_with_the_error(host, error, reported):
     """Its program prints nothing, also with an option that older branches do not know."""
     host.behave(exit=error % 256)
     supervisor = host.supervisor()
@@ -247,7 +247,7 @@ def test_daemon_that_cuda_keeps_from_starting_is_refused_with_the_error(host, er
         with pytest.raises(RetryableError) as refused:
             supervisor.ensure(host.spec(multi_user=multi_user), 10)
         begin = f"the MPS daemon of gpu-2 ({host.spec().uuid}) stopped during its start with "
-        assert str(refused.value).removeprefix(begin) == told
+        assert str(refused.value).removeprefix(begin) == reported
     host.assert_nothing_left()
 
 
@@ -522,7 +522,7 @@ def test_a_compute_mode_that_cannot_be_read_ends_no_daemon(host, logs):
 
 def test_no_nvidia_smi_runs_while_the_driver_is_detached(host, logs):
     detachments = Detachments(host.layout.root, "boot-1")
-    asked, open_while_run = [], []
+    requested, open_while_run = [], []
     programs = InstalledPrograms(str(host.machine.host_root), host.layout.libraries, 0o755)
 
     def find():
@@ -530,16 +530,16 @@ def test_no_nvidia_smi_runs_while_the_driver_is_detached(host, logs):
         return programs()
 
     def using_nvml():
-        asked.append(detachments.problem())
+        requested.append(detachments.problem())
         return detachments.using_nvml()
 
     supervisor = host.supervisor(compute_mode=ComputeMode(find, using_nvml))
     first = supervisor.ensure(host.spec(), 10)
     detachments.begin(3600)
-    eventually(lambda: asked[-1] is not None and not detachments.is_nvml_open())
+    eventually(lambda: requested[-1] is not None and not detachments.is_nvml_open())
     host.machine.set_compute_mode(first.spec.uuid, 0)
-    runs, asked[:] = len(open_while_run), []
-    eventually(lambda: len(asked) > 2)
+    runs, requested[:] = len(open_while_run), []
+    eventually(lambda: len(requested) > 2)
     assert (len(open_while_run), host.compute_mode()) == (runs, 0)
     with pytest.raises(RetryableError, match="NVML is closed until"):
         supervisor.ensure(host.spec(3), 10)
@@ -646,12 +646,12 @@ def test_a_host_that_ends_leaves_a_start_in_progress_to_the_next(host):
     host.behave(sleep_s=1.0)
     old = host.supervisor()
     with ThreadPoolExecutor(1) as caller:
-        asked = caller.submit(old.ensure, host.spec(), 30)
+        requested = caller.submit(old.ensure, host.spec(), 30)
         eventually(lambda: len(host.daemons()) == 1)
         [daemon] = host.daemons()
         old.close()
         host.supervisor()
-        assert asked.result().pid == daemon.pid
+        assert requested.result().pid == daemon.pid
 
 
 def test_devices_start_at_the_same_time(host):

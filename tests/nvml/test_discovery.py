@@ -342,13 +342,13 @@ def test_mig_device_that_goes_while_it_is_read_is_a_hole(
     node = machine("h100-mig-static")
     healthy = node.read().gpus[0]
     ask = getattr(pynvml.nvmlLib, function)
-    asked: list[int] = []
+    requested: list[int] = []
     first = healthy.mig_devices[0]
 
     def go_first(handle: Any, *rest: Any) -> int:
         is_mig = function == "nvmlGpuInstanceGetInfo" or pynvml.nvmlDeviceIsMigDeviceHandle(handle)
-        if is_mig and not asked:
-            asked.append(1)
+        if is_mig and not requested:
+            requested.append(1)
             for instance in list(node.machine.gpu(0).instances):
                 if change == "mode off" or instance.id == first.gpu_instance_id:
                     node.machine.destroy_mig(0, instance.id)
@@ -361,7 +361,7 @@ def test_mig_device_that_goes_while_it_is_read_is_a_hole(
     monkeypatch.setattr(pynvml.nvmlLib, function, go_first)
     pynvml._nvmlGetFunctionPointer_cache.clear()
     found = read_inventory()
-    assert asked
+    assert requested
     assert found.faults == ()
     read = found.gpus[0].mig_devices
     match change:

@@ -405,10 +405,12 @@ def test_registering_again_loses_nothing_that_no_one_has_heard_yet(node, source)
     node.machine.raise_xid(0, 48)
     node.machine.raise_xid(1, 74)
     watch(source, uuid(node, 1))
-    heard = [source.wait(1) for _ in range(2)]
+    received = [source.wait(1) for _ in range(2)]
     node.machine.raise_xid(1, 79)
-    heard.append(source.wait(1))
-    assert heard == [HealthEvent(uuid(node, number), Xid(xid)) for number, xid in ((0, 48), (1, 74), (1, 79))]
+    received.append(source.wait(1))
+    assert received == [
+        HealthEvent(uuid(node, number), Xid(xid)) for number, xid in ((0, 48), (1, 74), (1, 79))
+    ]
     source.forget(uuid(node))
     assert source.wait(0) is None
 

@@ -70,12 +70,12 @@ def test_gpus_that_do_not_know_it(machine: Make, name: str, mode: str | None) ->
     ("driver", "mode", "told"),
     [("535.183.01", "ppcie", "off"), ("535.183.01", "devtools", "devtools"), ("525.147.05", "on", None)],
 )
-def test_drivers_that_do_not_report_all(machine: Make, driver: str, mode: str, told: str | None) -> None:
+def test_drivers_that_do_not_report_all(machine: Make, driver: str, mode: str, reported: str | None) -> None:
     made = machine("hgx-h100-4")
     made.machine.set_system(confidential_compute=mode)
     made.machine.load_driver(driver)
     made.session.reopen()
-    assert supported(confidential_mode) == told
+    assert supported(confidential_mode) == reported
     assert read_inventory().faults == ()
 
 

@@ -225,7 +225,7 @@ def test_looks_give_way_to_who_waits_but_not_while_an_operation_is_running(bench
             return True
 
     with (
-        under_way(session.kept_open) as look_ends,
+        under_way(session.kept_open) as call_ends,
         under_way(lambda: of_a_moment(session)) as ends,
         in_thread(pause),
     ):
@@ -235,7 +235,7 @@ def test_looks_give_way_to_who_waits_but_not_while_an_operation_is_running(bench
         eventually(is_refused)
         with of_a_moment(session), session.kept_open():
             assert not closed.is_set()
-        look_ends.set()
+        call_ends.set()
     assert closed.is_set()
 
 

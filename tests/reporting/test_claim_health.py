@@ -17,7 +17,7 @@ RECORDS = {
 class Bench:
     def __init__(self) -> None:
         self.dropped = 0
-        self.told: list[str] = []
+        self.reported: list[str] = []
         self.renewed: list[str] = []
         self.records = dict(RECORDS)
         self.inventory = MIXED
@@ -34,10 +34,10 @@ class Bench:
         )
 
     def claim_event(self, ref, reason, message, *, warning):
-        self.told.append(ref.uid)
+        self.reported.append(ref.uid)
 
     def node_event(self, reason, message, *, warning):
-        self.told.append("node")
+        self.reported.append("node")
 
     def renew(self, uid):
         self.renewed.append(uid)
@@ -58,11 +58,11 @@ def bench():
     return Bench()
 
 
-@tabled("target", "told")
-def test_only_who_holds_what_is_hit_is_reported(bench, target, told):
+@tabled("target", "reported")
+def test_only_who_holds_what_is_hit_is_reported(bench, target, reported):
     gpu, *instances = target
     bench.change(uuid(gpu), *instances)
-    assert bench.told == told
+    assert bench.reported == reported
 
 
 def test_every_status_is_checked_after_the_start_and_when_the_turn_comes(bench):
@@ -74,7 +74,7 @@ def test_every_status_is_checked_after_the_start_and_when_the_turn_comes(bench):
     assert bench.looked() == []
     bench.is_ours = False
     bench.change(uuid(0))
-    assert (bench.looked(), bench.told) == ([], [])
+    assert (bench.looked(), bench.reported) == ([], [])
     bench.is_ours = True
     assert bench.looked() == everything
 

@@ -54,7 +54,7 @@ class Server:
         self.states = []
         self.firsts = []
         self.tries = 0
-        self.told = threading.Condition()
+        self.reported = threading.Condition()
 
     def pods_of(self, ref, *, timeout_s=None):
         assert timeout_s is not None
@@ -67,25 +67,25 @@ class Server:
         assert timeout_s is not None
         self.firsts.append(how.get("is_first"))
         self._serve()
-        with self.told:
+        with self.reported:
             if isinstance(about, ClaimRef):
                 self.states.append((about, *rest))
             else:
                 self.events.append((about.kind, about.name, *rest, how["warning"], how["times"]))
-            self.told.notify_all()
+            self.reported.notify_all()
         return True
 
     def _serve(self) -> None:
         self.entered.set()
         assert self.open.wait(10)
-        with self.told:
+        with self.reported:
             self.tries += 1
             if self.errors:
                 raise self.errors.pop(0)
 
     def wait_for(self, condition) -> None:
-        with self.told:
-            assert self.told.wait_for(condition, 10)
+        with self.reported:
+            assert self.reported.wait_for(condition, 10)
 
 
 @pytest.fixture
@@ -174,7 +174,7 @@ def test_what_cannot_be_said_for_minutes_is_dropped(server, logs):
     ) as recorder:
         recorder.node_event("Old", "", warning=False)
         eventually(lambda: recorder.dropped)
-        with server.told:
+        with server.reported:
             server.errors.clear()
         recorder.node_event("New", "", warning=False)
         server.wait_for(lambda: server.events)

@@ -160,10 +160,10 @@ def test_page_that_hangs_takes_a_bounded_number_of_threads_and_blocks_no_other_p
 
 
 def test_start_does_not_wait_for_dns(monkeypatch: pytest.MonkeyPatch) -> None:
-    def asked(*_: object) -> str:
+    def requested(*_: object) -> str:
         raise AssertionError("DNS was asked")
 
-    monkeypatch.setattr(socket, "getfqdn", asked)
+    monkeypatch.setattr(socket, "getfqdn", requested)
     one = HttpEndpoint("127.0.0.1:0", {})
     assert one.port
     one.stop()

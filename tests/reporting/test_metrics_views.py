@@ -95,13 +95,13 @@ def test_claim_has_the_labels_of_the_dcgm_exporter_too(metrics: Metrics) -> None
     kept = [record(hold(GPU_0), hold(MIG_1G), hold(MIG_3G, uuid="", device="gone"), uid="u")]
     metrics.show.claims(lambda: kept, lambda device: None, lambda: MIXED)
     found = labelled(scraped(metrics), "nvidia_dra_claim_info")
-    told = {
+    reported = {
         entry["device"]: {name: value for name, value in entry.items() if name.startswith("dra_")}
         for entry in found
     }
     common = {"dra_claim_namespace": "default", "dra_claim_name": "claim-u", "dra_pool_name": NODE}
     expected = {GPU_0: ("", ""), MIG_1G: ("1g.10gb", hold(MIG_1G).uuid), "gone": ("", "")}
-    assert told == {
+    assert reported == {
         device: {
             **common,
             "dra_device_name": device,
@@ -289,12 +289,12 @@ def test_gpus_in_maintenance_are_counted_by_claim_and_state(metrics: Metrics) ->
 
 def test_single_values_follow_what_they_are_read_from(metrics: Metrics) -> None:
     problems: list[str] = []
-    told = {"written": 0, "dropped": 0, "failed": 0}
+    reported = {"written": 0, "dropped": 0, "failed": 0}
     metrics.show.value("readiness", "ready", lambda: not problems)
     metrics.show.value("problem", "node_problem", lambda: bool(problems))
     metrics.show.publishing(lambda: problems[0] if problems else None, lambda: 3, lambda: 2)
     metrics.show.value("partitions", "partitions_unsupported", lambda: bool(problems))
-    metrics.show.reports(lambda: told)
+    metrics.show.reports(lambda: reported)
     metrics.show.mps(lambda: ["ready", "ready", *("fault" for _ in problems)])
 
     def values() -> list[float]:
@@ -306,7 +306,7 @@ def test_single_values_follow_what_they_are_read_from(metrics: Metrics) -> None:
     assert values() == [1, 0, 0, 3, 0]
     problems.append("a problem")
     assert values() == [0, 1, 1, 3, 1]
-    told.update(written=1, dropped=2, failed=3)
+    reported.update(written=1, dropped=2, failed=3)
     outcomes = by_label(metrics, "nvidia_dra_notices_total", "outcome")
     assert outcomes == {("written",): 1, ("dropped",): 2, ("failed",): 3}
     states = by_label(metrics, "nvidia_dra_mps_daemons", "state")
@@ -344,12 +344,12 @@ def test_source_that_fails_costs_its_own_metrics_only_and_is_counted(metrics: Me
 
 
 def test_source_that_hangs_is_left_out_asked_once_and_reported_when_it_answers() -> None:
-    release, asked, failed = threading.Event(), [], []
+    release, requested, failed = threading.Event(), [], []
     readings = Readings(lambda *what: failed.append(what), within_s=0.2)
     views = Views(DRIVER, NODE, readings, lambda source: None)
 
     def states() -> list[str]:
-        asked.append(threading.current_thread())
+        requested.append(threading.current_thread())
         release.wait(10)
         return ["ready"]
 
@@ -358,9 +358,9 @@ def test_source_that_hangs_is_left_out_asked_once_and_reported_when_it_answers()
     for times in (1, 2, 3):
         assert [family.name for family in readings.collect()] == ["nvidia_dra_ready"]
         assert failed == [("mps", "timeout")] * times
-    assert len(asked) == 1
+    assert len(requested) == 1
     release.set()
-    asked[0].join(10)
+    requested[0].join(10)
     patient = Readings(lambda *what: failed.append(what), within_s=10)
     Views(DRIVER, NODE, patient, lambda source: None).mps(states)
     assert [family.name for family in patient.collect()] == ["nvidia_dra_mps_daemons"]

@@ -422,11 +422,11 @@ def test_file_system_that_became_read_only_is_a_problem_before_anything_is_writt
 def test_disk_whose_size_cannot_be_had_holds_up_nothing(
     watch: DiskWatch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate, asked = threading.Event(), []
-    monkeypatch.setattr(os, "statvfs", lambda path: (asked.append(path), gate.wait(60)))
+    gate, requested = threading.Event(), []
+    monkeypatch.setattr(os, "statvfs", lambda path: (requested.append(path), gate.wait(60)))
     for _ in range(3):
         assert watch.problems() == []
-    eventually(lambda: asked == [tmp_path])
+    eventually(lambda: requested == [tmp_path])
     gate.set()
 
 

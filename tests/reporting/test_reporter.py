@@ -29,19 +29,19 @@ class Listener:
     """
 
     def __init__(self) -> None:
-        self.told: list[tuple] = []
+        self.reports: list[tuple] = []
         self.counted: list[tuple] = []
         self.states: list[tuple] = []
         self.firsts: list[bool] = []
 
     def claim_event(self, ref, reason, message, *, warning):
-        self.told.append(("claim and pods", reason, message, warning))
+        self.reports.append(("claim and pods", reason, message, warning))
 
     def minor_claim_event(self, ref, reason, message):
-        self.told.append(("claim, minor", reason, message, False))
+        self.reports.append(("claim, minor", reason, message, False))
 
     def node_event(self, reason, message, *, warning, minor=False):
-        self.told.append(("node, minor" if minor else "node", reason, message, warning))
+        self.reports.append(("node, minor" if minor else "node", reason, message, warning))
 
     def claim_gone(self, ref):
         pass
@@ -59,7 +59,7 @@ class Listener:
 
 
 @pytest.fixture
-def heard():
+def received():
     return Listener()
 
 
@@ -69,22 +69,22 @@ def freed():
 
 
 @pytest.fixture
-def reporter(heard, freed):
+def reporter(received, freed):
     return Reporter(
-        heard,
-        heard,
-        states_for(heard),
+        received,
+        received,
+        states_for(received),
         lambda device: None,
         lambda device: REF if device == "known" else None,
         lambda: freed.append("claim"),
-        no_mps(heard),
+        no_mps(received),
         FailingClaims(("", ""), lambda ref, timeout_s: None, lambda ref, seconds: None, lambda uid: None),
     )
 
 
 def test_claim_that_fails_is_remembered_until_a_call_for_it_succeeds(reporter):
-    told = f"prepare claim {REF.namespace}/{REF.name} (UID {REF.uid}): the disk is full"
-    reporter.failed("prepare", REF, 0.1, StateError("the disk is full"), told)
+    reports = f"prepare claim {REF.namespace}/{REF.name} (UID {REF.uid}): the disk is full"
+    reporter.failed("prepare", REF, 0.1, StateError("the disk is full"), reports)
     [failing] = reporter.failing.all()
     assert (failing.ref, failing.operation, failing.count, failing.error) == (
         REF,
@@ -100,13 +100,13 @@ def test_claim_that_fails_is_remembered_until_a_call_for_it_succeeds(reporter):
     assert reporter.failing.all() == ()
 
 
-def test_maintenance_claim_has_events_when_it_begins_and_ends(reporter, heard):
+def test_maintenance_claim_has_events_when_it_begins_and_ends(reporter, received):
     record = replace(RECORD, steps=(StartMaintenance((uuid(0), uuid(1)), "Wait", 900),))
     reporter.prepared(REF, 0.1, record)
     reporter.unprepared(REF, 0.1, record)
     reporter.unprepared(REF, 0.1, replace(record, phase="preparing"))  # it waited, and never began
     gpus = f"{uuid(0)}, {uuid(1)}: "
-    assert heard.told == [
+    assert received.reports == [
         ("claim and pods", "MaintenanceStarted", f"{gpus}in maintenance for this claim", False),
         (
             "claim and pods",
@@ -122,23 +122,23 @@ def named_by_api(record, *devices):
     return replace(record, claim=replace(record.claim, reported=frozenset(devices)))
 
 
-def test_a_state_that_was_removed_from_the_claim_is_given_again_by_the_next_prepare(reporter, heard):
+def test_a_state_that_was_removed_from_the_claim_is_given_again_by_the_next_prepare(reporter, received):
     entry = ("gpu.nvidia.com", "node-a", GPU_0, None)
     removed, there = named_by_api(RECORD), named_by_api(RECORD, entry)
     reporter.prepared(REF, 0.1, removed)
-    heard.states[-1][1]()
+    received.states[-1][1]()
     for record, states in ((there, 1), (RECORD, 1), (removed, 2)):
         reporter.prepared(REF, 0.1, record)
-        assert len(heard.states) == states
-    assert heard.firsts == [True, False], "only the first time nothing needs to be read before the write"
+        assert len(received.states) == states
+    assert received.firsts == [True, False], "only the first time nothing needs to be read before the write"
 
 
-def test_a_state_is_given_again_after_a_check_only_if_it_was_removed(heard):
-    states = states_for(heard, {"uid-1": RECORD})
+def test_a_state_is_given_again_after_a_check_only_if_it_was_removed(received):
+    states = states_for(received, {"uid-1": RECORD})
     states.renew("uid-1", frozenset({("gpu.nvidia.com", "node-a", GPU_0, None)}))
-    assert heard.states == [], "also by an instance that did not write it"
+    assert received.states == [], "also by an instance that did not write it"
     states.renew("uid-1", frozenset())
-    assert len(heard.states) == 1
+    assert len(received.states) == 1
 
 
 def no_mps(recorder):
@@ -150,61 +150,61 @@ def states_for(recorder, records=None):
     return ClaimStatusReporter(recorder, lambda: known, lambda device: None, dict, (records or {}).get)
 
 
-def test_a_state_is_given_again_until_it_was_written(reporter, heard):
+def test_a_state_is_given_again_until_it_was_written(reporter, received):
     for _ in range(2):
         reporter.prepared(REF, 0.1, RECORD)
-    assert len(heard.states) == 2
-    heard.states[-1][1]()
+    assert len(received.states) == 2
+    received.states[-1][1]()
     reporter.prepared(REF, 0.1, RECORD)
-    assert len(heard.states) == 2, "the same state is written once"
+    assert len(received.states) == 2, "the same state is written once"
     reporter.prepared(REF, 0.1, OTHER)
-    assert len(heard.states) == 3
-    heard.states[-2][1]()
+    assert len(received.states) == 3
+    received.states[-2][1]()
     reporter.prepared(REF, 0.1, OTHER)
-    assert len(heard.states) == 4, "what was written is another state"
+    assert len(received.states) == 4, "what was written is another state"
 
 
-def test_a_state_that_is_written_after_the_claim_is_gone_counts_for_nothing(reporter, heard, freed):
+def test_a_state_that_is_written_after_the_claim_is_gone_counts_for_nothing(reporter, received, freed):
     reporter.prepared(REF, 0.1, RECORD)
     reporter.unprepared(REF, 0.1, RECORD)
     assert freed == ["claim"]
-    heard.states[0][1]()
+    received.states[0][1]()
     reporter.prepared(REF, 0.1, RECORD)
-    assert len(heard.states) == 2
+    assert len(received.states) == 2
 
 
-@tabled("action", "subject", "error", "told")
-def test_mig_is_reported_and_counted(reporter, heard, action, subject, error, told):
+@tabled("action", "subject", "error", "reports")
+def test_mig_is_reported_and_counted(reporter, received, action, subject, error, reports):
     cause = None if error is None else DeviceBusyError(error)
     reporter.mig_changed(action, subject, 1.5, cause)
-    assert heard.told == ([] if told is None else [(*told, error is not None)])
-    assert heard.counted == [(action, 1.5, cause)]
+    assert received.reports == ([] if reports is None else [(*reports, error is not None)])
+    assert received.counted == [(action, 1.5, cause)]
 
 
-def test_a_state_is_renewed_when_it_is_another_or_was_not_written(heard):
+def test_a_state_is_renewed_when_it_is_another_or_was_not_written(received):
     records = {"uid-1": RECORD, "uid-2": replace(SECOND, phase="preparing")}
-    states = states_for(heard, records)
+    states = states_for(received, records)
     for uid in ("uid-1", "uid-2", "uid-3"):
         states.renew(uid)
-    assert len(heard.states) == 1, "what is not prepared has no state"
+    assert len(received.states) == 1, "what is not prepared has no state"
     states.renew("uid-1")
-    assert len(heard.states) == 2, "it may have been lost"
-    heard.states[-1][1]()
+    assert len(received.states) == 2, "it may have been lost"
+    received.states[-1][1]()
     states.renew("uid-1")
-    assert len(heard.states) == 2
+    assert len(received.states) == 2
     records["uid-1"] = OTHER
     states.renew("uid-1")
-    assert len(heard.states) == 3
+    assert len(received.states) == 3
 
 
-def test_claim_that_a_process_keeps_is_reported_on_the_node(reporter, heard):
+def test_claim_that_a_process_keeps_is_reported_on_the_node(reporter, received):
     reporter.still_in_use(REF, "was deleted, but process 4711 still uses gpu-0")
-    [(kind, reason, message, warning)] = heard.told
+    [(kind, reason, message, warning)] = received.reported
     assert (kind, reason, warning) == ("node", "ClaimStillInUse", True)
     assert message == f"Claim {REF} was deleted, but process 4711 still uses gpu-0"
 
 
-class Told:
+class RecordedReports:
     def __init__(self) -> None:
         self.events: list[tuple[str, bool]] = []
         self.texts: list[str] = []
@@ -222,42 +222,44 @@ class Told:
 
 
 @pytest.fixture
-def told() -> Told:
-    return Told()
+def reports() -> RecordedReports:
+    return RecordedReports()
 
 
 @pytest.fixture
-def news(told: Told) -> NodeEvents:
-    return NodeEvents(told, told, lambda: True)
+def node_events(reports: RecordedReports) -> NodeEvents:
+    return NodeEvents(reports, reports, lambda: True)
 
 
-def test_writes_of_slices_are_counted_and_need_no_event(news: NodeEvents, told: Told) -> None:
+def test_writes_of_slices_are_counted_and_need_no_event(
+    node_events: NodeEvents, reports: RecordedReports
+) -> None:
     error = ApiUnavailableError("no answer")
-    news.publish_failed(error)
-    news.published(0.5)
-    assert (told.counted, told.events) == ([error, 0.5], [])
+    node_events.publish_failed(error)
+    node_events.published(0.5)
+    assert (reports.counted, reports.events) == ([error, 0.5], [])
 
 
-def test_what_is_wrong_with_slices_is_reported(news: NodeEvents, told: Told) -> None:
-    news.contested("a second publisher")
-    news.device_left_out("device gpu-1: too many attributes")
-    news.fields_dropped("DRADeviceTaints")
-    assert [reason for reason, _ in told.events] == [
+def test_what_is_wrong_with_slices_is_reported(node_events: NodeEvents, reports: RecordedReports) -> None:
+    node_events.contested("a second publisher")
+    node_events.device_left_out("device gpu-1: too many attributes")
+    node_events.fields_dropped("DRADeviceTaints")
+    assert [reason for reason, _ in reports.events] == [
         "SlicesContested",
         "DeviceNotPublished",
         "SliceFieldsDropped",
     ]
-    assert "DRADeviceTaints" in told.texts[-1]
+    assert "DRADeviceTaints" in reports.texts[-1]
 
 
-def test_what_is_another_instances_turn_to_report_is_not_reported(told: Told) -> None:
+def test_what_is_another_instances_turn_to_report_is_not_reported(reports: RecordedReports) -> None:
     is_ours = False
-    news = NodeEvents(told, told, lambda: is_ours)
-    news.contested("fight")
-    assert told.events == []
+    node_events = NodeEvents(reports, reports, lambda: is_ours)
+    node_events.contested("fight")
+    assert reports.events == []
     is_ours = True
-    news.contested("fight")
-    assert told.events == [("SlicesContested", True)]
+    node_events.contested("fight")
+    assert reports.events == [("SlicesContested", True)]
 
 
 SPEC = MpsDaemonSpec(GPU_0, uuid(0), "gpu", uuid(0))
@@ -272,37 +274,37 @@ class Node:
     def __init__(self) -> None:
         self.records: dict[str, ClaimRecord] = {}
         self.daemons: tuple[MpsDaemonStatus, ...] = ()
-        self.asked = 0
-        self.told: list[tuple[str, str, str]] = []
+        self.requested = 0
+        self.reports: list[tuple[str, str, str]] = []
         self.events = MpsEvents(self, lambda: self.records, self.ask)  # type: ignore[arg-type]
 
     def ask(self) -> tuple[MpsDaemonStatus, ...]:
-        self.asked += 1
+        self.requested += 1
         if not self.daemons:
             raise RetryableError("no MPS host listens")
         return self.daemons
 
     def claim_event(self, ref: ClaimRef, reason: str, message: str, *, warning: bool) -> None:
         assert warning
-        self.told.append((ref.uid, reason, message))
+        self.reports.append((ref.uid, reason, message))
 
     def use(self, uid: str, spec: MpsDaemonSpec = SPEC) -> None:
         one = claim(uid=uid)
         self.records[uid] = ClaimRecord(one, "prepared", "boot", (), (RunMps(spec),))
 
     def look(self) -> list[tuple[str, str, str]]:
-        self.told.clear()
+        self.reports.clear()
         self.events._look()
         return [
             (uid, reason, text[: len(ALONE if reason == "MpsNotExclusive" else USERS)])
-            for uid, reason, text in self.told
+            for uid, reason, text in self.reports
         ]
 
 
 def test_no_one_is_queried_when_no_claim_uses_mps() -> None:
     node = Node()
     node.daemons = (replace(READY, users=(0, 1000)),)
-    assert (node.look(), node.asked) == ([], 0)
+    assert (node.look(), node.requested) == ([], 0)
 
 
 def test_each_claim_of_a_daemon_is_reported_once() -> None:
@@ -345,6 +347,6 @@ def test_a_prepared_claim_makes_it_look_soon() -> None:
         node.use("a")
         node.daemons = (replace(READY, not_exclusive=(uuid(0),)),)
         node.events.prepared(node.records["a"])
-        eventually(lambda: [one[:2] for one in node.told] == [("a", "MpsNotExclusive")])
+        eventually(lambda: [one[:2] for one in node.reports] == [("a", "MpsNotExclusive")])
     finally:
         node.events.stop()

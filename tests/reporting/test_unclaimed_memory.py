@@ -20,7 +20,7 @@ class Node:
         self.fails = False
         self.now = 0.0
         self.leads = True
-        self.told: list[int] = []
+        self.reported: list[int] = []
         self.watch = UnclaimedMemory(self.look, self.report, lambda: self.now)
 
     def look(self) -> dict[str, list[GpuProcess]]:
@@ -31,15 +31,15 @@ class Node:
     def report(self, gpu_uuid: str, process: GpuProcess) -> bool:
         assert gpu_uuid == uuid(0)
         if self.leads:
-            self.told.append(process.pid)
+            self.reported.append(process.pid)
         return self.leads
 
     def after(self, minutes: int) -> list[int]:
         """Returns the reports of that time."""
-        self.told.clear()
+        self.reported.clear()
         for _ in range(minutes):
             self.now += self.watch.turn()
-        return self.told
+        return self.reported
 
     def has(self, *processes: GpuProcess) -> None:
         self.found = {uuid(0): [*processes]}

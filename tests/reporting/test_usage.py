@@ -36,8 +36,8 @@ class Node:
 
     def __init__(self, *records: ClaimRecord) -> None:
         self.records = {one.ref.uid: one for one in records}
-        self.asked: list[tuple[GpuAddress, list[MigAddress]]] = []
-        self.processes_asked: list[str] = []
+        self.requested: list[tuple[GpuAddress, list[MigAddress]]] = []
+        self.processes_read: list[str] = []
         self.uses = {
             uuid(0): GpuUse(BUSY, {}, (GpuProcess(1, "python3", 4 << 30),)),
             uuid(1): GpuUse(IDLE),
@@ -56,7 +56,7 @@ class Node:
         )
 
     def read(self, gpu: GpuAddress, devices: Collection[MigAddress]) -> GpuUse:
-        self.asked.append((gpu, sorted(devices)))
+        self.requested.append((gpu, sorted(devices)))
         if gpu.uuid in self.hang:
             assert self.hang[gpu.uuid].wait(20)
         if gpu.uuid in self.fail:
@@ -64,7 +64,7 @@ class Node:
         return self.uses[gpu.uuid]
 
     def read_processes(self, gpu: GpuAddress) -> GpuUse:
-        self.processes_asked.append(gpu.uuid)
+        self.processes_read.append(gpu.uuid)
         return GpuUse(GpuLoad(), {}, self.read(gpu, ()).processes)
 
     def metrics(self) -> Metrics:
@@ -79,7 +79,7 @@ class Node:
 def test_nothing_is_read_unless_someone_asks() -> None:
     node = Node(record(hold(GPU_0)))
     node.metrics()
-    assert node.asked == []
+    assert node.requested == []
 
 
 def test_gpus_that_answer_soon_are_read_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +143,7 @@ def test_mig_devices_have_their_own_use() -> None:
     assert node.values("nvidia_dra_device_processes") == {MIG_1G: 2, PART: 1}
     fractions = node.values("nvidia_dra_device_gpu_fraction")
     assert fractions == {MIG_1G: 9984 / 81559, MIG_3G: 40448 / 81559}
-    (devices,) = {tuple(devices) for gpu, devices in node.asked if gpu.uuid == uuid(2)}
+    (devices,) = {tuple(devices) for gpu, devices in node.requested if gpu.uuid == uuid(2)}
     assert devices == tuple(sorted([(first, 7, 0), (other, 2, 0), ("MIG-9", 9, 0)]))
 
 
@@ -155,7 +155,7 @@ def test_gpu_that_hangs_is_left_out_and_not_read_again_until_it_ends() -> None:
     for _ in range(3):
         assert node.values("nvidia_dra_device_utilization_ratio") == {GPU_1: 0}
         assert node.values("nvidia_dra_device_gpu_fraction") == {GPU_0: 1, GPU_1: 1}
-    assert sum(gpu.uuid == uuid(0) for gpu, _ in node.asked) == 1
+    assert sum(gpu.uuid == uuid(0) for gpu, _ in node.requested) == 1
     before = threading.active_count()
     end.set()
     for thread in threading.enumerate():
@@ -200,8 +200,8 @@ def test_search_for_memory_that_no_one_claims_reads_processes_only() -> None:
     node.origins = {5: HOST}
     node.fail.add(uuid(0))
     assert node.usage.unclaimed() == {uuid(1): [GpuProcess(5, "train", 3 << 30)]}
-    assert sorted(node.processes_asked) == [uuid(0), uuid(1), uuid(2)]
-    assert len(node.asked) == 3
+    assert sorted(node.processes_read) == [uuid(0), uuid(1), uuid(2)]
+    assert len(node.requested) == 3
 
 
 def test_gpu_that_hangs_in_a_scrape_is_not_read_by_the_search_either() -> None:
@@ -210,7 +210,7 @@ def test_gpu_that_hangs_in_a_scrape_is_not_read_by_the_search_either() -> None:
     assert uuid(0) not in node.usage.look().unclaimed
     del node.hang[uuid(0)]
     assert node.usage.unclaimed().keys() == {uuid(1), uuid(2)}
-    assert uuid(0) not in node.processes_asked
+    assert uuid(0) not in node.processes_read
     end.set()
 
 

@@ -121,17 +121,17 @@ def test_a_claim_is_refused_when_the_daemon_has_all_its_clients(versions: Driver
 
 
 def multi_user(
-    versions: DriverVersions, policy: SharingPolicy = NO_SHARING, *gpus: Gpu, asked: bool | None = None
+    versions: DriverVersions, policy: SharingPolicy = NO_SHARING, *gpus: Gpu, requested: bool | None = None
 ) -> bool:
     """Whether the MPS daemon of a claim serves several users; a share where there is a policy."""
     share = result(GPU_0, share_id="11111111-1111-1111-1111-111111111111" if policy.entries else None)
     parameters = {
         "apiVersion": "resource.nvidia.com/v1beta1",
         "kind": "GpuConfig",
-        "sharing": {"strategy": "MPS", "mpsConfig": {} if asked is None else {"multiUser": asked}},
+        "sharing": {"strategy": "MPS", "mpsConfig": {} if requested is None else {"multiUser": requested}},
     }
     config = DeviceConfig("FromClaim", (), DRIVER, parameters)
-    is_plain_share = bool(policy.entries) and asked is None
+    is_plain_share = bool(policy.entries) and requested is None
     one = replace(claim(uid="uid-1"), results=(share,), configs=() if is_plain_share else (config,))
     [step] = [
         step
@@ -143,20 +143,20 @@ def multi_user(
 
 @pytest.mark.parametrize("versions", [R550, R555, DriverVersions()])
 def test_claims_with_mps_serve_one_user_when_they_do_not_request_more(versions: DriverVersions) -> None:
-    assert (multi_user(versions), multi_user(versions, asked=False)) == (False, False)
+    assert (multi_user(versions), multi_user(versions, requested=False)) == (False, False)
 
 
 @pytest.mark.parametrize("versions", [R555, R590, DriverVersions()])
 def test_claims_with_mps_serve_several_users_when_they_request_it_and_the_driver_can(
     versions: DriverVersions,
 ) -> None:
-    assert multi_user(versions, asked=True) is True
+    assert multi_user(versions, requested=True) is True
 
 
 @pytest.mark.parametrize("policy", [NO_SHARING, MEMORY])
 def test_several_users_are_refused_when_the_driver_is_older_than_r555(policy: SharingPolicy) -> None:
     with pytest.raises(ClaimRefusedError) as refused:
-        multi_user(R550, policy, asked=True)
+        multi_user(R550, policy, requested=True)
     assert str(refused.value) == (
         f"request gpu: multiUser is not possible on device {GPU_0}, because the node has NVIDIA driver 550.163.01; "
         "update it to R555 or newer, or leave multiUser out and run all pods of the device as one user"
@@ -166,11 +166,14 @@ def test_several_users_are_refused_when_the_driver_is_older_than_r555(policy: Sh
 def test_several_users_are_refused_when_the_gpu_is_older_than_volta() -> None:
     assert multi_user(R555, NO_SHARING, pascal(0)) is False
     with pytest.raises(ClaimRefusedError, match="older than Volta"):
-        multi_user(R555, NO_SHARING, pascal(0), asked=True)
+        multi_user(R555, NO_SHARING, pascal(0), requested=True)
 
 
 def test_shares_serve_several_users_where_the_driver_can() -> None:
     one_user = share_all(SharingRule("memory", enforce="mps", multi_user=False))
     assert [multi_user(versions, MEMORY) for versions in (R550, R555)] == [False, True]
     assert [multi_user(versions, one_user) for versions in (R550, R555)] == [False, False]
-    assert (multi_user(R555, MEMORY, asked=False), multi_user(R555, one_user, asked=True)) == (False, True)
+    assert (multi_user(R555, MEMORY, requested=False), multi_user(R555, one_user, requested=True)) == (
+        False,
+        True,
+    )

@@ -120,11 +120,11 @@ def test_capacities_are_the_golden_ones(rule: str, is_golden: Callable[[Path, st
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-@pytest.mark.parametrize("asked", [{}, {"memory": "0"}], ids=["nothing", "zero"])
-def test_every_share_costs_memory(machines: dict[str, Inventory], rule: SharingRule, asked: dict) -> None:
+@pytest.mark.parametrize("requested", [{}, {"memory": "0"}], ids=["nothing", "zero"])
+def test_every_share_costs_memory(machines: dict[str, Inventory], rule: SharingRule, requested: dict) -> None:
     """A quota of memory charges what the scheduler counts; in mode shares all shares of a device still fit."""
     for device in devices(machines["dgx-h100"], rule) + devices(machines["h100-mig-static"], rule):
-        taken = consumption(asked, device)
+        taken = consumption(requested, device)
         assert taken is not None
         memory = parse_quantity(taken["memory"])
         assert memory > 0

@@ -54,8 +54,8 @@ def test_mig_device_is_measured_by_its_profile() -> None:
     device = MIXED.by_name[MIG_1G]
     share = result(MIG_1G, consumed_capacity={"shares": "1", "memory": "0", "multiprocessors": "0"})
     assert limits_of(share, device, FOUR) == ShareLimits(9984 // 4, 25)
-    asked = result(MIG_1G, consumed_capacity={"memory": "1Gi", "multiprocessors": "5"})
-    assert limits_of(asked, device, MEMORY) == ShareLimits(1024, 31)
+    requested = result(MIG_1G, consumed_capacity={"memory": "1Gi", "multiprocessors": "5"})
+    assert limits_of(requested, device, MEMORY) == ShareLimits(1024, 31)
 
 
 def test_what_is_unknown_of_the_device_is_not_a_limit() -> None:
@@ -86,10 +86,10 @@ rules = st.builds(
     SharingRule, st.sampled_from(["memory", "unlimited"]), st.none(), st.just("mps"), st.booleans()
 ) | st.builds(SharingRule, st.just("shares"), st.integers(1, 60), st.just("mps"), st.booleans())
 fractions = st.floats(0, 1.05)
-asked = st.dictionaries(st.sampled_from(["memory", "multiprocessors", "shares"]), fractions)
+requested = st.dictionaries(st.sampled_from(["memory", "multiprocessors", "shares"]), fractions)
 
 
-@given(offered, rules, st.lists(asked, min_size=1, max_size=80))
+@given(offered, rules, st.lists(requested, min_size=1, max_size=80))
 def test_limits_of_shares_that_fit_never_exceed_the_device(
     device: OfferedDevice, rule: SharingRule, claims: list[dict[str, float]]
 ) -> None:

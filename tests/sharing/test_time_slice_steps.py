@@ -113,12 +113,12 @@ def test_time_slice_that_another_reload_loses_in_between_is_set_again(tmp_path: 
 
     class Smi(NvidiaSmi):
         def set_time_slice(self, gpu_uuid: str, interval: int, timeout: float = 1.0) -> None:
-            asked.append(gpu_uuid)
-            if moment == "while nvidia-smi runs" and len(asked) == 1:
+            requested.append(gpu_uuid)
+            if moment == "while nvidia-smi runs" and len(requested) == 1:
                 steps.driver_reloaded()
                 steps.gpus()
 
-    records, asked = Records(tmp_path / "claims"), list[str]()
+    records, requested = Records(tmp_path / "claims"), list[str]()
     records.open("boot-1")
     records.save(ClaimRecord(claim(), "prepared", "boot-1", (), (SetTimeSlice("GPU-1", 3),), ""))
     steps = TimeSliceSteps(Smi(lambda: None), records)  # type: ignore[arg-type, return-value]
@@ -127,4 +127,4 @@ def test_time_slice_that_another_reload_loses_in_between_is_set_again(tmp_path: 
         for gpu in sorted(gpus):
             steps.restore(gpu)
     wanted = ["GPU-1", "GPU-1", "GPU-2"] if moment == "while the records are read" else ["GPU-1", "GPU-1"]
-    assert asked == wanted
+    assert requested == wanted

@@ -203,9 +203,9 @@ def test_session_counts_its_initialisations(look, refused):
 
 
 def test_wait_for_events_sees_another_process(nvml, handles):
-    machine, events, heard = nvml("dgx-h100"), pynvml.nvmlEventSetCreate(), []
+    machine, events, received = nvml("dgx-h100"), pynvml.nvmlEventSetCreate(), []
     pynvml.nvmlDeviceRegisterEvents(handles()[5], pynvml.nvmlEventTypeXidCriticalError, events)
-    waiter = threading.Thread(target=lambda: heard.append(pynvml.nvmlEventSetWait_v2(events, 10_000)))
+    waiter = threading.Thread(target=lambda: received.append(pynvml.nvmlEventSetWait_v2(events, 10_000)))
     waiter.start()
     script = (
         "import sys; from pathlib import Path; from dra_driver.simulator import open_machine; "
@@ -213,4 +213,4 @@ def test_wait_for_events_sees_another_process(nvml, handles):
     )
     subprocess.run([sys.executable, "-c", script, str(machine.directory)], check=True)
     waiter.join(20)
-    assert [(pynvml.nvmlDeviceGetIndex(event.device), event.eventData) for event in heard] == [(5, 74)]
+    assert [(pynvml.nvmlDeviceGetIndex(event.device), event.eventData) for event in received] == [(5, 74)]

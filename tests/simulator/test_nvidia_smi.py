@@ -270,9 +270,9 @@ def test_a_hostile_machine_has_elf_programs_that_need_libraries_of_the_driver(
         "NVIDIA-SMI couldn't find libnvidia-ml.so",
     )
     libraries = hostile.host_root / "usr/lib/x86_64-linux-gnu"
-    beside_its_libc = started(smi(hostile), "-L", LD_LIBRARY_PATH=str(libraries))
-    assert beside_its_libc.returncode != 0
-    assert "libc.so.6" in beside_its_libc.stderr
+    next_to_its_libc = started(smi(hostile), "-L", LD_LIBRARY_PATH=str(libraries))
+    assert next_to_its_libc.returncode != 0
+    assert "libc.so.6" in next_to_its_libc.stderr
 
     links = tmp_path / "links"
     links.mkdir()
@@ -286,6 +286,6 @@ def test_a_hostile_machine_has_elf_programs_that_need_libraries_of_the_driver(
     there = started(alone_in_a_container, "-L", LD_LIBRARY_PATH=str(links), SIMULATOR_DEV=dev)
     assert "GPU 0" not in there.stdout
     control = hostile.host_root / "usr/bin/nvidia-cuda-mps-control"
-    asked = started(control, LD_LIBRARY_PATH=str(links), PATH=os.environ["PATH"])
-    assert asked.stdout == "Cannot find MPS control daemon process\n"
+    requested = started(control, LD_LIBRARY_PATH=str(links), PATH=os.environ["PATH"])
+    assert requested.stdout == "Cannot find MPS control daemon process\n"
     assert smi(foreign).read_bytes().startswith(b"#!/bin/sh")

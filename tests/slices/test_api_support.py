@@ -19,7 +19,7 @@ from dra_driver.slices.api_support import Support, ask_support, shares_counters,
 from dra_driver.slices.rules.build import NEWEST_TAINTS, OLDEST_TAINTS, TaintLimits
 from dra_driver.slices.rules.diff import GROUPS_GATE, SHARES_GATE, TAINTS_GATE, Owner
 from tests.fakes.samples import ONE_G, bound, card, h100, inventory
-from tests.fakes.slices import AskedSupport
+from tests.fakes.slices import QueriedSupport
 
 PLAIN = inventory(h100(0))
 CUT = inventory(replace(h100(0), partitioning=Partitioning((), ((ONE_G, Placement(0, 1)),))))
@@ -33,12 +33,12 @@ class Bench:
     def __init__(self) -> None:
         self.now = 100.0
         self.answers: list[Support | Exception] = []
-        self.asked: list[tuple[Support, bool]] = []
-        self.support = AskedSupport(self._ask, clock=lambda: self.now)
-        self.told, self.warned = self.support.told, self.support.warned
+        self.requested: list[tuple[Support, bool]] = []
+        self.support = QueriedSupport(self._ask, clock=lambda: self.now)
+        self.reported, self.warned = self.support.reported, self.support.warned
 
     def _ask(self, known: Support, partitions: bool) -> Support:
-        self.asked.append((known, partitions))
+        self.requested.append((known, partitions))
         answer = self.answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
@@ -56,8 +56,8 @@ def test_a_server_that_keeps_everything_is_queried_once(bench: Bench, found: obj
     for _ in range(2):
         assert bench.support.of(found, OWNER) == ALL
         bench.now += 2 * HOUR
-    assert bench.asked == [(ALL, found is CUT)]
-    assert (bench.support.ask_at, bench.support.problem, bench.told) == (math.inf, None, [])
+    assert bench.requested == [(ALL, found is CUT)]
+    assert (bench.support.ask_at, bench.support.problem, bench.reported) == (math.inf, None, [])
 
 
 @pytest.mark.parametrize("lacks", [UNCOUNTED, UNTAINTED], ids=["partitions", "taints"])
@@ -77,14 +77,14 @@ def test_a_server_that_lacks_something_is_queried_again_every_hour(bench: Bench,
         None,
         False,
     )
-    assert bench.told == (["gate off"] if lacks is UNCOUNTED else [])
+    assert bench.reported == (["gate off"] if lacks is UNCOUNTED else [])
 
 
 def test_partitions_are_requested_when_there_could_be_some(bench: Bench) -> None:
     bench.answers = [ALL, UNCOUNTED]
     assert bench.support.of(PLAIN, OWNER) == ALL
     assert bench.support.of(CUT, OWNER) == UNCOUNTED
-    assert [partitions for _, partitions in bench.asked] == [False, True]
+    assert [partitions for _, partitions in bench.requested] == [False, True]
 
 
 @pytest.mark.parametrize("one", [card(0), bound(0)], ids=["free", "under vfio"])
@@ -92,7 +92,11 @@ def test_cards_need_counters(bench: Bench, one: Card) -> None:
     bench.answers = [UNCOUNTED]
     found = inventory(cards=(one,)) if one.is_bound else inventory(h100(0), cards=(one,))
     assert bench.support.of(found, OWNER) == UNCOUNTED
-    assert (bench.asked, bench.support.problem, bench.told) == ([(ALL, True)], "gate off", ["gate off"])
+    assert (bench.requested, bench.support.problem, bench.reported) == (
+        [(ALL, True)],
+        "gate off",
+        ["gate off"],
+    )
 
 
 def test_shares_next_to_a_virtual_machine_are_counted() -> None:
@@ -154,7 +158,9 @@ def test_a_refused_slice_calls_for_a_new_answer_and_nothing_else_does(bench: Ben
     bench.support.refused(INVALID)
     for _ in range(2):
         assert bench.support.of(PLAIN, OWNER) == older
-    assert bench.asked[1:] == [(older, False)], "if the server says nothing, it gets what every server takes"
+    assert bench.requested[1:] == [(older, False)], (
+        "if the server says nothing, it gets what every server takes"
+    )
 
 
 def slice_of(name: str = "s", **device: object) -> dict:
@@ -178,7 +184,7 @@ def test_what_a_gate_explains_of_an_answer_is_believed_for_an_hour(bench: Bench)
     assert problem.startswith(
         "the API server drops spec.devices[0].consumesCounters of a slice: its feature gate"
     )
-    assert bench.told == [bench.support.problem] == [problem]
+    assert bench.reported == [bench.support.problem] == [problem]
     bench.now += HOUR
     assert bench.support.of(CUT, OWNER) == ALL
 

@@ -21,7 +21,7 @@ from dra_driver.slices.rules.diff import SHARES_GATE, TAINTS_GATE, Owner
 from dra_driver.slices.rules.other_writers import WritePacing
 from tests.fakes.clock import Clock
 from tests.fakes.samples import DRIVER, GPU_0, MIXED, NODE, h100, inventory
-from tests.fakes.slices import FakeSlices, Heard, publisher_of, support_of
+from tests.fakes.slices import FakeSlices, RecordedCalls, publisher_of, support_of
 from tests.fakes.waiting import eventually
 from tests.slices.test_build import cut
 
@@ -31,11 +31,11 @@ class Waits(threading.Event):
 
     def __init__(self) -> None:
         super().__init__()
-        self.asked: list[float] = []
+        self.requested: list[float] = []
 
     def wait(self, timeout: float | None = None) -> bool:
         if timeout is not None:
-            self.asked.append(timeout)
+            self.requested.append(timeout)
         return super().wait(0.001)
 
 
@@ -66,14 +66,14 @@ class Bench:
         self.taints: Taints = untainted
         self.node_uid = "node-uid"
         self.owner_reads = 0
-        self.heard = Heard()
+        self.received = RecordedCalls()
         self.publisher = publisher_of(
             lambda: self.inventory,
             self.slices,
             self._owner,
             leads=lambda: self.our_turn,
-            observer=self.heard,
-            support=support_of(self._asked),
+            observer=self.received,
+            support=support_of(self._requested),
             taints=lambda _: self.taints,
         )
         self.slices.on_change = self.publisher.mark_dirty
@@ -82,7 +82,7 @@ class Bench:
         self.owner_reads += 1
         return Owner(DRIVER, NODE, self.node_uid)
 
-    def _asked(self, known: Support, partitions: bool) -> Support:
+    def _requested(self, known: Support, partitions: bool) -> Support:
         self.questions += 1
         if isinstance(self.lacks, Exception):
             raise self.lacks
@@ -237,9 +237,9 @@ def test_device_that_breaks_a_limit_is_reported_once(bench: Bench, logs: list) -
     for _ in range(3):
         settled(bench)
     assert bench.published() == [GPU_0]
-    told = [line["reason"] for line in logs if line["event"] == "device_not_publishable"]
-    assert len(told) == 1
-    assert "the name is not a DNS label" in told[0]
+    reported = [line["reason"] for line in logs if line["event"] == "device_not_publishable"]
+    assert len(reported) == 1
+    assert "the name is not a DNS label" in reported[0]
 
 
 def test_bounded_shares_are_reported_once(bench: Bench, logs: list[dict[str, Any]]) -> None:
@@ -249,8 +249,10 @@ def test_bounded_shares_are_reported_once(bench: Bench, logs: list[dict[str, Any
     assert bench.publisher.wait_published(20)
     for _ in range(3):
         settled(bench)
-    told = [line["reason"] for line in logs if line["event"] == "mps_shares_bounded"]
-    assert [text.partition(",")[0] for text in told] == [f"device {GPU_0}: it has 48 shares instead of 60"]
+    reported = [line["reason"] for line in logs if line["event"] == "mps_shares_bounded"]
+    assert [text.partition(",")[0] for text in reported] == [
+        f"device {GPU_0}: it has 48 shares instead of 60"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -268,8 +270,8 @@ def test_publishing_continues_after_an_error(bench: Bench, error: Exception) -> 
     bench.start()
     assert bench.publisher.wait_published(20)
     assert (bench.published(), bench.publisher.problem) == (NAMES, None)
-    for asked, expected in zip(waits.asked[:3], (0.1, 0.2, 0.4), strict=True):
-        assert expected * 0.8 <= asked <= expected * 1.2
+    for requested, expected in zip(waits.requested[:3], (0.1, 0.2, 0.4), strict=True):
+        assert expected * 0.8 <= requested <= expected * 1.2
 
 
 def test_problem_says_why_while_publishing_fails(bench: Bench) -> None:
@@ -285,7 +287,7 @@ def test_server_is_not_queried_before_it_wants_to_be(bench: Bench) -> None:
     bench.slices.failures = [ApiUnavailableError("too many requests", retry_after_s=7.0)] * 20
     bench.start()
     assert bench.publisher.wait_published(20)
-    assert all(asked >= 7.0 for asked in waits.asked[:20])
+    assert all(requested >= 7.0 for requested in waits.requested[:20])
 
 
 def test_backoff_has_an_end_and_starts_over_after_success(bench: Bench) -> None:
@@ -293,13 +295,13 @@ def test_backoff_has_an_end_and_starts_over_after_success(bench: Bench) -> None:
     bench.slices.failures = [ApiUnavailableError("down")] * 12
     bench.start()
     assert bench.publisher.wait_published(20)
-    assert max(waits.asked) <= 30 * 1.2
-    assert waits.asked[11] >= 30 * 0.8
-    waits.asked.clear()
+    assert max(waits.requested) <= 30 * 1.2
+    assert waits.requested[11] >= 30 * 0.8
+    waits.requested.clear()
     bench.slices.failures = [ApiUnavailableError("down")]
     bench.slices.wipe()
     eventually(lambda: bench.published() == NAMES)
-    assert any(asked <= 0.12 for asked in waits.asked)
+    assert any(requested <= 0.12 for requested in waits.requested)
 
 
 def gaps(pace: WritePacing, times: int, rival_s: float, start: float = 0.0) -> tuple[list[float], float]:
@@ -393,7 +395,7 @@ def test_slices_that_change_while_it_waits_are_compared_again(bench: Bench) -> N
     waits = bench.publisher._worker._stopping = Rival()
     bench.slices.spoil(devices=[{"name": "rival-1", "attributes": {}}])
     eventually(lambda: spoilt.is_set() and bench.published() == NAMES)
-    assert waits.asked == [0.05]
+    assert waits.requested == [0.05]
     assert [verb for verb, _ in bench.slices.writes] == ["create", "update"]
 
 
@@ -450,7 +452,7 @@ def test_failures_that_end_by_themselves_are_not_a_problem_even_if_nothing_is_wr
         eventually(lambda: not failures and running.publisher.problem is None)
         clock.ahead += 38.0
         assert problems(running) == []
-    assert (len(running.heard.failures), len(running.slices.writes)) == (2, 1)
+    assert (len(running.received.failures), len(running.slices.writes)) == (2, 1)
 
 
 def test_lasting_failure_is_a_problem_until_the_slices_are_as_wanted(bench: Bench, clock: Time) -> None:
@@ -593,8 +595,8 @@ def test_publishing_is_taken_up_when_the_other_instance_ends(
     bench.our_turn = True
     assert bench.publisher.wait_published(20), "without anybody marking it dirty"
     assert (bench.publisher.standing_by, bench.publisher.problem) == (False, None)
-    told = [line["event"] for line in logs if line["event"].startswith("publishing_")]
-    assert told == ["publishing_stands_by", "publishing_resumed"]
+    reported = [line["event"] for line in logs if line["event"].startswith("publishing_")]
+    assert reported == ["publishing_stands_by", "publishing_resumed"]
 
 
 def test_wipe_is_left_to_the_instance_whose_turn_it_is(running: Bench, quick_turns: None) -> None:
@@ -657,7 +659,7 @@ def test_slice_that_cannot_be_deleted_keeps_nothing_from_being_written(
         "an obsolete slice still exists: delete resource slice zz-foreign: a webhook said no (HTTP 403)"
     )
     assert [verb for verb, _ in bench.slices.writes] == ["create"], "and nothing appears twice"
-    assert {str(error) for error in bench.heard.failures} == {
+    assert {str(error) for error in bench.received.failures} == {
         "delete resource slice zz-foreign: a webhook said no (HTTP 403)"
     }
     bench.inventory = inventory(h100(0))
@@ -754,7 +756,7 @@ def test_a_refused_slice_costs_no_other_its_place_and_is_retried(refusing: Bench
     slices.faulty = has_many
     refusing.start()
     eventually(lambda: slices.by_index() == [(1, 64), (1, 0), (1, 2)])
-    eventually(lambda: len(refusing.heard.failures) >= 5)
+    eventually(lambda: len(refusing.received.failures) >= 5)
     assert slices.by_index() == [(1, 64), (1, 0), (1, 2)]
     stored = [name for verb, name in slices.writes if name.startswith(("00000", "00002"))]
     assert len(stored) == 2, "the others are written once"
@@ -908,9 +910,9 @@ def test_what_a_server_lacks_is_not_sent_again_and_reported_once(dropping: Bench
     assert settled(dropping) == 1
     assert dropping.slices.current() == before
     assert dropping.questions == 1
-    assert dropping.heard.told == [TAINTS_GATE]
-    told = [line["fields"] for line in logs if line["event"] == "slice_fields_dropped"]
-    assert told == [
+    assert dropping.received.reported == [TAINTS_GATE]
+    reported = [line["fields"] for line in logs if line["event"] == "slice_fields_dropped"]
+    assert reported == [
         [f"spec.devices[{index}].taints ({TAINTS_GATE})" for index in range(4)],
         [f"spec.devices[].taints ({TAINTS_GATE})"],
     ], "once an instance"
@@ -931,7 +933,7 @@ def test_what_is_not_needed_of_what_a_server_lacks_is_not_reported(bench: Bench)
     bench.lacks = Support(frozenset({TAINTS_GATE, SHARES_GATE}))
     bench.start()
     assert bench.publisher.wait_published(20)
-    assert bench.heard.told == []
+    assert bench.received.reported == []
 
 
 def test_shares_are_published_as_a_server_without_them_keeps_them(bench: Bench) -> None:
@@ -945,7 +947,7 @@ def test_shares_are_published_as_a_server_without_them_keeps_them(bench: Bench) 
         assert "allowMultipleAllocations" not in device
         assert {tuple(amount) for amount in device["capacity"].values()} == {("value",)}
         assert device["attributes"]["shareable"] == {"bool": True}
-    assert bench.heard.told == [SHARES_GATE]
+    assert bench.received.reported == [SHARES_GATE]
 
 
 def test_restart_writes_what_the_server_keeps_by_now(dropping: Bench) -> None:
@@ -969,9 +971,9 @@ def test_gate_that_is_enabled_later_is_noticed(dropping: Bench, monkeypatch: pyt
     eventually(lambda: len(dropping.slices.writes) == 2)
     eventually(lambda: all("taints" in device for device in dropping.slices.current()[0]["spec"]["devices"]))
     settled(dropping)
-    asked = dropping.questions
+    requested = dropping.questions
     time.sleep(0.15)
-    assert dropping.questions == asked, "nothing is left to ask about"
+    assert dropping.questions == requested, "nothing is left to ask about"
     dropping.publisher.stop()
 
 
@@ -1013,13 +1015,13 @@ def test_lag_is_counted_from_the_first_change_over_all_failures(bench: Bench) ->
     bench.publisher._marked_at = time.monotonic() - 100
     bench.start()
     assert bench.publisher.wait_published(20)
-    (lag,) = bench.heard.lags
+    (lag,) = bench.received.lags
     assert 100 <= lag < 200
-    assert bench.heard.failures == [refused, refused]
+    assert bench.received.failures == [refused, refused]
     bench.inventory = inventory(h100(0))
     bench.publisher.mark_dirty()
-    eventually(lambda: len(bench.heard.lags) == 2)
-    assert bench.heard.lags[1] < 50
+    eventually(lambda: len(bench.received.lags) == 2)
+    assert bench.received.lags[1] < 50
 
 
 def test_no_lag_is_reported_where_nothing_had_to_be_written_or_another_instance_publishes(
@@ -1032,5 +1034,5 @@ def test_no_lag_is_reported_where_nothing_had_to_be_written_or_another_instance_
     bench.our_turn = True
     bench.publisher.mark_dirty()
     assert bench.publisher.wait_published(20)
-    assert settled(bench) == len(bench.heard.lags) == 1
-    assert bench.heard.lags[0] < 50
+    assert settled(bench) == len(bench.received.lags) == 1
+    assert bench.received.lags[0] < 50

@@ -53,7 +53,8 @@ def back(
     overrides: Mapping[str, str | None],
     vfio_drivers: Collection[str],
 ) -> Sequence[Move]:
-    """Returns the moves that give the functions their drivers in `before` and restore `overrides`.
+    """Returns the moves that restore the driver of each function in `before`, and its override in
+    `overrides`.
 
     For a function that is not in `before` the kernel chooses the driver. Overrides come last, because an
     override need not name the driver that the function had.

@@ -81,7 +81,7 @@ class NodeUse:
     """One reading of all GPUs: the devices of claims, the pods on them, and by GPU UUID the reading and the
     unclaimed processes.
 
-    A GPU that did not answer in time is missing everywhere.
+    GPUs that did not answer in time are not included.
     """
 
     devices: Sequence[DeviceUse] = ()

@@ -2,9 +2,9 @@
 the MPS programs; and nvidia-imex with its configuration and control socket, on machines in a fabric.
 
 A machine may have its programs and libraries as ELF files (`SIMULATE_ELF`), like real ones, which need the
-NVIDIA driver's libraries and a C library that differs from the container's. `program` is used for all
-programs, and runs the simulator's script: the text behind its end, or the file of its name in usr/libexec.
-`library` is libnvidia-ml and libcuda, `libc` a C library that does not work in containers.
+NVIDIA driver's libraries and a C library that differs from the container's. All programs are copies of
+`program`, which runs the simulator's script: the script follows the ELF file, or is the file of its name in
+usr/libexec. `library` is libnvidia-ml and libcuda, `libc` a C library that does not work in containers.
 """
 
 from __future__ import annotations

@@ -85,9 +85,9 @@ def _version(entry: JsonObject) -> tuple[str, str]:
 class WritePacing:
     """When a write may follow the previous one. Times are seconds of a monotonic clock.
 
-    Writing an unchanged pool again is an answer to someone who changed the slices. The first answers are
-    immediate. Each later one waits twice as long as the one before, until nobody has changed the slices for a
-    minute. Our own changes never wait.
+    A write of an unchanged pool reverts a change by another writer. The first such writes are immediate. Each
+    later one waits twice as long as the one before, until the slices have not been changed for a minute. Our
+    own changes never wait.
     """
 
     def __init__(self) -> None:

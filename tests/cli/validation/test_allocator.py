@@ -47,7 +47,7 @@ class Allocations:
         left = free_devices(self.slices, self.held.values(), NODE)
         [allocation] = allocate(left, [claim], CLASSES, NODE)
         self.held[name] = claim | {"status": {"allocation": allocation}}
-        return [told(one) for one in self.results(name)]
+        return [reported(one) for one in self.results(name)]
 
     def results(self, name: str) -> list[Json]:
         return list(self.held[name]["status"]["allocation"]["devices"]["results"])
@@ -73,7 +73,7 @@ def request(short: Json) -> Json:
     return {"name": name, "exactly": exactly}
 
 
-def told(result: Json) -> str:
+def reported(result: Json) -> str:
     consumed = (f"{name}={amount}" for name, amount in sorted(result.get("consumedCapacity", {}).items()))
     words = [result["request"], result["device"], *(["admin"] if result.get("adminAccess") else [])]
     return " ".join([*words, *(["share", *consumed] if result.get("shareID") else [])])
@@ -96,12 +96,12 @@ def test_claims_one_after_the_other(devices: list[Json], steps: list[Json]) -> N
         if "ends" in step:
             del node.held[step["ends"]]
             continue
-        asked = (step.get("name", str(number)), *step.get("asks", ()))
+        requested = (step.get("name", str(number)), *step.get("asks", ()))
         constraints = {"constraints": step["constraints"]} if "constraints" in step else {}
         if "refused" in step:
-            assert step["refused"] in node.refuses(*asked, **constraints)
+            assert step["refused"] in node.refuses(*requested, **constraints)
         else:
-            assert node.claim(*asked, **constraints) == step["gets"]
+            assert node.claim(*requested, **constraints) == step["gets"]
     shares = [one["shareID"] for name in node.held for one in node.results(name) if "shareID" in one]
     assert len(shares) == len(set(shares))
 

@@ -42,7 +42,7 @@ def changed(path: str, value: Any, base: Json = CLAIM) -> Json:
     return result
 
 
-def told(document: Json) -> list[str]:
+def reported(document: Json) -> list[str]:
     return [str(fault) for fault in object_faults(document, DRIVER)]
 
 
@@ -52,8 +52,8 @@ E = f"{R}.0.exactly"
 
 @tabled("path", "value", "expected")
 def test_a_fault_in_a_claim(path: str, value: Any, expected: str) -> None:
-    assert told(CLAIM) == []
-    faults = told(changed(path, value))
+    assert reported(CLAIM) == []
+    faults = reported(changed(path, value))
     assert any(expected in fault for fault in faults), faults
     template = {
         "apiVersion": CLAIM["apiVersion"],
@@ -62,18 +62,18 @@ def test_a_fault_in_a_claim(path: str, value: Any, expected: str) -> None:
         "spec": {"spec": changed(path, value).get("spec")},
     }
     if path.startswith("spec."):
-        assert any(expected in fault for fault in told(template))
+        assert any(expected in fault for fault in reported(template))
 
 
 def test_a_misspelt_required_field_is_one_fault() -> None:
     document = changed(f"{E}.deviceClasName", "gpu.nvidia.com", changed(f"{E}.deviceClassName", None))
-    (fault,) = told(document)
+    (fault,) = reported(document)
     assert fault.endswith("unknown field; did you mean deviceClassName?")
 
 
 def test_parameters_of_another_driver_are_its_own() -> None:
     other = changed("spec.devices.config.0.opaque", {"driver": "other.example.com", "parameters": {"any": 1}})
-    assert told(other) == []
+    assert reported(other) == []
 
 
 @tabled("spec", "expected")
@@ -83,7 +83,7 @@ def test_a_fault_in_a_template(spec: Json, expected: str) -> None:
         "kind": "ResourceClaimTemplate",
         "metadata": {"name": "t"},
     }
-    assert any(fault.startswith(expected) for fault in told(document | {"spec": spec}))
+    assert any(fault.startswith(expected) for fault in reported(document | {"spec": spec}))
 
 
 @tabled("spec", "expected")
@@ -93,21 +93,21 @@ def test_a_fault_in_a_class(spec: Json, expected: str) -> None:
         "kind": "DeviceClass",
         "metadata": {"name": "x.example.com"},
     }
-    assert any(expected in fault for fault in told(document | {"spec": spec}))
-    assert told(document | {"spec": {}}) == []
+    assert any(expected in fault for fault in reported(document | {"spec": spec}))
+    assert reported(document | {"spec": {}}) == []
 
 
 def test_older_versions_are_read_as_they_are_written() -> None:
     flat = changed(f"{R}.0", {"name": "gpu", "deviceClassName": "gpu.nvidia.com", "count": 2})
     flat["apiVersion"] = "resource.k8s.io/v1beta1"
-    assert told(flat) == []
+    assert reported(flat) == []
     assert as_v1(flat) == CLAIM
     assert class_names(claim_spec(as_v1(flat))) == ["gpu.nvidia.com"] * 2
     template = {"apiVersion": flat["apiVersion"], "kind": "ResourceClaimTemplate", "metadata": {"name": "t"}}
     assert as_v1(template | {"spec": {"spec": flat["spec"]}})["spec"]["spec"] == CLAIM["spec"]
     nested = CLAIM | {"apiVersion": "resource.k8s.io/v1beta1"}
-    assert any("exactly: does not exist in resource.k8s.io/v1beta1" in fault for fault in told(nested))
-    assert told(CLAIM | {"apiVersion": "resource.k8s.io/v1beta2"}) == []
+    assert any("exactly: does not exist in resource.k8s.io/v1beta1" in fault for fault in reported(nested))
+    assert reported(CLAIM | {"apiVersion": "resource.k8s.io/v1beta2"}) == []
 
 
 @tabled("path", "value", "expected")
@@ -134,7 +134,7 @@ def test_all_that_is_shipped_is_without_fault() -> None:
         for document in yaml.safe_load_all(file.read_text()):
             if document.get("kind") in KINDS:
                 seen += 1
-                assert told(document) == [], file
+                assert reported(document) == [], file
             for path, spec in pod_specs(document):
                 assert pod_faults(spec, path) == [], file
     assert seen > 10
