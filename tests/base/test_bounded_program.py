@@ -63,7 +63,7 @@ def test_a_grandchild_that_keeps_the_output_open_does_not_count():
     assert time.monotonic() - began < 15
 
 
-def test_what_even_kill_does_not_end_is_left_behind(unkillable):
+def test_unkillable_program_is_left_behind(unkillable):
     began = time.monotonic()
     with pytest.raises(TimeoutError, match="did not finish"):
         run("exec sleep 60", 0.1)
@@ -76,7 +76,7 @@ def test_what_even_kill_does_not_end_is_left_behind(unkillable):
     assert run("exit 0") == (0, ""), "nothing hangs any more"
 
 
-def test_what_even_kill_does_not_end_is_left_behind_when_no_thread_starts(unkillable, threads_that_start):
+def test_unkillable_program_is_left_behind_when_no_thread_starts(unkillable, threads_that_start):
     threads_that_start("", 0)
     with pytest.raises(TimeoutError, match="did not finish"):
         run("exec sleep 60", 0.1)

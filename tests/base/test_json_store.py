@@ -175,7 +175,7 @@ def test_value_whose_reading_failed_for_now_is_read_by_the_next_look(
     assert store.all() == {"old": 1}
 
 
-def test_what_stays_in_its_place_is_read_when_the_disk_is_healthy_again(
+def test_unreadable_file_is_read_when_the_disk_works_again(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = store_at(place)

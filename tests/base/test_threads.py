@@ -55,7 +55,7 @@ def test_wake_during_the_work_is_not_lost() -> None:
     assert seen == [True, False]
 
 
-def test_what_work_raises_is_reported_and_work_continues() -> None:
+def test_error_of_a_worker_is_reported_and_the_worker_continues() -> None:
     crashes: list[str] = []
     healed = threading.Event()
 

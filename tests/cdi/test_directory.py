@@ -88,7 +88,7 @@ def test_claims_are_listed_with_their_devices(tmp_path: Path, directory: CdiDire
     }
 
 
-def test_what_cannot_be_read_hides_no_other_claim(
+def test_unreadable_spec_hides_no_other_claim(
     tmp_path: Path, directory: CdiDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory.write(UID, spec())

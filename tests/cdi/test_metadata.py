@@ -142,7 +142,7 @@ def test_owner_and_generation_are_read_from_any_file_of_ours() -> None:
 @given(
     st.binary(max_size=40) | st.text(max_size=20).map(lambda text: json.dumps({"metadata": text}).encode())
 )
-def test_what_is_not_metadata_has_no_owner(content: bytes) -> None:
+def test_other_files_have_no_owner(content: bytes) -> None:
     assert owner_and_generation(content) is None
     assert owner_and_generation(b'{"metadata": {"uid": 1, "generation": 2}}') is None
     assert owner_and_generation(b'{"metadata": {"uid": "a", "generation": true}}') is None

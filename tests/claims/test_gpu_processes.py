@@ -197,7 +197,7 @@ def test_nvml_that_does_not_report(bench: Bench, error: Exception, is_gone: bool
     assert bench.of(hold(GPU_0)) is not None, "it is asked anew each time"
 
 
-def test_what_is_known_of_one_device_counts_though_another_does_not_report(bench: Bench) -> None:
+def test_known_use_of_one_device_counts_if_another_is_unknown(bench: Bench) -> None:
     bench.shown |= {uuid(0): RetryableError("unknown error"), uuid(1): TRAINER}
     assert pids(bench.of(hold(GPU_0), hold(GPU_1))) == {4711}
 

@@ -107,7 +107,7 @@ def refused_again(scene: Scene) -> None:
     "meanwhile",
     [unprepared, unprepared_elsewhere, prepared, prepared_elsewhere, refused_again],
 )
-def test_what_others_did_in_between_is_left_alone(scene: Scene, meanwhile: Callable[[Scene], None]) -> None:
+def test_changes_of_other_calls_in_between_are_kept(scene: Scene, meanwhile: Callable[[Scene], None]) -> None:
     meanwhile(scene)
     before = scene.records.get(UID)
     scene.give_up()
@@ -125,7 +125,7 @@ def test_record_is_undone_as_it_is_on_disk(scene: Scene) -> None:
     assert len(scene.taken_back) == 1
 
 
-def test_another_that_continues_while_the_lock_is_waited_for_keeps_it(
+def test_other_call_that_continues_during_the_wait_for_the_lock_keeps_it(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lock = scene.claim_locks.hold

@@ -116,7 +116,7 @@ def test_next_boot_ends_where_a_fresh_node_would(powered: Powered, logs: list[di
     assert reported <= {"driver_files_incomplete"}
 
 
-def test_what_unprepare_undid_stays_away(powered: Powered) -> None:
+def test_undone_steps_of_an_unprepare_do_not_return(powered: Powered) -> None:
     """The kubelet does not call again: nothing remains that holds the device or would never be removed."""
     for tree in powered.trees("unprepared"):
         node = powered.boot(tree)

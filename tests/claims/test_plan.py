@@ -122,7 +122,7 @@ def test_claim_is_refused_when_its_allocation_does_not_fit_this_node(
         claim(result(GPU_0, share_id=SHARE), result(GPU_0, "b", share_id=SHARE.replace("9", "8"))),
     ],
 )
-def test_one_device_may_come_twice_for_admin_access_and_for_shares(wanted: AllocatedClaim) -> None:
+def test_device_may_occur_twice_for_admin_access_and_for_shares(wanted: AllocatedClaim) -> None:
     assert len(plan(wanted).devices) == 2
 
 

@@ -469,7 +469,7 @@ def test_claim_with_admin_access_does_not_wait_for_the_owner_of_its_gpu(node: No
 # --- many at once --------------------------------------------------------------------------------
 
 
-def test_one_claim_prepared_by_eight_threads_is_prepared_once(node: Node) -> None:
+def test_claim_prepared_by_eight_threads_is_prepared_once(node: Node) -> None:
     wanted = claim(GPU_0, MIG_1G)
     node.claims.add(wanted)
     inside: list[int] = []

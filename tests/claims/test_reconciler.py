@@ -504,7 +504,7 @@ def test_record_of_a_late_prepare_in_the_old_instance_is_undone(bench: Bench) ->
     assert (bench.held, bench.reported.recovered_claims) == (["uid-9"], [("uid-1", "was deleted")])
 
 
-def test_one_who_waits_gets_the_device_that_was_undone(bench: Bench) -> None:
+def test_waiting_call_gets_the_released_device(bench: Bench) -> None:
     bench.found_stale(ONE)
     with bench.waiting(claim(GPU_0, uid="uid-9")) as answer:
         bench.later()

@@ -52,14 +52,14 @@ OTHERS = "now has other devices"
         (ClaimRecord(AllocatedClaim(ref(), ()), "prepared", "", (hold(GPU_0),), ()), now(), None, None),
     ],
 )
-def test_what_the_api_server_says_decides(
+def test_api_server_decides_whether_a_claim_is_leaving(
     held: ClaimRecord, seen: ClaimNow | None, leaving: str | None, stale: str | None
 ) -> None:
     assert release_reason(held, seen, DRIVER, GPU_0) == leaving
     assert staleness(held, seen, DRIVER) == stale
 
 
-def test_what_is_stale_is_always_leaving_too() -> None:
+def test_stale_claims_are_always_leaving_too() -> None:
     """Otherwise a Prepare would be refused because of a holder that is about to be unprepared."""
     allocations = (None, (), (GPU_0,), (GPU_1,), (GPU_0, GPU_1))
     for uid, deleting, reserved, devices in product(

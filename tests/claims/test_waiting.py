@@ -224,7 +224,7 @@ def test_user_that_leaves_a_full_device_too_slowly_is_named(full: Node) -> None:
     )
 
 
-def test_one_that_stays_is_named_although_another_leaves(node: Node) -> None:
+def test_holder_that_stays_is_named_although_another_leaves(node: Node) -> None:
     node.prepare(claim(GPU_1, uid="leaving"))
     node.prepare(HOLDER)
     node.claims.deallocated.add("leaving")
@@ -317,7 +317,7 @@ def test_call_that_the_kubelet_cancels_waits_no_longer(node: Node) -> None:
     assert "the kubelet cancelled this call" in error_of(answers[0])
 
 
-def test_one_of_many_gets_the_device_and_errors_name_its_claim_to_the_others(
+def test_first_of_many_waiting_claims_gets_the_device_and_errors_name_it_to_the_others(
     node: Node, calls: Calls
 ) -> None:
     leaving(node)

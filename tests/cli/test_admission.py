@@ -22,7 +22,7 @@ def answer_of(name: str) -> ApiRejectedError:
 
 
 @tabled("answer", "status", "parts")
-def test_who_refused(answer: Json, status: str, parts: list[str]) -> None:
+def test_error_names_the_admission_plugin_that_refused(answer: Json, status: str, parts: list[str]) -> None:
     says(refusal_finding(ApiRejectedError(answer["text"], status=answer["status"]), "it"), status, *parts)
 
 

@@ -156,7 +156,7 @@ def test_checks_that_cannot_run_for_one_cause_are_one_line() -> None:
     ]
 
 
-def test_what_checks_share_is_read_once_and_its_error_is_everyones() -> None:
+def test_data_shared_by_checks_is_read_once_and_its_error_fails_all_of_them() -> None:
     calls: list[int] = []
 
     def read() -> int:
@@ -527,7 +527,7 @@ def test_memory_of_gpus_that_is_memory_of_the_host(
 
 
 @tabled("files", "cdi_root", "status", "parts")
-def test_what_the_runtime_reads(
+def test_runtime_configuration_is_checked(
     tmp_path: Path, files: dict[str, str], cdi_root: str, status: str, parts: tuple[str, ...]
 ) -> None:
     for name, text in files.items():
@@ -744,7 +744,7 @@ def test_permissions(assert_golden: CompareFinding, cluster: ClusterChecks, answ
     assert_golden(replace(cluster, mig_layouts=True).permissions())
 
 
-def test_what_is_queried_is_exactly_what_the_cluster_role_gives(
+def test_checked_permissions_are_exactly_those_of_the_cluster_role(
     cluster: ClusterChecks, answers: Answers
 ) -> None:
     cluster.permissions()
@@ -885,7 +885,7 @@ def shown(code: ProblemCode, text: str) -> ShownProblem:
     return ShownProblem(NodeProblem(code, text), 0)
 
 
-def test_what_keeps_pods_from_their_devices_fails_and_the_rest_warns(tmp_path: Path) -> None:
+def test_findings_fail_if_pods_get_no_devices_and_otherwise_warn(tmp_path: Path) -> None:
     claim = FailingClaim(ClaimRef("ml", "train", "u"), "prepare", 0, 9, 3, "no room; end its pods")
     reported = Reported(
         (

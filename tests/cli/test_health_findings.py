@@ -28,7 +28,7 @@ def of(*reasons: SeenReason, gpus: tuple[SeenGpu, ...] = (ONE, TWO), **more: Any
     return health_findings(view, has_nvml=more.pop("has_nvml", True))
 
 
-def test_one_line_says_so_when_all_are_well() -> None:
+def test_healthy_gpus_are_one_line() -> None:
     assert of() == [Finding("OK", "2 GPUs are well")]
     assert of(gpus=(ONE,)) == [Finding("OK", "1 GPU is well")]
     assert of(gpus=()) == [Finding("SKIP", "NVML shows no GPU")]
@@ -112,7 +112,7 @@ def test_wait_is_the_first_advice_only_for_the_fault_of_a_program() -> None:
         assert ("clears by itself" in str(found.remedy)) == waits, number
 
 
-def test_what_is_not_known_is_a_warning() -> None:
+def test_unknown_health_is_a_warning() -> None:
     unread = SeenGpu("gpu-3", "GPU-3", pci_bus_id="0000:52:00.0")
     assert of(gpus=(ONE, unread), problems=("the file cannot be read: x; y; do it",)) == [
         Finding(

@@ -7,7 +7,7 @@ import pytest
 from dra_driver.cli.main import main
 
 
-def test_one_sentence_reports_when_no_thread_starts(
+def test_error_is_one_sentence_when_no_thread_starts(
     threads_that_start: Callable[[str, int], None],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

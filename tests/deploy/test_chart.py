@@ -65,13 +65,13 @@ def refusal(values: Values, *arguments: str, **names: str) -> str:
     return caught.value.stderr
 
 
-def test_what_follows_from_the_chart_is_up_to_date() -> None:
+def test_generated_files_of_the_chart_are_up_to_date() -> None:
     """`make manifests` writes it."""
     assert [str(path) for path, text in hack.written() if path.read_text() != text] == []
     assert hack.INSTALL.read_text() == hack.install()
 
 
-def test_what_claims_get_next_to_their_gpus_is_what_the_driver_takes() -> None:
+def test_extra_devices_in_the_chart_are_those_that_the_driver_accepts() -> None:
     from dra_driver.app.settings import resolve
 
     def settings(values: Values) -> Any:

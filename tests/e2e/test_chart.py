@@ -152,7 +152,7 @@ def delete(cluster: Cluster, name: str) -> None:
     cluster.kubectl("delete", "pods,resourceclaims", name, "-n", "default", "--timeout=300s")
 
 
-def test_it_takes_over_what_kubectl_applied(chart: Chart, cluster: Cluster) -> None:
+def test_chart_adopts_objects_applied_by_kubectl(chart: Chart, cluster: Cluster) -> None:
     """As an older release left it: with a variable that the chart does not have, and another update strategy."""
     old = {"name": "driver", "env": [{"name": "HEALTHCHECK_PORT", "value": "51516"}]}
     strategy = {"rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}}
@@ -277,7 +277,7 @@ def microk8s() -> Iterator[Json]:
             folder.rmdir()
 
 
-def test_it_serves_pods_under_another_name_in_the_directories_of_microk8s(
+def test_release_with_another_name_serves_pods_in_the_directories_of_microk8s(
     released: Chart, cluster: Cluster, microk8s: Json
 ) -> None:
     """Sockets and MPS pipes have long paths there."""
@@ -310,7 +310,7 @@ def test_it_serves_pods_under_another_name_in_the_directories_of_microk8s(
     wait_for("the devices to be back", lambda: len(cluster.devices()) == GPUS and cluster.pool_is_whole())
 
 
-def test_it_takes_over_from_nvidias_chart(released: Chart, cluster: Cluster, tmp_path: Path) -> None:
+def test_chart_takes_over_from_nvidias_chart(released: Chart, cluster: Cluster, tmp_path: Path) -> None:
     """As docs/migration.md prints it. NVIDIA's images are not here, so no program of its chart runs."""
     if released.release_is_there():
         released.uninstall()

@@ -222,7 +222,7 @@ def test_a_fault_is_found_in_the_first_eight_entries_of_the_largest_claim(
     assert refusal(8) is None
 
 
-def test_what_was_stored_before_can_still_change_and_end(cluster: Cluster, server: Server) -> None:
+def test_claim_stored_before_the_policy_can_still_change_and_end(cluster: Cluster, server: Server) -> None:
     """Labels, finalizers, status and deletion of claims whose parameters the policy would refuse."""
     cluster.kubectl("delete", "validatingadmissionpolicybinding", POLICY)
     bad = with_parameters(parameters(shring=1))

@@ -85,7 +85,9 @@ def test_own_nodes_slice_is_allowed(cluster: Cluster, token: str, version: str) 
     ],
     ids=["other node", "all nodes", "other driver"],
 )
-def test_what_is_not_its_own_is_refused(cluster: Cluster, token: str, version: str, foreign: Json) -> None:
+def test_access_to_objects_of_others_is_refused(
+    cluster: Cluster, token: str, version: str, foreign: Json
+) -> None:
     assert denied(cluster, token, a_slice(version, "permission-test", **foreign))
 
 
@@ -486,7 +488,7 @@ def rights_of(cluster: Cluster, token: str) -> tuple[set[tuple[str, ...]], set[s
     return rights, {verb for rule in answer.body["status"]["nonResourceRules"] for verb in rule["verbs"]}
 
 
-def test_what_a_stolen_token_might_try_is_refused(
+def test_attacks_with_a_stolen_token_are_refused(
     cluster: Cluster, token: str, claims: dict[str, tuple[str, str]]
 ) -> None:
     api = Api(cluster, token)

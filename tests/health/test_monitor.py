@@ -159,7 +159,7 @@ def test_an_xid_of_each_class_on_a_whole_gpu(bench, xid, tainted):
 
 
 @pytest.mark.parametrize(("driver", "effect"), [("560.35.03", "NoSchedule"), ("580.95.05", "None")])
-def test_where_the_driver_reports_no_recovery_action_an_unknown_xid_keeps_work_away(bench, driver, effect):
+def test_unknown_xid_taints_if_the_driver_reports_no_recovery_action(bench, driver, effect):
     bench.machine.unload_driver()
     bench.machine.load_driver(driver)
     bench.node.session.reopen()
@@ -210,7 +210,7 @@ def test_an_instance_that_was_recreated_starts_clean(bench):
     assert [target for target in bench.monitor.book.states() if target.is_instance] == []
 
 
-def test_who_an_event_hit_is_known_before_anyone_looks(bench):
+def test_devices_hit_by_an_event_are_known_before_the_next_poll(bench):
     gi, ci, uuid = bench.first
     reported: list[str | None] = []
     bench.monitor.node.health_changed = lambda: reported.append(
@@ -607,7 +607,7 @@ def test_reasons_outlive_a_restart_and_a_reboot_clears_them(bench):
     assert {target.gpu_uuid for target in bench.monitor.book.states()} == set(bench.uuids[:2])
 
 
-def test_another_driver_version_since_the_last_run_is_a_reload(bench):
+def test_changed_driver_version_since_the_last_run_is_a_reload(bench):
     bench.machine.raise_xid(0, 48)
     bench.turn()
     bench.monitor.stop()
@@ -975,7 +975,7 @@ def test_an_operation_that_hung_is_over_after_a_restart(bench):
     assert (bench.reasons(0), bench.tainted()) == ([], {})
 
 
-def test_what_two_threads_take_in_at_a_time_is_all_kept(bench):
+def test_observations_of_two_threads_are_all_kept(bench):
     monitor, target = bench.monitor, HealthTarget(bench.uuids[0])
     reached, let = threading.Event(), threading.Event()
 

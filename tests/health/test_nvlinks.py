@@ -219,7 +219,7 @@ def test_link_that_recovers_again_and_again_is_shown_without_a_taint(
     assert bench.reasons(0) == []
 
 
-def test_what_changes_rarely_is_read_in_each_poll_while_the_gpu_is_bad(make_bench: MakeBench) -> None:
+def test_rarely_changing_values_are_read_in_each_poll_while_the_gpu_is_bad(make_bench: MakeBench) -> None:
     bench = make_bench("dgx-h100")
     bench.turn(10)
     bench.machine.set_gpu(0, memory_unrepairable=True)

@@ -101,7 +101,7 @@ def test_the_table_says_what_the_catalog_says():
 
 @pytest.mark.parametrize("number", [key for key, row in OFFICIAL.items() if row[0] in RESETS_OR_REBOOTS])
 @pytest.mark.parametrize("reports_action", [True, False])
-def test_what_the_catalog_ends_with_a_reset_or_a_reboot_is_unhealthy(number, reports_action):
+def test_xid_that_needs_a_reset_or_reboot_in_the_catalog_is_unhealthy(number, reports_action):
     state = after(Xid(number, reports_action))
     assert (state.severity, names(state)) == (S.UNHEALTHY, [f"xid/{number}"])
 
@@ -120,7 +120,7 @@ def test_faults_of_programs_say_nothing_about_the_gpu_except_for_memory_errors(n
 
 
 @pytest.mark.parametrize("number", UNDECIDED)
-def test_what_the_recovery_action_decides_keeps_no_pod_away_where_it_is_reported(number):
+def test_xid_decided_by_the_recovery_action_does_not_taint_if_that_is_reported(number):
     state = after(Xid(number))
     assert (state.severity, state.setbacks) == (S.INFORMATION, ())
     assert names(observe(state, WELL, NOW + SETTLE_S)) == [f"xid/{number}"]
@@ -481,7 +481,7 @@ def test_an_event_never_makes_it_better(before, event):
 
 
 @given(st.lists(st.tuples(_anything, st.integers(0, 400)), max_size=12))
-def test_what_was_cleared_does_not_come_back_by_itself(steps):
+def test_cleared_reason_does_not_return_by_itself(steps):
     state, now = GPU, NOW
     for observation, passed in steps:
         now += passed

@@ -197,7 +197,7 @@ def test_standby_instance_writes_nothing_and_takes_over_what_the_other_kept(tmp_
     assert HealthStore(path).load() == both, "kept at once"
 
 
-def test_what_an_older_boot_kept_or_no_one_is_not_mixed_in(tmp_path: Path) -> None:
+def test_state_of_an_older_boot_or_no_state_is_not_merged(tmp_path: Path) -> None:
     path = tmp_path / "health.json"
     shared = HealthStore(path, lambda: True)
     shared.save(kept(BEFORE))

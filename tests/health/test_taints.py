@@ -173,7 +173,7 @@ def test_the_ledger_reports_which_instance_a_device_is():
     ("identity", "hit"),
     [(None, True), ("MIG-new", True), ("MIG-a,MIG-new", True), ("MIG-old", False), ("MIG-newer", False)],
 )
-def test_what_hit_an_earlier_instance_of_the_same_ids_does_not_hit_the_new_one(identity, hit):
+def test_reasons_of_an_earlier_instance_with_the_same_ids_do_not_hit_the_new_one(identity, hit):
     for target in (HealthTarget(uuid(3), 9, 0), HealthTarget(uuid(3), 9)):
         found = states((target, InstanceSeen(identity)), (target, Xid(95)))
         assert bool(device_taints(ON_DEMAND, found, made(9))) == hit
@@ -189,7 +189,7 @@ def test_a_static_mig_device_is_known_by_its_uuid():
         assert bool(device_taints(SMALL, found, {})) == hit
 
 
-def test_that_a_lost_gpu_is_not_heard_goes_without_saying():
+def test_lost_gpu_has_no_taint_for_missing_events():
     gpu = HealthTarget(WHOLE.uuid)
     lost = states((gpu, MonitoringState("no events")), (gpu, Unreachable()))
     for policy in (TaintPolicy(), TaintPolicy({"unmonitored": "NoSchedule"})):
@@ -240,7 +240,7 @@ def test_servers_that_refuse_the_effect_none_get_no_such_taint():
     assert device_taints(WHOLE, found, {}, policy) == ()
 
 
-def test_what_does_not_fit_is_the_least():
+def test_mildest_taints_are_omitted_beyond_the_limit():
     reasons = [
         Reason(f"key-{number:02}", "", Severity.LOST if number > 3 else Severity.DEGRADED, NOW, NOW, "x")
         for number in range(20)
@@ -281,7 +281,7 @@ def test_older_servers_get_the_four_worst_and_eviction_before_all_else():
         (COUNTED, "NoSchedule", True, True, False),
     ],
 )
-def test_what_is_withdrawn_if_taints_keep_no_pod_away(device, effect, is_held, is_shared, withdrawn):
+def test_devices_are_withdrawn_if_taints_keep_no_pod_away(device, effect, is_held, is_shared, withdrawn):
     found = [{"key": "k", "effect": effect}]
     assert is_withdrawn(device, found, is_held=is_held, is_shared=is_shared) is withdrawn
     assert not is_withdrawn(device, [], is_held=is_held, is_shared=is_shared)

@@ -75,7 +75,7 @@ def test_another_gpu_that_is_lost_does_not_matter(smi):
     smi("echo 'GPU is lost' >&2; exit 0").set_time_slice("GPU-1", 2)
 
 
-def test_one_that_hangs_in_the_kernel_is_left_behind(smi, monkeypatch):
+def test_program_that_hangs_in_the_kernel_is_left_behind(smi, monkeypatch):
     children = []
 
     def ignored(child):

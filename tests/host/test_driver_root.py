@@ -234,7 +234,7 @@ def test_libraries_of_another_architecture_are_left_out_with_one_note(
 
 
 @MACHINES
-def test_one_library_of_another_architecture_among_ours_is_left_out(
+def test_library_of_another_architecture_among_ours_is_omitted(
     tmp_path: Path, machine: str, other: str
 ) -> None:
     nodes = driver_root(tmp_path, directory="/usr/lib64")

@@ -186,7 +186,7 @@ def test_a_node_is_recreated_when_it_has_other_numbers_than_the_driver_says(proc
 
 
 @pytest.mark.parametrize("put", [Path.mkdir, Path.touch, lambda path: path.symlink_to("/dev/null")])
-def test_what_is_there_is_left_when_it_is_not_a_character_device(
+def test_existing_file_is_kept_if_it_is_not_a_character_device(
     proc: Path, tmp_path: Path, put: Callable[[Path], None]
 ) -> None:
     place = tmp_path / "root/dev/nvidia-caps/nvidia-cap12"

@@ -175,9 +175,7 @@ def test_the_installed_hook_comes_after_the_hosts_own_and_before_one_of_a_driver
     assert found(finder(driver, host, plugin=plugin)).host_path == TOOLKIT
 
 
-def test_another_is_used_when_the_installed_one_goes_and_it_again_when_it_comes_back(
-    driver: Path, plugin: Path
-) -> None:
+def test_other_hook_is_used_while_the_installed_one_is_missing(driver: Path, plugin: Path) -> None:
     finds = finder(driver, plugin=plugin)
     assert finds.find().host_path is None
     hook = put_hook(plugin, "/nvidia-cdi-hook")
@@ -281,7 +279,7 @@ def test_the_hook_is_queried_once_until_it_is_replaced(driver: Path, tmp_path: P
     assert found(finds).verbs == HOOK_VERBS
 
 
-def test_one_that_was_requested_is_never_dropped_silently(driver: Path, host: Path) -> None:
+def test_configured_hook_is_never_dropped_silently(driver: Path, host: Path) -> None:
     put_hook(host, USUAL)
     host_path = "/opt/toolkit/nvidia-cdi-hook"
     remedy = rf"--nvidia-cdi-hook-path {host_path} is not a file on the host: install"
@@ -296,7 +294,7 @@ def test_one_that_was_requested_is_never_dropped_silently(driver: Path, host: Pa
 
 
 @pytest.mark.parametrize("mounted", [None, "not-there"])
-def test_one_where_this_process_sees_nothing_is_trusted_and_noted(
+def test_configured_hook_that_this_process_cannot_see_is_trusted_and_noted(
     driver: Path, tmp_path: Path, mounted: str | None
 ) -> None:
     hook = found(finder(driver, tmp_path / mounted if mounted else None, TOOLKIT))

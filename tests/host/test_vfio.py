@@ -383,7 +383,7 @@ def test_module_that_cannot_be_loaded_is_named(node: Node) -> None:
         node.cards.ready_driver(GPU, 0.05)
 
 
-def test_whoever_holds_the_card_is_named_and_blocks_the_unbind(node: Node) -> None:
+def test_users_of_the_card_are_named_and_block_the_unbind(node: Node) -> None:
     assert node.cards.gpu_users(GPU) == []
     node.machine.set_gpu(0, persistence=1)
     exporter = node.machine.open_session("dcgm-exporter")

@@ -57,7 +57,7 @@ BAD: dict[str, tuple[Setup, tuple[str, ...]]] = {
 }
 
 
-def test_what_cannot_be_prepared_is_reported_in_one_sentence(node: Node, bystander: ClaimRef) -> None:
+def test_failed_prepare_is_reported_in_one_sentence(node: Node, bystander: ClaimRef) -> None:
     for make, words in BAD.values():
         node.refused(make(node), *words)
         assert node.records() == [f"{bystander.uid}.json"]

@@ -180,7 +180,7 @@ def test_any_object_is_shown_or_reported_when_it_breaks_the_rules(
 
 
 @tabled("plural", "path", "odd", "why")
-def test_what_cannot_be_read_is_named_and_the_rest_shown(
+def test_unreadable_objects_are_named_and_the_rest_shown(
     server: OddServer, plural: str, path: list[Any], odd: Any, why: str
 ) -> None:
     objects = good_objects()

@@ -316,7 +316,7 @@ def test_kept_health_and_what_nvml_says_now_are_put_together(machine: Machine, l
     assert any("from before the last boot" in note for note in view.notes)
 
 
-def test_what_the_plugin_would_undo_is_over_when_it_does_not_run(machine: Machine, look: Look) -> None:
+def test_steps_to_undo_are_over_when_the_plugin_does_not_run(machine: Machine, look: Look) -> None:
     first, second, third, _ = (gpu.uuid for gpu in machine.current().present)
     old = reason("xid", "95", Severity.UNHEALTHY, age_s=31)
     fresh = reason("xid", "95", Severity.UNHEALTHY, age_s=29)

@@ -85,7 +85,7 @@ def files(directory: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
-def test_what_the_driver_made_comes_back(validate: Validate, plugins: Path) -> None:
+def test_space_of_our_own_instances_counts_as_free(validate: Validate, plugins: Path) -> None:
     code, reports, _ = validate("--dynamic-mig")
     assert (code, [report["faults"] for report in reports]) == (0, [[], []])
     before = files(plugins)
@@ -95,7 +95,7 @@ def test_what_the_driver_made_comes_back(validate: Validate, plugins: Path) -> N
     assert files(plugins) == before
 
 
-def test_what_someone_else_made_is_in_the_way(validate: Validate) -> None:
+def test_foreign_instance_is_in_the_way(validate: Validate) -> None:
     code, (whole, large), _ = validate("--dynamic-mig", foreign=1)
     assert code == 1
     assert "asks for 4 devices of class" in whole["faults"][0]

@@ -55,7 +55,9 @@ def detachments(tmp_path: Path, clock: Clock) -> Detachments:
     return Detachments(tmp_path, "boot-1", clock)
 
 
-def test_it_lasts_as_long_as_was_requested(detachments: Detachments, clock: Clock, tmp_path: Path) -> None:
+def test_detachment_lasts_as_long_as_requested(
+    detachments: Detachments, clock: Clock, tmp_path: Path
+) -> None:
     assert detachments.now() is None
     made = detachments.begin(300)
     assert detachments.now() == made
@@ -223,7 +225,7 @@ def test_a_lost_gpu_is_named_by_what_is_known_of_it_and_indices_are_not_sure(nod
     assert named_gpus(["gpu-lost-one"], None, known, is_whole=False) == {lost.uuid}
 
 
-def test_who_opens_nvml_at_the_same_moment_is_waited_for(
+def test_concurrent_opening_of_nvml_is_waited_for(
     node: SimulatedNode, tmp_path: Path, detachments: Detachments
 ) -> None:
     """The daemon takes the mark first, then reads the file. The command does this in reverse order, so it

@@ -114,7 +114,7 @@ def test_call_that_hangs_holds_up_no_other_claim(
     assert {one.wanted for one in (*locks._guards.values(), *other._guards.values())} == {0}
 
 
-def test_one_holder_at_a_time_in_and_across_instances(locks: ClaimLocks, tmp_path: Path) -> None:
+def test_lock_has_one_holder_at_a_time_in_and_across_instances(locks: ClaimLocks, tmp_path: Path) -> None:
     other = ClaimLocks(tmp_path / "locks")
     entered: list[int] = []
 

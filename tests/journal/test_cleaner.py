@@ -452,7 +452,7 @@ def test_claims_that_end_together_forget_nothing_of_each_other(bench: Bench) -> 
     assert bench.tools.undone == [CDI, CDI, MPS]
 
 
-def test_one_thing_that_two_claims_left_is_one_event(bench: Bench) -> None:
+def test_cleanup_left_by_two_claims_is_one_event(bench: Bench) -> None:
     """The plugin was killed before it undid it."""
     for one in [bench.prepared(record(MPS, uid=f"uid-{number}")) for number in range(2)]:
         bench.leave(one)
@@ -471,7 +471,7 @@ def test_cleanup_that_the_other_instance_has_finished_in_between_is_not_reported
     assert bench.cleaner.outstanding() == []
 
 
-def test_what_is_published_shows_no_cleanup_that_is_just_being_undone(bench: Bench) -> None:
+def test_published_cleanups_exclude_those_being_undone(bench: Bench) -> None:
     bench.tools.hanging = [MPS]
     bench.leave(bench.prepared(record(MPS)))
     ends = threading.Thread(target=lambda: bench.executor.clean("uid-1"))
@@ -599,7 +599,7 @@ def test_only_the_instance_that_leads_reports_what_becomes_of_a_cleanup(bench: B
     assert [line.split()[0] for line in newer.reported.lines] == ["pending", "done"]
 
 
-def test_what_is_pending_is_reported_although_it_was_not_known_for_a_moment_who_leads(bench: Bench) -> None:
+def test_pending_cleanup_is_reported_although_the_leader_was_briefly_unknown(bench: Bench) -> None:
     bench.leave(bench.prepared(record(MPS)))
     after = bench.restarted()
 
@@ -634,7 +634,7 @@ def test_devices_are_withheld_only_where_the_next_pod_would_suffer(
     assert {name for name in (GPU_0, GPU_1) if withholding([cleanup], MIXED.by_name[name], BOOT)} == names
 
 
-def test_what_a_reboot_takes_away_is_pending_no_more() -> None:
+def test_cleanup_done_by_a_reboot_is_not_pending() -> None:
     ref = record().ref
     kept = [step for step in (SLICE, MPS) if counts(LedgerEntry(ref, "boot-0", step), BOOT)]
     assert (kept, is_undone_in_lane(CDI)) == ([MPS], False)
@@ -772,7 +772,7 @@ def test_gpu_that_hangs_holds_up_no_cleanup_of_another_gpu(bench: Bench) -> None
     eventually(lambda: not bench.lanes.under_way())
 
 
-def test_what_a_keeper_cannot_put_right_is_retried_after_a_pause(bench: Bench) -> None:
+def test_failed_keeper_is_retried_after_a_pause(bench: Bench) -> None:
     keeps, now = Keeps("GPU-2"), [0.0]
     keeps.broken = ["GPU-2"]
     cleaner = Cleaner(bench.ledger, bench.lanes, bench.tools, restorers=[keeps], clock=lambda: now[0])

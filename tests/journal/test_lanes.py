@@ -114,7 +114,7 @@ def test_gpu_on_which_the_other_instance_hangs_is_unresponsive(lanes: Lanes, tmp
     assert lanes.hanging() == {}
 
 
-def test_what_needs_nvml_closed_begins_next_to_a_hang_only_while_that_is_a_write_to_the_kernel(
+def test_operation_that_closes_nvml_starts_during_a_hang_only_if_that_is_a_kernel_write(
     lanes: Lanes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The instance of the hang and the other one see the same."""
@@ -165,7 +165,7 @@ def test_other_instance_sees_which_step_of_an_operation_is_running(lanes: Lanes,
 
 
 @tabled("content")
-def test_what_a_killed_instance_left_in_a_lock_file_counts_for_nothing(
+def test_content_of_a_killed_instances_lock_file_is_ignored(
     lanes: Lanes, tmp_path: Path, content: str
 ) -> None:
     (tmp_path / "locks/GPU-a.lock").write_text(content)
@@ -201,7 +201,7 @@ def test_the_other_instance_of_a_rolling_update_is_waited_for(lanes: Lanes, tmp_
     assert waiting.result(20) == "done"
 
 
-def test_where_no_thread_starts_the_caller_does_the_work(
+def test_caller_does_the_work_when_no_thread_starts(
     lanes: Lanes, threads_that_start: Callable[[str, int], None]
 ) -> None:
     threads_that_start("lane", 0)
@@ -235,7 +235,7 @@ def test_listing_running_operations_opens_no_file_of_claims(
     operation.result(20)
 
 
-def test_what_bears_a_name_waits_once_for_the_same_gpus(lanes: Lanes) -> None:
+def test_named_operation_is_queued_once_for_the_same_gpus(lanes: Lanes) -> None:
     hangs, begun = threading.Event(), []
 
     def work(operation: Operation) -> None:

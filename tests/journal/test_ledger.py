@@ -114,7 +114,7 @@ def test_reboot_makes_everything_void_and_the_next_write_removes_it(
     assert not file.exists()
 
 
-def test_what_is_gone_is_remembered_for_some_time(
+def test_removed_detail_is_remembered_for_some_time(
     ledger: Ledger, open_ledger: Callable[..., Ledger], clock: Clock
 ) -> None:
     """A reading of the hardware may have begun before the removal."""
@@ -185,7 +185,7 @@ def test_gpu_whose_uuid_leads_elsewhere_is_refused(ledger: Ledger, tmp_path: Pat
     assert names(tmp_path / "ledger") == [".boot"]
 
 
-def test_what_a_power_cut_tore_is_removed_at_the_next_boot(
+def test_torn_ledger_is_removed_at_the_next_boot(
     ledger: Ledger, open_ledger: Callable[..., Ledger], tmp_path: Path, file: Path, logs: list
 ) -> None:
     ledger.save(ONE)

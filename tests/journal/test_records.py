@@ -168,7 +168,7 @@ def test_missing_directory_is_one_sentence(tmp_path: Path) -> None:
         store.save(ONE)
 
 
-def test_what_a_power_cut_tore_is_removed_at_the_next_boot_and_only_then(
+def test_torn_record_is_removed_only_at_the_next_boot(
     store: RecordStore, logs: list[dict[str, object]]
 ) -> None:
     store.save(ONE)
@@ -224,7 +224,7 @@ def test_disk_that_takes_nothing_keeps_no_driver_from_starting(
     assert again.all() == {"uid-1": ONE.as_of("boot-2")}
 
 
-def test_what_a_power_cut_tore_on_a_read_only_disk_keeps_no_driver_from_serving(
+def test_torn_record_on_a_read_only_disk_does_not_stop_the_driver(
     store: RecordStore, logs: list[dict[str, object]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.save(ONE)

@@ -217,7 +217,7 @@ def test_a_late_word_of_another_node_takes_nothing_away(case):
     assert case.devices().keys() == {"gpu-0"}
 
 
-def test_what_is_over_the_limits_is_cut_or_left_out(case):
+def test_values_beyond_the_limits_are_truncated_or_omitted(case):
     node = "n" * 253
     status = case.client(node=node)
     assert status.write(case.ref, [ready(message="m" * 5000, facts=DeviceFacts(uuid="u" * 11000))])

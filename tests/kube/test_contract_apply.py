@@ -71,7 +71,7 @@ def test_each_manager_owns_its_own_conditions(claim):
     assert claim.apply("two") == []
 
 
-def test_what_others_own_is_taken_with_force_only(claim):
+def test_fields_of_other_owners_change_only_with_force(claim):
     claim.apply("one", entry("Ready", data={"a": 1}))
     with pytest.raises(ApiRejectedError, match='conflict with "one"') as caught:
         claim.apply("two", entry("Ready", data={"a": 2}), force=False)
@@ -101,7 +101,7 @@ def test_equal_values_have_two_owners(claim):
         ("one", _PLACE | {"conditions": [condition(status="Maybe")]}, None, "status"),
     ],
 )
-def test_what_is_not_valid_is_refused(claim, manager, applied, uid, field):
+def test_invalid_patch_is_refused(claim, manager, applied, uid, field):
     with pytest.raises(ApiRejectedError, match=field) as caught:
         claim.apply(manager, applied, uid=uid)
     assert caught.value.status == 422

@@ -97,7 +97,7 @@ def test_equal_events_are_counted_for_ten_minutes_after_the_last(target, writer,
     assert sorted(event["count"] for event in events_of(target, about)) == [1, 42]
 
 
-def test_another_text_reason_type_or_object_is_another_event(target, writer):
+def test_different_text_reason_type_or_object_is_a_new_event(target, writer):
     about = unique("Pod")
     writer.write(about, "A", "why", warning=True)
     writer.write(about, "B", "why", warning=True)

@@ -53,7 +53,7 @@ def _echo(driver):
     ) % driver.encode()
 
 
-def test_what_is_not_an_answer_is_raised(server, connect):
+def test_error_without_an_answer_is_raised(server, connect):
     api = connect(server)
     server.faults.fail(1, 403, path="resourceslices")
     with pytest.raises(

@@ -284,7 +284,7 @@ def test_claim_named_twice_alike_counts_once():
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_one_uid_for_two_names_is_refused(order):
+def test_uid_with_two_names_is_refused(order):
     refs = [claim("u1", name="a"), claim("u1", name="b")]
     checked = check_claims([refs[order[0]], refs[order[1]], claim("u2")])
     assert [ref.uid for ref in checked.accepted] == ["u2"]

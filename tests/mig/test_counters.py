@@ -234,7 +234,7 @@ def test_counters_of_an_h100_are_those_of_its_largest_profile() -> None:
     }
 
 
-def test_what_is_withheld_is_missing_from_the_counters() -> None:
+def test_withheld_instances_are_subtracted_from_the_counters() -> None:
     left = totals(gpu_of(H100, GpuInstance(7, 20, Placement(1, 1)), GpuInstance(2, 9, Placement(4, 4))))
     assert left == {
         "copy-engines": "4",
@@ -279,7 +279,7 @@ def test_inventory_without_partitions_has_no_counters() -> None:
 
 
 @pytest.mark.parametrize("key", ["h100-sxm", "a30", "b200"])
-def test_what_comes_back_is_what_leaving_instances_are_in_the_way_of(key: str) -> None:
+def test_returning_devices_are_those_blocked_by_leaving_instances(key: str) -> None:
     """The published and the returning devices together are the published ones without leaving instances."""
     raw, rnd = table(MODELS[key]), random.Random(7)
     for _ in range(30):

@@ -503,7 +503,7 @@ def test_device_is_in_place_while_its_capabilities_are_there(
     assert not steps.in_place(step, kept)
 
 
-def test_what_the_gpu_cannot_do_is_reported_as_the_claims_fault(
+def test_unsupported_profile_is_reported_as_the_claims_fault(
     node: MigNode, small, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def cannot(*_arguments: Any) -> int:

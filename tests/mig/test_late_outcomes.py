@@ -109,7 +109,7 @@ def test_cleanup_leaves_alone_what_comes_while_the_claim_waits(unsure: MigNode, 
     assert unsure.on_gpu() == (True, [MADE])
 
 
-def test_what_never_comes_is_forgotten(unsure: MigNode, small: Any) -> None:
+def test_instance_that_never_appears_is_forgotten(unsure: MigNode, small: Any) -> None:
     given_up(unsure, small)
     unsure.clock.now += 29.9
     unsure.work_off()
@@ -150,7 +150,7 @@ def test_second_open_answer_is_expected_as_long_as_the_first(
 
 
 @pytest.mark.parametrize("other", [("1g.10gb", 3), ("3g.40gb", 0), ("1g.20gb", 2)])
-def test_one_that_comes_in_the_way_within_a_try_is_a_refusal_that_passes(
+def test_instance_that_appears_within_an_attempt_is_a_transient_refusal(
     unsure: MigNode, small: Any, other: tuple[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given_up(unsure, small)
@@ -166,7 +166,7 @@ def test_one_that_comes_in_the_way_within_a_try_is_a_refusal_that_passes(
 
 
 @pytest.mark.parametrize("left_after_s", [None, 30])
-def test_one_in_the_way_that_no_one_awaits_is_not_a_refusal_that_passes(
+def test_unexpected_instance_in_the_way_is_not_a_transient_refusal(
     node: MigNode, small: Any, left_after_s: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A person created it after the check."""
@@ -192,7 +192,9 @@ def test_neighbour_is_refused_for_good_though_one_is_expected_elsewhere(
 
 
 @pytest.mark.parametrize("code", ["insufficient-resources", "not-ready"])
-def test_one_is_expected_on_when_the_next_try_is_refused(unsure: MigNode, small: Any, code: str) -> None:
+def test_instance_is_still_expected_when_the_next_attempt_is_refused(
+    unsure: MigNode, small: Any, code: str
+) -> None:
     tried(unsure, small)
     unsure.machine.set_fault("nvmlDeviceCreateGpuInstanceWithPlacement", code=code, count=1)
     with pytest.raises(NvmlTransientError):

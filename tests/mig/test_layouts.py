@@ -79,7 +79,7 @@ def test_the_last_entry_for_a_gpu_counts_and_others_are_left_alone() -> None:
     assert entry_for("mixed", layouts, 2, None, TABLES[H100]) is None
 
 
-def test_what_fits_in_no_order_is_refused_with_the_nearest_that_fits() -> None:
+def test_layout_that_does_not_fit_is_refused_with_the_nearest_that_fits() -> None:
     entry = LayoutEntry(True, {"3g.40gb": 2, "1g.10gb": 1})
     with pytest.raises(LayoutRefusedError, match=r"the nearest layout that fits is 2 x 3g\.40gb"):
         target_of(entry, TABLES[H100], (), ())

@@ -178,7 +178,7 @@ def test_a_claim_keeps_its_gpu_until_it_ends(node: MigNode, is_maintenance: bool
     assert layouts.settle().state == "applied"
 
 
-def test_who_only_observes_does_not_hold_a_gpu_and_a_lost_claim_does(node: MigNode) -> None:
+def test_claim_with_admin_access_does_not_hold_a_gpu_and_a_lost_claim_does(node: MigNode) -> None:
     hold(node, admin_access=True)
     name = Inventory(gpus=(Gpu(uuid=node.gpu_uuid),)).gpu_names[node.gpu_uuid]
     node.lost = {"uid-2": (f"{name}-mig-19-3",)}
@@ -205,7 +205,7 @@ def test_a_process_on_an_instance_keeps_it(node: MigNode) -> None:
     assert node.on_gpu() == (False, [])
 
 
-def test_what_does_not_fit_is_refused_and_nothing_is_touched(node: MigNode) -> None:
+def test_layout_that_does_not_fit_is_refused_without_a_change(node: MigNode) -> None:
     layouts = Layouts(node, MigLayouts(MIXED.named, from_label=True))
     layouts.label("mixed")
     layouts.settle()

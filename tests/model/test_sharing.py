@@ -59,7 +59,7 @@ def test_selector_picks(selector: GpuSelector, names: set[str]) -> None:
         (GpuSelector(pci_bus_ids=frozenset({"0000:10:00.0"})), {"pci_bus_id": None}),
     ],
 )
-def test_what_is_unknown_of_a_gpu_matches_nothing(selector: GpuSelector, changes: dict) -> None:
+def test_unknown_property_of_a_gpu_matches_nothing(selector: GpuSelector, changes: dict) -> None:
     assert selector.matches(WholeGpu("gpu-0", h100(0)))
     assert not selector.matches(WholeGpu("gpu-0", h100(0, **changes)))
 

@@ -49,7 +49,7 @@ class Modes:
             self.together.wait(5)
 
 
-def test_one_daemon_serves_all_gpus_with_their_limits_by_number(host: Host) -> None:
+def test_daemon_serves_all_gpus_with_their_limits_by_number(host: Host) -> None:
     spec = host.group_spec(limits=(4096, None, 1024))
     status = host.supervisor().ensure(spec, 10)
     assert (status.state, status.spec) == ("ready", spec)
@@ -72,7 +72,7 @@ def test_each_gpu_gets_its_own_earlier_mode_back(host: Host) -> None:
 
 
 @pytest.mark.parametrize("index", GROUP)
-def test_one_gpu_that_does_not_answer_keeps_no_other_from_being_put_back(host: Host, index: int) -> None:
+def test_silent_gpu_keeps_no_other_from_being_restored(host: Host, index: int) -> None:
     mode = Modes(host)
     supervisor = host.supervisor(compute_mode=mode)
     supervisor.ensure(host.group_spec(), 10)
@@ -103,9 +103,7 @@ def test_compute_mode_that_stays_although_nvidia_smi_reports_success_is_put_back
 
 
 @pytest.mark.parametrize("index", GROUP)
-def test_one_gpu_that_does_not_answer_keeps_no_other_from_being_exclusive_again(
-    host: Host, index: int
-) -> None:
+def test_silent_gpu_keeps_no_other_from_being_exclusive_again(host: Host, index: int) -> None:
     mode = Modes(host)
     supervisor = host.supervisor(compute_mode=mode)
     supervisor.ensure(host.group_spec(), 10)
@@ -214,7 +212,7 @@ def test_the_next_host_stops_it_when_none_runs(host: Host) -> None:
     host.assert_nothing_left()
 
 
-def test_what_cannot_be_is_refused(host: Host) -> None:
+def test_impossible_group_is_refused(host: Host) -> None:
     spec = host.group_spec()
     with pytest.raises(PermanentError, match="'x' is not the UUID of a GPU"):
         check_spec(replace(spec, others=(MpsMember("gpu-9", "x"),)))

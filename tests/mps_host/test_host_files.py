@@ -83,7 +83,9 @@ def fake(tmp_path: Path) -> FakeHost:
 
 
 @given(st.from_type(MpsDaemonSpec))
-def test_what_is_wanted_there_and_back(tmp_path_factory: pytest.TempPathFactory, spec: MpsDaemonSpec) -> None:
+def test_wanted_file_is_decoded_as_encoded(
+    tmp_path_factory: pytest.TempPathFactory, spec: MpsDaemonSpec
+) -> None:
     layout = MpsLayout(tmp_path_factory.mktemp("there"))
     layout.wanted_directory.mkdir()
     layout.wanted("gpu-1").write_bytes(encode_wanted(spec))
@@ -550,7 +552,7 @@ def test_a_stop_needs_no_space_on_the_disk(host: Host, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("content", ["", "{", '{"format": 4}', '{"format": 2, "spec": null}'])
-def test_what_is_wanted_and_cannot_be_read_ends_no_daemon_and_stays(host: Host, content: str, logs) -> None:
+def test_unreadable_wanted_file_stops_no_daemon_and_is_kept(host: Host, content: str, logs) -> None:
     supervisor = host.supervisor()
     first = supervisor.ensure(host.spec(), 10)
     wanted = host.layout.wanted("gpu-2")

@@ -87,7 +87,7 @@ def test_path_that_is_too_long_for_a_socket_is_refused_with_its_length_and_the_l
     ("call", "printed", "code", "expected"),
     [(call, *row) for call in ("read", "set") for row in TABLES[f"modes {call}"]],
 )
-def test_what_nvidia_smi_says_of_the_compute_mode(tmp_path, call, printed, code, expected):
+def test_compute_mode_is_read_from_the_output_of_nvidia_smi(tmp_path, call, printed, code, expected):
     program = tmp_path / "nvidia-smi"
     program.write_text(f"#!/bin/sh\ncat <<'END'\n{printed}\nEND\nexit {code}\n")
     program.chmod(0o755)

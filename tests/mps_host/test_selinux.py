@@ -120,7 +120,7 @@ def test_the_tmpfs_is_mounted_without_the_label_when_this_kernel_refuses_it(host
     assert is_tmpfs(Path(host.layout.directories("gpu-2").shm))
 
 
-def test_what_has_the_label_is_left_alone(tmp_path: Path) -> None:
+def test_labelled_file_is_not_changed(tmp_path: Path) -> None:
     attributes = Attributes()
     labels = SelinuxLabels(enabled=True, set_attribute=attributes)
     labels.label(tmp_path)

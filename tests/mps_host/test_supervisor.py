@@ -81,7 +81,7 @@ def test_the_daemon_sees_its_own_shared_memory_only(host):
     assert not Path("/dev/shm/mark").exists()
 
 
-def test_who_may_not_mount_or_serve_others_is_reported_once(host, logs, monkeypatch):
+def test_missing_privileges_are_reported_once(host, logs, monkeypatch):
     monkeypatch.setattr(KernelMounter, "mount", refuse_mount)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     daemon_control._log_one_user.cache_clear()
@@ -719,7 +719,7 @@ def test_host_without_daemons_checks_less_often(host):
     eventually(lambda: 7.0 in beats.seconds)
 
 
-def test_one_device_is_started_once_for_many_callers(host):
+def test_daemon_is_started_once_for_many_callers(host):
     supervisor = host.supervisor()
     started = in_threads(*[partial(supervisor.ensure, host.spec(), 10)] * 8)
     assert len({status.pid for status in started}) == 1

@@ -234,7 +234,7 @@ def test_gpu_without_any_of_the_live_queries_answers_by_its_temperature(node, co
     assert read_health(uuid(node)).answered == is_answer
 
 
-def test_what_a_gpu_does_not_report_is_unknown(machine):
+def test_unreported_value_is_unknown(machine):
     made = machine("t4-4")
     made.session.reopen()
     gpu = uuid(made)
@@ -265,14 +265,14 @@ def test_gpu_that_answers_nothing_is_silent_and_its_neighbour_is_not(node):
 
 
 @pytest.mark.parametrize("live", ["nvmlDeviceGetRemappedRows", "nvmlDeviceGetTemperature*"])
-def test_one_live_query_that_succeeds_is_an_answer(node, live):
+def test_successful_live_query_is_an_answer(node, live):
     for function in (*LIVE, "nvmlDeviceGetTemperature*"):
         if function != live:
             node.machine.set_fault(function, code="timeout", gpu=0)
     assert read_health(uuid(node)).answered
 
 
-def test_what_the_kernel_driver_knows_without_the_gpu_is_not_an_answer(node):
+def test_values_cached_by_the_kernel_driver_are_not_an_answer(node):
     for function in (*LIVE, "nvmlDeviceGetTemperature*"):
         node.machine.set_fault(function, code="timeout", gpu=0)
     found = read_health(uuid(node))

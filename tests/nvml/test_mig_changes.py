@@ -139,7 +139,7 @@ def test_all_compute_instances_of_a_gpu_instance_are_reported(bench: Bench) -> N
     assert len(expected) == 3
 
 
-def test_what_is_gone_is_destroyed_already(bench: Bench) -> None:
+def test_destruction_of_a_missing_instance_succeeds(bench: Bench) -> None:
     made, compute, _ = bench.make_device()
     bench.machine.destroy_mig(0, made)
     bench.hardware.destroy_compute(*bench.where, made, compute)
@@ -155,7 +155,7 @@ def test_what_is_gone_is_destroyed_already(bench: Bench) -> None:
     assert bench.hardware.instances(*bench.where) == ()
 
 
-def test_what_goes_while_it_is_destroyed_is_fine(bench: Bench) -> None:
+def test_instance_that_disappears_during_its_destruction_is_accepted(bench: Bench) -> None:
     made, compute, _ = bench.make_device()
     for function in ("nvmlComputeInstanceDestroy", "nvmlGpuInstanceDestroy"):
         bench.machine.set_fault(function, code="not-found", count=1)
@@ -300,7 +300,7 @@ def test_compute_instance_that_fails_is_not_left(bench: Bench, function: str, co
     assert hardware.create_compute(*where, made)[0] == 0
 
 
-def test_what_cannot_be_undone_is_reported(bench: Bench) -> None:
+def test_failed_undo_is_reported(bench: Bench) -> None:
     made = bench.make()
     for function in ("nvmlComputeInstanceGetInfo*", "nvmlComputeInstanceDestroy", "nvmlGpuInstanceDestroy"):
         bench.machine.set_fault(function, code="unknown")
@@ -500,7 +500,7 @@ def test_minor_number_is_that_of_now(pair: Bench) -> None:
 # --- the GPU itself ------------------------------------------------------------------------------------
 
 
-def test_another_gpu_at_the_address_is_not_touched(bench: Bench) -> None:
+def test_other_gpu_at_the_address_is_not_touched(bench: Bench) -> None:
     uuid, other = bench.gpu.uuid, bench.machine.gpu(1)
     with pytest.raises(DeviceLostError) as caught:
         bench.hardware.create(uuid, other.bus_id, PROFILE_1G, FIRST)

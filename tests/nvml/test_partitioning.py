@@ -37,7 +37,7 @@ def scan(node: SimulatedNode, memory: ScanMemory | None = None) -> Inventory:
 
 
 @pytest.mark.parametrize("name", machine_names())
-def test_that_a_gpu_can_be_cut_changes_nothing_else_that_is_read(machine: Make, name: str) -> None:
+def test_partitioning_changes_no_other_value_of_a_gpu(machine: Make, name: str) -> None:
     found = scan(machine(name))
     assert found.faults == ()
     assert [replace(gpu, partitioning=None) for gpu in found.gpus] == list(read_inventory().gpus)
@@ -423,7 +423,7 @@ def test_details_are_read_of_others_instances_alone(machine: Make) -> None:
         read_inventory(always, ScanMemory(), unreadable)
 
 
-def test_what_exists_is_read_as_it_is_now(machine: Make) -> None:
+def test_existing_instances_are_read_each_time(machine: Make) -> None:
     node = machine("dgx-h100")
     gpu = scan(node).gpus[0]
     assert read_what_exists(gpu) == (False, ())

@@ -297,7 +297,7 @@ def clients(bench: Bench) -> list[str]:
     return bench.node.machine.clients(with_own=True)
 
 
-def test_who_comes_second_joins_and_the_last_one_opens_nvml(bench: Bench) -> None:
+def test_second_pause_joins_the_first_and_the_last_one_opens_nvml(bench: Bench) -> None:
     session, first_ends = bench.session, threading.Event()
 
     def first() -> None:

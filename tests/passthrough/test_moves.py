@@ -26,7 +26,7 @@ def test_all_functions_leave_their_drivers_before_one_goes_to_vfio() -> None:
     ]
 
 
-def test_what_a_killed_bind_has_done_is_not_done_again() -> None:
+def test_moves_of_a_killed_bind_are_not_repeated() -> None:
     half = {GPU: None, AUDIO: "vfio-pci"}
     assert words(to_vfio(half, GPU, "vfio-pci")) == [
         ("override", "0", "vfio-pci"),

@@ -86,7 +86,7 @@ def test_a_change_concerns_the_holders_of_the_gpu(bench):
     assert bench.looked() == []
 
 
-def test_what_was_lost_is_given_again_but_not_all_the_time(bench):
+def test_lost_reports_are_sent_again_at_a_limited_rate(bench):
     bench.looked()
     bench.dropped = 1
     assert bench.looked() == list(RECORDS)

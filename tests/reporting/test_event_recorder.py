@@ -167,7 +167,7 @@ def test_report_is_written_once_the_server_takes_the_token_again(server):
     assert (recorder.written, recorder.dropped, recorder.failed) == (3, 0, 0)
 
 
-def test_what_cannot_be_said_for_minutes_is_dropped(server, logs):
+def test_report_that_cannot_be_sent_for_minutes_is_dropped(server, logs):
     server.errors = [ApiUnavailableError("down")] * 50
     with speaking(
         server, ReportLimits(backoff_first_s=0.001, backoff_most_s=0.001, give_up_s=0.0)
@@ -359,7 +359,7 @@ def test_a_notice_that_failed_comes_first_and_takes_later_ones_in():
     assert [queued.report.devices for queued in taken(queue, 3.0)] == [(_READY,)]
 
 
-def test_what_is_too_old_is_forgotten():
+def test_expired_event_is_dropped():
     queue = EventQueue(ReportLimits())
     for second in range(5):
         queue.put(event(second), float(second))
@@ -392,7 +392,7 @@ def minor(number):
     return ObjectEvent(node_object("node-a"), "Minor", str(number), warning=False, minor=True)
 
 
-def test_what_matters_least_goes_first_and_is_said_last():
+def test_least_important_report_is_dropped_first_and_sent_last():
     queue = EventQueue(ReportLimits(most=3))
     state = claim_state(_REF, _READY)
     given = [

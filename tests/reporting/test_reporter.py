@@ -240,7 +240,7 @@ def test_writes_of_slices_are_counted_and_need_no_event(
     assert (reports.counted, reports.events) == ([error, 0.5], [])
 
 
-def test_what_is_wrong_with_slices_is_reported(node_events: NodeEvents, reports: RecordedReports) -> None:
+def test_slice_problems_are_reported(node_events: NodeEvents, reports: RecordedReports) -> None:
     node_events.contested("a second publisher")
     node_events.device_left_out("device gpu-1: too many attributes")
     node_events.fields_dropped("DRADeviceTaints")
@@ -252,7 +252,7 @@ def test_what_is_wrong_with_slices_is_reported(node_events: NodeEvents, reports:
     assert "DRADeviceTaints" in reports.texts[-1]
 
 
-def test_what_is_another_instances_turn_to_report_is_not_reported(reports: RecordedReports) -> None:
+def test_reports_of_another_instance_are_not_repeated(reports: RecordedReports) -> None:
     is_ours = False
     node_events = NodeEvents(reports, reports, lambda: is_ours)
     node_events.contested("fight")

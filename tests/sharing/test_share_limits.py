@@ -58,7 +58,7 @@ def test_mig_device_is_measured_by_its_profile() -> None:
     assert limits_of(requested, device, MEMORY) == ShareLimits(1024, 31)
 
 
-def test_what_is_unknown_of_the_device_is_not_a_limit() -> None:
+def test_unknown_capacity_of_the_device_is_not_a_limit() -> None:
     share = result("gpu-0", consumed_capacity={"shares": "1", "multiprocessors": "8"})
     assert limits_of(share, BLIND, FOUR) == ShareLimits(None, 25)
     assert limits_of(share, BLIND, MEMORY) == ShareLimits()

@@ -116,7 +116,7 @@ def test_nothing_waits_for_an_answer_that_is_not_needed(bench: Bench) -> None:
     assert (bench.support.ask_at, bench.support.problem) == (100.0 + HOUR, "gate off")
 
 
-def test_what_was_not_requested_in_between_is_requested_again(bench: Bench) -> None:
+def test_support_that_was_not_needed_in_between_is_tested_again(bench: Bench) -> None:
     bench.answers = [UNCOUNTED, UNTAINTED, UNCOUNTED]
     bench.support.of(CUT, OWNER)
     bench.support.refused(INVALID)
@@ -171,7 +171,7 @@ TAINTED = slice_of(taints=[{"key": "x", "effect": "NoSchedule"}])
 COUNTED = slice_of(consumesCounters=[{"counterSet": "gpu-0", "counters": {}}])
 
 
-def test_what_a_gate_explains_of_an_answer_is_believed_for_an_hour(bench: Bench) -> None:
+def test_dropped_field_with_a_known_gate_is_believed_for_an_hour(bench: Bench) -> None:
     """The response came from another server than the test."""
     bench.answers = [ALL, ALL]
     bench.support.of(CUT, OWNER)

@@ -132,7 +132,7 @@ def test_only_type_and_uuid_are_there_when_nothing_else_is_known() -> None:
         ("mig_capable", {"migCapable"}), ("fabric", {"fabricClusterUUID", "fabricCliqueID"}),
     ],
 )  # fmt: skip
-def test_one_unknown_value_costs_its_attribute_only(field: str, attributes: set[str]) -> None:
+def test_unknown_value_costs_only_its_attribute(field: str, attributes: set[str]) -> None:
     gpu = h100(0, fabric=Fabric(CLUSTER, (1,)))
     known = wire(gpu)
     without = wire(replace(gpu, **{field: None}))

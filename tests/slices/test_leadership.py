@@ -183,7 +183,7 @@ def test_instance_that_cannot_announce_leaves_the_other_alone(
     assert (new.is_ours(), old.is_ours()) == (True, False)
 
 
-def test_what_is_not_a_file_of_an_instance_is_not_in_the_way(directory: Path) -> None:
+def test_other_files_are_not_in_the_way(directory: Path) -> None:
     """In the place of one that would come before ours, or of a temporary file."""
     old = InstanceLeadership(directory, "old")
     old.announce()

@@ -900,7 +900,7 @@ def dropping(bench: Bench) -> Bench:
     return following
 
 
-def test_what_a_server_lacks_is_not_sent_again_and_reported_once(dropping: Bench, logs: list) -> None:
+def test_unsupported_field_is_not_sent_again_and_reported_once(dropping: Bench, logs: list) -> None:
     """Neither by the instance that learns it from a response, nor by one that tests."""
     before = dropping.slices.current()
     assert len(dropping.slices.writes) == 1
@@ -919,7 +919,7 @@ def test_what_a_server_lacks_is_not_sent_again_and_reported_once(dropping: Bench
     dropping.publisher.stop()
 
 
-def test_what_an_answer_shows_changes_the_pool_at_once(bench: Bench) -> None:
+def test_dropped_field_in_an_answer_changes_the_pool_at_once(bench: Bench) -> None:
     """Nothing else wakes the publisher: the fake does not notify it of its own writes."""
     bench.slices.store = without_taints
     bench.taints = broken
@@ -929,7 +929,7 @@ def test_what_an_answer_shows_changes_the_pool_at_once(bench: Bench) -> None:
     assert bench.publisher.withheld == tuple(NAMES)
 
 
-def test_what_is_not_needed_of_what_a_server_lacks_is_not_reported(bench: Bench) -> None:
+def test_unsupported_field_that_is_not_needed_is_not_reported(bench: Bench) -> None:
     bench.lacks = Support(frozenset({TAINTS_GATE, SHARES_GATE}))
     bench.start()
     assert bench.publisher.wait_published(20)

@@ -248,7 +248,7 @@ def test_devices_with_media_extensions_exclude_each_other_where_there_is_one_eng
     assert slots(node.claim("plain", mig("2g.12gb"))) == ["2g12gb-5-0"]
 
 
-def test_what_is_withheld_is_not_allocated() -> None:
+def test_withheld_device_is_not_allocated() -> None:
     node = published(on_demand(0, GpuInstance(1, 9, Placement(4, 4))))
     assert slots(node.claim("half", mig("3g.40gb"))) == ["3g40gb-9-0"]
     node.refuses("rest", mig("1g.10gb"))

@@ -55,7 +55,7 @@ def test_an_evaluation_that_ends_in_an_error_is_reported_and_is_not_false(
 
 
 @tabled("expression", "fault", more=[("[" + "1," * 9000 + "1].all(x, x == 1)", "is longer than 10240 bytes")])
-def test_what_does_not_compile_is_reported_with_its_position(expression: str, fault: str) -> None:
+def test_compile_error_is_reported_with_its_position(expression: str, fault: str) -> None:
     with pytest.raises(InvalidConfigError, match=re.escape(fault)) as caught:
         compiled(expression)
     assert "\n" not in str(caught.value)
@@ -72,7 +72,7 @@ def test_what_does_not_compile_is_reported_with_its_position(expression: str, fa
         ("true ? true : " * 500 + "true", "validate cannot compile it: "),
     ],
 )
-def test_what_only_the_api_server_knows_is_not_judged(expression: str, reason: str) -> None:
+def test_selector_that_only_the_api_server_can_evaluate_is_not_judged(expression: str, reason: str) -> None:
     with pytest.raises(NotJudgedError, match=re.escape(reason)):
         compiled(expression)
 

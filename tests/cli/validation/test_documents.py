@@ -51,7 +51,7 @@ def test_documents(tmp_path: Path, text: str, expected: list[tuple[int, str, str
 @pytest.mark.parametrize(
     "content", ["", "\ufeff", "# only\n# comments\n", "---\n# one\n---\n# two\n", "\r\n\r\n"]
 )
-def test_what_says_nothing_has_no_documents(tmp_path: Path, content: str) -> None:
+def test_empty_file_has_no_documents(tmp_path: Path, content: str) -> None:
     assert of(tmp_path, content) == []
 
 
@@ -75,7 +75,7 @@ def test_line_ends_and_a_byte_order_mark_do_not_matter(tmp_path: Path, content: 
         ("a:\n\tb: c\n", 2, r"is not valid YAML: found character '\t' that cannot start any token"),
     ],
 )
-def test_what_cannot_be_read_is_one_sentence(tmp_path: Path, content: str, line: int, problem: str) -> None:
+def test_unreadable_file_is_one_sentence(tmp_path: Path, content: str, line: int, problem: str) -> None:
     found = of(tmp_path, content)[-1]
     assert (found.line, found.problem, found.content) == (line, problem, None)
 

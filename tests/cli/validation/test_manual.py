@@ -18,7 +18,7 @@ ROWS = dict(re.findall(r"^\| `(.+?)`.* \| (.+) \|$", SECTION, re.MULTILINE))
 LONG = {"((((…true…))))": "(" * 500 + "true" + ")" * 500}
 
 
-def test_what_the_manual_lists_is_not_judged() -> None:
+def test_cases_listed_in_the_manual_are_not_judged() -> None:
     assert ROWS.pop('device.driver == "x"') == NOT_INSTALLED
     assert len(ROWS) == 2
     for expression, said in ROWS.items():

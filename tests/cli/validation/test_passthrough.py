@@ -71,12 +71,12 @@ def test_claim_with_devices_of_both_sorts_is_refused_as_a_prepare_would() -> Non
     ]
 
 
-def test_one_card_is_not_given_out_twice() -> None:
+def test_card_is_not_allocated_twice() -> None:
     made = report(inventory(h100(0), cards=(card(0),)), "gpu", "vfio.gpu")
     assert "no combination of them serves all requests together" in made.faults[0]
 
 
-def test_what_a_machine_without_passthrough_lacks_is_said() -> None:
+def test_report_names_what_a_machine_without_passthrough_lacks() -> None:
     made = report(inventory(h100(0), h100(1)), "vfio.gpu")
     assert "2 devices, 0 of class vfio.gpu.nvidia.com" in made.faults[0]
     assert made.hints == [
