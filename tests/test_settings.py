@@ -175,7 +175,7 @@ def test_faults_of_the_command_line_are_reported_with_those_of_the_file(write) -
 
 
 @pytest.mark.parametrize(
-    ("file", "is_told"), [("", True), ("logLevel: loud", True), ("nodeName: 5", False), ("a: [", False)]
+    ("file", "is_reported"), [("", True), ("logLevel: loud", True), ("nodeName: 5", False), ("a: [", False)]
 )
 def test_name_of_the_node_is_missing_only_where_nothing_may_have_it(
     write, file: str, is_reported: bool

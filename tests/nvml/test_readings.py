@@ -67,7 +67,7 @@ def test_gpus_that_do_not_know_it(machine: Make, name: str, mode: str | None) ->
 
 
 @pytest.mark.parametrize(
-    ("driver", "mode", "told"),
+    ("driver", "mode", "reported"),
     [("535.183.01", "ppcie", "off"), ("535.183.01", "devtools", "devtools"), ("525.147.05", "on", None)],
 )
 def test_drivers_that_do_not_report_all(machine: Make, driver: str, mode: str, reported: str | None) -> None:
