@@ -85,7 +85,10 @@ def test_grace_time_continues_when_only_the_pods_of_a_record_changed(bench: Benc
     bench.node.records.save(replace(record, claim=used_by(ONE, A, B)))
     bench.now += 60
     bench.look()
-    assert (bench.node.files(), bench.reported.recovered_claims) == ({}, [("uid-1", "is no longer allocated")])
+    assert (bench.node.files(), bench.reported.recovered_claims) == (
+        {},
+        [("uid-1", "is no longer allocated")],
+    )
 
 
 # --- against the kubelet ---------------------------------------------------------------------------

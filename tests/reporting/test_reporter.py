@@ -199,7 +199,7 @@ def test_a_state_is_renewed_when_it_is_another_or_was_not_written(received):
 
 def test_claim_that_a_process_keeps_is_reported_on_the_node(reporter, received):
     reporter.still_in_use(REF, "was deleted, but process 4711 still uses gpu-0")
-    [(kind, reason, message, warning)] = received.reported
+    [(kind, reason, message, warning)] = received.reports
     assert (kind, reason, warning) == ("node", "ClaimStillInUse", True)
     assert message == f"Claim {REF} was deleted, but process 4711 still uses gpu-0"
 
