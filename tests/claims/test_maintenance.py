@@ -210,6 +210,7 @@ def test_unprepare_ends_a_closing_that_is_under_way(node: Node, steps: Maintenan
         thread.start()
         eventually(lambda: steps.detachments.now() is not None)
         assert node.unprepare(wanted) is None
+        assert steps.detachments.written() is None
         thread.join()
     assert isinstance(answers[0], Failed)
     assert (phase(node), steps.detachments.written()) == (None, None)
@@ -231,8 +232,10 @@ def test_claim_that_had_its_time_is_answered_and_closes_nothing(node: Node, step
     answer = node.prepare(wanted)
     assert isinstance(answer, Prepared)
     steps.detachments.end()
+    ended = steps.detachments.written()
+    assert ended is not None
     assert node.prepare(wanted) == answer
-    assert steps.detachments.now() is None
+    assert (steps.detachments.written(), steps.detachments.now()) == (ended, None)
 
 
 @pytest.mark.parametrize("is_waiting", [False, True])
