@@ -265,7 +265,7 @@ class Supervisor:
     # --- threads -------------------------------------------------------------------------------
 
     def _attend(self, device: str, act: Callable[[], None]) -> None:
-        """Acts in a thread, and publishes the device's status afterwards."""
+        """Calls `act` in a thread, and then publishes the device's status."""
 
         def attend() -> None:
             act()

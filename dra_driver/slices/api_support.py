@@ -80,8 +80,8 @@ _SHARED: JsonObject = {
 class Support:
     """What an API server accepts and stores. It drops the fields of the feature gates in `missing`.
 
-    `no_partitions` is a sentence with the remedy if it does not support partitionable devices; None if it
-    does or was not tested. `keeps_groups`: it also stores compatibility groups.
+    `no_partitions` is a sentence with the remedy if the server does not support partitionable devices; None
+    if it does or was not tested. `keeps_groups`: the server also stores compatibility groups.
     """
 
     missing: frozenset[str] = frozenset()

@@ -32,8 +32,8 @@ _REFUSALS: Final = frozenset({400, 403, 413, 422})
 
 @dataclass(frozen=True, slots=True)
 class _Refusal:
-    """`wanted` is rejected until `due`; `before` is what the server had accepted. `is_whole`: it also rejects
-    the replacement.
+    """The server rejects `wanted` until `due`; `before` is what it had accepted. `is_whole`: the server also
+    rejects the replacement.
     """
 
     wanted: SliceContent

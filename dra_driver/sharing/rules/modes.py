@@ -227,7 +227,7 @@ def _mps(config: MpsConfig, one: _Wanted, group: Sequence[str]) -> MpsShared:
 
 
 def _multi_user(config: MpsConfig, one: _Wanted) -> bool:
-    """Returns the value in the parameters; if it is missing, the daemon is the same as for the device's other
+    """Returns the value in the parameters. Without a value, a share uses the setting of the device's other
     shares.
 
     Raises: ClaimRefusedError if MPS does not support it there.
