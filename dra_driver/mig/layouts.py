@@ -236,7 +236,7 @@ class NodeLayouts(BackgroundWorker):
         target = self._target(gpu, address, index, name)
         if target is None:
             return None
-        if self._is_as(target, address):
+        if self._has_layout(target, address):
             return self._state(gpu, name, "applied")
         if not may_change:
             return self._state(
@@ -289,7 +289,7 @@ class NodeLayouts(BackgroundWorker):
         ours = {one.slot for one in self._ledger.details(OwnedInstance, gpu.uuid)}
         return [instance for instance in existing if instance.slot not in ours]
 
-    def _is_as(self, target: LayoutTarget, gpu: GpuAddress) -> bool:
+    def _has_layout(self, target: LayoutTarget, gpu: GpuAddress) -> bool:
         """Whether the GPU already matches the target."""
         if self.mode.is_on(gpu) != target.mode:
             return False

@@ -1,7 +1,7 @@
 """What keeps a GPU or MIG device in use: its processes, and persistence mode.
 
-In persistence mode the NVIDIA driver keeps a GPU open that no process uses. It must release the GPU before
-another driver can bind it.
+In persistence mode the NVIDIA driver keeps a GPU open that no process uses. No other driver can bind the GPU
+before persistence mode is off.
 """
 
 from __future__ import annotations

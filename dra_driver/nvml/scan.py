@@ -94,11 +94,11 @@ def read_reachable_pairs(
     """Returns pairs of GPU UUIDs with NVLink peer access and the number of links between them, and faults for
     what could not be read.
 
-    `gpus` is by NVML index; `walk` is the one of `read_gpus`. The NVIDIA driver's report on peer access takes
-    precedence, because it accounts for switch partitions; without a report, the links decide. Behind a switch
-    the count is 1, because all pairs are equal there. The result in `memory` is used for GPUs that are in MIG
-    mode but can be whole again, for `silent` GPUs, which are not called, and for pairs whose query fails or
-    does not return. A pair that was never read has no peer access, and is a fault.
+    `gpus` is by NVML index; `walk` is the walk that `read_gpus` used. The NVIDIA driver's report on peer
+    access takes precedence, because it accounts for switch partitions; without a report, the links decide.
+    Behind a switch the count is 1, because all pairs are equal there. The result in `memory` is used for GPUs
+    that are in MIG mode but can be whole again, for `silent` GPUs, which are not called, and for pairs whose
+    query fails or does not return. A pair that was never read has no peer access, and is a fault.
     """
     linked = {
         index: (handle, gpu) for index, (handle, gpu) in gpus.items() if gpu.nvlink_links and gpu.can_be_whole
@@ -151,8 +151,9 @@ def read_reachable_pairs(
 def _links_of_pair(
     a: Gpu, b: Gpu, found: Mapping[str, _PeerAnswers], out_of_mig_mode: Set[str], memory: PeerMemory
 ) -> int:
-    """Like `_links`, from the answers of both GPUs, which are stored in `memory`; if they are not usable,
-    from `memory`.
+    """Returns the number of links between two GPUs, and stores it in `memory`.
+
+    Without usable answers it returns the stored number.
     """
     pair = frozenset((a.uuid, b.uuid))
     of_a, of_b = found.get(a.uuid, _UNREAD), found.get(b.uuid, _UNREAD)

@@ -217,8 +217,8 @@ class NvmlSession:
 
         The first caller closes it, others join, and the last one initialises it again; operations wait for
         that. `patience` returns how many seconds to wait for running calls, and then for the shutdown. Must
-        not be used within an operation. Raises: NvmlInUseError, without any change, if a call takes longer or
-        hangs; also if the shutdown hangs; what `patience` raises.
+        not be used within an operation. Raises: NvmlInUseError, if a call takes longer or hangs (then nothing
+        has changed) or if the shutdown hangs; the errors of `patience`.
         """
         if threading.get_ident() in self._operations:
             raise RuntimeError("NVML cannot be closed within an operation of the same thread")

@@ -279,7 +279,7 @@ def unclaimed(
 
 
 def unclaimed_text(gpu: str, process: GpuProcess) -> str:
-    """Returns the problem and the remedy; `gpu` is the GPU's name for the reader."""
+    """Returns the problem and the remedy; `gpu` is the GPU's name in the text."""
     name = f" ({process.name})" if process.name else ""
     memory = "memory" if process.memory_bytes is None else f"{process.memory_bytes // _MIB} MiB"
     return (
