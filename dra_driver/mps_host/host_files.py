@@ -529,8 +529,9 @@ class DaemonRecords(JsonStore[DaemonRecord]):
         self.write(record.spec.device, content, durable=True, whole=True)
 
     def forget(self, device: str) -> None:
-        """Removes the record; does nothing if there is none. An unreadable record stays aside. Raises:
-        StateError.
+        """Removes the record; does nothing if there is none. Raises: StateError.
+
+        An unreadable record that was moved aside is not removed.
         """
         self.remove(device, durable=False)
         # The directories removed before must not come back without the record.

@@ -130,9 +130,10 @@ def _content(stored: JsonObject | None) -> SliceContent:
 
 
 def with_stand_ins(pool: Pool, accepted: Mapping[int, SliceContent]) -> Pool:
-    """Returns the pool with replaced slices: of the `accepted` content, by index, whatever is still wanted.
+    """Returns the pool with the last accepted content for rejected slices.
 
-    Devices without their counters are removed.
+    `accepted` has this content by slice index. What is no longer wanted of it is left out, and so are devices
+    without their counters.
     """
     if not accepted:
         return pool

@@ -219,8 +219,8 @@ def _search(
 ) -> list[tuple[PlacedProfile, Placement]] | None:
     """Returns all placements of a solution, including the used ones.
 
-    Identical profiles are adjacent in `left`. Because their order does not matter, each gets a placement
-    after the previous one, which is `after`.
+    Identical profiles are adjacent in `left`. Their order does not matter, so only placements after `after`,
+    the placement of the previous one, are tried.
     """
     if not left:
         return list(used)
