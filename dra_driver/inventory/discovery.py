@@ -149,12 +149,12 @@ class Discovery:
         can be prepared.
 
         Empty before the first discovery. Until devices were usable for the first time, the problem is that the
-        node waits for the NVIDIA driver.
+        node waits for the NVIDIA driver, unless NVML is kept closed on purpose.
         """
         found = [NodeProblem("driver-files-missing", fault.text) for fault in self._driver_file_faults()]
         unavailable, problem = self._problem, self.problem()
         if problem is not None and problem != NOT_DISCOVERED:
-            waits = problem == unavailable and not self._was_available
+            waits = problem == unavailable and not self._was_available and self._detached() is None
             found.append(NodeProblem("waiting-for-driver" if waits else "gpus-unavailable", problem))
         return found
 

@@ -191,6 +191,7 @@ def test_restart_in_service_keeps_the_slices_and_nvml_closed(node: Node) -> None
     assert not node.driver._gpus.detachments.is_nvml_open()
     assert node.slices() == slices
     assert node.driver.is_ready(), "a rolling update goes on"
+    assert [one.code for one in node.driver.discovery.problems()] == ["gpus-unavailable"], "no driver is missing"
     node.take_back(ref)
     node.wait_devices(8)
 
