@@ -392,10 +392,9 @@ class Preparer:
                 record = self.records.get(uid)
                 if record is None or record.phase == "prepared":
                     return
-                if record.maintenance is not None:
+                if record.maintenance is not None and isinstance(error, RetryableError):
                     self.planner.reopen_nvml(attempt.ref)
-                    if isinstance(error, RetryableError):
-                        return
+                    return
                 self.executor.end(record)
             self.executor.clean(uid)
         except DraDriverError as left:

@@ -363,7 +363,9 @@ class Detachments:
                 )
             time.sleep(_POLL_S)
         if self.now() != made:
-            raise RetryableError("close NVML: another process ended the detachment; run the command again")
+            raise RetryableError(
+                "close NVML: another process ended the detachment, or its time is over; try again"
+            )
 
     def is_nvml_open(self, excluded: UseMark | None = None) -> bool:
         """Whether any of the plugin's processes has NVML open, except for the session that holds the mark

@@ -238,14 +238,21 @@ class Executor:
         The caller holds the claim's lock, and calls `clean` after releasing it. Raises: StateError; then the
         record stays.
         """
-        for step in reversed(record.steps):
-            if writes_files(step):
-                self.runner.undo(step, record)
-        with self.cleaner.ending(record.ref.uid):
-            self.records.delete(record.ref.uid)
-        if record.maintenance is not None:
+        maintenance = record.maintenance
+        try:
+            for step in reversed(record.steps):
+                if writes_files(step):
+                    self.runner.undo(step, record)
+            with self.cleaner.ending(record.ref.uid):
+                self.records.delete(record.ref.uid)
+        except DraDriverError:
+            # The pod has ended, and NVML is closed for the whole node.
+            if maintenance is not None:
+                self.runner.undo(maintenance, record)
+            raise
+        if maintenance is not None:
             # Not before: a Prepare that closes NVML now sees afterwards that the record is gone.
-            self.runner.undo(record.maintenance, record)
+            self.runner.undo(maintenance, record)
 
     def clean(self, uid: str) -> None:
         """Undo in the lanes what the claim has set on GPUs, and wait briefly. The caller holds no lock. Raises:

@@ -191,7 +191,9 @@ def test_restart_in_service_keeps_the_slices_and_nvml_closed(node: Node) -> None
     assert not node.driver._gpus.detachments.is_nvml_open()
     assert node.slices() == slices
     assert node.driver.is_ready(), "a rolling update goes on"
-    assert [one.code for one in node.driver.discovery.problems()] == ["gpus-unavailable"], "no driver is missing"
+    assert [one.code for one in node.driver.discovery.problems()] == ["gpus-unavailable"], (
+        "no driver is missing"
+    )
     node.take_back(ref)
     node.wait_devices(8)
 
@@ -380,3 +382,19 @@ def test_slices_that_cannot_be_written_keep_nvml_open(node: Node, monkeypatch: p
     node.ready(late)
     node.server.faults.clear()
     eventually(lambda: isinstance(node.prepare(ref)[ref.uid], Prepared))
+
+
+def test_claim_whose_files_cannot_be_removed_does_not_keep_nvml_closed(node: Node) -> None:
+    before = names(node)
+    ref = maintenance(node, "reset", before[3])
+    node.ready(ref)
+    [spec] = node.cdi.glob("*")
+    spec.unlink()
+    spec.mkdir()
+    assert node.unprepare(ref)[ref.uid] is not None
+    eventually(lambda: node.driver.discovery.unavailable() is None)
+    assert states(node) == {"reset": "overdue"}
+    assert before[3] not in names(node)
+    spec.rmdir()
+    node.take_back(ref)
+    eventually(lambda: names(node) == before)
