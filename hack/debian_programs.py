@@ -125,7 +125,8 @@ def hostile() -> dict[str, str]:
 def elf_directory() -> Path | None:
     """The directory for SIMULATE_ELF: `program`, `library` and `libc`. It is kept in the user's cache.
 
-    None on a machine that cannot have them, or before `main` has fetched what they need.
+    None if this machine has no Debian release that we know, or before `main` has downloaded a compiler and the
+    older C library.
     """
     older = older_libc() if can_have_libcs() and shutil.which("cc") else None
     if older is None:

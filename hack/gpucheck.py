@@ -115,7 +115,8 @@ class View:
 
 @contextmanager
 def opened(settings: Settings) -> Iterator[View]:
-    """Discovers the devices of the machine in the settings; a simulated machine exists as long as the view.
+    """Discovers the devices of the machine in the settings; a simulated machine without `simulator_dir` is deleted
+    afterwards.
 
     Raises: DraDriverError if there is no NVML.
     """

@@ -102,7 +102,10 @@ def schema() -> str:
 
 
 def _take_null(schema: Json) -> None:
-    """Have every key below take null, or be away: helm does one or the other with null. Not in entries of lists."""
+    """Allow null for every nested key, and make every key optional: for null, helm passes null or drops the key.
+
+    Entries of lists are left as they are.
+    """
     schema.pop("required", None)
     below = [*schema.get("properties", {}).values(), schema.get("additionalProperties")]
     for one in filter(lambda found: isinstance(found, dict), below):

@@ -44,12 +44,12 @@ class Policy:
         self._places: dict[int, tuple[Shape, str, list[str]]] = {}
 
     def add(self, name: str, expression: str) -> str:
-        """A variable; how expressions call it."""
+        """Add a variable; returns its name in expressions."""
         self.variables.append((name, expression))
         return f"variables.{name}"
 
     def fault(self, name: str, expression: str) -> None:
-        """A variable that lists faults."""
+        """Add a variable that lists faults."""
         self.faults.append(self.add(name, expression))
 
     def fields(self, name: str, section: Object, places: str, others: tuple[str, ...] = ()) -> None:

@@ -106,11 +106,11 @@ _REMEDIES = {
     errno.EACCES: "permission was denied; run as root and check the directory's mode",
     errno.EPERM: "permission was denied; run as root and check the directory's mode",
     errno.ENOENT: "the directory does not exist; create it or check the mount",
-    errno.EEXIST: "a file is in its place; remove it",
-    errno.EISDIR: "what is in its place is not a regular file; remove it",
-    errno.ELOOP: "what is in its place is not a regular file; remove it",
-    errno.ENXIO: "what is in its place is not a regular file; remove it",
-    errno.ENOTDIR: "a part of the path is not a directory; remove what is in its place",
+    errno.EEXIST: "a file with this name exists; remove it",
+    errno.EISDIR: "the path exists, but is not a regular file; remove it",
+    errno.ELOOP: "the path exists, but is not a regular file; remove it",
+    errno.ENXIO: "the path exists, but is not a regular file; remove it",
+    errno.ENOTDIR: "a parent of the path is not a directory; remove or rename that parent",
 }
 
 

@@ -103,7 +103,7 @@ def channels_of(plan: Plan) -> ImexChannels | None:
 
 
 def with_host_devices(device: CdiDevice, nodes: Sequence[HostNode], mounts: Sequence[CdiMount]) -> CdiDevice:
-    """Return the device with the nodes and mounts that it does not have yet."""
+    """Return the device with these mounts added, and those nodes that it does not have yet."""
     here = {node.node.path for node in (*device.nodes, *device.drm)}
     return replace(
         device,
@@ -272,7 +272,7 @@ class CdiSteps:
                 return self.nodes.whole_gpu(planned.cdi_device, self._minor(gpu), None)
             raise StateError(
                 f"MIG device {possible.name} does not exist, although an earlier step should have created it; this is "
-                "a bug of gpu-dra-driver, please report it"
+                "a bug in gpu-dra-driver; please report it"
             )
         return self.nodes.mig_device(
             planned.cdi_device,

@@ -20,7 +20,7 @@ the API server: soon after the start, every ten minutes, and when an attempt wai
   anything that the record holds. On any other answer (none, a refusal, a path that is not served) the check skips
   the claim, and a later check tries again. After three claims in a row without an answer the check ends; its results
   so far count, and the next check uses another order. Nothing is unprepared if the API server does not know this
-  node: then it belongs to another cluster or has lost its data.
+  node: such an API server belongs to another cluster or has lost its data.
 - The grace time gives the kubelet time to stop the claim's containers. If an attempt waits for a stale claim's devices
   and no process of the claim's pods runs on this node, the claim is unprepared at once. That requires the host's
   process IDs, and pods in the record. The kubelet's pod-resources API would not help: the kubelet lists the pods that
@@ -324,7 +324,8 @@ class Reconciler(BackgroundWorker):
             use = self.users.of(record)
         except DraDriverError as error:
             self._log_once(
-                ref.uid, f"it {why}; it is not known whether its devices are still in use: {error}"
+                ref.uid,
+                f"it {why}; gpu-dra-driver cannot find out whether its devices are still in use: {error}",
             )
             return True
         if use is None:

@@ -213,7 +213,7 @@ class Waiter:
             if known is not None:
                 return known
             raise ClaimRefusedError(
-                f"{conflict.text}; it is not known whether that claim is ending: {error}"
+                f"{conflict.text}; gpu-dra-driver cannot find out whether that claim is ending: {error}"
             ) from error
         found = release_reason(holder, now, self.driver, conflict.held.device)
         if found is None:

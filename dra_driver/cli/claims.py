@@ -29,8 +29,8 @@ _STEPS = {
 
 
 def claims(given: Namespace) -> None:
-    """Shows their devices and pods, from the records on this node. Works without the API server and NVML, also while
-    gpu-dra-driver does not run, and changes nothing. Use the same directory flags as for `run`. The pods of a shared
+    """Shows their devices and pods, from the records on this node. Works without the API server and NVML, even if
+    gpu-dra-driver is not running, and changes nothing. Use the same directory flags as for `run`. The pods of a shared
     claim are recorded every ten minutes; json and yaml list all of them.
     """
     settings = node_settings(given)

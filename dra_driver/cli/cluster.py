@@ -139,7 +139,7 @@ class _Look:
         limit: int = _PAGE,
         query: dict[str, str] | None = None,
     ) -> list[T]:
-        """Return `seen` of each object. If the server drops the list before its end, it is read again in one
+        """Return `seen(object)` for each object. If the server drops the list before its end, it is read again in one
         piece.
         """
         plural, more = path.rpartition("/")[2], {"limit": str(limit)}

@@ -165,7 +165,7 @@ def slices_to_publish(settings: Settings, *, is_empty: bool = False) -> tuple[li
         inventory = discover_once(reader, host, ownership, machine.cards, files=files, imex=imex)
     if is_empty and state.ledger_fault is not None and any(gpu.mig_enabled for gpu in inventory.gpus):
         raise OwnershipUnknownError(
-            f"it is not known which MIG devices gpu-dra-driver created: {state.ledger_fault}"
+            f"gpu-dra-driver cannot find out which MIG devices it created: {state.ledger_fault}"
         )
     taints, withheld, faults = (untainted, none_withheld, []) if is_empty else _kept_taints(machine, state)
     pool = build_pool(inventory, settings.node_name, settings.sharing, taints, withheld)

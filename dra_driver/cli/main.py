@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None, called: str | None = None) -> N
     except RuntimeError as error:
         if "start new thread" not in str(error):
             raise
-        print(f"gpu-dra-driver: {error}; raise the limit of processes, or free memory", file=sys.stderr)
+        print(f"gpu-dra-driver: {error}; raise the process limit, or free memory", file=sys.stderr)
         sys.exit(EXIT_FAILED)
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)

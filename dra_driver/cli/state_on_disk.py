@@ -58,7 +58,7 @@ def plugin_problems(directory: Path, http_endpoint: str) -> Reported:
     try:
         runs, written = read_problems(directory)
     except StateError as error:
-        text = f"it is not known whether gpu-dra-driver runs and what it reports: {error}"
+        text = f"cannot find out whether gpu-dra-driver is running and what it reports: {error}"
         return Reported((_of_now(NodeProblem("check-failed", text)),))
     if runs:
         return written
@@ -174,7 +174,7 @@ def read_claims(state: NodeState, settings: Settings, now: datetime) -> NodeClai
         problems.append(str(error))
     claims = prepared_claims(state, specs, step_kind, now)
     problems += [
-        f"{file} was set aside, because it is not a readable file of gpu-dra-driver; inspect it, then remove it"
+        f"{file} was set aside because gpu-dra-driver could not use it; inspect it, then remove it"
         for file in set_aside_files(settings.plugin_directory, Path(settings.cdi_root), settings.driver_name)
     ]
     problems += contradictions(state, specs, claims)

@@ -1,5 +1,5 @@
-"""Programs of the installed NVIDIA driver, set up to run next to a foreign C library; and nvidia-smi, for
-settings that NVML cannot change.
+"""Programs of the installed NVIDIA driver, set up to run in a container with another C library; and
+nvidia-smi, for settings that NVML cannot change.
 """
 
 from __future__ import annotations

@@ -423,7 +423,10 @@ class VfioCards(Sysfs):
 
 
 def _missing(module: str) -> str:
-    return f"the kernel module {module} is not loaded and not installed; run `modprobe {module}` on the node"
+    return (
+        f"the kernel module {module} is not installed on the node; install the package of the kernel's modules, then "
+        f"run `modprobe {module}` there"
+    )
 
 
 def _addressable(resource: str) -> int | None:

@@ -115,7 +115,7 @@ class Pause:
     @property
     def problem(self) -> str:
         """Why GPUs cannot be used now."""
-        return f"NVML is closed for a moment: process {self.pid} of gpu-dra-driver {self.what} since {self.since} UTC"
+        return f"NVML is closed for a moment (since {self.since} UTC): process {self.pid} of gpu-dra-driver {self.what}"
 
 
 _PAUSE_SHAPE = Codec(Pause)
@@ -235,7 +235,7 @@ class Detachments:
         while busy.is_held():
             if time.monotonic() >= until:
                 raise NvmlInUseError(
-                    "close NVML for a moment: a change of a GPU or nvidia-smi is in progress; gpu-dra-driver retries "
+                    "close NVML for a moment: a change to a GPU or nvidia-smi is in progress; gpu-dra-driver retries "
                     "soon"
                 )
             time.sleep(_POLL_S)
@@ -358,7 +358,7 @@ class Detachments:
         while self.is_nvml_open() and self.now() == made:
             if time.monotonic() >= end:
                 raise NvmlInUseError(
-                    f"the plugin has not closed NVML within {timeout_s:.0f} s; a change of a GPU may be in progress, "
+                    f"the plugin has not closed NVML within {timeout_s:.0f} s; a change to a GPU may be in progress, "
                     "or NVML hangs: see the plugin's log, and try again"
                 )
             time.sleep(_POLL_S)

@@ -74,7 +74,7 @@ class Discovery:
     GPUs under the same driver, or answers again.
 
     Without an `ownership`, every MIG device is foreign. NVML is kept closed while GPUs are detached, and during
-    a pause. During a pause or a maintenance claim, the devices stay published. `cards` returns the GPUs for
+    a pause. During a pause or a maintenance claim, the inventory keeps its devices. `cards` returns the GPUs for
     virtual machines, given the GPUs that NVML lists. Without `files` the NVIDIA driver's files are not checked;
     without `imex` its channels are not counted.
     """
@@ -292,7 +292,7 @@ class Discovery:
     def _wait_for_pause(self) -> bool:
         """Keep NVML closed in this process until no process on the node requires it.
 
-        Returns False if a change of a GPU is in progress, which takes precedence, or if this process is
+        Returns False if a change to a GPU is in progress, which takes precedence, or if this process is
         stopping.
         """
         if self._paused() is None:
@@ -394,7 +394,7 @@ class Discovery:
         )
 
     def _reopen(self) -> bool:
-        """Reopen NVML; returns False if a change of a GPU is in progress, and the next check retries."""
+        """Reopen NVML; returns False if a change to a GPU is in progress, and the next check retries."""
         self._reopening_is_due = True
         try:
             self.nvml.reopen()

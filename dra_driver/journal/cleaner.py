@@ -116,7 +116,7 @@ class Restorer(Protocol):
 
 @dataclass(eq=False)
 class Cleaner(BackgroundWorker):
-    """Undoes pending cleanups: for an Unprepare, before a Prepare that needs the GPU, and in its own thread
+    """Runs pending cleanups: for an Unprepare, before a Prepare that needs the GPU, and in its own thread
     while `leads` returns True.
 
     The thread submits work to the lanes on request, and when `tools` returns a new value: a program, the MPS

@@ -39,7 +39,7 @@ _log = structlog.get_logger(__name__)
 T = TypeVar("T")
 
 UNRESPONSIVE_AFTER_S = 60.0
-"""How long an operation may run on a GPU before no one waits for that GPU any more."""
+"""How long an operation may run on a GPU before other operations stop waiting for that GPU."""
 _OTHER_INSTANCE_S = 30.0
 """How long an operation waits for the other instance of a rolling update to finish with the GPU."""
 

@@ -5,7 +5,7 @@ There is one JSON file per GPU, shared with the second instance of a rolling upd
     (nothing) ──written, then the step is done──▶ entry ──its claim ends──▶ pending cleanup ──undone──▶ (nothing)
 
 An *entry* is a step whose undo needs a tool, a daemon or the GPU, with the claim that it was done for. It
-becomes *pending cleanup* when no record names its step any more. So a claim ends by the removal of its record,
+becomes *pending cleanup* once no record names its step. So a claim ends by the removal of its record,
 which needs no space on a full disk. A *detail* is what a step found or created: a MIG device with its IDs; the
 MIG mode that the plugin switched on; the previous state of a card that went to vfio. The runner of the step
 writes and removes details.

@@ -135,7 +135,8 @@ def _one_sentence(origin: str) -> Iterator[None]:
         mark = getattr(error, "problem_mark", None)
         where = f"line {mark.line + 1} is not YAML" if mark is not None else one_line(str(error))
         raise InvalidConfigError(
-            f"{origin} cannot be used: {where}; replace the file, or in a pod, restart the pod"
+            f"{origin} cannot be used: {where}; correct the kubeconfig, or if this is the pod's service "
+            "account, restart the pod"
         ) from None
 
 

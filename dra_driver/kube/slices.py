@@ -18,8 +18,8 @@ class SliceCache(Follower):
     """The slices of a driver and node. They are listed again after a watch event or one of the plugin's own
     writes.
 
-    `on_change()` runs on the watch thread and must be quick: after each list that begins a watch, and after
-    each event. An event may be caused by the plugin's own write; the publisher then finds nothing to do.
+    `on_change()` runs on the watch thread, after each list that begins a watch and after each event, so it
+    must be quick. An event may be caused by the plugin's own write; the publisher then finds nothing to do.
     `current` and the writes also work without `start`.
     """
 

@@ -272,7 +272,7 @@ class SocketServer:
         _log.info("socket_served", server=self._name, path=str(self.path))
 
     def fault(self) -> str | None:
-        """Returns why the kubelet cannot find our socket any more; None while it can."""
+        """Returns why the kubelet can no longer find our socket; None while it can."""
         found = identity(self.path)
         if found is None:
             return f"the {self._name} socket {self.path} was removed"

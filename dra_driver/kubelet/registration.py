@@ -245,8 +245,8 @@ class SocketWatch:
             )
         return Stranger(
             path,
-            f"The socket {path} does not answer, so it is not known which driver serves {self._driver} there "
-            f"({owner.reason})",
+            f"The socket {path} does not answer, so gpu-dra-driver cannot find out which driver serves "
+            f"{self._driver} there ({owner.reason})",
             f"`ss -xlp | grep {path.parent}` on the node shows its process; stop that process, or remove the socket if "
             "there is none",
         )

@@ -306,7 +306,7 @@ class HealthChange:
     """An entry of a device's history; `times` counts repetitions, `at` is the last one.
 
     `is_gone`: the GPU was removed, and its state is forgotten. `is_hang`: the GPU became unresponsive, or has
-    been for long; users are notified even if the GPU was already as bad.
+    been for a long time; users are notified even if the GPU was already as bad.
     """
 
     target: HealthTarget

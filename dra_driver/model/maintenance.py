@@ -62,7 +62,7 @@ class Detachment:
         return f"NVML is closed until {self.until}{why}"
 
     def lasts(self, boot_id: str | None, now_s: float) -> bool:
-        """Whether NVML stays closed at `now_s` of the boot clock in this boot; None for an unknown boot."""
+        """Whether NVML is still closed at `now_s` of the boot clock. `boot_id` is the current boot, None if unknown."""
         return boot_id in (None, self.boot_id) and now_s < self.until_s
 
 
@@ -71,7 +71,7 @@ class Maintenance:
     """The state of a maintenance claim.
 
     `waiting`: its GPUs are withdrawn, and it waits for claims on them or for NVML to be closed. `in_service`:
-    NVML is closed until `until`. `overdue`: NVML is open again since `until`, None if unknown, but the claim
+    NVML is closed until `until`. `overdue`: NVML has been open again since `until` (None if unknown), but the claim
     still has its GPUs.
     """
 

@@ -90,7 +90,7 @@ class ListField:
 @dataclass(frozen=True, slots=True)
 class MapField:
     """Values of one shape under any key, or only under keys that `is_key` accepts. `says` is the message for
-    invalid keys, inserted at `{}`.
+    invalid keys, with `{}` where the keys are inserted.
     """
 
     values: Shape

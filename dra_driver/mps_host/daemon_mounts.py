@@ -64,7 +64,7 @@ class KernelMounter:
                 raise _failed(f"unmount {path}")
 
     def within(self, path: Path, action: Callable[[], T]) -> T:
-        """Runs the action with `path` mounted at /dev/shm, also for the processes that it spawns. Raises:
+        """Runs the action, and the processes that it spawns, with `path` mounted at /dev/shm. Raises:
         RetryableError.
         """
         # Only the thread that enters the namespace moves to it, so it must end afterwards.
@@ -73,7 +73,7 @@ class KernelMounter:
                 entered = own_thread.submit(self._enter, path)
             except RuntimeError as error:
                 raise RetryableError(
-                    f"cannot enter a mount namespace: {error}; raise the limit of processes"
+                    f"cannot enter a mount namespace: {error}; raise the process limit"
                 ) from error
             entered.result()
             return own_thread.submit(action).result()

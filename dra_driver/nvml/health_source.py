@@ -143,8 +143,8 @@ class HealthSource:
     def wait(self, timeout_s: float) -> HealthEvent | None:
         """Returns the next event, None if there was none in time.
 
-        Raises: DeviceLostError if a GPU was lost, which NVML does not identify; NvmlUnavailableError,
-        RetryableError.
+        Raises: DeviceLostError if a GPU was lost, but NVML does not say which one;
+        NvmlUnavailableError, RetryableError.
         """
         with self._using():
             with self._guard:

@@ -51,7 +51,7 @@ class NvmlReader:
         """Initialises NVML again.
 
         Raises: NvmlUnavailableError; RetryableError if access is refused; NvmlInUseError, without any change,
-        while a change of a GPU is running.
+        while a change to a GPU is running.
         """
         self.session.reopen()
 
@@ -88,7 +88,7 @@ class NvmlReader:
         return HealthSource(self.session)
 
     def usage_source(self, *, sees_all: bool) -> UsageSource:
-        """Returns GPU usage through the same session; `sees_all` as in `UsageSource`."""
+        """Returns a source of GPU usage for the same session. `UsageSource` describes `sees_all`."""
         from dra_driver.nvml.usage_source import UsageSource
 
         return UsageSource(self.session, sees_all=sees_all)

@@ -30,7 +30,7 @@ LibraryLoader = Callable[[], object]
 
 _PATIENCE_S = 3.0
 _HANGS_AFTER_S = 60.0
-"""After this time a change of a GPU, or NVML's own initialisation or shutdown, counts as hanging."""
+"""After this time a change to a GPU, or NVML's own initialisation or shutdown, counts as hanging."""
 _CALL_HANGS_AFTER_S = 10.0
 _CHECK_EVERY_S = 1.0
 """How often to check whether a call hangs."""
@@ -132,7 +132,7 @@ class NvmlSession:
 
     @contextmanager
     def operation(self, patience: Callable[[], float]) -> Iterator[None]:
-        """Keeps NVML initialised until the operation ends, however long a change of a GPU takes. Reentrant in
+        """Keeps NVML initialised until the operation ends, however long a change to a GPU takes. Reentrant in
         the same thread.
 
         Waits while NVML is being initialised or is about to be, unless that hangs; `patience` returns the
@@ -167,7 +167,7 @@ class NvmlSession:
             try:
                 self._wait_until_free("shut NVML down", _PATIENCE_S)
             except NvmlInUseError as error:
-                # The process exits, which shuts NVML down without interrupting a change of a GPU. While a
+                # The process exits, which shuts NVML down without interrupting a change to a GPU. While a
                 # call hangs, the shutdown may hang too.
                 _log.warning("nvml_left_open", reason=str(error).partition(";")[0])
                 return
@@ -282,7 +282,7 @@ class NvmlSession:
         if self._change is not None:
             return f"NVML is being {self._change[0]}, which", self.change_lasts_s(), _HANGS_AFTER_S
         for text, begun, hangs_after_s in (
-            ("a change of a GPU", self._operations, _HANGS_AFTER_S),
+            ("a change to a GPU", self._operations, _HANGS_AFTER_S),
             ("a call of NVML", self._calls, _CALL_HANGS_AFTER_S),
         ):
             if begun:

@@ -294,7 +294,7 @@ class EventRecorder(BackgroundWorker):
         self._put(ClaimState(ref, tuple(devices), written, is_first))
 
     def claim_gone(self, ref: ClaimRef) -> None:
-        """The claim holds none of our devices any more. Drops its status if it was not written yet."""
+        """The claim no longer holds any of our devices. Drops its status if it was not written yet."""
         with self._lock:
             self._queue.withdraw_state(ref)
 

@@ -48,7 +48,7 @@ class FailingClaims(BackgroundWorker):
 
     `pool` has this node's driver and pool names. `look` returns a claim's current state from the API server,
     None if it does not exist; it raises a DraDriverError if the state is unknown. `slow` is called once for
-    each Prepare that takes long, with the seconds so far. `record` returns the record of a claim by its UID,
+    each slow Prepare, with the seconds so far. `record` returns the record of a claim by its UID,
     because another instance may have prepared the claim since.
     """
 

@@ -102,7 +102,7 @@ class NodeEvents:
         self.recorder.node_event("CleanupPending", cleanup.text, warning=True)
 
     def cleanup_done(self, cleanup: PendingCleanup) -> None:
-        """Nothing of the cleanup is pending any more."""
+        """No part of the cleanup is pending now."""
         done = ", ".join(map(what, cleanup.steps)) or "nothing was left to do"
         text = f"Cleanup for claim {cleanup.record.ref} is done: {done}"
         self.recorder.node_event("CleanupDone", text, warning=False)
@@ -385,7 +385,7 @@ class Reports:
         )
 
     def _prepare_is_slow(self, ref: ClaimRef, seconds: float) -> None:
-        """Reports what is running on the GPUs of a claim whose Prepare takes long."""
+        """Reports what is running on the GPUs of a claim whose Prepare takes a long time."""
         record, under_way = self._records.get(ref.uid), self._lanes.uses()
         gpus = frozenset() if record is None else record.gpu_uuids
         doing = sorted(f"{under_way[uuid].what} on GPU {uuid}" for uuid in gpus & under_way.keys())

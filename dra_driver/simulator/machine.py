@@ -34,7 +34,7 @@ XID_RECOVERY_ACTION = 154
 
 
 class Machine:
-    """A machine in a directory. Several processes may use it at the same time.
+    """A simulated machine, whose state is in a directory. Several processes may use it at the same time.
 
     GPUs are selected by index (in bus order, like NVML), UUID or PCI bus ID.
     """

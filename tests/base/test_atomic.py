@@ -152,8 +152,8 @@ def test_directory_is_created_with_its_parents_and_once_more(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("below", "remedy"),
-    [("file", "a file is in its place; remove it"),
-     ("file/x", "a part of the path is not a directory; remove what is in its place")],
+    [("file", "a file with this name exists; remove it"),
+     ("file/x", "a parent of the path is not a directory; remove or rename that parent")],
 )  # fmt: skip
 def test_directory_cannot_be_created_when_a_file_is_in_the_way(
     tmp_path: Path, below: str, remedy: str

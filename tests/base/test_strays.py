@@ -57,7 +57,7 @@ def test_only_regular_files_are_read_and_locked(tmp_path: Path, stray: Callable[
     with pytest.raises(StateError) as refused, hold_file(path, Lock(), time.monotonic() + 5, "x"):
         pass
     assert str(refused.value) == (
-        f"cannot open the lock file {path}: what is in its place is not a regular file; remove it"
+        f"cannot open the lock file {path}: the path exists, but is not a regular file; remove it"
     )
 
 
@@ -78,7 +78,7 @@ def test_directory_is_neither_replaced_nor_removed(tmp_path: Path) -> None:
             call()
         assert (
             str(refused.value)
-            == f"cannot {verb} {path}: what is in its place is not a regular file; remove it"
+            == f"cannot {verb} {path}: the path exists, but is not a regular file; remove it"
         )
     assert [entry.name for entry in tmp_path.iterdir()] == ["x"]
 
@@ -110,7 +110,7 @@ def test_claim_is_refused_in_one_sentence_until_the_stray_is_removed(node: Node,
     full_directory(path)
     answer = node.prepare(WANTED)
     assert isinstance(answer, Failed)
-    assert f"{path}: what is in its place is not a regular file; remove it" in answer.error
+    assert f"{path}: the path exists, but is not a regular file; remove it" in answer.error
     assert isinstance(node.prepare(OTHER), Prepared)
     shutil.rmtree(path, ignore_errors=True)
     assert isinstance(node.prepare(WANTED), Prepared)

@@ -366,7 +366,7 @@ def test_nothing_is_undone_while_it_is_not_sure_what_computes(node: Node, logs: 
     assert (bench.later(), bench.later(30), bench.held) == (30, 30, ["uid-1"])
     reported = [line["reason"] for line in logs if line["event"] == "claim_not_reconciled"]
     assert reported == [
-        "it was deleted; it is not known whether its devices are still in use: NVML does not answer"
+        "it was deleted; gpu-dra-driver cannot find out whether its devices are still in use: NVML does not answer"
     ]
     hangs.append(False)
     assert (bench.later(30), bench.held, bench.reported.kept_claims) == (None, [], [])

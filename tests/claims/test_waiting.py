@@ -211,15 +211,15 @@ def test_full_device_is_not_waited_for_when_too_many_of_its_users_stay(
     full.claims.unused |= leaving
     text = error_of(full.prepare(sharer("new")))
     assert "2 claims use the MPS daemon of device gpu-00000000, and MPS serves at most" in text
-    assert text.endswith("wait until a pod of one of these claims is gone")
+    assert text.endswith("wait until all pods of one of these claims are gone")
     assert full.outcomes.waits == []
 
 
 def test_user_that_leaves_a_full_device_too_slowly_is_named(full: Node) -> None:
     full.claims.unused.add("two")
     assert re.search(
-        "2 claims use the MPS daemon .*; wait until a pod of one of these claims is gone: claim default/claim-two .* "
-        "is no longer used by a pod; waited .* the kubelet retries$",
+        "2 claims use the MPS daemon .*; wait until all pods of one of these claims are gone: claim "
+        "default/claim-two .* is no longer used by a pod; waited .* the kubelet retries$",
         error_of(full.prepare(sharer("new"), SOON_S)),
     )
 
@@ -243,7 +243,7 @@ def test_holder_of_which_the_api_server_says_nothing_is_not_waited_for(
     monkeypatch.setattr(node.claims, "current", look)
     text = error_of(node.prepare(claim(GPU_0)))
     assert "held by claim default/claim-holder" in text
-    assert "it is not known whether that claim is ending: " in text
+    assert "gpu-dra-driver cannot find out whether that claim is ending: " in text
 
 
 def test_running_unprepare_is_waited_for_without_the_api_server(node: Node, calls: Calls) -> None:

@@ -19,5 +19,5 @@ def test_error_is_one_sentence_when_no_thread_starts(
     assert (ended.value.code, *capsys.readouterr()) == (
         1,
         "",
-        "gpu-dra-driver: can't start new thread; raise the limit of processes, or free memory\n",
+        "gpu-dra-driver: can't start new thread; raise the process limit, or free memory\n",
     )

@@ -67,7 +67,7 @@ def test_other_refusals(smi):
     assert not isinstance(caught.value, NvmlUnavailableError)
     with pytest.raises(NvmlUnavailableError, match="install the NVIDIA driver"):
         at(None).set_time_slice("GPU-1", 2)
-    with pytest.raises(RetryableError, match="/nonexistent cannot be started: No such file"):
+    with pytest.raises(RetryableError, match="/nonexistent did not start: No such file"):
         at("/nonexistent").set_time_slice("GPU-1", 2)
 
 

@@ -109,7 +109,7 @@ def test_a_program_dies_when_the_loader_looks_in_the_hosts_library_directory(roo
         "/usr/bin:/bin",
         str(libraries),
     )
-    with pytest.raises(RetryableError, match=r"cannot be started \(exit code 127\)") as caught:
+    with pytest.raises(RetryableError, match=r"did not start \(exit code 127\)") as caught:
         NvidiaSmi(lambda: programs).set_time_slice(GPU, 2)
     assert caught.value.has_no_effect
 
@@ -292,7 +292,7 @@ def broken(container: Path, tmp_path: Path) -> Callable[[str, Harm], FindProgram
 
 @pytest.mark.parametrize(("harm", "cause"), BROKEN + BROKEN_LIBRARY)
 def test_a_time_slice_that_cannot_be_set_is_reported_with_its_cause(broken, harm: Harm, cause: str) -> None:
-    with pytest.raises(RetryableError, match=f"nvidia-smi cannot be started.*{cause}") as caught:
+    with pytest.raises(RetryableError, match=f"nvidia-smi did not start.*{cause}") as caught:
         NvidiaSmi(broken(SMI_PROGRAM, harm)).set_time_slice(GPU, 2)
     assert not isinstance(caught.value, NvmlUnavailableError), "the GPU may be there"
     assert caught.value.has_no_effect
@@ -301,9 +301,9 @@ def test_a_time_slice_that_cannot_be_set_is_reported_with_its_cause(broken, harm
 @pytest.mark.parametrize(("harm", "cause"), BROKEN + BROKEN_LIBRARY)
 def test_a_compute_mode_that_cannot_be_read_is_not_taken_for_none(broken, harm: Harm, cause: str) -> None:
     mode = ComputeMode(broken(SMI_PROGRAM, harm))
-    with pytest.raises(RetryableError, match=f"nvidia-smi cannot be started.*{cause}"):
+    with pytest.raises(RetryableError, match=f"nvidia-smi did not start.*{cause}"):
         mode.get(GPU)
-    with pytest.raises(RetryableError, match=f"nvidia-smi cannot be started.*{cause}"):
+    with pytest.raises(RetryableError, match=f"nvidia-smi did not start.*{cause}"):
         mode.set(GPU, 3)
 
 
@@ -313,7 +313,7 @@ def test_an_mps_daemon_that_cannot_be_queried_is_reported_with_its_cause(
 ) -> None:
     directories = MpsLayout(tmp_path / "mps").directories(SPEC.device)
     control = DaemonControl(broken(CONTROL_PROGRAM, harm), SPEC, directories)
-    with pytest.raises(RetryableError, match=f"nvidia-cuda-mps-control cannot be started.*{cause}"):
+    with pytest.raises(RetryableError, match=f"nvidia-cuda-mps-control did not start.*{cause}"):
         control.query_once("get_server_list", timeout_s=20)
 
 

@@ -84,7 +84,7 @@ def test_a_driver_that_is_not_loaded_is_reported_as_that(nvidia: Programs, tmp_p
 def test_a_library_that_is_missing_is_not_a_missing_driver(root: Path, tmp_path: Path) -> None:
     find = InstalledPrograms(str(root), tmp_path / "links")
     with pytest.raises(
-        RetryableError, match=r"cannot be started \(exit code 12\): NVIDIA-SMI couldn't find"
+        RetryableError, match=r"did not start \(exit code 12\): NVIDIA-SMI couldn't find"
     ) as caught:
         NvidiaSmi(find).set_time_slice(UUID, 2)
     assert (caught.value.has_no_effect, isinstance(caught.value, NvmlUnavailableError)) == (True, False)

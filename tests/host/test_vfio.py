@@ -118,11 +118,11 @@ PROBLEMS: dict[str, tuple[Callable[[Machine], None], str]] = {
     "SR-IOV": (lambda machine: machine.set_virtual_functions(0, 2), "it has 2 virtual functions (SR-IOV); remove them"),
     "no module that maps memory": (
         lambda machine: machine.set_system(vfio_modules=["vfio_pci"]),
-        "the kernel module vfio_iommu_type1 is not loaded and not installed; run `modprobe vfio_iommu_type1` on",
+        "the kernel module vfio_iommu_type1 is not installed on the node; install the package of the",
     ),
     "no module": (
         lambda machine: machine.set_system(vfio_modules=[]),
-        "the kernel module vfio_pci is not loaded and not installed; run `modprobe vfio_pci` on the node",
+        "the kernel module vfio_pci is not installed on the node; install the package of the",
     ),
 }  # fmt: skip
 

@@ -318,7 +318,7 @@ def test_discovery_releases_and_reopens_nvml(
     with reader.session.operation(lambda: 0.0):
         discovery.scan_now(5)
         assert (detachments.is_nvml_open(), discovery.unavailable()) == (True, None), (
-            "a change of a GPU goes first"
+            "a change to a GPU goes first"
         )
     received.clear()
     discovery.scan_now(5)
@@ -536,7 +536,7 @@ def test_pause_waits_for_changes_and_nvidia_smi_and_keeps_no_one_from_them(
             assert session.is_open
     with (
         detachments.using_nvml(0.0),
-        pytest.raises(NvmlInUseError, match="a change of a GPU or nvidia-smi is in progress"),
+        pytest.raises(NvmlInUseError, match="a change to a GPU or nvidia-smi is in progress"),
         closed("tests", lambda: 0.0),
     ):
         pytest.fail("it began")
@@ -585,14 +585,14 @@ def pausing(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 def test_pause_of_another_process_says_who_pauses_and_since_when(
     detachments: Detachments, pausing: subprocess.Popen[str]
 ) -> None:
-    who = f"NVML is closed for a moment: process {pausing.pid} of gpu-dra-driver changes GPU-7"
-    said = rf"{who} since \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d UTC"
+    who = f"process {pausing.pid} of gpu-dra-driver changes GPU-7"
+    said = rf"NVML is closed for a moment \(since \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d UTC\): {who}"
     with detachments.pause("tests"):
         assert re.fullmatch(said, detachments.paused() or "")
         pausing.communicate()
         assert (detachments.paused(), detachments.problem()) == (None, None)
         with (
-            pytest.raises(NvmlPausedError, match="of gpu-dra-driver tests since"),
+            pytest.raises(NvmlPausedError, match=r"of gpu-dra-driver tests$"),
             detachments.using_nvml(0.0),
         ):
             pytest.fail("nvidia-smi is another process")

@@ -628,7 +628,7 @@ def test_shutdown_of_nvml_that_hangs_in_a_lane_is_a_problem_until_it_ends(bench:
 
 def test_new_session_waits_until_no_gpu_is_being_changed(bench: Bench, logs: list) -> None:
     bench.scan()
-    bench.host.hardware, bench.nvml.error = "two", NvmlInUseError("a change of a GPU is under way")
+    bench.host.hardware, bench.nvml.error = "two", NvmlInUseError("a change to a GPU is under way")
     bench.nvml.nvml_fingerprint = lambda: bench.nvml.fingerprint  # type: ignore[method-assign]
     for opened in (2, 3):
         assert bench.look()

@@ -153,7 +153,10 @@ def test_socket_that_hangs_is_of_unknown_origin_from_the_second_look_on(
     seen.look()
     (problem,) = seen.problems()
     assert (problem.code, problem.subject) == ("foreign-driver", str(path))
-    assert f"{path} does not answer, so it is not known which driver serves {DRIVER} there" in problem.text
+    assert (
+        f"{path} does not answer, so gpu-dra-driver cannot find out which driver serves {DRIVER} there"
+        in problem.text
+    )
     path.unlink()
     seen.look()
     assert seen.problems() == []

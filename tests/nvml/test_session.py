@@ -173,7 +173,7 @@ def test_operation_is_not_cut_off_by_a_new_session_and_others_begin_in_between(b
 @pytest.mark.parametrize(
     ("kind", "lasts_s", "text"),
     [
-        ("operation", 60, "a change of a GPU has been in progress for more than 60 s"),
+        ("operation", 60, "a change to a GPU has been in progress for more than 60 s"),
         ("look", 10, "a call of NVML has been in progress for more than 10 s"),
     ],
 )
@@ -277,7 +277,7 @@ def test_operation_reports_why_nvml_could_not_be_initialised(bench: Bench) -> No
         pass
 
 
-@pytest.mark.parametrize("kind", ["a change of a GPU", "a call of NVML"])
+@pytest.mark.parametrize("kind", ["a change to a GPU", "a call of NVML"])
 def test_process_that_ends_leaves_nvml_open_while_a_call_is_running(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, logs: list, kind: str
 ) -> None:
@@ -343,7 +343,7 @@ def test_operation_that_has_begun_is_waited_for_and_others_begin_in_between(benc
     session = bench.session
     with under_way(lambda: of_a_moment(session)) as ends:
         with (
-            pytest.raises(NvmlInUseError, match="a change of a GPU is in progress"),
+            pytest.raises(NvmlInUseError, match="a change to a GPU is in progress"),
             session.closed(lambda: 0.0),
         ):
             pytest.fail("it was closed under an operation")

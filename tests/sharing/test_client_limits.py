@@ -116,7 +116,7 @@ def test_a_claim_is_refused_when_the_daemon_has_all_its_clients(versions: Driver
         plan_claim(wanted, node(versions), NODE, DRIVER, iter(others), MEMORY)
     assert str(refused.value) == (
         f"request gpu: {most} claims use the MPS daemon of device {GPU_0}, and MPS serves at most {most} clients with "
-        "this GPU and driver; wait until a pod of one of these claims is gone"
+        "this GPU and driver; wait until all pods of one of these claims are gone"
     )
 
 

@@ -87,7 +87,8 @@ def refuse_crowded(
             users_of = counted(len(users), "claim uses", "claims use")
             text = (
                 f"request {request}: {users_of} the MPS daemon of device {device.device}, and MPS serves at most "
-                f"{counted(most, 'client')} with this GPU and driver; wait until a pod of one of these claims is gone"
+                f"{counted(most, 'client')} with this GPU and driver; wait until all pods of one of these "
+                "claims are gone"
             )
             raise DeviceHeldError([Conflict(*user, text) for user in users], enough=len(users) - most + 1)
 
@@ -190,7 +191,7 @@ def release_reason(record: ClaimRecord, now: ClaimNow | None, driver: str, devic
 
 
 def staleness(record: ClaimRecord, now: ClaimNow | None, driver: str) -> str | None:
-    """Return why none of the record's devices is allocated to its claim any more; None if one still is."""
+    """Return why the record's devices are no longer allocated to its claim; None if one still is."""
     return _over(record, now, driver, None)
 
 

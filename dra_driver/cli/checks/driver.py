@@ -184,7 +184,7 @@ class DriverChecks:
                 return fail(
                     seen, f"`dmesg | grep -i nvrm` on the node shows why; {drain(self.node_view().node)}"
                 )
-            return fail(seen, "`nvidia-smi` on the node; `dmesg | grep -i nvrm` says why it fails")
+            return fail(seen, "run `nvidia-smi` on the node; if it fails, `dmesg | grep -i nvrm` shows why")
         loaded = self._loaded_version()
         version = inventory.versions.driver
         if loaded is not None and version is not None and loaded != version:

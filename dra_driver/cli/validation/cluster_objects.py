@@ -33,7 +33,9 @@ class ClusterObjects:
 
 
 def read_cluster(endpoint: Endpoint, wanted: Sequence[Reference]) -> ClusterObjects:
-    """Return the DeviceClasses of a cluster, and those of the `wanted` objects that this user may read."""
+    """Return the DeviceClasses of a cluster, and the `wanted` claims and templates. The first error ends the
+    reading and becomes `problem`.
+    """
     client, cluster = ApiClient(endpoint, timeout_s=_TIMEOUT_S), ClusterObjects(endpoint.server)
     try:
         classes = client.call("GET", "deviceclasses", action="list DeviceClasses")

@@ -368,8 +368,8 @@ class ManifestCheck:
         kinds = {class_type(name) for name in class_names(spec)}
         if against and not self._has_vfio and "vfio" in kinds:
             report.hints.append(
-                "the machine offers no GPU to virtual machines; --passthrough offers them, if the GPUs can be "
-                "passed through"
+                "the machine offers no GPU to virtual machines; run validate with --passthrough to offer those "
+                "that can be passed through"
             )
         if against and not self._has_mig and "mig" in kinds:
             made = named(sorted(self._profile_classes().values()), _MAX_PROFILES)

@@ -1,7 +1,7 @@
 """Decides what a poll of a GPU means for its health, including its NVLinks.
 
 A GPU whose links lead to NVSwitches needs all of them, because it reaches every other GPU through each switch.
-NVIDIA's own tools require such a GPU to be drained and reset. Links between two GPUs are different: the GPU
+If it loses a link, NVIDIA's own tools require it to be drained and reset. Links between two GPUs are different: the GPU
 works with the remaining links, and a link is also down while the other GPU is reset, in MIG mode, or used by a
 virtual machine.
 """
@@ -62,10 +62,10 @@ _SIGNALS: tuple[tuple[str, str, Mapping[object, tuple[str, Severity, str]]], ...
         True: ("failure", Severity.UNHEALTHY, "memory rows could not be remapped; the GPU needs a replacement"),
     }),
     (ROW_REMAP, "remap_pending", {
-        True: ("pending", Severity.DEGRADED, f"memory rows are remapped {_NEXT_RESET}"),
+        True: ("pending", Severity.DEGRADED, f"memory rows will be remapped {_NEXT_RESET}"),
     }),
     (PAGE_RETIREMENT, "pages_pending", {
-        True: ("pending", Severity.DEGRADED, f"memory pages are retired {_NEXT_RESET}"),
+        True: ("pending", Severity.DEGRADED, f"memory pages will be retired {_NEXT_RESET}"),
     }),
     (SRAM, "sram_exceeded", {True: (
         "threshold-exceeded", Severity.DEGRADED,
@@ -75,11 +75,11 @@ _SIGNALS: tuple[tuple[str, str, Mapping[object, tuple[str, Severity, str]]], ...
         True: ("unrepairable", Severity.UNHEALTHY, "memory of the GPU cannot be repaired; replace the GPU"),
     }),
     (BANK_REMAP, "bank_remap_pending", {
-        True: ("pending", Severity.DEGRADED, f"memory banks are remapped {_NEXT_RESET}"),
+        True: ("pending", Severity.DEGRADED, f"memory banks will be remapped {_NEXT_RESET}"),
     }),
     (REPAIR, "repairs_pending", {
-        "channel": ("channel-pending", Severity.DEGRADED, f"a memory channel is repaired {_NEXT_RESET}"),
-        "tpc": ("tpc-pending", Severity.DEGRADED, f"a part of the GPU's processors is repaired {_NEXT_RESET}"),
+        "channel": ("channel-pending", Severity.DEGRADED, f"a memory channel will be repaired {_NEXT_RESET}"),
+        "tpc": ("tpc-pending", Severity.DEGRADED, f"some of the GPU's processors will be repaired {_NEXT_RESET}"),
     }),
     (SLOWDOWN, "slowdowns", {
         "thermal": ("thermal", Severity.INFORMATION, "the GPU is too hot and slows down"),

@@ -27,7 +27,7 @@ def held_gpu_names(records: Iterable[ClaimRecord]) -> Mapping[str, str]:
 def refuse_other_names(device_names: Literal["uuid", "minor"], records: Sequence[ClaimRecord]) -> None:
     """Raise InvalidConfigError if records have devices with the other kind of name.
 
-    Their claims could not be prepared again, because no device has such a name any more.
+    Their claims could not be prepared again, because no device would have such a name.
     """
     other = "uuid" if device_names == "minor" else "minor"
     found = {

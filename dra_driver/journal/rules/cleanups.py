@@ -1,4 +1,4 @@
-"""Decides which cleanups are pending: ledger entries that no claim needs any more.
+"""Decides which cleanups are pending: ledger entries whose claims no longer need them.
 
 | To undo | The device until then |
 |---|---|
@@ -55,7 +55,7 @@ class LedgerEntry:
 
     @property
     def key(self) -> tuple[str, Step]:
-        """The key of the entry. A claim has each step once."""
+        """The key of the entry. A claim has each step at most once."""
         return self.claim.uid, self.step
 
     @property
@@ -123,7 +123,7 @@ def counts(item: LedgerEntry | OwnedInstance | OwnedMode | OwnedCard, boot_id: s
 def has_ended(
     entry: LedgerEntry, records: Mapping[str, ClaimRecord], without_record: Collection[str]
 ) -> bool:
-    """Whether no claim needs the entry any more: its claim's record does not name the step, and the claim is
+    """Whether no claim still needs the entry: its claim's record does not name the step, and the claim is
     not one of those `without_record`.
     """
     record = records.get(entry.claim.uid)

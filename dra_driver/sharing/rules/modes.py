@@ -299,8 +299,12 @@ def incompatibility(held: SharingMode, wanted: SharingMode) -> str | None:
     """
     match held, wanted:
         case MpsShared(spec=mine), MpsShared(spec=theirs):
-            differences = theirs.differences(mine)
-            return f"one MPS daemon serves both, but {'; '.join(differences)}" if differences else None
+            differences = "; ".join(theirs.differences(mine))
+            return (
+                f"one MPS daemon serves both, so their settings must not differ ({differences})"
+                if differences
+                else None
+            )
         case LostMps(), MpsShared():
             return None  # the MPS host knows the daemon's settings, and rejects others
         case (MpsShared() | LostMps(), _) | (_, MpsShared() | LostMps()):

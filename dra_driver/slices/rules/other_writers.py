@@ -14,7 +14,7 @@ from dra_driver.slices.rules.build import Pool
 _ONE_TIME_S = 2.0
 """A driver writes its slices one after the other, so all writes within this time of the first count as one."""
 _CALM_S = 180.0
-"""Other writers may pause for long: upstream's helper waits 30 s, and so does our slowest answer."""
+"""Other writers may pause for a long time: upstream's helper waits 30 s, and so does our slowest answer."""
 _PROMPT_ANSWERS = 10  # to others who change our slices, such as a restarted kubelet, which deletes them
 _CALM_AFTER_S = 60.0
 _LONGEST_WAIT_S = 30.0
@@ -106,7 +106,7 @@ class WritePacing:
         return now - self._wrote < _CALM_AFTER_S
 
     def not_needed(self) -> None:
-        """The slices are correct."""
+        """Note that the slices are correct, so no write is needed."""
         self._needed = None
 
     def wait_s(self, pool: Pool, now: float) -> float:

@@ -80,8 +80,8 @@ def test_report_names_what_a_machine_without_passthrough_lacks() -> None:
     made = report(inventory(h100(0), h100(1)), "vfio.gpu")
     assert "2 devices, 0 of class vfio.gpu.nvidia.com" in made.faults[0]
     assert made.hints == [
-        "the machine offers no GPU to virtual machines; --passthrough offers them, if the GPUs can be "
-        "passed through"
+        "the machine offers no GPU to virtual machines; run validate with --passthrough to offer those "
+        "that can be passed through"
     ]
     assert report(MACHINE, "vfio.gpu", "vfio.gpu", "vfio.gpu").hints == []
 

@@ -286,7 +286,8 @@ class _Search:
             for constraint in self._constraints[-1]:
                 if not (constraint.get("matchAttribute") or constraint.get("distinctAttribute")):
                     raise AllocationError(
-                        f"constraint {sorted(constraint)} is not supported by this scheduler"
+                        f"a constraint with {', '.join(sorted(constraint))} is not supported; use matchAttribute or "
+                        "distinctAttribute"
                     )
 
     def _count(self, claim: int, wanted: Wanted) -> int:

@@ -73,14 +73,16 @@ def _label(value: str) -> str | None:
 def _label_key(value: str) -> str | None:
     domain, slash, name = value.rpartition("/")
     is_right = _LABEL.match(name) and (not slash or dns_name(domain) is None)
-    return None if is_right else f"{value!r} is not a key such as gpu.nvidia.com/xid"
+    return None if is_right else f"{value!r} is not a valid key; write it like gpu.nvidia.com/xid"
 
 
 def _extended_resource(value: str) -> str | None:
     domain = value.rpartition("/")[0]
     is_ours = domain and not domain.startswith("requests.") and not f".{domain}".endswith(".kubernetes.io")
     return (
-        None if is_ours and _label_key(value) is None else f"{value!r} is not a name such as nvidia.com/gpu"
+        None
+        if is_ours and _label_key(value) is None
+        else f"{value!r} is not a valid name; write it like nvidia.com/gpu"
     )
 
 
