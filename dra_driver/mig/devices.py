@@ -316,6 +316,8 @@ class MigDevices:
         with self._context.observed("destroy", instance.device) as destroyed:
             outcome = self._destroy_patiently(instance, self._context.clock() + patience_s)
             if outcome == "destroyed":
+                # Before observers hear of it: they publish what the ledger has.
+                self._ledger.remove(instance)
                 destroyed()
         if outcome == "missing" and instance.phase == "unknown":
             self._expected_until.setdefault(instance.device, self._context.clock() + _EXPECTED_S)
@@ -324,7 +326,8 @@ class MigDevices:
                     f"NVML may have created MIG device {instance.device}; it may still appear"
                 )
         self._expected_until.pop(instance.device, None)
-        self._ledger.remove(instance)
+        if outcome != "destroyed":
+            self._ledger.remove(instance)
         return outcome != "foreign"
 
     def _destroy_patiently(
