@@ -266,7 +266,7 @@ def test_times_in_the_manual_are_those_of_the_driver() -> None:
         f"kept as information for {rules.REMEMBER_S // 60} minutes",
         f"{rules.SETTLE_S} s have passed since the last such event",
         f"{rules.SETTLE_UNSURE_S // 60} minutes have passed since the last such Xid",
-        f"went bad {rules.FLAPS} times within an hour is held back for {rules.HOLD_S // 60} minutes",
+        f"went bad {rules.FLAPS} times within an hour keeps this taint for {rules.HOLD_S // 60} minutes",
         f"at most {rules.HOLD_MAX_S // 3600} hours",
     ):
         assert sentence in text
