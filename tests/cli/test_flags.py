@@ -108,4 +108,4 @@ def test_manual_has_flag_variable_and_key_of_every_setting() -> None:
         if f"--{name.lower().replace('_', '-')}" not in flag.spellings
     }
     assert irregular - old == {"DRIVER_ROOT_CTR_PATH"}
-    assert "that of `--container-driver-root` is `DRIVER_ROOT_CTR_PATH`" in manual
+    assert "Only `--container-driver-root` differs: `DRIVER_ROOT_CTR_PATH`" in manual
