@@ -1,6 +1,6 @@
 """The step that takes the GPUs of a maintenance claim out of service.
 
-    recorded ──no claim or cleanup on the GPUs, slices without them──▶ closing ──NVML closed──▶ in service ──▶ over
+    recorded ──no claim or cleanup on the GPUs, slices without them──▶ closing ──NVML closed──▶ active ──────▶ over
        ▲  └── retried                                                    │                        │     Unprepare
        └──────────── a process does not close NVML, file removed ◀───────┘                        └─ timeout ─▶ overdue
 
@@ -8,7 +8,7 @@
 |---|---|---|
 | before the file | the record, and the GPUs withdrawn | the kubelet prepares or unprepares the claim |
 | between the file and `prepared` | both | the next start removes the file; the kubelet does as above |
-| in service | both | the next instance keeps NVML closed, and the slices as they are |
+| active | both | the next instance keeps NVML closed, and the slices as they are |
 | between the removal of record and file | the file | the next start, or the next Unprepare, removes it |
 
 After a reboot the file does not count, and the record is one of a claim that is not prepared yet.

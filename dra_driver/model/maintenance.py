@@ -11,7 +11,7 @@ from dra_driver.model.claim import ClaimRef
 from dra_driver.model.problems import NodeProblem
 from dra_driver.model.record import ClaimRecord, StartMaintenance
 
-MaintenanceState = Literal["waiting", "in_service", "overdue"]
+MaintenanceState = Literal["waiting", "active", "overdue"]
 
 CLOSED_TIMES: Final = "a time from 10s to 24h, such as 90s, 5m or 2h"
 """For how long NVML can be kept closed."""
@@ -70,7 +70,7 @@ class Detachment:
 class Maintenance:
     """The state of a maintenance claim.
 
-    `waiting`: its GPUs are withdrawn, and it waits for claims on them or for NVML to be closed. `in_service`:
+    `waiting`: its GPUs are withdrawn, and it waits for claims on them or for NVML to be closed. `active`:
     NVML is closed until `until`. `overdue`: NVML has been open again since `until` (None if unknown), but the claim
     still has its GPUs.
     """
@@ -87,10 +87,8 @@ class Maintenance:
 
     @property
     def text(self) -> str:
-        """The state for display: `in service until 2026-11-27 20:05:00+00:00`."""
-        words = {"waiting": "waiting", "in_service": "in service until", "overdue": "overdue since"}[
-            self.state
-        ]
+        """The state for display: `active until 2026-11-27 20:05:00+00:00`."""
+        words = {"waiting": "waiting", "active": "active until", "overdue": "overdue since"}[self.state]
         return words if self.state == "waiting" else f"{words} {self.until or 'an unknown time'}"
 
 
@@ -118,7 +116,7 @@ def _maintenance(
     own = written if written is not None and written.claim == record.ref else None
     lasts = own is not None and own.lasts(boot_id, now_s)
     return Maintenance(
-        record.ref, step.gpu_uuids, "in_service" if lasts else "overdue", None if own is None else own.until
+        record.ref, step.gpu_uuids, "active" if lasts else "overdue", None if own is None else own.until
     )
 
 

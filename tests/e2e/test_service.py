@@ -147,7 +147,7 @@ def test_job_resets_a_gpu_that_needs_it_and_the_next_pod_gets_the_gpu(
     wait_for("the Job to be at work", AT_WORK.exists)
     [claim] = claims(cluster)
     step(cluster)
-    assert state(cluster) == ["in_service"]
+    assert state(cluster) == ["active"]
     assert published(cluster) == everything - {index}
     cluster.apply(claim_and_pod("later", selector=only(OTHER + 2)))
     wait_for(

@@ -151,7 +151,7 @@ def complete_metrics() -> Metrics:
     metrics.show.health(lambda: MIXED, health)
     metrics.show.publishing(lambda: None, lambda: 1, lambda: 0)
     metrics.show.cleanups(list)
-    service = Maintenance(ClaimRef("ops", "reset", "uid-reset"), (uuid(3),), "in_service")
+    service = Maintenance(ClaimRef("ops", "reset", "uid-reset"), (uuid(3),), "active")
     metrics.show.maintenances(lambda: [service])
     metrics.show.mig_layouts(lambda: {uuid(2): GpuLayout(uuid(2), "all-1g.10gb", "applied")})
     metrics.show.value("partitions", "partitions_unsupported", lambda: False)

@@ -69,7 +69,7 @@ def test_gpu_with_an_xid_is_reset_by_a_claim_and_its_taint_ends(
     ref = maintenance(node, "reset", before[3])
     prepared = node.ready(ref)
     assert [one.device for one in prepared.devices] == [before[3]]
-    assert states(node) == {"reset": "in_service"}
+    assert states(node) == {"reset": "active"}
     assert names(node) == [name for name in before if name != before[3]], "other GPUs stay published"
     assert reset(node, "3").returncode == 0
     error = failure(node, late)
@@ -77,7 +77,7 @@ def test_gpu_with_an_xid_is_reset_by_a_claim_and_its_taint_ends(
     assert "for maintenance claim default/reset; NVML opens again when that claim is released" in error
     assert node.ready(running) == answer
     assert node.ready(ref) == prepared, "the next pod of the Job gets the claim as it is"
-    assert states(node) == {"reset": "in_service"}
+    assert states(node) == {"reset": "active"}
     node.take_back(ref)
     assert states(node) == {}
     node.wait_devices(8)
@@ -102,7 +102,7 @@ def test_maintenance_waits_for_a_running_claim_and_other_claims_stay_away(node: 
     node.take_back(running)
     assert f"the GPU of device {name} is in maintenance for claim default/reset" in failure(node, late)
     node.ready(ref)
-    assert states(node) == {"reset": "in_service"}
+    assert states(node) == {"reset": "active"}
     node.take_back(ref)
     eventually(lambda: name in names(node))
     node.ready(late)
@@ -117,7 +117,7 @@ def test_maintenance_with_policy_refuse_leaves_the_gpu_to_its_claims(node: Node)
     assert name in names(node)
     node.take_back(monitor)
     node.ready(ref)
-    assert states(node) == {"reset": "in_service"}
+    assert states(node) == {"reset": "active"}
 
 
 def test_waiting_claim_that_is_released_gives_its_gpu_back(node: Node) -> None:
@@ -137,10 +137,10 @@ def test_second_maintenance_claim_waits_for_the_first(node: Node) -> None:
     first, second = maintenance(node, "first", before[3]), maintenance(node, "second", before[5])
     node.ready(first)
     assert "for maintenance claim default/first" in failure(node, second)
-    assert states(node) == {"first": "in_service"}
+    assert states(node) == {"first": "active"}
     node.take_back(first)
     eventually(lambda: isinstance(node.prepare(second)[second.uid], Prepared))
-    assert states(node) == {"second": "in_service"}
+    assert states(node) == {"second": "active"}
 
 
 def test_time_that_is_over_opens_nvml_and_keeps_the_gpu_withdrawn(
@@ -177,7 +177,7 @@ def test_detach_end_opens_nvml_and_detach_names_the_claim(node: Node) -> None:
     eventually(lambda: names(node) == before)
 
 
-def test_restart_in_service_keeps_the_slices_and_nvml_closed(node: Node) -> None:
+def test_restart_during_maintenance_keeps_the_slices_and_nvml_closed(node: Node) -> None:
     before = names(node)
     running = node.allocated_by_hand("running", before[1])
     answer = node.ready(running)
@@ -187,7 +187,7 @@ def test_restart_in_service_keeps_the_slices_and_nvml_closed(node: Node) -> None
     node.restart_driver()
     assert node.ready(running) == answer
     assert node.ready(ref) == prepared
-    assert states(node) == {"reset": "in_service"}
+    assert states(node) == {"reset": "active"}
     assert not node.driver._gpus.detachments.is_nvml_open()
     assert node.slices() == slices
     assert node.driver.is_ready(), "a rolling update goes on"
@@ -236,7 +236,7 @@ def test_nvml_that_does_not_close_is_retried_and_the_gpu_stays_withdrawn(
         ended.set()
         thread.join()
     node.ready(ref)
-    assert states(node) == {"reset": "in_service"}
+    assert states(node) == {"reset": "active"}
 
 
 def test_two_instances_close_nvml_for_a_claim_and_open_it_again(
@@ -320,7 +320,7 @@ def test_claim_that_fails_after_nvml_was_closed_opens_it_again(node: Node) -> No
     node.ready(late)
     blocked.rmdir()
     node.ready(ref)
-    assert states(node) == {"reset": "in_service"}
+    assert states(node) == {"reset": "active"}
 
 
 def test_closing_that_someone_ends_in_between_does_not_start_the_maintenance(node: Node) -> None:
@@ -340,7 +340,7 @@ def test_closing_that_someone_ends_in_between_does_not_start_the_maintenance(nod
     detachments.is_nvml_open = is_open
     assert states(node) == {"reset": "waiting"}
     node.ready(ref)
-    assert states(node) == {"reset": "in_service"}
+    assert states(node) == {"reset": "active"}
 
 
 def test_gpus_that_are_not_watched_on_purpose_have_no_sample_to_alert_on(node: Node) -> None:

@@ -27,7 +27,7 @@ def written(claim: ClaimRef | None, until_s: float = 900.0, boot_id: str = "boot
         (record("preparing"), None, "waiting", None),
         (record("preparing"), written(REF), "waiting", None),
         (record("preparing"), written(OTHER), "waiting", None),
-        (record("prepared"), written(REF), "in_service", UNTIL),
+        (record("prepared"), written(REF), "active", UNTIL),
         (record("prepared"), written(REF, until_s=100.0), "overdue", UNTIL),
         (record("prepared"), written(OTHER), "overdue", None),
         (record("prepared"), written(None), "overdue", None),
@@ -47,7 +47,7 @@ def test_maintenances_are_sorted_and_leave_other_claims_out() -> None:
     plain = ClaimRecord(AllocatedClaim(ClaimRef("ops", "a", "uid-3"), (), ()), "prepared", "boot", (), ())
     found = maintenances([record("prepared"), plain, record("preparing", OTHER)], written(REF), "boot", 0.0)
     gpus = ("GPU-1", "GPU-2")
-    assert found == [Maintenance(OTHER, gpus, "waiting"), Maintenance(REF, gpus, "in_service", UNTIL)]
+    assert found == [Maintenance(OTHER, gpus, "waiting"), Maintenance(REF, gpus, "active", UNTIL)]
 
 
 @pytest.mark.parametrize(

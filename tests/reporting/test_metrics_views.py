@@ -282,8 +282,8 @@ def test_gpus_in_maintenance_are_counted_by_claim_and_state(metrics: Metrics) ->
     ]
     metrics.show.maintenances(lambda: found)
     assert by_label(metrics, "nvidia_dra_maintenance_gpus", "claim_namespace", "claim_name", "state") == {
-        ("ops", "a", "waiting"): 0, ("ops", "a", "in_service"): 0, ("ops", "a", "overdue"): 2,
-        ("ops", "b", "waiting"): 1, ("ops", "b", "in_service"): 0, ("ops", "b", "overdue"): 0,
+        ("ops", "a", "waiting"): 0, ("ops", "a", "active"): 0, ("ops", "a", "overdue"): 2,
+        ("ops", "b", "waiting"): 1, ("ops", "b", "active"): 0, ("ops", "b", "overdue"): 0,
     }  # fmt: skip
 
 

@@ -95,7 +95,7 @@ def test_problem_with_another_subject_has_an_event_that_names_all(bench: Bench) 
 def test_problem_of_a_claim_has_an_event_on_the_claim_once(bench: Bench) -> None:
     found = [
         Maintenance(ClaimRef("ops", name, f"uid-{name}"), ("GPU-1", "GPU-2"), state, "20:05")
-        for name, state in (("reset", "overdue"), ("flash", "in_service"))
+        for name, state in (("reset", "overdue"), ("flash", "active"))
     ]
     [problem] = overdue_problems(found)
     text = (

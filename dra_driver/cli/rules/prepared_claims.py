@@ -36,7 +36,7 @@ class PreparedClaim:
 
     `cdi_spec` is `present`, `missing` or `unknown`. `undo` names the steps that Unprepare undoes, in its order.
     `pods` are the claim's pods according to the record; None if unknown. `maintenance` is the state of a
-    maintenance claim, such as `in service until 2026-11-27 20:05:00+00:00`.
+    maintenance claim, such as `active until 2026-11-27 20:05:00+00:00`.
     """
 
     namespace: str
