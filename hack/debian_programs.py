@@ -63,7 +63,7 @@ def main() -> int:
 
 
 def _tried(what: str, act: Callable[[], object]) -> bool:
-    """Whether it failed."""
+    """Call `act`, and return whether it failed."""
     try:
         act()
     except ClusterError as error:
@@ -90,7 +90,7 @@ def older_libc() -> Path | None:
 
 
 def newer_libc() -> Path | None:
-    """The same of the release after this machine's, if it was fetched."""
+    """The directory with the C library of the release after this machine's; None if it was not fetched."""
     return _libc_of(RELEASES[RELEASES.index(debian.own_release()) + 1 :][:1])
 
 

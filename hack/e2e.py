@@ -132,7 +132,7 @@ def _refuse_matrix() -> int:
 
 
 def _run_matrix(only: str | None, pytest_args: list[str]) -> int:
-    """Every row, also after one that failed; the first failure's exit code."""
+    """Run every row, even after one that failed; return the first failure's exit code."""
     verdicts: list[tuple[str, int]] = []
     for release, flags in MATRIX:
         if only not in (None, release):

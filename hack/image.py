@@ -92,7 +92,7 @@ def _clear() -> None:
 
 
 def _cache() -> Path:
-    """It may be deleted at any time."""
+    """The directory for downloads, which may be deleted at any time."""
     return Layout.from_environment().cache / "image"
 
 

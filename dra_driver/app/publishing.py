@@ -108,7 +108,7 @@ class Publishing:
         )
 
     def is_offered(self, gpu_uuids: Collection[str]) -> bool:
-        """Whether the API server may have a device of these GPUs; also if it does not answer."""
+        """Whether the API server may have a device of these GPUs; True if it does not answer."""
         inventory = self.inventory()
         if inventory is None or not self.cache.synced.is_set():
             return True

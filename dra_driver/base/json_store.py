@@ -148,7 +148,7 @@ class JsonStore(Generic[T]):
     def write(self, name: str, content: bytes, *, durable: bool, whole: bool) -> None:
         """Replace the value's file, like `write_atomically`.
 
-        Raises: StateError, also if `get` found a file of a newer release.
+        Raises: StateError, including if `get` found a file of a newer release.
         """
         with self._lock:
             _, newer = self._unread.get(name, (NO_STAMP, None))

@@ -138,7 +138,7 @@ def _decoded_yaml(content: bytes) -> Any:
 
 
 def _device_names(claim_uid: str, content: bytes | None) -> tuple[str, ...]:
-    """Return the device names in a spec, also in one of the incumbent, which has the same file name but uses
+    """Return the device names in a spec, or in one of the incumbent, which has the same file name but uses
     YAML syntax.
     """
     if content is None:

@@ -19,7 +19,7 @@ because no claim gets a device that a process uses.
 
 | NVML | Result |
 |---|---|
-| lists no process | the device is not in use (also if NVML cannot see the host's processes) |
+| lists no process | the device is not in use (even if NVML cannot see the host's processes) |
 | does not have the device, or the GPU is lost | the device is not in use, and no claim gets it |
 | is unavailable because the kernel driver is not loaded | the device is not in use, and no claim gets it |
 | is unavailable for another reason, hangs or fails | unknown, so the plugin retries later |

@@ -107,10 +107,10 @@ class CommandMachine:
 
 
 def answered(settings: Settings, read: Callable[[], T]) -> T:
-    """Return what `read` reads from NVML. If it hangs, it is left behind after five seconds.
+    """Return what `read` reads from NVML. After five seconds, this stops waiting for it.
 
-    Without a running plugin, NVML may first wake each GPU, which takes seconds each. Then a line on stderr says
-    so, and the wait continues.
+    If the plugin is not running, NVML may first have to wake each GPU, which takes seconds for each. In that
+    case a line on stderr gives this reason, and the wait continues for `_WAKES_S`.
 
     Raises: the errors of `read`; NotAnsweredError.
     """

@@ -28,7 +28,7 @@ _STYLES = {
     "ok": "green", "information": "cyan", "degraded": "yellow", "unhealthy": "bold red", "lost": "bold red",
     "unknown": "bold red", "ready": "green", "starting": "cyan", "failed": "bold red", "fault": "bold red",
 }  # fmt: skip
-"""By the first word of a cell."""
+"""The style of a cell, by its first word."""
 
 
 def table(

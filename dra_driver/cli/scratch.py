@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 @contextmanager
 def scratch_directory(purpose: str) -> Iterator[str]:
-    """Yield the path of a new directory, which is removed at the end, with those of killed commands.
+    """Yield the path of a new directory, which is removed at the end. Directories that killed commands left
+    are removed first.
 
     Raises: FatalError if it cannot be created.
     """

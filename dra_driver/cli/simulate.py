@@ -165,7 +165,7 @@ COMMANDS = {
         Flag("version", "A version of the NVIDIA driver.", count="?", shown="the one it had"),
         said="driver {machine.driver_version} loaded"),
     "reboot": _does("reboot", "Reboot the machine.", "", said="rebooted, boot id {machine.boot_id}",
-        about="It has a new boot ID, MIG devices and settings are gone, lost GPUs are back."),
+        about="It has a new boot ID; MIG devices and settings are gone, and lost GPUs are back."),
     "imex": _does("set_system", "Set the state of the simulated nvidia-imex.", "ready",
         _argument("imex", "ready, initializing, hung, killed (the socket stays) or stopped.", "STATE"),
         _option("imex_channels", "Number of IMEX channels of the NVIDIA driver; 0: it has none.", int, least=0,

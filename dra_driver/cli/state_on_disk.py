@@ -182,7 +182,7 @@ def read_claims(state: NodeState, settings: Settings, now: datetime) -> NodeClai
 
 
 def set_aside_files(plugin_directory: Path, cdi_root: Path | None, driver: str) -> list[Path]:
-    """Return the files that gpu-dra-driver renamed because they were unreadable, or in the place of one of its
+    """Return the files that gpu-dra-driver renamed because they were unreadable, or had the name of one of its
     files.
 
     An unreadable directory counts as empty.

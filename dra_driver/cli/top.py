@@ -57,7 +57,7 @@ FLAGS = (
     Flag(
         "interval", "Seconds between two updates.", Scalar(float, least=0.2, most=86400), env=(), default=2.0
     ),
-    switch("once", "Print once and exit, also on a terminal."),
+    switch("once", "Print once and exit, even on a terminal."),
     replace(OUTPUT, help="Output format; wide, json and yaml print once."),
     Flag("sort", "Which GPUs come first.", Choice(get_args(Order)), env=(), default="index"),
     Flag(
@@ -80,9 +80,9 @@ EXAMPLES = (
 
 def top(given: Namespace) -> None:
     """Also shows pods and MPS daemons. Changes nothing. On a terminal it refreshes at each interval, until you press q
-    or Ctrl-C; in a pipe it prints once. Works without the API server, and while gpu-dra-driver does not run. Without
-    NVML it shows what is recorded on the node, and why NVML fails. Run it in the pod of gpu-dra-driver (`kubectl gpus
-    top NODE`, `kubectl exec`), or on the node with the flags of `run`.
+    or Ctrl-C; in a pipe it prints once. Works without the API server, and even if gpu-dra-driver is not running.
+    Without NVML it shows what is recorded on the node, and why NVML fails. Run it in the pod of gpu-dra-driver
+    (`kubectl gpus top NODE`, `kubectl exec`), or on the node with the flags of `run`.
     """
     with (
         scratch_settings("top", vars(given), given.config) as settings,

@@ -147,7 +147,7 @@ class Detachments:
         return found if found is not None and found.lasts(self._boot_id, self._clock()) else None
 
     def written(self) -> Detachment | None:
-        """Return what the detach file says, also if its time is over.
+        """Return what the detach file says, even if its time is over.
 
         An unreadable file counts as None, because a node without GPUs forever would be worse.
         """

@@ -74,7 +74,7 @@ class MaintenanceSteps:
         already started.
 
         Raises: DeviceBusyError that names the claims on the GPUs, or the maintenance claim on other GPUs;
-        RetryableError, also if NVML is not closed in time; StateError.
+        RetryableError, including if NVML is not closed in time; StateError.
         """
         ref = plan.claim.ref
         if self._is(ref, "prepared"):

@@ -41,7 +41,7 @@ def server_version(client: ApiClient) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Permission:
-    """A permission. Without an `optional` one the plugin works, but reports less."""
+    """A permission of the plugin. Without an `optional` one, the plugin still works, but reports less."""
 
     verb: str
     resource: str

@@ -33,7 +33,8 @@ _OTHER_USER = ("as", "as-uid", "as-groups", "as-user-extra")
 class Endpoint:
     """One API server with credentials, from a kubeconfig context or from the pod. Thread-safe.
 
-    `origin` names the source of the configuration in messages. `server` is a URL that needs neither.
+    `origin` names the source of the configuration in messages. `server` is the URL of a server that needs no
+    credentials.
     """
 
     def __init__(

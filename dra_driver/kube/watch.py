@@ -132,7 +132,7 @@ class Follower(BackgroundWorker):
         """Pass on events until the watch ends; returns the version to resume from, and the error that broke the
         watch, if any.
 
-        Raises: WatchExpiredError, also if an event is older than `version`, because the history was reset.
+        Raises: WatchExpiredError, including if an event is older than `version`, because the history was reset.
         """
         started = time.monotonic()
         self._stream = stream = self.open_watch(version)

@@ -117,9 +117,9 @@ class Daemon:
         self._backoff = Backoff(tools.timings.first_backoff, tools.timings.longest_backoff)
         self._retry_at = 0.0
         self.ending = False
-        """Whether it is being stopped, which cannot be cancelled."""
+        """Whether the daemon is being stopped, which cannot be cancelled."""
         self.gone = False
-        """Whether it was stopped; the object is then no longer used."""
+        """Whether the daemon was stopped; the object is then no longer used."""
         self._unanswered = 0
         self._check_gpus_at = 0.0
         self._without_mode: set[str] = set(record.spec.gpu_uuids) if record.spec.kind == "mig" else set()

@@ -172,7 +172,7 @@ class MigHardware:
         """Creates a GPU instance at exactly this placement and returns its ID.
 
         Raises: RetryableError if an instance is in the way, or the NVIDIA driver used another placement;
-        NvmlTransientError also if MIG mode is off, or if nothing is in the way but the NVIDIA driver has no
+        NvmlTransientError, including if MIG mode is off, or if nothing is in the way but the NVIDIA driver has no
         space.
         """
         handle = gpu_handle(gpu_uuid, pci_bus_id)

@@ -462,7 +462,7 @@ def _fingerprint_of(index: int) -> GpuFingerprint | None:
 
 
 def _confidential_mode(log: FaultLog) -> ConfidentialMode | None:
-    """Returns None also if NVML reports a lost GPU: it does not say which one, and the others can be read."""
+    """Also returns None if NVML reports a lost GPU: it does not say which one, and the others can be read."""
     try:
         mode: ConfidentialMode | None = log.read("confidential computing", confidential_mode)
         return mode

@@ -1,8 +1,8 @@
 """Keeps `status.devices` of claims up to date: which devices a claim holds, and whether they work.
 
 Events are sent at once; a separate thread writes statuses. The status of every claim is checked after the
-start, because the previous instance may not have written it; when this instance becomes the one that speaks
-for the node; and when reports were lost.
+start, because the previous instance may not have written it. It is checked again when this instance begins to
+speak for the node, and after reports were lost.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class _GivenStatus:
 class ClaimStatusReporter:
     """Passes the status of claims to the recorder. Thread-safe.
 
-    Passes only what differs from the last status that this process wrote, or what was removed from the claim
-    since, because the kubelet prepares every claim again after a restart. `record` returns a claim's record
+    Passes a status only if it differs from the last one that this process wrote, or if it was removed from the
+    claim since, because the kubelet prepares every claim again after a restart. `record` returns a claim's record
     by its UID.
     """
 

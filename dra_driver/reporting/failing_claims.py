@@ -6,7 +6,7 @@
         └── according to the API server, no pod on this node can need the claim
 
 The kubelet retries a failed Prepare every 60 to 90 seconds while the pod exists, but does not report when the
-pod is gone. So the plugin checks a claim in the API server if the kubelet has not retried for longer.
+pod is gone. So the plugin checks a claim in the API server if the kubelet has not retried for a longer time.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ _HISTOGRAMS: Mapping[str, tuple[str, Sequence[float], _Labels]] = {
                              _WAIT_BUCKETS, {}),
     "mig_duration_seconds": ("Time to create or destroy one MIG device on demand.", _DURATION_BUCKETS,
                              {"operation": _MIG_ACTIONS}),
-    "step_duration_seconds": ("Time to do or undo one step of a claim, also if it failed.", _STEP_BUCKETS,
+    "step_duration_seconds": ("Time to do or undo one step of a claim, even if it failed.", _STEP_BUCKETS,
                               _STEP),
     "publish_lag_seconds": ("Time from a change on the node to the slices that show it.",
                             _LAG_BUCKETS, {}),

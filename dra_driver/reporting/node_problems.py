@@ -266,7 +266,7 @@ class NodeProblems(BackgroundWorker):
         super().__init__("node-problems", self.turn)
 
     def start(self) -> None:
-        """Starts, and shows other processes that this one runs."""
+        """Starts, and lets other processes see that this one is running."""
         try:
             self._mark.hold()
         except StateError as error:
@@ -274,7 +274,7 @@ class NodeProblems(BackgroundWorker):
         super().start()
 
     def stop(self) -> bool:
-        """Stops, and no longer shows other processes that this one runs."""
+        """Stops, and lets other processes see that this one has stopped."""
         has_ended = super().stop()
         self._mark.release()
         return has_ended

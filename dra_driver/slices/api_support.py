@@ -178,7 +178,7 @@ def sharing_caution(client: ApiClient) -> str | None:
     """Returns why shares of devices with counters are allocated wrongly in this cluster, as a sentence with
     the remedy.
 
-    None also if the release is unknown: a missing warning must not prevent publishing.
+    Also returns None if the release is unknown: a missing warning must not prevent publishing.
     """
     try:
         release = server_version(client)

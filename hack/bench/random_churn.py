@@ -137,7 +137,7 @@ class Holders:
                     self.faults.append(f"{both} hold {min(units & theirs)}")
 
     def drop(self, life: Life) -> None:
-        """It may lose them from now on."""
+        """Record that the claim may lose its devices from now on."""
         with self._lock:
             self._held.pop(life.ref.uid, None)
 

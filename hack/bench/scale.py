@@ -150,7 +150,7 @@ class Fleet:
                 raise TimeoutError("the slices were not listed in time")
 
     def publish(self) -> None:
-        """They publish. Raises: TimeoutError."""
+        """Let all nodes publish. Raises: TimeoutError."""
         for node in self._nodes:
             node.publisher.start()
         for node in self._nodes:

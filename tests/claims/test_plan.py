@@ -149,7 +149,7 @@ def test_device_is_given_once(held: str, wanted: str, free: bool) -> None:
     else:
         assert refusal(claim(wanted), holder) == (
             f"request gpu: device {wanted} is held by claim default/claim-uid-other (UID uid-other) "
-            f"({held}, prepared); the plugin releases the device when the pod of that claim is gone"
+            f"({held}, prepared); the plugin releases the device when all pods of that claim are gone"
         )
 
 

@@ -175,7 +175,7 @@ def test_holder_that_stays_is_named_at_once(node: Node) -> None:
     node.prepare(HOLDER)
     text = error_of(node.prepare(claim(GPU_0)))
     assert text.endswith(
-        "(gpu-00000000, prepared); the plugin releases the device when the pod of that claim is gone"
+        "(gpu-00000000, prepared); the plugin releases the device when all pods of that claim are gone"
     )
     assert (node.outcomes.waits, node.waited_for) == ([], [])
 

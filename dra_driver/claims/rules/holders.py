@@ -144,7 +144,7 @@ def _conflicts(wanted: Sequence[Wanted], record: ClaimRecord, held: HeldDevice) 
         if not _are_shares(held, device):
             text = (
                 f"request {request}: device {device.device} is held by claim {record.ref} ({held.device}, "
-                f"{record.phase}); the plugin releases the device when the pod of that claim is gone"
+                f"{record.phase}); the plugin releases the device when all pods of that claim are gone"
             )
         elif (reason := incompatibility(held.usage, device.usage)) is not None:
             text = (

@@ -140,7 +140,7 @@ def not_written(directory: Path) -> Finding | None:
     except OSError as error:
         why = error.strerror or str(error)
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return fail(f"{directory}: {why}", f"`df -h {directory}` on the node: free some space")
+            return fail(f"{directory}: {why}", f"free some space on the node (`df -h {directory}`)")
         return fail(
             f"{directory} cannot be written: {why}",
             "mount it writable into the plugin's pod, and run doctor there or as root on the node",

@@ -416,9 +416,9 @@ class DriverChecks:
                     return ok(f"nvidia-persistenced runs ({place})")
         inventory = self.inventory.or_none()
         if inventory is not None and inventory.gpus and all(gpu.persistence for gpu in inventory.gpus):
-            return ok("nvidia-persistenced does not run, and persistence mode is on")
+            return ok("nvidia-persistenced is not running, but persistence mode is on")
         return warn(
-            f"nvidia-persistenced is not running: while gpu-dra-driver does not run, GPUs {self._loss_at_the_end()}",
+            f"nvidia-persistenced is not running: while gpu-dra-driver is not running, GPUs {self._loss_at_the_end()}",
             "`systemctl enable --now nvidia-persistenced` on the node",
         )
 

@@ -30,22 +30,22 @@ class Finding:
 
 
 def ok(seen: str, version: str | None = None) -> Finding:
-    """Everything is fine."""
+    """Return the finding that all is well."""
     return Finding("OK", seen, version=version)
 
 
 def warn(seen: str, remedy: str) -> Finding:
-    """It works, but not as well as it could, or not for long."""
+    """Return the finding for something that works, but badly, or not for long."""
     return Finding("WARN", seen, remedy)
 
 
 def fail(seen: str, remedy: str) -> Finding:
-    """Pods will not get their devices."""
+    """Return the finding for a fault that keeps pods from getting their devices."""
     return Finding("FAIL", seen, remedy)
 
 
 def skip(seen: str) -> Finding:
-    """It could not be checked."""
+    """Return the finding for something that could not be checked."""
     return Finding("SKIP", seen)
 
 

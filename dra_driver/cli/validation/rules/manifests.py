@@ -46,7 +46,7 @@ def neighbour(content: JsonObject) -> str | None:
 
 
 def misspelled_kind(content: JsonObject, known: tuple[str, ...]) -> str | None:
-    """Return the kind that was meant by one with wrong case, such as `resourceclaim`."""
+    """Return the kind with the right case, for one with the wrong case such as `resourceclaim`."""
     kind = str(content.get("kind"))
     return next((one for one in known if one.lower() == kind.lower() and one != kind), None)
 
@@ -190,7 +190,7 @@ def _claim_faults(devices: JsonObject, path: str, driver: str) -> list[FieldFaul
 class _Use:
     """Parameters of this driver for a request.
 
-    `entry` is the path of the config entry, and `named` that of the name in it (None if it names no request).
+    `entry` is the path of the config entry, and `named` that of the request name in it (None if it names no request).
     `bodies` are the affected bodies of the request, by their names in allocation results.
     """
 
