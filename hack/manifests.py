@@ -4,7 +4,8 @@ It writes
 
 - daemonset/install.yaml, the chart's objects with its default values (rendered by Helm);
 - the admission policy for parameters, from their fields in dra_driver/api;
-- the parts of values.schema.json that the driver's configuration file determines, and that each value may be null;
+- the parts of values.schema.json that the driver's configuration file determines, with null allowed for every
+  value;
 - files/defaults.json, with which the templates complete the values;
 - the table of values in daemonset/README.md.
 

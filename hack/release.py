@@ -172,7 +172,7 @@ def sbom(tree: Path, lock: str, target: Path) -> None:
 
 
 def with_image(manifests: str, image_name: str, version: str) -> str:
-    """Manifests that name the image as it is called in a registry."""
+    """Return the manifests with `image_name`, the image's name in the registry, in place of the local name."""
     return re.sub(rf"(?m)(image: ){NAME}:{re.escape(version)}$", rf"\g<1>{image_name}:{version}", manifests)
 
 

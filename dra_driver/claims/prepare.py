@@ -165,7 +165,9 @@ class ClaimPlanner:
         return answer(claim, self.identity.driver, made.steps, held)
 
     def _used(self, claim: AllocatedClaim) -> Iterator[tuple[DeviceResult, OfferedDevice]]:
-        """Yield the claim's results with their devices, without adminAccess and without devices of lost GPUs."""
+        """Yield the claim's results with their devices. Skips results with adminAccess, and devices of lost
+        GPUs.
+        """
         inventory = self._inventory()
         for result in claim.results:
             device = inventory.usable(result.device)

@@ -101,8 +101,8 @@ class Restorer(Protocol):
 
     @property
     def what(self) -> str:
-        """What is restored, as text for people, such as `the setting of the time slice after a reload of the
-        NVIDIA driver`.
+        """The operation, as text for people, such as `restoring the time slice after a reload of the NVIDIA
+        driver`.
         """
 
     def gpus(self) -> Collection[str]:

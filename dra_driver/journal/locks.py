@@ -46,7 +46,8 @@ _REMEMBERED = 1024
 class LockUse:
     """What the lock of a GPU is held for.
 
-    `began` is a time of time.monotonic(), which all processes of a boot share; `since` is the same as text.
+    `began` is a `time.monotonic()` value, which is comparable between processes until the next reboot; `since` is
+    the same time as text.
     `only_writes` means that the operation waits for a write to the kernel and does not need NVML.
     """
 

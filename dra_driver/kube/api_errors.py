@@ -124,7 +124,7 @@ def _page_text(body: bytes) -> str | None:
     if not start.lstrip().startswith("<"):
         return None
     return (
-        "the answer is a web page, not an answer of the API server: "
+        "the response is a web page, so it is not from the API server: "
         f"{one_line(_TAGS.sub(' ', start))[:_SHOWN_BYTES].rstrip()}"
     )
 

@@ -40,8 +40,8 @@ class Endpoint:
     def __init__(
         self, kubeconfig: Path | str | None = None, *, context: str | None = None, server: str | None = None
     ) -> None:
-        """Raises: InvalidConfigError if the kubeconfig cannot be read, or if there is none and this is not a
-        pod.
+        """Raises: InvalidConfigError if the kubeconfig cannot be read, or if neither `kubeconfig` nor `server` is
+        given outside a pod.
         """
         self._kubeconfig, self._context, self._server = kubeconfig, context, server
         self._environ = dict(os.environ)

@@ -140,8 +140,8 @@ class DriverPrograms:
         found = self.paths.get(name)
         if found is None:
             raise RetryableError(
-                f"{name} is not below the driver root {self.root}: install the package of the NVIDIA driver that "
-                "has it, or set the driver root to where it is"
+                f"{name} is not below the driver root {self.root}: install the NVIDIA driver package that "
+                "contains it, or set the driver root to where the NVIDIA driver is installed"
             )
         return found
 

@@ -48,8 +48,8 @@ _CUDA_ENDS: Mapping[int, str] = {
     "that its device nodes are in /dev",
     231: "CUDA error 999, unknown: `dmesg | grep -iE 'nvrm|xid'` on the node shows the cause; reset the GPU or reboot "
     "the node",
-    244: "CUDA error 500, not found: CUDA's library libcuda.so.1 is missing; install the package of the NVIDIA driver "
-    "that has it, or set the driver root to where it is",
+    244: "CUDA error 500, not found: CUDA's library libcuda.so.1 is missing; install the NVIDIA driver package "
+    "that contains it, or set the driver root to where the NVIDIA driver is installed",
 }
 """Exit codes of control daemons from R580 on, which initialise CUDA first. If that fails they print nothing and exit
 with the CUDA error modulo 256. Older ones exit with 1."""

@@ -238,7 +238,9 @@ class MpsHostFiles:
         return found
 
     def _host_trouble(self) -> str | None:
-        """Returns what has been wrong with the host for 30 s. Only a new sign of life ends it."""
+        """Returns what has been wrong with the host for 30 s. The problem clears only when the host writes
+        `host.alive` again.
+        """
         reason, sign = self.host_problem(), stamp_or_none(self._layout.alive)
         last, at = self._alive
         if reason is None and sign not in (None, last):
@@ -284,8 +286,8 @@ class MpsHostFiles:
     def _want(self, spec: MpsDaemonSpec) -> None:
         """Requests the daemon from the host.
 
-        Raises: PermanentError if other claims use it with other settings, or use the device that had the name
-        before; StateError.
+        Raises: PermanentError if other claims use this daemon with other settings, or still use another device that
+        had this name before; StateError.
         """
         device = spec.device
         found, status = self._wanted.get(device), self._statuses.get(device)

@@ -234,7 +234,7 @@ class NvmlSession:
             wait_s = max(_SHUTDOWN_S, until - time.monotonic())
             if closes and not self._changed(self._shut_down, wait_s, then=self._open_again):
                 raise NvmlInUseError(
-                    f"close NVML for a moment: its shutdown has not finished for {wait_s:.0f} s; {_REMEDY}"
+                    f"close NVML for a moment: its shutdown has not finished after {wait_s:.0f} s; {_REMEDY}"
                 )
             yield
         finally:

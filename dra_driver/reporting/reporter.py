@@ -219,7 +219,8 @@ class Reporter:
         self.failing.succeeded(ref)
         self.statuses.forget(ref)
         if record is not None and record.maintenance is not None and record.phase == "prepared":
-            text = f"{', '.join(record.maintenance.gpu_uuids)}: maintenance ended, gpu-dra-driver publishes it again"
+            uuids = ", ".join(record.maintenance.gpu_uuids)
+            text = f"{uuids}: maintenance ended; gpu-dra-driver publishes the devices again"
             self.recorder.claim_event(ref, "MaintenanceEnded", text, warning=False)
         self.freed()
 

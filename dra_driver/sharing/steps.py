@@ -35,7 +35,7 @@ class TimeSliceSteps:
     Also a `Restorer` of the cleaner: restores time slices that a reload of the NVIDIA driver reset.
     """
 
-    what = "the setting of the time slice after a reload of the NVIDIA driver"
+    what = "restoring the time slice after a reload of the NVIDIA driver"
 
     def __init__(self, nvidia_smi: NvidiaSmi, records: RecordStore) -> None:
         self._nvidia_smi = nvidia_smi

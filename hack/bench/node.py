@@ -194,7 +194,7 @@ class SoakNode(DaemonNode):
     # --- what is there ---------------------------------------------------------------------------
 
     def is_tainted(self, gpu_uuid: str) -> bool:
-        """Whether some device of the GPU is published with a taint."""
+        """Whether any device of the GPU is published with a taint."""
         return any(
             device.get("taints") and device["attributes"].get("uuid") == {"string": gpu_uuid}
             for device in self.devices()
@@ -237,7 +237,7 @@ class SoakNode(DaemonNode):
         return sorted(words for _, words in self._processes() if "nvidia-cuda-mps" in words)
 
     def _processes(self) -> list[tuple[int, str]]:
-        """Processes whose command line names this node's directory, but for this one and the daemon."""
+        """Processes whose command line contains this node's directory, except this process and the daemon."""
         own = {os.getpid(), self.daemon if self.process else 0}
         found = []
         for file in Path("/proc").glob("[0-9]*/cmdline"):

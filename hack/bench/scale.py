@@ -83,14 +83,14 @@ def inventory_of(machine: str, *, dynamic_mig: bool) -> Inventory:
 
 
 class _KeepsAll(ApiSupport):
-    """Sends no dry runs: those of a daemon's start are not measured."""
+    """Sends no dry runs. A daemon sends some when it starts, but this benchmark does not measure the start."""
 
     def _ask(self, _known: Support, _owner: Owner) -> Support:
         return Support()
 
 
 class NodePublisher:
-    """What one daemon does with the API server while nothing happens on its node."""
+    """The part of a daemon that talks to the API server while nothing changes on its node."""
 
     def __init__(self, kubeconfig: str, name: str, content: Inventory, observe: Callable[..., None]) -> None:
         self._client = ApiClient(load_endpoint(kubeconfig), observe=observe, timeout_s=60.0)

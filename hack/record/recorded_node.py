@@ -97,7 +97,9 @@ class RecordedNode(PlaygroundNode):
             raise SystemExit(f"record: claim {name} could not be prepared: {outcome.error}")
 
     def grow_old(self) -> None:
-        """Let everything be some hours old, so that for 58 s ages do not depend on how fast this machine is."""
+        """Backdate the records by hours, so that the ages shown stay the same for 58 s, however slow this machine
+        is.
+        """
         now = datetime.now(UTC)
         for number, uid in enumerate(self.uids):
             file = self.plugin_dir / f"claims/{uid}.json"

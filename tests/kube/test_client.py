@@ -123,7 +123,7 @@ def test_error_text_is_one_line_when_a_proxy_answers_html(server, client):
     with pytest.raises(ApiRejectedError) as caught:
         client.request("GET", NODES, action="list nodes")
     assert "\n" not in str(caught.value)
-    said = "list nodes: the answer is a web page, not an answer of the API server: no entry x"
+    said = "list nodes: the response is a web page, so it is not from the API server: no entry x"
     assert str(caught.value).startswith(said)
     assert len(str(caught.value)) < 200
 
@@ -141,7 +141,7 @@ def test_error_is_retryable_when_answer_is_not_json(server, client):
     with pytest.raises(ApiUnavailableError) as caught:
         client.request("GET", NODES, action="list nodes")
     assert str(caught.value) == (
-        "list nodes: the answer is a web page, not an answer of the API server: Log in Single sign-on; "
+        "list nodes: the response is a web page, so it is not from the API server: Log in Single sign-on; "
         "check the server of the kubeconfig and the proxy in front of it"
     )
     server.faults.fail(1, 200, body=b"pong")

@@ -111,7 +111,7 @@ def test_maintenance_claim_has_events_when_it_begins_and_ends(reporter, received
         (
             "claim and pods",
             "MaintenanceEnded",
-            f"{gpus}maintenance ended, gpu-dra-driver publishes it again",
+            f"{gpus}maintenance ended; gpu-dra-driver publishes the devices again",
             False,
         ),
     ]

@@ -344,7 +344,8 @@ class DriverChecks:
         if wanted == "all" and count > MAX_IMEX_CHANNELS:
             return fail(
                 f"the NVIDIA driver has {count} channels, too many for one container",
-                f"set imex.channel to a number, or load the module nvidia with {MAX_IMEX_CHANNELS} at most",
+                "set imex.channel to a number, or load the module nvidia with "
+                f"NVreg_ImexChannelCount={MAX_IMEX_CHANNELS} or less",
             )
         if wanted != "all" and wanted >= count:
             return fail(

@@ -499,7 +499,9 @@ class ManifestCheck:
 
 
 def _selecting(v1: JsonObject) -> list[JsonObject]:
-    """Return what has selectors: a class, or the requests of a claim and their alternatives."""
+    """Return the objects that can have selectors: a class's spec, or the requests of a claim and their
+    alternatives.
+    """
     if v1["kind"] == "DeviceClass":
         return [v1["spec"]]
     return [body for request in requests_of(claim_spec(v1)) for body in bodies(request)]

@@ -1,9 +1,9 @@
 """Computes the fewest writes from existing slices to a desired pool; compares slices by meaning; and finds
 fields that an API server dropped because a feature gate is off.
 
-The rules are those of the upstream publishing helper, so that a hand-over between drivers writes nothing. The
-index is in the object's name. A pool keeps its generation if no slice is created and at most one changes.
-Obsolete slices are deleted before anything is written.
+The rules match those of the upstream publishing helper, so no slice is rewritten when one driver takes over from
+another. The index is in the object's name. A pool keeps its generation if no slice is created and at most one
+changes. Obsolete slices are deleted before anything is written.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ class WritePacing:
 
     @property
     def contested(self) -> bool:
-        """Whether answers are delayed."""
+        """Whether writes that revert another writer's changes are delayed."""
         return self._answers >= _PROMPT_ANSWERS
 
     def lately(self, now: float) -> bool:

@@ -46,7 +46,7 @@ def up(options: Options | None = None) -> None:
 
 
 def down() -> None:
-    """Take the cluster and its traces away; nothing happens when there is none."""
+    """Remove the cluster and everything it left behind. Does nothing if there is no cluster."""
     lifecycle.down(_layout())
 
 
@@ -106,7 +106,9 @@ def allocator() -> Path:
 
 
 def promql() -> Path:
-    """Prometheus' engine for queries as a program (go/promql/main.go), built first if it is not there."""
+    """Return the path of a program that runs Prometheus' query engine (go/promql/main.go). Builds it first if it
+    is missing.
+    """
     return binaries.build(_layout(), ("promql",)) / "promql"
 
 

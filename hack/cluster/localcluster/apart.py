@@ -1,8 +1,8 @@
 """An isolated place on this machine for another cluster.
 
 A command runs in new namespaces, with its own processes, mounts, network and control groups, and everything
-that a cluster writes outside the cache is in memory. No network connects it to the outside. When the command
-exits, or this program is stopped, every process there is killed, and nothing remains.
+that a cluster writes outside the cache is in memory. It has no network connection to the outside. When the
+command exits, or this program is stopped, every process there is killed, and nothing remains.
 """
 
 from __future__ import annotations

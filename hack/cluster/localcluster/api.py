@@ -40,7 +40,7 @@ def default_account_exists(layout: Layout) -> bool:
 
 
 def _object(layout: Layout, path: str) -> dict[str, Any]:
-    """One object as the API server has it; empty when there is none or no answer."""
+    """Return an object from the API server; empty if it does not exist or the server does not answer."""
     try:
         [cluster] = json.loads(layout.kubeconfig.read_text())["clusters"]
         found = json.loads(_get(layout, f"{cluster['cluster']['server']}{path}", "admin"))

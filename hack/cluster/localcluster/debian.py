@@ -22,7 +22,7 @@ CLUSTER_PACKAGES: Mapping[str, str] = {
 
 
 def install_missing(packages: Mapping[str, str]) -> None:
-    """Install by apt-get what is not there yet; nothing happens when all is."""
+    """Install missing packages with apt-get. Does nothing if all are installed."""
     missing = sorted({package for sign, package in packages.items() if not _present(sign)})
     if not missing:
         return

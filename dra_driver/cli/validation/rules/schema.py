@@ -152,10 +152,14 @@ _REQUIRED: Mapping[str, tuple[str, ...]] = {
     "DeviceSelector": ("cel",), "DeviceClaimConfiguration": ("opaque",), "DeviceClassConfiguration": ("opaque",),
     "ResourceClaimSpec": ("devices",), "ResourceClaimTemplateSpec": ("spec",),
 }  # fmt: skip
-_OLD_CLAIM = dict.fromkeys(
-    ("resourceClassName", "parametersRef", "allocationMode", "controller"),
-    f"belongs to {GROUP}/v1alpha2, which was removed; describe the devices under spec.devices.requests",
-)
+_OLD_CLAIM = {
+    **dict.fromkeys(
+        ("resourceClassName", "parametersRef", "allocationMode"),
+        f"belongs to {GROUP}/v1alpha2, which was removed; describe the devices under spec.devices.requests",
+    ),
+    "controller": f"belongs to an early form of {GROUP}/v1alpha3, and was removed; delete it, the scheduler allocates "
+    "the devices",
+}
 _BODY = ("deviceClassName", "selectors", "allocationMode", "count", "tolerations", "capacity", "adminAccess")
 _MISTAKES: Mapping[str, Mapping[str, str]] = {
     "DeviceSelector": {"expression": "belongs under `cel`: cel.expression"},
