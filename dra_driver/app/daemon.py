@@ -34,7 +34,7 @@ from dra_driver.host.driver_programs import InstalledPrograms, NvidiaSmi
 from dra_driver.host.gpu_nodes import GpuNodes
 from dra_driver.host.processes import any_runs, is_of_the_host, origin, sees_all_processes
 from dra_driver.host.sysfs import Sysfs
-from dra_driver.inventory.maintenance import MaintenanceSteps
+from dra_driver.inventory.maintenance_step import MaintenanceSteps
 from dra_driver.inventory.rules.gpu_names import refuse_other_names
 from dra_driver.journal.cleaner import Cleaner
 from dra_driver.journal.executor import Executor, StepDispatcher

@@ -248,5 +248,5 @@ class Waiter:
 
 
 def _is_lost(holder: ClaimRecord) -> bool:
-    """Whether the record stands in for one that was lost."""
+    """Whether the holder's record was lost; then only its CDI spec shows what it holds."""
     return not holder.claim.results

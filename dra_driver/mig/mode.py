@@ -155,7 +155,7 @@ class MigMode:
         try:
             self._switch(gpu, on=True)
         except Exception:
-            self._take_back(gpu)
+            self._cancel_switch(gpu)
             raise
 
     def leave(self, gpu: GpuAddress) -> None:
@@ -230,7 +230,7 @@ class MigMode:
         for mode in self._ledger.details(OwnedMode, gpu.uuid):
             self._ledger.remove(mode)
 
-    def _take_back(self, gpu: GpuAddress) -> None:
+    def _cancel_switch(self, gpu: GpuAddress) -> None:
         """Cancels a failed switch to MIG mode, so that the next reset of the GPU does not enable it."""
         try:
             with self._context.observed("mode-off", gpu.uuid):

@@ -166,7 +166,7 @@ class PolledHealth:
 
     A value is None if the GPU or NVIDIA driver does not support the query, if this poll skipped it, or if the
     query failed. `failed` names failed queries by the value that they read, for example `recovery_action`;
-    `remap_pending` stands for `remap_failed` too. `answered` is False if no query that needs the GPU itself
+    the query `remap_pending` reads `remap_failed` too. `answered` is False if no query that needs the GPU itself
     succeeded, and at least one failed: the GPU is silent, and values that the kernel driver has cached prove
     nothing. `recovery_action` is NVML's number. `fabric_text` describes what is wrong with the fabric;
     `fabric_registration` is valid only if `fabric` is not None. `slowdowns` are the causes for which the

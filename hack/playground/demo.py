@@ -92,7 +92,7 @@ class _Demo:
             _expect(self._node.machine.timeslice(uuid) == _LONG, "the GPU has no long time slices")
             print("    the GPU has long time slices now")
         self._refuse_double_allocation()
-        self._take_back()
+        self._unprepare_all()
 
     def _claim_gpus(self) -> None:
         domains, free = self._published("gpu", "nvlinkDomain"), len(self._published("gpu", "uuid"))
@@ -115,7 +115,7 @@ class _Demo:
         _expect(isinstance(outcome, Failed), "the second claim was not refused")
         _tell("  ", outcome.error)
 
-    def _take_back(self) -> None:
+    def _unprepare_all(self) -> None:
         self._scene("Unprepare, and nothing is left")
         for name in sorted(self._claims()):
             outcome = self._call("unprepare", name)

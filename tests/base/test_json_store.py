@@ -1,4 +1,4 @@
-"""A store shows the disk's content, whoever changed it and however soon after the last read."""
+"""A store always shows the content of the disk, even if another process has just changed it."""
 
 from __future__ import annotations
 

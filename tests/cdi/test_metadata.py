@@ -1,4 +1,4 @@
-"""What containers are told about their devices."""
+"""The files that describe a container's devices."""
 
 from __future__ import annotations
 

@@ -104,11 +104,11 @@ def refused_again(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize(
-    "meanwhile",
+    "other_call",
     [unprepared, unprepared_elsewhere, prepared, prepared_elsewhere, refused_again],
 )
-def test_changes_of_other_calls_in_between_are_kept(scene: Scene, meanwhile: Callable[[Scene], None]) -> None:
-    meanwhile(scene)
+def test_changes_that_another_call_made_are_kept(scene: Scene, other_call: Callable[[Scene], None]) -> None:
+    other_call(scene)
     before = scene.records.get(UID)
     scene.give_up()
     assert (scene.taken_back, scene.records.get(UID)) == ([], before)

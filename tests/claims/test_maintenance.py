@@ -17,7 +17,7 @@ from dra_driver.claims.rules.holders import DeviceHeldError
 from dra_driver.claims.rules.plan import plan_claim
 from dra_driver.errors import ClaimRefusedError, DeviceLostError, RetryableError
 from dra_driver.inventory.detachment import LOCK_FILE
-from dra_driver.inventory.maintenance import MaintenanceSteps
+from dra_driver.inventory.maintenance_step import MaintenanceSteps
 from dra_driver.model.claim import AllocatedClaim, DeviceConfig, Failed, Prepared
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord, Phase, StartMaintenance, WriteCdiSpec
@@ -143,8 +143,8 @@ def test_lost_gpu_is_for_maintenance_but_for_no_other_claim() -> None:
 
 @pytest.fixture
 def steps(node: Node, monkeypatch: pytest.MonkeyPatch) -> MaintenanceSteps:
-    monkeypatch.setattr("dra_driver.inventory.maintenance._WITHDRAWING_S", 0.0)
-    monkeypatch.setattr("dra_driver.inventory.maintenance._CLOSING_S", 0.3)
+    monkeypatch.setattr("dra_driver.inventory.maintenance_step._WITHDRAWING_S", 0.0)
+    monkeypatch.setattr("dra_driver.inventory.maintenance_step._CLOSING_S", 0.3)
     found = node.runner.runners[StartMaintenance]
     assert isinstance(found, MaintenanceSteps)
     return found

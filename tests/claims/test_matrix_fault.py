@@ -28,7 +28,7 @@ from tests.fakes.samples import claim
 
 PAGE = Path(__file__).parents[2] / "docs/conformance.md"
 SLICED = {"several requests", "time-slicing", "metadata"}
-SERVED = {"MPS settings", "MPS over several GPUs", "share", "share beside another"}
+SERVED = {"MPS settings", "MPS over several GPUs", "share", "second share"}
 SERVED |= {"MIG on demand with MPS and metadata"}
 API = {
     "429": ApiUnavailableError("get claim: too many requests (HTTP 429)", retry_after_s=60.0, is_brief=True),
@@ -123,7 +123,7 @@ def broken(node: KindNode, fault: str) -> AbstractContextManager[None]:
 
 def needs(kind: str, fault: str) -> bool:
     """Whether a step of the claim needs what is broken. One that joins a daemon needs no more than a host."""
-    if kind == "share beside another" and fault.startswith("MPS"):
+    if kind == "second share" and fault.startswith("MPS"):
         return fault == "MPS host: absent"
     return (kind in SLICED and fault.startswith("nvidia-smi")) or (kind in SERVED and fault.startswith("MPS"))
 
@@ -180,7 +180,7 @@ def test_unprepare(node: KindNode, kind: str, fault: str, restarts: bool) -> Non
         assert wanted.ref.uid not in node.records.all()
         assert wanted.ref.uid not in node.specs.list()
         left = node.cleaner.outstanding()
-        assert bool(left) == (needs(kind, fault) and kind != "share beside another")
+        assert bool(left) == (needs(kind, fault) and kind != "second share")
         for one in left:
             assert str(wanted.ref) in one.text
             assert "check that" in one.text

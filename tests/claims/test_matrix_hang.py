@@ -46,7 +46,7 @@ STEPS: dict[str, type] = {
     "MPS settings": RunMps,
     "share": RunMps,
     "MIG on demand": CreateMig,
-    "whole GPU that may be cut": LeaveMigMode,
+    "whole GPU with MIG on demand": LeaveMigMode,
     "virtual machine": BindVfio,
 }
 

@@ -121,7 +121,7 @@ def test_second_prepare_may_die_as_well(case: Case) -> None:
         assert (case.unprepare(third), third.state()) == (None, untouched), point
 
 
-@pytest.mark.parametrize("case", ["MIG on demand", "MIG on demand beside another"], indirect=True)
+@pytest.mark.parametrize("case", ["MIG on demand", "second MIG on demand"], indirect=True)
 @pytest.mark.parametrize("call", ["prepare", "unprepare"])
 def test_start_clears_a_mig_device_away_whose_record_was_lost(case: Case, call: str) -> None:
     untouched = case.untouched()["GPUs"]

@@ -227,7 +227,7 @@ def test_claim_without_a_sure_answer_is_skipped_and_requested_again(
         pauses = [bench.later() for _ in range(3)]
         assert pauses == [30, 60, 120], "nobody else is left"
     reported = [line for line in logs if line["event"] == "claim_not_reconciled"]
-    assert [line["claim_uid"] for line in reported] == ["uid-2"], "it is told once"
+    assert [line["claim_uid"] for line in reported] == ["uid-2"], "it is logged once"
     assert str(error) in reported[0]["reason"]
     assert bench.later() is None
     assert bench.held == []

@@ -597,18 +597,18 @@ KINDS: Mapping[str, Kind] = {
         lambda site: claim(site.whole(3), site.whole(6), configs=(parameters(**MPS),))
     ),
     "share": Kind(lambda site: claim(share(site, 0))),
-    "share beside another": Kind(
+    "second share": Kind(
         lambda site: claim(share(site, 0)), lambda site: (claim(share(site, 1), uid="uid-beside"),)
     ),
     "MIG on demand": Kind(lambda site: claim(_small(site))),
-    "MIG on demand beside another": Kind(
+    "second MIG on demand": Kind(
         lambda site: claim(_small(site)),
         lambda site: (claim(site.possible(7, "2g.20gb", 0), uid="uid-beside"),),
     ),
     "two MIG devices on demand": Kind(
         lambda site: claim(_small(site), result(site.possible(7, "2g.20gb", 0), "large"))
     ),
-    "whole GPU that may be cut": Kind(lambda site: claim(site.whole(6))),
+    "whole GPU with MIG on demand": Kind(lambda site: claim(site.whole(6))),
     "maintenance": Kind(
         lambda site: claim(
             result(site.whole(2), admin_access=True),

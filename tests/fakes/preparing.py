@@ -22,7 +22,7 @@ from dra_driver.claims.specs_without_record import SpecsWithoutRecord
 from dra_driver.claims.waiting import PrepareAttempt, Waiter, WaitTimeouts
 from dra_driver.errors import ApiUnavailableError, ClaimRefusedError
 from dra_driver.inventory.detachment import Detachments
-from dra_driver.inventory.maintenance import MaintenanceSteps
+from dra_driver.inventory.maintenance_step import MaintenanceSteps
 from dra_driver.journal.executor import StepDispatcher
 from dra_driver.model.claim import AllocatedClaim, ClaimNow, ClaimRef
 from dra_driver.model.driver_files import DriverPrograms

@@ -175,7 +175,7 @@ class Node(PlaygroundNode):
     def unprepare(self, *refs: ClaimRef) -> dict[str, Any]:
         return self.kubelet.unprepare(DRIVER, list(refs))
 
-    def take_back(self, *refs: ClaimRef) -> None:
+    def must_unprepare(self, *refs: ClaimRef) -> None:
         """An Unprepare that must succeed."""
         assert self.unprepare(*refs) == {ref.uid: None for ref in refs}
 

@@ -70,7 +70,7 @@ def test_claims_on_gpus_in_a_fabric_get_the_channel(
     tray.ready(ref)
     assert channels(tray, ref) == [(f"{CHANNEL}{number}", 236, number) for number in numbers]
     assert not (tray.machine.host_root / f"{CHANNEL}3".lstrip("/")).exists()  # described, as MIG's nodes are
-    tray.take_back(ref)
+    tray.must_unprepare(ref)
     assert (tray.specs(), tray.records()) == ([], [])
 
 

@@ -73,7 +73,7 @@ def test_trouble_of_a_mig_device_is_shown_and_ends_with_it(
     assert shown(driver, "mig_severity", *labels) == {(made.gpu_uuid, made.uuid, f"{ids[0]}/{ids[1]}"): 3}
     assert shown(driver, "gpu_severity", "uuid")[made.gpu_uuid,] == 0
     assert (health_of(driver, name), health_of(driver, bystander)) == (v1.UNHEALTHY, v1.HEALTHY)
-    node.take_back(ref)
+    node.must_unprepare(ref)
     eventually(lambda: tainted() == [])
     node.ready(node.allocated_by_hand("again", name))
     successor = driver.ledger.created_instance(name)

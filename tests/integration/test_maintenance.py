@@ -78,7 +78,7 @@ def test_gpu_with_an_xid_is_reset_by_a_claim_and_its_taint_ends(
     assert node.ready(running) == answer
     assert node.ready(ref) == prepared, "the next pod of the Job gets the claim as it is"
     assert states(node) == {"reset": "active"}
-    node.take_back(ref)
+    node.must_unprepare(ref)
     assert states(node) == {}
     node.wait_devices(8)
     assert names(node) == before
@@ -99,11 +99,11 @@ def test_maintenance_waits_for_a_running_claim_and_other_claims_stay_away(node: 
     assert states(node) == {"reset": "waiting"}
     eventually(lambda: name not in names(node))
     assert "NVML is closed" not in str(node.driver.problems()), "nothing is closed while it waits"
-    node.take_back(running)
+    node.must_unprepare(running)
     assert f"the GPU of device {name} is in maintenance for claim default/reset" in failure(node, late)
     node.ready(ref)
     assert states(node) == {"reset": "active"}
-    node.take_back(ref)
+    node.must_unprepare(ref)
     eventually(lambda: name in names(node))
     node.ready(late)
 
@@ -115,7 +115,7 @@ def test_maintenance_with_policy_refuse_leaves_the_gpu_to_its_claims(node: Node)
     ref = maintenance(node, "reset", name, policy="Refuse")
     node.refused(ref, "claims use the GPUs: default/monitor; delete their pods first")
     assert name in names(node)
-    node.take_back(monitor)
+    node.must_unprepare(monitor)
     node.ready(ref)
     assert states(node) == {"reset": "active"}
 
@@ -127,7 +127,7 @@ def test_waiting_claim_that_is_released_gives_its_gpu_back(node: Node) -> None:
     ref = maintenance(node, "reset", name)
     failure(node, ref)
     eventually(lambda: name not in names(node))
-    node.take_back(ref)
+    node.must_unprepare(ref)
     eventually(lambda: name in names(node))
     assert node.unprepare(running) == {running.uid: None}
 
@@ -138,7 +138,7 @@ def test_second_maintenance_claim_waits_for_the_first(node: Node) -> None:
     node.ready(first)
     assert "for maintenance claim default/first" in failure(node, second)
     assert states(node) == {"first": "active"}
-    node.take_back(first)
+    node.must_unprepare(first)
     eventually(lambda: isinstance(node.prepare(second)[second.uid], Prepared))
     assert states(node) == {"second": "active"}
 
@@ -158,7 +158,7 @@ def test_time_that_is_over_opens_nvml_and_keeps_the_gpu_withdrawn(
     assert node.ready(ref) == prepared, "and it closes NVML no more"
     assert node.driver.discovery.unavailable() is None
     assert before[3] not in names(node)
-    node.take_back(ref)
+    node.must_unprepare(ref)
     eventually(lambda: names(node) == before)
 
 
@@ -173,7 +173,7 @@ def test_detach_end_opens_nvml_and_detach_names_the_claim(node: Node) -> None:
     eventually(lambda: node.driver.discovery.unavailable() is None)
     assert states(node) == {"reset": "overdue"}
     assert before[3] not in names(node)
-    node.take_back(ref)
+    node.must_unprepare(ref)
     eventually(lambda: names(node) == before)
 
 
@@ -194,7 +194,7 @@ def test_restart_during_maintenance_keeps_the_slices_and_nvml_closed(node: Node)
     assert [one.code for one in node.driver.discovery.problems()] == ["gpus-unavailable"], (
         "no driver is missing"
     )
-    node.take_back(ref)
+    node.must_unprepare(ref)
     node.wait_devices(8)
 
 
@@ -216,7 +216,7 @@ def test_file_of_a_claim_that_is_not_prepared_is_removed_by_the_next_start(
 def test_nvml_that_does_not_close_is_retried_and_the_gpu_stays_withdrawn(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dra_driver.inventory.maintenance._CLOSING_S", 0.5)
+    monkeypatch.setattr("dra_driver.inventory.maintenance_step._CLOSING_S", 0.5)
     name = names(node)[3]
     ref = maintenance(node, "reset", name)
     ended = threading.Event()
@@ -250,7 +250,7 @@ def test_two_instances_close_nvml_for_a_claim_and_open_it_again(
     eventually(lambda: isinstance(node.prepare(ref)[ref.uid], Prepared))
     assert not node.driver._gpus.detachments.is_nvml_open()
     assert reset(node, "3").returncode == 0
-    node.take_back(ref)
+    node.must_unprepare(ref)
     eventually(lambda: node.driver.discovery.unavailable() is None)
     node.wait_devices(8)
 
@@ -273,7 +273,7 @@ def test_health_and_time_slices_are_those_of_before_and_nothing_is_made_up(
     assert node.driver.health.problems() == []
     assert node.driver.health.book.states() == states_before
     assert node.driver.health.gpus() is None
-    node.take_back(ref)
+    node.must_unprepare(ref)
     eventually(lambda: node.machine.timeslice(1) == 3)
     eventually(lambda: node.driver.health.gpus() is not None)
 
@@ -284,7 +284,7 @@ def test_gpu_returns_only_after_nvml_has_been_read_again(node: Node, monkeypatch
     node.ready(ref)
     with monkeypatch.context() as patch:
         patch.setattr(node.driver.discovery, "_read_everything", lambda: True)
-        node.take_back(ref)
+        node.must_unprepare(ref)
         node.driver.publishing.publisher._publish_once()
         assert before[3] not in names(node)
     eventually(lambda: names(node) == before)
@@ -300,8 +300,8 @@ def test_overdue_claim_keeps_the_next_maintenance_claim_from_its_gpu(node: Node)
     assert "waits for the claims on its GPUs: default/first" in failure(node, second)
     assert states(node) == {"first": "overdue", "second": "waiting"}
     node.ready(other)  # on another GPU
-    node.take_back(other)
-    node.take_back(first)
+    node.must_unprepare(other)
+    node.must_unprepare(first)
     eventually(lambda: isinstance(node.prepare(second)[second.uid], Prepared))
 
 
@@ -312,7 +312,7 @@ def test_claim_that_fails_after_nvml_was_closed_opens_it_again(node: Node) -> No
     node.ready(late)
     [spec] = node.specs()
     blocked = node.cdi / spec.replace(late.uid, ref.uid)
-    node.take_back(late)
+    node.must_unprepare(late)
     blocked.mkdir()
     failure(node, ref)
     assert states(node) == {"reset": "waiting"}
@@ -352,7 +352,7 @@ def test_gpus_that_are_not_watched_on_purpose_have_no_sample_to_alert_on(node: N
     assert monitored() == 8
     node.ready(ref)
     assert monitored() == 0
-    node.take_back(ref)
+    node.must_unprepare(ref)
     eventually(lambda: monitored() == 8)
 
 
@@ -372,7 +372,7 @@ def test_stale_maintenance_claim_is_released_while_nvml_is_closed(node: Node) ->
 
 
 def test_slices_that_cannot_be_written_keep_nvml_open(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dra_driver.inventory.maintenance._WITHDRAWING_S", 0.5)
+    monkeypatch.setattr("dra_driver.inventory.maintenance_step._WITHDRAWING_S", 0.5)
     name = names(node)[3]
     ref, late = maintenance(node, "reset", name), node.allocated_by_hand("late", names(node)[2])
     node.server.faults.fail(10**6, 503, path="resourceslices", method="PUT")
@@ -396,5 +396,5 @@ def test_claim_whose_files_cannot_be_removed_does_not_keep_nvml_closed(node: Nod
     assert states(node) == {"reset": "overdue"}
     assert before[3] not in names(node)
     spec.rmdir()
-    node.take_back(ref)
+    node.must_unprepare(ref)
     eventually(lambda: names(node) == before)

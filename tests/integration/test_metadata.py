@@ -64,6 +64,6 @@ def test_mig_device_on_demand_has_the_uuid_of_this_making(make_node: Callable[..
         assert device["attributes"].pop("gpuInstanceID") == {"int": instance.id}
         assert device["attributes"].pop("computeInstanceID") == {"int": 0}
         assert device["attributes"] == published(node, name)
-        node.take_back(ref)
+        node.must_unprepare(ref)
         assert left(node) == []
     assert len(uuids) == 2

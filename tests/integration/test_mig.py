@@ -90,7 +90,7 @@ def test_a_device_is_made_and_destroyed(node: Node) -> None:
     assert "/dev/nvidia0" in paths
     assert sum(path.startswith("/dev/nvidia-caps/") for path in paths) == 2
     assert node.ready(ref) == outcome
-    node.take_back(ref)
+    node.must_unprepare(ref)
     assert clean(node)
     assert node.slices() == published
     for reason, kind, count in (
@@ -143,13 +143,13 @@ def test_claims_share_a_device_that_is_made_on_demand(make_node: Callable[..., N
         check=False,
     )
     assert client.stdout.splitlines()[:2] == ["mps=connected", f"device={instance.compute[0].uuid}"]
-    made.take_back(refs[0])
+    made.must_unprepare(refs[0])
     assert made.ready(refs[1]) == outcomes[1]
     assert (made.machine.gpu(0).instances[0].compute[0].uuid, pid.read_text()) == (
         instance.compute[0].uuid,
         daemon,
     )
-    made.take_back(refs[1])
+    made.must_unprepare(refs[1])
     assert not pid.exists()
     assert clean(made)
     [event] = eventually(lambda: made.events("SchedulerOutdated"))
@@ -234,5 +234,5 @@ def test_mode_is_switched_next_to_the_other_instance_of_a_rolling_update(
     ref = node.allocated_by_hand("one", named(node, "1g.10gb", 0))
     node.ready(ref)
     eventually(lambda: len(node.machine.clients(with_own=True)) == 2)
-    node.take_back(ref)
+    node.must_unprepare(ref)
     assert clean(node)

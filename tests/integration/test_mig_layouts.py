@@ -83,7 +83,7 @@ def test_gpus_change_as_they_run_empty_and_no_claim_is_disturbed(node: Node) -> 
     printed, _ = slices_to_publish(replace(node.settings, kubeconfig=None))
     assert "gpu.nvidia.com/mig-layout" in str(printed)
 
-    node.take_back(held)
+    node.must_unprepare(held)
     node.wait_devices(CUT)
     eventually(lambda: not layout_taints(node))
     small = [one for one in node.devices() if one["attributes"].get("profile") == {"string": "1g.10gb"}]
@@ -91,7 +91,7 @@ def test_gpus_change_as_they_run_empty_and_no_claim_is_disturbed(node: Node) -> 
     waiting = node.allocated_by_hand("waiting", small[0]["name"])
     node.ready(waiting)
     before = {one["name"] for one in node.devices()}
-    node.take_back(waiting)
+    node.must_unprepare(waiting)
     node.driver.cleaner.clean_all()
     assert {one["name"] for one in node.devices()} == before
 

@@ -53,7 +53,7 @@ def left(make_node: Callable[..., Node]) -> tuple[Node, ClaimRef, bytes]:
 def test_claim_of_the_other_driver_ends_and_its_spec_goes(left: tuple[Node, ClaimRef, bytes]) -> None:
     node, ref, content = left
     assert spec_file(node, ref).exists(), "a pod that runs may restart its containers"
-    node.take_back(ref)
+    node.must_unprepare(ref)
     assert not spec_file(node, ref).exists()
     assert (node.plugin_dir / "checkpoint.json").read_bytes() == content, "the way back stays open"
 

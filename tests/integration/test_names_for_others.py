@@ -143,7 +143,7 @@ def test_names_cannot_change_while_claims_hold_devices(make_node: MakeNode) -> N
         "claims` and `gpu-dra-driver cleanup` list nothing"
     )
     node.start_driver()
-    node.take_back(ref)
+    node.must_unprepare(ref)
     node.restart_driver(device_names="minor")
     eventually(lambda: [device["name"] for device in node.devices()] == [f"gpu-{n}" for n in range(8)])
     later = node.allocated_by_hand("later", "gpu-0")
@@ -176,7 +176,7 @@ def test_a_claim_keeps_its_card_when_numbers_move(make_node: MakeNode) -> None:
     assert node.ready(ref) == before
     [spec] = [json.loads(path.read_text()) for path in node.cdi.glob("k8s.*")]
     assert "/dev/nvidia0" in {entry["path"] for entry in spec["devices"][0]["containerEdits"]["deviceNodes"]}
-    node.take_back(ref)
+    node.must_unprepare(ref)
     node.driver.discovery.request_rescan()
     eventually(lambda: [device["name"] for device in node.devices()] == [f"gpu-{n}" for n in range(7)])
 

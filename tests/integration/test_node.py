@@ -23,7 +23,7 @@ def test_driver_unloaded_and_loaded_again(node: Node) -> None:
     node.wait_devices(0)
     assert node.ready(ref) == prepared, "a claim whose spec is in place is answered without NVML"
     node.refused(node.allocated_by_hand("other", "gpu-00000000"), "devices of this node are not usable now")
-    node.take_back(ref)
+    node.must_unprepare(ref)
     node.machine.load_driver()
     node.wait_devices(8)
 
@@ -85,7 +85,7 @@ def test_prepare_right_after_a_driver_reload_is_answered_at_once(
     made.machine.load_driver()
     ref = made.allocated_by_hand("soon", name)
     made.ready(ref)
-    made.take_back(ref)
+    made.must_unprepare(ref)
 
 
 def test_links_in_dev_char_are_there_from_the_start_and_before_a_prepare_answers(

@@ -70,7 +70,7 @@ def test_every_gpu_is_unresponsive_while_one_call_blocks_all_of_nvml(
     eventually(lambda: tainted(node) == {str(index): ["unresponsive=no-answer"] for index in range(8)})
     assert {problem.code for problem in node.driver.health.problems()} == {"gpu-unresponsive"}
     held = node.allocated_by_hand("held", node.devices()[1]["name"])
-    node.take_back(held)
+    node.must_unprepare(held)
     node.machine.clear_faults()
     eventually(lambda: tainted(node) == {})
     eventually(lambda: node.driver.problems() == [])
@@ -91,7 +91,7 @@ def pods_start_and_end(node: Node, name: str, device: str, function: str) -> Non
         ref = node.allocated_by_hand(f"{kind}-{name}", device, config=config)
         answer = node.prepare(ref)[ref.uid]
         assert not isinstance(answer, Failed), (function, answer)
-        node.take_back(ref)
+        node.must_unprepare(ref)
         node.delete_claim(f"{kind}-{name}")
 
 
@@ -134,7 +134,7 @@ def test_closing_and_reopening_nvml_may_hang(
             node.machine.add_gpu(node.machine.gpu(0).model)
             assert nvml.reached.wait(20)
             pods_start_and_end(node, "meanwhile", devices[1], function)
-            node.take_back(held)
+            node.must_unprepare(held)
             assert node.records() == []
             with monkeypatch.context() as patched:
                 patched.setattr("dra_driver.health.monitor.OVERDUE_S", 0.5)
@@ -181,7 +181,7 @@ def test_hang_on_one_gpu_and_a_bind_of_another_delay_no_claim_of_a_third(
         for gpu in range(2, 5):
             ref = node.allocated_by_hand(f"mig-{gpu}", a_mig_device(gpu))
             assert isinstance(node.prepare(ref)[ref.uid], Prepared)
-            node.take_back(ref)
+            node.must_unprepare(ref)
         assert not bind.done()
         with monkeypatch.context() as patch:
             patch.setattr("dra_driver.journal.lanes.UNRESPONSIVE_AFTER_S", 0.5)

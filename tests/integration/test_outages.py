@@ -41,7 +41,7 @@ def test_daemon_that_starts_without_api_server_serves_what_it_knows(node: Node) 
     eventually(lambda: node.driver.discovery.inventory)
     for ref, answer in answers.items():
         assert node.ready(ref) == answer
-    node.take_back(next(iter(answers)))
+    node.must_unprepare(next(iter(answers)))
     fresh = ClaimRef("default", "fresh", "0-fresh")
     # It tries again until shortly before the deadline.
     assert isinstance(node.kubelet.prepare(DRIVER, [fresh], timeout_s=4)[fresh.uid], Failed)
@@ -50,7 +50,7 @@ def test_daemon_that_starts_without_api_server_serves_what_it_knows(node: Node) 
     node.server.start()
     node.wait_devices(7)
     eventually(lambda: not node.driver.problems())
-    node.take_back(*answers)
+    node.must_unprepare(*answers)
     assert (node.specs(), node.records()) == ([], [])
 
 
@@ -84,7 +84,7 @@ def test_prepare_waits_for_one_attempt_when_another_api_server_takes_over(
     lose(node.server)
     outcomes = node.kubelet.prepare(DRIVER, fresh, timeout_s=10)
     assert all(isinstance(outcome, Prepared) for outcome in outcomes.values()), outcomes
-    node.take_back(*answers, *fresh)
+    node.must_unprepare(*answers, *fresh)
     node.machine.remove_gpu(7)
     node.wait_devices(7)
 
@@ -105,12 +105,12 @@ def test_gpu_that_is_drained_under_its_claim(node: Node) -> None:
     node.wait_devices(7)
     for ref in others:
         assert node.ready(ref) == answers[ref]
-    node.take_back(lost)
+    node.must_unprepare(lost)
     node.machine.unload_driver()
     node.machine.add_gpu(node.machine.current().by_uuid[uuid].model)
     node.machine.load_driver()
     eventually(lambda: isinstance(node.prepare(lost)[lost.uid], Prepared))
-    node.take_back(*answers)
+    node.must_unprepare(*answers)
     eventually(lambda: [device["name"] for device in node.devices()] == before)
     assert (node.specs(), node.records()) == ([], [])
 
@@ -158,7 +158,7 @@ def test_clock_that_jumps_changes_nothing(node: Node, monkeypatch: pytest.Monkey
         other = node.claim(f"other-{int(restart)}")
         for _ in range(2):  # also after it was unprepared
             node.ready(other)
-            node.take_back(other)
+            node.must_unprepare(other)
     assert node.slices() == published
-    node.take_back(*answers)
+    node.must_unprepare(*answers)
     assert (node.specs(), node.records()) == ([], [])

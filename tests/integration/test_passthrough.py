@@ -85,7 +85,7 @@ def test_card_goes_to_a_virtual_machine_and_comes_back_for_containers(make_node:
     assert not node.driver.health.monitor.book.state(HealthTarget(uuid)).reasons, (
         "it is neither lost nor unhealthy"
     )
-    node.take_back(ref)
+    node.must_unprepare(ref)
     assert driver_of(node, uuid) == "nvidia"
     assert node.machine.gpu(uuid).persistence == 1
     node.wait_devices(16)
@@ -115,7 +115,7 @@ def test_card_of_a_virtual_machine_is_given_to_no_container_and_survives_restart
     (node.plugin_dir / "ledger" / f"{uuid}.json").write_text("{")
     node.restart_driver(passthrough=False)
     assert node.ready(ref) == prepared
-    node.take_back(ref)
+    node.must_unprepare(ref)
     assert driver_of(node, uuid) == "nvidia"
     node.wait_devices(8)
 
@@ -131,7 +131,7 @@ def test_eight_cards_of_one_claim_close_nvml_once(make_node: Callable[..., Node]
     assert session.openings - before <= 2, "once for the binding, once for discovery to see what is left"
     node.wait_devices(8)
     eventually(lambda: node.driver.problems() == [])
-    node.take_back(ref)
+    node.must_unprepare(ref)
     node.wait_devices(16)
     assert {gpu.driver for gpu in node.machine.current().present} == {"nvidia"}
 
@@ -146,7 +146,7 @@ def test_node_whose_cards_are_all_under_vfio_needs_no_nvidia_driver(make_node: C
     [passed, *_] = [entry["name"] for entry in node.devices()]
     ref = node.allocated_by_hand("machine", passed)
     node.ready(ref)
-    node.take_back(ref)
+    node.must_unprepare(ref)
     assert {gpu.driver for gpu in node.machine.current().present} == {"vfio-pci"}
 
 
@@ -194,7 +194,7 @@ def with_a_machine_that_runs_on(make_node: Callable[..., Node]) -> tuple[Node, s
     ref = node.allocated_by_hand("machine", passed)
     node.ready(ref)
     node.machine.hold_gpu(uuid, 900, "qemu-system-x86")
-    node.take_back(ref)
+    node.must_unprepare(ref)
     return node, uuid
 
 
@@ -229,11 +229,11 @@ def test_gpu_with_mig_devices_on_demand_goes_to_a_virtual_machine_when_they_are_
     machine = node.allocated_by_hand("machine", passed)
     node.refused(machine)
     assert driver_of(node, uuid) == "nvidia"
-    node.take_back(part)
+    node.must_unprepare(part)
     node.ready(machine)
     assert driver_of(node, uuid) == "vfio-pci"
     eventually(lambda: len(node.devices()) == 8 * 27 - 26)
-    node.take_back(machine)
+    node.must_unprepare(machine)
     node.wait_devices(8 * 27)
     node.ready(node.allocated_by_hand("again", small))
 
@@ -251,5 +251,5 @@ def test_other_instance_of_a_rolling_update_closes_nvml_too(make_node: Callable[
     node.ready(ref)
     assert driver_of(node, uuid) == "vfio-pci"
     eventually(lambda: len(node.machine.clients(with_own=True)) == 2)
-    node.take_back(ref)
+    node.must_unprepare(ref)
     assert driver_of(node, uuid) == "nvidia"

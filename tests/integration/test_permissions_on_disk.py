@@ -102,5 +102,5 @@ def test_no_capability_is_needed_on_the_side_of_the_kernel(spawn: Callable[..., 
     ).stdout
     assert "CapEff:\t0000000000000000" in status
     node = spawn(*without)
-    node.take_back(*in_use(node))
+    node.must_unprepare(*in_use(node))
     assert (node.specs(), node.records()) == ([], [])

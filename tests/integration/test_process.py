@@ -66,7 +66,7 @@ def test_rolling_update_answers_throughout_and_writes_no_slice(make_node: Callab
     node.spawn(POD_UID="older")
     node.kubelet.wait_registered(DRIVER)
     assert node.ready(ref) == answer
-    node.take_back(ref)
+    node.must_unprepare(ref)
     assert node.slices() == published, "also one after the other, within the kubelet's patience"
 
 
@@ -305,7 +305,7 @@ def test_nvidia_smi_of_a_killed_daemon_is_undone_when_it_has_taken_effect(
         assert call.exception() is not None
     node.spawn()
     eventually(lambda: any(entry.connected for entry in node.kubelet.instances(DRIVER)))
-    node.take_back(slow)
+    node.must_unprepare(slow)
     node.ready(node.allocated_by_hand("other", other, config=sliced("Long")))
     continues.write_text("\n")
     eventually(ended.exists)

@@ -52,7 +52,7 @@ def leaving_nothing() -> Iterator[Callable[[Node], Node]]:
 
     yield note
     for node, before in made:
-        node.take_back(*node.recorded())
+        node.must_unprepare(*node.recorded())
         assert snapshot(node) == before
 
 
@@ -127,7 +127,7 @@ def test_shares_get_a_daemon_for_all_their_users_where_the_branch_can(
     for ref in refs:
         node.ready(ref)
     assert daemon(node, device) == ["-f", *(["-multiuser-server"] if nvidia.branch in KNOWS_USERS else [])]
-    node.take_back(refs[0])
+    node.must_unprepare(refs[0])
     assert daemon(node, device)[:1] == ["-f"], "the other share uses it"
 
 

@@ -40,7 +40,7 @@ def test_eight_pods_are_replaced_at_once(node: Node) -> None:
         eventually(lambda: all(looked_at(node, ref) for ref in old))
         assert not [one.result() for one in waiting if one.done()]
         for ref in reversed(old):
-            node.take_back(ref)
+            node.must_unprepare(ref)
         assert all(isinstance(one.result(20), Prepared) for one in waiting)
     assert node.records() == sorted(f"{ref.uid}.json" for ref in new)
     assert len(node.specs()) == 8
@@ -66,7 +66,7 @@ def test_share_waits_for_one_of_another_way_of_sharing(make_node: Callable[..., 
         before = len(node.server.requests)
         waiting = begin(pool, node, second)
         eventually(lambda: any(one.path.endswith("/long") for one in list(node.server.requests)[before:]))
-        node.take_back(first)
+        node.must_unprepare(first)
         assert isinstance(waiting.result(20), Prepared)
     assert node.machine.timeslice(0) == 1
 

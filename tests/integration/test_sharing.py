@@ -53,7 +53,7 @@ def shared(make_node: Callable[..., Node]) -> Iterator[Callable[..., Node]]:
 
     yield make
     for node in nodes:
-        node.take_back(*node.recorded())
+        node.must_unprepare(*node.recorded())
 
 
 def snapshot(node: Node) -> dict[str, bytes]:
@@ -187,7 +187,7 @@ def test_gpus_of_one_request_have_one_daemon(shared: Callable[..., Node]) -> Non
     node.restart_driver()
     assert node.ready(ref) == outcome
     assert pid.read_text() == daemon
-    node.take_back(ref)
+    node.must_unprepare(ref)
     assert snapshot(node) == before
     undone = {"driver": "gpu.nvidia.com", "step": "run_mps", "action": "undo"}
     assert (
@@ -217,9 +217,9 @@ def test_daemon_stays_while_a_claim_with_an_unreadable_record_uses_it(shared: Ca
     node.ready(second)
     record = node.plugin_dir / "claims" / f"{first.uid}.json"
     record.write_text("broken")
-    node.take_back(second)
+    node.must_unprepare(second)
     assert list((node.plugin_dir / "mps" / device / "pipe").glob("*.pid")), "the first claim's pod uses it"
-    node.take_back(first)
+    node.must_unprepare(first)
     assert not (node.plugin_dir / "mps" / device).exists()
     for aside in (node.plugin_dir / "claims").glob("*.unreadable-*"):
         aside.unlink()
@@ -246,7 +246,7 @@ def test_time_slice_is_set_and_reset_and_set_again_after_a_driver_reload(shared:
     node.machine.load_driver()
     node.start_driver()
     eventually(lambda: node.machine.timeslice(2) == 3)
-    node.take_back(ref)
+    node.must_unprepare(ref)
     eventually(lambda: _settled(node) == before)
 
 
@@ -273,13 +273,13 @@ def test_claims_of_one_gpu_agree_on_its_interval(shared: Callable[..., Node]) ->
     assert not list(node.plugin_dir.glob("mps/*/pipe")), "shares without enforcement need no daemon"
     for ref in (short, again):
         assert node.machine.timeslice(0) == 1
-        node.take_back(ref)
-    node.take_back(anything)
+        node.must_unprepare(ref)
+    node.must_unprepare(anything)
     assert node.machine.timeslice(0) == 0
     for ref, interval in ((long, 3), (mps, 0)):
         node.ready(ref)
         assert node.machine.timeslice(0) == interval
-        node.take_back(ref)
+        node.must_unprepare(ref)
 
 
 # --- claims end whatever became of their tools ----------------------------------------------------

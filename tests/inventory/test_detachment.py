@@ -328,7 +328,7 @@ def test_discovery_releases_and_reopens_nvml(
     with pytest.raises(NvmlUnavailableError, match="NVML is closed until"), reader.session.kept_open():
         pass
     discovery.scan_now(5)
-    assert received == ["change"], "told once"
+    assert received == ["change"], "reported once"
     clock.now += 60
     discovery.scan_now(5)
     assert (len(discovery.inventory.gpus), detachments.is_nvml_open()) == (8, True)

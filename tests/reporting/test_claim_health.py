@@ -59,7 +59,7 @@ def bench():
 
 
 @tabled("target", "reported")
-def test_only_who_holds_what_is_hit_is_reported(bench, target, reported):
+def test_only_holders_of_affected_devices_are_reported(bench, target, reported):
     gpu, *instances = target
     bench.change(uuid(gpu), *instances)
     assert bench.reported == reported

@@ -66,7 +66,7 @@ class Document:
 def read_documents(files: Sequence[str], settings: Collection[str] = ()) -> Iterator[Document]:
     """Yield the documents of all files. Empty ones are skipped, and a List is split into its items.
 
-    `-` is standard input; a directory stands for its YAML files. `settings` are the keys of a configuration
+    `-` means standard input, and a directory all YAML files in it. `settings` are the keys of a configuration
     file. Raises: InvalidConfigError for a file that cannot be read.
     """
     for name in files:

@@ -363,8 +363,8 @@ def advice_on_requests(record: ClaimRecord) -> str | None:
     if not with_mps or len(through) == 1:
         return None
     others = [request for request, device in through.items() if device is None]
-    beside = f", and {', '.join(others)} without MPS" if others else ""
+    rest = f", and {', '.join(others)} without MPS" if others else ""
     return (
-        f"The claim has requests with MPS: {', '.join(with_mps)}{beside}. Let each container name only one request "
+        f"The claim has requests with MPS: {', '.join(with_mps)}{rest}. Let each container name only one request "
         "(resources.claims[].request): a container with several requests reaches only one MPS daemon and no other GPU"
     )

@@ -206,8 +206,8 @@ class _Use:
         return str(self.parameters["kind"])
 
     def of_type(self, *types: DeviceType | None) -> list[str]:
-        """Return the names of the bodies whose class selects these types of device; None stands for an unknown
-        class.
+        """Return the names of the bodies whose class selects these types of device; None selects bodies with
+        an unknown class.
         """
         return [name for name, body in self.bodies.items() if class_type(body["deviceClassName"]) in types]
 
