@@ -191,7 +191,12 @@ class MpsHostFiles:
             raise
         while layout.has_traces(device):
             status = self._statuses.get(device)
-            if status is not None and status.state == "failed" and status != before:
+            if (
+                status is not None
+                and status.state == "failed"
+                and status != before
+                and layout.record(device).exists()  # otherwise it is a start that failed and is undone
+            ):
                 raise RetryableError(status.problem or "")
             self._pause(deadline, f"stopped the MPS daemon of {device}", timeout_s, status)
 

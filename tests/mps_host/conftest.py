@@ -47,6 +47,8 @@ FAST = Timings(
     probe=0.1,
     exclusive=0.1,
 )
+RETRIED_LATER = {"first_backoff": 600.0, "longest_backoff": 600.0}
+"""For a test that looks at what a failed start leaves: no second start runs meanwhile."""
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from dra_driver.mps_host.daemon_compute_mode import EXCLUSIVE_PROCESS
 from dra_driver.mps_host.daemon_control import DaemonControl, check_spec
 from dra_driver.mps_host.host_files import MpsHostFiles, NoMpsHostError
 from tests.fakes.waiting import eventually
-from tests.mps_host.conftest import GROUP, Host
+from tests.mps_host.conftest import GROUP, RETRIED_LATER, Host
 
 PROHIBITED = 2
 
@@ -58,7 +58,7 @@ def test_daemon_serves_all_gpus_with_their_limits_by_number(host: Host) -> None:
     visible = ",".join(host.machine.gpu(index).uuid for index in GROUP)
     assert host.client()[:2] == ["mps=connected", f"device={visible}"]
     requested = [f"get_default_device_pinned_mem_limit {number}" for number in range(3)]
-    assert [host.control().query_once(one, timeout_s=2) for one in requested] == [["4G"], [], ["1G"]]
+    assert [host.control().query(one) for one in requested] == [["4G"], [], ["1G"]]
 
 
 def test_each_gpu_gets_its_own_earlier_mode_back(host: Host) -> None:
@@ -147,7 +147,7 @@ def test_the_compute_modes_are_blamed_when_they_leave_no_time_for_a_start(
     monkeypatch.setattr(DaemonControl, "start", start)
     mode = Modes(host)
     mode.slow_s = 0.3
-    supervisor = host.supervisor(compute_mode=mode, start=0.5)
+    supervisor = host.supervisor(compute_mode=mode, start=0.5, **RETRIED_LATER)
     with pytest.raises(RetryableError) as refused:
         supervisor.ensure(host.group_spec(), 10)
     said = str(refused.value)

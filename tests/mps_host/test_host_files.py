@@ -26,6 +26,7 @@ from dra_driver.model.mps import MpsDaemonSpec, MpsDaemonStatus
 from dra_driver.model.problems import NodeProblem
 from dra_driver.mps_host import daemon as daemon_module
 from dra_driver.mps_host import host_files, host_supervisor
+from dra_driver.mps_host.daemon_control import DaemonControl
 from dra_driver.mps_host.daemon_processes import end
 from dra_driver.mps_host.host_files import (
     DaemonRecord,
@@ -40,7 +41,7 @@ from dra_driver.mps_host.host_files import (
 )
 from tests.fakes.mps_behaviour import NEVER_READY, fails_to_start
 from tests.fakes.waiting import eventually
-from tests.mps_host.conftest import Host
+from tests.mps_host.conftest import RETRIED_LATER, Host
 
 SPEC = MpsDaemonSpec("gpu-1", "GPU-1", "gpu", "GPU-1", default_memory_limit_mib=64)
 
@@ -421,6 +422,27 @@ def test_a_start_is_cancelled_when_the_daemon_should_stop(host: Host) -> None:
     host.assert_nothing_left()
 
 
+def test_start_that_fails_while_the_daemon_is_stopped_is_not_the_failure_of_the_stop(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starting, problems = threading.Event(), iter("ab")
+
+    def start(control: DaemonControl) -> None:
+        problem = next(problems)
+        if problem == "b":
+            starting.set()
+            eventually(lambda: not host.layout.wanted("gpu-2").exists())
+        raise RetryableError(f"no start: {problem}")
+
+    monkeypatch.setattr(DaemonControl, "start", start)
+    supervisor = host.supervisor(look=0.5)  # the failure is shown that long
+    with pytest.raises(RetryableError, match="no start: a"):
+        supervisor.ensure(host.spec(), 10)
+    assert starting.wait(10)
+    supervisor.stop("gpu-2", 10)
+    host.assert_nothing_left()
+
+
 def test_a_daemon_that_is_wanted_again_while_it_stops_is_recreated(host: Host) -> None:
     supervisor = host.supervisor(patience=0.5)
     first = supervisor.ensure(host.spec(), 10)
@@ -512,12 +534,12 @@ def test_daemon_of_another_spec_than_wanted_is_stopped_first(host: Host) -> None
     host.layout.wanted("gpu-2").write_bytes(encode_wanted(other))
     status = host.supervisor().ensure(other, 20)
     assert (status.spec, status.pid != before.pid) == (other, True)
-    assert host.control().query_once("get_default_active_thread_percentage", timeout_s=2) == ["50.0"]
+    assert host.control().query("get_default_active_thread_percentage") == ["50.0"]
 
 
 def test_failed_start_is_retried_at_once_when_it_is_requested_again(host: Host) -> None:
     host.behave(**fails_to_start("no"))
-    supervisor = host.supervisor(first_backoff=600.0, longest_backoff=600.0)
+    supervisor = host.supervisor(**RETRIED_LATER)
     for _ in range(2):
         with pytest.raises(RetryableError, match="stopped during its start"):
             supervisor.ensure(host.spec(), 10)

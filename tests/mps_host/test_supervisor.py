@@ -32,7 +32,7 @@ from tests.fakes.mps_behaviour import FAULT, IGNORES_LIMITS, NEVER_READY, SLOW_C
 from tests.fakes.preparing import in_threads
 from tests.fakes.tables import tabled
 from tests.fakes.waiting import eventually
-from tests.mps_host.conftest import NO_LABELS, Host
+from tests.mps_host.conftest import NO_LABELS, RETRIED_LATER, Host
 
 IS_ROOT = os.geteuid() == 0
 needs_root = pytest.mark.skipif(not IS_ROOT, reason="mounts and other users need root")
@@ -57,9 +57,9 @@ def test_a_daemon_is_ready_with_its_limits_and_gone_without_trace(host):
     assert [process.pid for process in host.daemons()] == [status.pid]
     assert host.compute_mode() == EXCLUSIVE_PROCESS
     assert is_tmpfs(Path(host.layout.directories("gpu-2").shm)) is IS_ROOT
-    ask = host.control().query_once
-    assert ask("get_default_active_thread_percentage", timeout_s=2) == ["50.0"]
-    assert ask("get_default_device_pinned_mem_limit 0", timeout_s=2) == ["4G"]
+    ask = host.control().query
+    assert ask("get_default_active_thread_percentage") == ["50.0"]
+    assert ask("get_default_device_pinned_mem_limit 0") == ["4G"]
     assert supervisor.status() == (status,)
 
     supervisor.stop("gpu-2", 10)
@@ -181,7 +181,9 @@ def test_pipe_directory_that_is_too_long_for_a_socket_is_refused_before_anything
 
 
 def test_no_control_program_is_a_clear_error(host):
-    supervisor = host.supervisor(programs=lambda: DriverPrograms("/driver-root", {}, "/usr/bin"))
+    supervisor = host.supervisor(
+        programs=lambda: DriverPrograms("/driver-root", {}, "/usr/bin"), **RETRIED_LATER
+    )
     with pytest.raises(
         RetryableError, match="nvidia-cuda-mps-control is not below the driver root /driver-root"
     ):
@@ -242,7 +244,7 @@ def test_daemon_that_ends_while_it_starts_is_refused_with_status_and_output(host
 def test_daemon_that_cuda_keeps_from_starting_is_refused_with_the_error(host, error, reported):
     """Its program prints nothing, also with an option that older branches do not know."""
     host.behave(exit=error % 256)
-    supervisor = host.supervisor()
+    supervisor = host.supervisor(**RETRIED_LATER)
     for multi_user in (False, IS_ROOT):
         with pytest.raises(RetryableError) as refused:
             supervisor.ensure(host.spec(multi_user=multi_user), 10)
@@ -284,7 +286,7 @@ def test_a_daemon_of_an_older_driver_is_ready_without_a_pid_file(host, branch):
 
 def test_a_memory_limit_is_refused_when_the_driver_is_too_old_for_it(host):
     host.machine.load_driver("470.256.02")
-    supervisor = host.supervisor()
+    supervisor = host.supervisor(**RETRIED_LATER)
     with pytest.raises(RetryableError, match='returns Unknown command "set_default_device_pinned_mem_limit"'):
         supervisor.ensure(host.spec(default_memory_limit_mib=64), 10)
     host.assert_nothing_left()
@@ -307,7 +309,7 @@ def test_a_tmpfs_that_cannot_be_mounted_is_a_clear_error(host):
             ctypes.set_errno(1)
             return -1
 
-    supervisor = host.supervisor(mounter=NoMounts(host.layout.root, NO_LABELS))
+    supervisor = host.supervisor(mounter=NoMounts(host.layout.root, NO_LABELS), **RETRIED_LATER)
     with pytest.raises(
         RetryableError, match=r"cannot mount a tmpfs .*Operation not permitted.*--allow-plain-shm"
     ):
@@ -320,7 +322,7 @@ def test_a_start_leaves_nothing_when_no_thread_can_enter_a_mount_namespace(host,
         def mount(self, path):
             """That would need root."""
 
-    supervisor = host.supervisor(mounter=WithoutTmpfs(host.layout.root, NO_LABELS))
+    supervisor = host.supervisor(mounter=WithoutTmpfs(host.layout.root, NO_LABELS), **RETRIED_LATER)
     threads_that_start("mps-namespace", 0)
     with pytest.raises(RetryableError, match="cannot enter a mount namespace: can't start new thread"):
         supervisor.ensure(host.spec(), 10)
@@ -352,7 +354,7 @@ def test_servers_that_outlive_their_daemon_are_ended_before_the_next_one(host):
     server.write_bytes(b"#!/bin/sh\nwhile :; do sleep 1; done\n")
     supervisor = host.supervisor(probe=60)
     first = supervisor.ensure(host.spec(), 10)
-    host.control().query_once("start_server -uid 0", timeout_s=2)
+    host.control().query("start_server -uid 0")
     eventually(lambda: len(host.daemons()) >= 2)
     server.write_bytes(usual)
     os.kill(first.pid, signal.SIGKILL)
