@@ -36,7 +36,7 @@ NO_LABELS = SelinuxLabels(enabled=False)
 GROUP = (2, 3, 4)
 """GPUs that one daemon may serve together."""
 FAST = Timings(
-    start=5.0,
+    start=20.0,
     answer=2.0,
     patience=1.0,
     first_backoff=0.02,

@@ -11,6 +11,7 @@ import pytest
 from dra_driver.errors import RetryableError
 from dra_driver.mps_host.host_files import MpsHostFiles
 from tests.base.test_strays import STRAYS, full_directory
+from tests.mps_host.conftest import RETRIED_LATER
 
 pytestmark = pytest.mark.timeout(60)  # to read a pipe lasts for ever
 
@@ -42,11 +43,11 @@ def test_host_whose_files_are_something_else_starts_and_stops_daemons(
         if not (kind is full_directory and place in ("host.wanted", "host.status", "host.lib")):
             kind(path)
     one, spec = host.supervisor(sign=0.01), host.spec()
-    assert one.ensure(spec, 5.0).state == "ready"
+    assert one.ensure(spec, 20.0).state == "ready"
     reported = {status.device: status.problem for status in MpsHostFiles(host.layout).statuses()}
     assert reported.pop("gpu-2") is None
     assert None not in reported.values(), "what is wanted and cannot be read is refused"
-    one.stop(spec.device, 5.0)
+    one.stop(spec.device, 20.0)
     assert (host.daemons(), host.compute_mode()) == ((), 0)
 
 
@@ -54,11 +55,11 @@ def test_host_whose_files_are_something_else_starts_and_stops_daemons(
 def test_file_in_the_place_of_a_daemons_directory_is_refused_once(host, kind: Callable[[Path], None]) -> None:
     host.layout.root.mkdir()
     kind(host.layout.directory("gpu-2"))
-    one, spec = host.supervisor(), host.spec()
+    one, spec = host.supervisor(**RETRIED_LATER), host.spec()
     with pytest.raises(
         RetryableError, match=r"cannot create the directories of the MPS daemon: .* File exists"
     ):
-        one.ensure(spec, 5.0)
-    assert one.ensure(spec, 5.0).state == "ready"
-    one.stop(spec.device, 5.0)
+        one.ensure(spec, 20.0)
+    assert one.ensure(spec, 20.0).state == "ready"
+    one.stop(spec.device, 20.0)
     host.assert_nothing_left()
