@@ -35,6 +35,8 @@ from tests.integration.conftest import DRIVER, Node, parameters
 from tests.integration.test_process import call
 from tests.kubelet.support import OtherDriver, notify
 
+pytestmark = pytest.mark.timeout(600)  # the first test starts all nodes
+
 MINUTE_S = 60.0
 MARGIN_S = 60.0
 """A minute is what the daemon may take on a machine that has time for it."""
