@@ -1,5 +1,5 @@
-"""NVIDIA's CDI hook on a simulated host: containers find the driver's libraries only through the links it
-creates.
+"""Installs NVIDIA's CDI hook on a simulated host. The hook creates the links through which containers find the NVIDIA
+driver's libraries.
 
 python hack/cdi_hook.py HOST_ROOT
 """
@@ -17,14 +17,14 @@ from localcluster.shell import ClusterError
 
 
 def put_cdi_hook(host_root: Path) -> None:
-    """Where it is found before the simulator's, which does nothing."""
+    """Copy the hook to a directory that is searched before that of the simulator's hook, which does nothing."""
     programs = host_root / "usr/local/bin"
     programs.mkdir(parents=True, exist_ok=True)
     shutil.copy(localcluster.cdi_hook(), programs)
 
 
 def main(arguments: list[str]) -> int:
-    """1 if the hook cannot be built."""
+    """Install the hook; return 1 if it cannot be built."""
     try:
         put_cdi_hook(Path(arguments[0]))
     except ClusterError as error:

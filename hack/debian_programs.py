@@ -2,12 +2,12 @@
 """Programs from Debian for tests: a C compiler, C libraries of the releases before and after this machine's,
 and NVIDIA's own nvidia-smi, MPS programs, libnvidia-ml and libcuda of each driver branch.
 
-NVIDIA's programs start without a GPU, so tests can check their messages. None of them is committed, or added
-to an image or a release. With compiler and C libraries the programs and libraries of a simulated machine's
-driver are ELF files, linked against the C library of the release before this machine's, so they run with any
-newer one.
+NVIDIA's programs start without a GPU, so tests can check their messages. They are not committed, and not part of an
+image or a release. With the compiler and the C libraries, the NVIDIA driver of a simulated machine has ELF files as its
+programs and libraries. They are linked against the C library of the release before this machine's, so they also run
+with newer ones.
 
-python3 hack/debian_programs.py    install and download what is missing, to the user's cache
+python3 hack/debian_programs.py    installs the compiler, and downloads missing programs to the user's cache
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from localcluster.layout import Layout
 from localcluster.shell import ClusterError
 
 RELEASES = ("bullseye", "bookworm", "trixie", "forky")
-"""In the order of their C libraries."""
+"""The releases with known C libraries, oldest first."""
 SUITES = ("bullseye", "bookworm", "trixie", "experimental")
-"""Each has another branch of the NVIDIA driver."""
+"""The suites with NVIDIA's programs; each has a different branch of the NVIDIA driver."""
 LIBC_FILES = ("libc.so.6", "libm.so.6", "libpthread.so.0", "libdl.so.2", "librt.so.1")
 SOURCES = Path(__file__).with_name("elf")
 LIBRARY = SOURCES / "library.c"
@@ -44,10 +44,10 @@ _VERSION = re.compile(r"libnvidia-ml\.so\.(\d+\.[\d.]+)")
 
 
 def main() -> int:
-    """Install and fetch what is missing; 1 if some of it cannot be had now."""
+    """Install and download what is missing; return 1 if something failed."""
     has_nvidia = shell.find_program("apt-get") is not None and debian.is_debian()
     if not has_nvidia and not can_have_libcs():
-        shell.say("This machine is not Debian: tests of ELF files and of NVIDIA's own programs are left out.")
+        shell.say("This is not Debian: tests of ELF files and of NVIDIA's own programs will be skipped.")
         return 0
     missing = 0
     if can_have_libcs():
@@ -55,7 +55,7 @@ def main() -> int:
         missing += _tried("a C compiler", partial(debian.install_missing, debian.COMPILER))
         for release in RELEASES[:own][-1:]:
             missing += _tried(f"the C library of {release}", partial(_fetch_libc, release))
-        for release in RELEASES[own + 1 :][:1]:  # it may not be out yet, or signed with a newer key
+        for release in RELEASES[own + 1 :][:1]:  # may not be released yet, or be signed with a newer key
             _tried(f"the C library of {release}", partial(_fetch_libc, release))
     for suite in SUITES if has_nvidia else ():
         missing += _tried(f"NVIDIA's programs of {suite}", partial(_fetch_nvidia, suite))
@@ -67,7 +67,7 @@ def _tried(what: str, act: Callable[[], object]) -> bool:
     try:
         act()
     except ClusterError as error:
-        shell.say(f"Tests go without {what}: {' '.join(str(error).split())}")
+        shell.say(f"Tests will run without {what}: {' '.join(str(error).split())}")
         return True
     return False
 
@@ -80,17 +80,17 @@ def _cached(*names: str) -> Path:
 
 
 def can_have_libcs() -> bool:
-    """Whether this machine is of a release whose neighbours are known."""
+    """Whether this machine runs one of `RELEASES`, so that its older and newer releases are known."""
     return shell.find_program("apt-get") is not None and debian.own_release() in RELEASES
 
 
 def older_libc() -> Path | None:
-    """The directory with the C library of the release before this machine's; None if it was not fetched."""
+    """Return the directory of the C library of the previous release; None if it was not downloaded."""
     return _libc_of(RELEASES[: RELEASES.index(debian.own_release())][-1:])
 
 
 def newer_libc() -> Path | None:
-    """The directory with the C library of the release after this machine's; None if it was not fetched."""
+    """Return the directory of the C library of the next release; None if it was not downloaded."""
     return _libc_of(RELEASES[RELEASES.index(debian.own_release()) + 1 :][:1])
 
 
@@ -117,16 +117,16 @@ def _beside_one_another(tree: Path) -> Path:
 
 
 def hostile() -> dict[str, str]:
-    """Returns the environment variables that make new simulated machines behave like difficult real ones."""
+    """Return the environment variables that make new simulated machines behave like difficult real ones."""
     elf = elf_directory()
     return {"SIMULATE_HOSTILE": "true"} | ({} if elf is None else {"SIMULATE_ELF": str(elf)})
 
 
 def elf_directory() -> Path | None:
-    """The directory for SIMULATE_ELF: `program`, `library` and `libc`. It is kept in the user's cache.
+    """Return the directory for SIMULATE_ELF, with `program`, `library` and `libc`. It is built in the user's cache.
 
-    None if this machine has no Debian release that we know, or before `main` has downloaded a compiler and the
-    older C library.
+    None if this machine runs none of `RELEASES`, or if `main` has not yet installed a compiler and downloaded the older
+    C library.
     """
     older = older_libc() if can_have_libcs() and shutil.which("cc") else None
     if older is None:
@@ -134,7 +134,7 @@ def elf_directory() -> Path | None:
     content = b"".join(file.read_bytes() for file in sorted(SOURCES.iterdir()))
     built = Layout.from_environment().cache / f"elf-{older.name}-{hashlib.sha256(content).hexdigest()[:12]}"
     if not built.is_dir():
-        # Another process may do the same: the first one's is kept.
+        # Another process may build the same directory; the first result is kept.
         unfinished = Path(tempfile.mkdtemp(prefix=".elf-", dir=built.parent))
         try:
             link(SOURCES / "program.c", unfinished / "program", older, "-s")
@@ -159,7 +159,7 @@ def link(source: Path, output: Path, libc: Path, *options: str) -> None:
 
 
 def compile_c(source: Path, output: Path, *options: str, after: Sequence[str] = ()) -> None:
-    """Run the C compiler; `after` comes behind the source."""
+    """Run the C compiler. The arguments `after` come after the source."""
     command = ["cc", *options, "-o", str(output), str(source), *after]
     subprocess.run(command, check=True, timeout=60, env={**os.environ, "LC_ALL": "C"})
 
@@ -169,23 +169,23 @@ def compile_c(source: Path, output: Path, *options: str, after: Sequence[str] = 
 
 @dataclass(frozen=True, slots=True)
 class Programs:
-    """A driver root with programs and libraries as Debian installs them, of one version such as 535.261.03."""
+    """A driver root with NVIDIA's programs and libraries, as Debian installs them. An example version is 535.261.03."""
 
     root: Path
     version: str
 
     @property
     def branch(self) -> str:
-        """Such as R535."""
+        """The branch of the NVIDIA driver, such as R535."""
         return f"R{self.version.partition('.')[0]}"
 
     def library(self, name: str) -> Path:
-        """The file of a library such as libcuda."""
+        """Return the file of a library, such as libcuda."""
         return self.root / _LIBRARIES / f"nvidia/current/{name}.so.{self.version}"
 
 
 def nvidia_programs() -> dict[str, Programs]:
-    """What is in the cache, by suite."""
+    """Return the programs in the cache, by suite."""
     found = ((suite, _programs(_cached("nvidia", suite))) for suite in SUITES)
     return {suite: programs for suite, programs in found if programs is not None}
 
@@ -203,7 +203,7 @@ def _as_installed(tree: Path) -> Path:
         for name in ("libnvidia-ml.so.1", "libcuda.so.1")
     }
     for path, target in {"usr/bin/nvidia-smi": "/usr/lib/nvidia/current/nvidia-smi", **links}.items():
-        # As update-alternatives does in a Debian that has the package nvidia-alternative: absolute, in two steps.
+        # Absolute links through /etc/alternatives, like those of Debian's package nvidia-alternative.
         alternative = f"/etc/alternatives/nvidia--{Path(path).name}"
         for made, leads_to in ((tree / path, alternative), (tree / alternative[1:], target)):
             made.parent.mkdir(parents=True, exist_ok=True)

@@ -1,18 +1,19 @@
 """`make e2e`: starts a cluster, builds the image, installs the driver, runs the tests, and always removes
 everything again.
 
-A cluster that is already running is used and kept, including its simulated machine.
+If a cluster is already running, the tests use it and keep it, including its simulated machine.
 
-python hack/e2e.py            all tests of tests/e2e, on several clusters in parallel python hack/e2e.py
---one-cluster   all of them one after the other python hack/e2e.py --keep     keep the cluster running
-afterwards python hack/e2e.py --ip-family ipv6   a cluster that has no IPv4 address python hack/e2e.py -- -k
-mig  arguments for pytest python hack/e2e.py --matrix   the core of the tests on each release of Kubernetes,
-with its defaults, with the
-                              kubelet as a node, and with IPv6 only
+python hack/e2e.py                      all tests of tests/e2e, on several clusters in parallel
+python hack/e2e.py --one-cluster        all tests, on one cluster
+python hack/e2e.py --keep               keep the cluster running afterwards
+python hack/e2e.py --ip-family ipv6     a cluster without IPv4 addresses
+python hack/e2e.py -- -k mig            arguments for pytest
+python hack/e2e.py --matrix             the core tests on each release of Kubernetes; on the newest one also with the
+                                        kubelet as a node, and with IPv6 only
 
-Most of the time a test waits for the cluster. So some of the tests run at the same time on two more clusters,
-which are isolated from the first one and from the network (hack/e2e.yaml,
-hack/cluster/localcluster/apart.py). A selection of tests runs on one cluster.
+Tests wait for the cluster most of the time. Therefore some of them run at the same time on two more clusters, which are
+isolated from the first one and from the network (hack/e2e.yaml, hack/cluster/localcluster/apart.py). If you select
+tests, they run on one cluster.
 
 A kubelet that acts as a node loses a race with the node authorizer for about one claim in eight. The pod then
 waits for the kubelet's second attempt, a minute or more. The driver does not cause this, and the tests allow
@@ -41,7 +42,7 @@ import yaml
 ROOT = Path(__file__).resolve().parent.parent
 CLUSTER = [sys.executable, "hack/cluster/cluster.py"]
 QUICK = ["--sync-frequency", "10s"]
-"""A kubelet that retries a failed Prepare after 10 to 15 s, not 60 to 90 s. Tests that require success at the first
+"""The kubelet retries a failed Prepare after 10 to 15 s instead of 60 to 90 s. Tests that require success at the first
 attempt check the pod's events, not the time."""
 SIMULATOR_STATE = Path("/var/lib/gpu-dra-simulator")
 INSTALL = [sys.executable, "hack/cluster/install.py"]
@@ -55,9 +56,9 @@ MATRIX = (
     ("1.37", ("--kubelet-as-node",)),
     ("1.37", ("--ip-family=ipv6",)),
 )
-"""Each release of Kubernetes as it is by default, and how else the cluster differs."""
+"""Rows of the matrix: a release of Kubernetes, and flags of `cluster.py up`."""
 APART = tuple(map(tuple, yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())))
-"""The tests of each further cluster."""
+"""The tests of each cluster after the first one."""
 _SUMMARY = re.compile(r"(FAILED|ERROR) .*|=+ \d+ .* in [\d.]+s.* =+")
 """The summary lines of pytest."""
 TESTS = ("tests/e2e", "tests/kube", "tests/deploy", "tests/playground")
@@ -69,18 +70,22 @@ class Interrupted(Exception):  # noqa: N818  a signal is no error
 
 
 def main() -> int:
-    """Run everything; the tests' exit code, or that of the step that failed."""
+    """Run everything. Return the exit code of the tests, or of the step that failed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--keep", action="store_true", help="leave the cluster up afterwards")
+    parser.add_argument("--keep", action="store_true", help="keep the cluster running afterwards")
     parser.add_argument(
-        "--ip-family", choices=("ipv4", "ipv6"), default="ipv4", help="of a cluster that is not up yet"
+        "--ip-family", choices=("ipv4", "ipv6"), default="ipv4", help="the IP family of a new cluster"
     )
-    parser.add_argument("--one-cluster", action="store_true", help="no others at the same time")
+    parser.add_argument("--one-cluster", action="store_true", help="run all tests on one cluster")
     parser.add_argument("--part", type=int, choices=range(len(APART) + 1), help=argparse.SUPPRESS)
-    parser.add_argument("--matrix", action="store_true", help="the core, on each release of Kubernetes")
-    parser.add_argument("--release", choices=sorted({release for release, _ in MATRIX}), help="of the matrix")
+    parser.add_argument(
+        "--matrix", action="store_true", help="run the core tests on each release of Kubernetes"
+    )
+    parser.add_argument(
+        "--release", choices=sorted({release for release, _ in MATRIX}), help="the only release"
+    )
     parser.add_argument("pytest_args", nargs="*", help="arguments for pytest, after --")
     arguments = parser.parse_args()
     if os.geteuid() != 0:
@@ -94,9 +99,7 @@ def main() -> int:
         if arguments.matrix:
             return _run_matrix(arguments.release, arguments.pytest_args) if not was_up else _refuse_matrix()
         if was_up:
-            print(
-                "e2e: a cluster is up; it gets this driver and stays afterwards, with its simulated machine"
-            )
+            print("e2e: a cluster is running; it gets this driver, and is kept with its simulated machine")
         else:
             if (
                 not (arguments.keep or arguments.one_cluster or arguments.pytest_args)
@@ -114,7 +117,7 @@ def main() -> int:
         return 130
     finally:
         if was_up:
-            print("e2e: the cluster was up before and is left in place; `make cluster-down` takes it down")
+            print("e2e: the cluster was already running, so it is kept; `make cluster-down` removes it")
         elif not arguments.keep:
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, signal.SIG_IGN)
@@ -122,17 +125,17 @@ def main() -> int:
 
 
 def _clear_away() -> None:
-    _step("take the cluster down", [*CLUSTER, "down"])
+    _step("remove the cluster", [*CLUSTER, "down"])
     shutil.rmtree(SIMULATOR_STATE, ignore_errors=True)
 
 
 def _refuse_matrix() -> int:
-    print("e2e: the matrix brings its own clusters up; take this one down first: make cluster-down")
+    print("e2e: the matrix starts its own clusters; remove the running one first: make cluster-down")
     return 1
 
 
 def _run_matrix(only: str | None, pytest_args: list[str]) -> int:
-    """Run every row, even after one that failed; return the first failure's exit code."""
+    """Run every row, even after a failure. Return the exit code of the first failure."""
     verdicts: list[tuple[str, int]] = []
     for release, flags in MATRIX:
         if only not in (None, release):
@@ -149,7 +152,7 @@ def _run_matrix(only: str | None, pytest_args: list[str]) -> int:
 
 
 def _tests_of(part: int | None) -> list[str]:
-    """The tests of one cluster, as arguments of pytest; all of them where there is only one."""
+    """Return the tests of one cluster, as arguments of pytest; all tests if `part` is None."""
     if part:
         return list(APART[part - 1])
     elsewhere = [] if part is None else [path for paths in APART for path in paths]
@@ -160,12 +163,12 @@ def _tests_of(part: int | None) -> list[str]:
 
 
 def _run_side_by_side(flags: list[str]) -> int:
-    """Runs all tests on several clusters, whose lines begin with their number; returns the first failing exit
-    code.
+    """Run all tests on several clusters. Each line of output begins with the cluster's number. Return the exit code of
+    the first failure.
     """
     for title, command in (
         ("build the image", IMAGE),
-        ("build and fetch for the clusters", [*CLUSTER, "fetch"]),
+        ("build and download the clusters' programs", [*CLUSTER, "fetch"]),
     ):
         status = _step(title, command)
         if status:
@@ -201,7 +204,7 @@ def _run_side_by_side(flags: list[str]) -> int:
 
 
 def _copy_lines(number: int, output: IO[bytes], told: list[str]) -> None:
-    """Each line with the cluster's number; those of the summary go to `told` too."""
+    """Print each line with the cluster's number, and add the summary's lines to `told`."""
     with output:
         for content in output:
             line = content.decode(errors="replace").rstrip()
@@ -214,9 +217,9 @@ def _run_all(flags: Sequence[str], pytest_args: list[str], tests: Sequence[str] 
     os.environ |= debian_programs.hostile()
     for title, command in (
         ("build the image", IMAGE),
-        ("bring the cluster up", [*CLUSTER, "up", *flags]),
-        ("make the simulated machine", MACHINE),
-        ("put NVIDIA's CDI hook on it", HOOK),
+        ("start the cluster", [*CLUSTER, "up", *flags]),
+        ("create the simulated machine", MACHINE),
+        ("install NVIDIA's CDI hook on it", HOOK),
         ("install the driver", INSTALL),
     ):
         status = _step(title, command)
@@ -225,8 +228,8 @@ def _run_all(flags: Sequence[str], pytest_args: list[str], tests: Sequence[str] 
     # The contract tests of the API client run against the real API server too.
     os.environ["DRA_TEST_KUBECONFIG"] = str(_cluster().kubeconfig())
     pytest = [sys.executable, "-m", "pytest", "-m", "cluster", *tests]
-    # A limit for tests that hang. Each wait in the tests has its own limit, whose error says what it waited
-    # for.
+    # The timeout is for tests that hang. Each wait in a test has its own timeout, with an error that says what it
+    # waited for.
     pytest += ["--timeout=1800", "-v", "-s", "--no-header", "--durations=10"]
     return _step("run the tests", [*pytest, *pytest_args])
 

@@ -1,16 +1,16 @@
-"""`make e2e-vm`: the daemon on a real kernel with an IOMMU, in QEMU without KVM.
+"""`make e2e-vm`: runs the daemon on a real kernel with an IOMMU, in QEMU without KVM.
 
-The guest runs Debian's kernel and pytest on tests/vm. Its root is this machine's, read-only; what the guest writes
-there stays in memory. So nothing is installed, here or there. GPUs are devices that QEMU emulates: a module gives them
-the identity of GPUs (hack/vm/vmfake.c), another one is their driver (hack/vm/nvidia.c). NVML is the simulator's
-(tests/vm/dra_driver_node.py).
+The guest runs Debian's kernel and pytest on tests/vm. Its root file system is this machine's, read-only; the guest's
+changes stay in memory. So nothing is installed on either machine. The GPUs are devices that QEMU emulates: one kernel
+module gives them the IDs of GPUs (hack/vm/vmfake.c), and another one is their driver (hack/vm/nvidia.c). NVML is the
+simulator's (tests/vm/dra_driver_node.py).
 
-One boot runs the tests up to a power cut, the second one those after it, on the same disk. Kernel and QEMU are fetched
-once, as packages of Debian, and kept in the user's cache. Where that is not possible, one line says why, and the exit
-code is 0.
+The first boot runs the tests up to a power cut, the second boot the tests after it, on the same disk. Kernel and QEMU
+are downloaded once, as Debian packages, to the user's cache. If that is not possible, the script prints why, and exits
+with 0.
 
 python hack/e2e_vm.py                   both boots
-python hack/e2e_vm.py -- -k hangs       the first one, with arguments for pytest
+python hack/e2e_vm.py -- -k hangs       only the first boot, with arguments for pytest
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from dra_driver.simulator import catalogue  # noqa: E402
 RELEASE = "bookworm"
 PACKAGES = ("linux-image-amd64", "linux-headers-amd64", "qemu-system-x86", "busybox-static", "kmod")
 _NOT_NEEDED = re.compile(r"(cpp|gcc|lib(a|l|t|ub)san|libgcc-12-dev|binutils|iso-codes|ipxe|ovmf)")
-"""The compiler is this machine's own."""
+"""Packages that are not unpacked. The compiler, for example, is this machine's own."""
 _KEPT = (
     "boot", "lib/modules", "bin/busybox", "bin/kmod", "usr/bin/qemu-system-x86_64", "usr/share/qemu",
     "usr/share/seabios", "usr/lib/x86_64-linux-gnu", "lib/x86_64-linux-gnu",
@@ -54,18 +54,18 @@ MODULES = ("vmfake", "nvidia")
 MACHINE = ROOT / "tests/vm/machine.yaml"
 BOOTS = ("tests/vm/test_kernel.py", "tests/vm/test_after_power_cut.py")
 CUT = "vm: power cut"
-"""What the first boot prints before its last test cuts the power."""
+"""The line that the first boot prints before its last test cuts the power."""
 _LIMIT_S = 1800.0
-"""Of one boot: ten times of what it takes on two idle cores."""
+"""The time limit of one boot: ten times its duration on two idle cores."""
 _DISK_BYTES = 256 << 20
 _APPEND = (
     "console=ttyS0 quiet panic=-1 mitigations=off audit=0 nokaslr no_timer_check tsc=unstable intel_iommu=on"
 )
-"""Under TCG the kernel's check of the timer now and then fails with interrupt remapping: no_timer_check."""
+"""no_timer_check: under TCG with interrupt remapping, the kernel's check of the timer sometimes fails."""
 
 
 def main() -> int:
-    """Run the boots; the exit code of pytest."""
+    """Run the boots, and return the exit code of pytest."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -95,18 +95,18 @@ def main() -> int:
     return 0
 
 
-# --- what is needed ---------------------------------------------------------------------------------
+# --- kernel, QEMU and modules -----------------------------------------------------------------------
 
 
 def _fetched() -> Path:
-    """The folder of kernel and QEMU, which is kept. Raises: ClusterError if this machine cannot have them."""
+    """Return the folder of kernel and QEMU; download them once. Raises: ClusterError if that is not possible."""
     if os.uname().machine != "x86_64":
-        raise ClusterError("the guest is an x86-64 machine, and this one is not")
+        raise ClusterError("the guest needs an x86-64 machine")
     if shell.find_program("apt-get") is None or not debian.is_debian():
-        raise ClusterError("kernel and QEMU are packages of Debian, and this machine is not Debian")
+        raise ClusterError("kernel and QEMU are Debian packages, and this machine does not run Debian")
     for program in ("gcc", "make", "mkfs.ext4"):
         if shell.find_program(program) is None:
-            raise ClusterError(f"there is no {program} on this machine")
+            raise ClusterError(f"{program} is not installed")
     cache = Layout.from_environment().cache
     tree = cache / f"vm-{RELEASE}"
     with shell.exclusive(cache / "vm.lock", wait=True):
@@ -148,7 +148,7 @@ def _version(tree: Path) -> str:
 
 
 def _with_libraries(tree: Path) -> list[str]:
-    """The words before a program of the tree that let it use the libraries of the tree."""
+    """Return the words to put before a program of the tree, so that it uses the libraries of the tree."""
     library = tree / "lib/x86_64-linux-gnu"
     return [
         str(library / "ld-linux-x86-64.so.2"),
@@ -161,7 +161,7 @@ def _with_libraries(tree: Path) -> list[str]:
 
 
 def _boot(tree: Path, folder: Path, tests: Sequence[str]) -> int:
-    """Boot the guest with these arguments for pytest; its exit code, 0 for a power cut, 1 for anything else."""
+    """Boot the guest with these arguments for pytest. Return pytest's exit code, 0 for a power cut, 1 otherwise."""
     initrd = folder / "initrd"
     initrd.write_bytes(gzip.compress(_archive(_initial_files(tree, folder / "modules", tests)), 1))
     guest = subprocess.Popen(
@@ -180,7 +180,9 @@ def _boot(tree: Path, folder: Path, tests: Sequence[str]) -> int:
                 return 0
             if line.startswith("vm: exit code "):
                 return int(line.rpartition(" ")[2])
-        print(f"e2e-vm: the guest ended, or did not within {_LIMIT_S:g} s; the end of its kernel log:")
+        print(
+            f"e2e-vm: the guest stopped too early, or ran for more than {_LIMIT_S:g} s; end of its kernel log:"
+        )
         print((folder / "console").read_text(errors="replace")[-3000:])
         return 1
     finally:
@@ -190,7 +192,7 @@ def _boot(tree: Path, folder: Path, tests: Sequence[str]) -> int:
 
 
 def _lines(guest: subprocess.Popen[bytes], until: float) -> Iterable[str]:
-    """Yields the guest's output, until it ends or the time is over."""
+    """Yield the lines of the guest's output until it ends, or until the time `until`."""
     assert guest.stdout is not None
     with selectors.DefaultSelector() as ready:
         ready.register(guest.stdout, selectors.EVENT_READ)
@@ -205,8 +207,10 @@ def _lines(guest: subprocess.Popen[bytes], until: float) -> Iterable[str]:
 
 
 def _qemu(tree: Path, folder: Path, initrd: Path) -> list[str]:
-    """Five functions behind four root ports: two GPUs of their own, one with an audio function, one whose group has a
-    network card. The monitor is the guest's third serial line: so tests pull and cut power."""
+    """Return the command line of QEMU. Four root ports have a GPU each; one of the GPUs has an audio function, and one
+    shares its IOMMU group with a network card. QEMU's monitor is the guest's third serial line, so that tests can
+    unplug devices and cut the power.
+    """
     ports = [
         f"pcie-root-port,id=port{number},bus=pcie.0,chassis={number},slot={number},addr=0x{16 + number:x}"
         for number in range(1, 5)
@@ -239,7 +243,7 @@ def _qemu(tree: Path, folder: Path, initrd: Path) -> list[str]:
 
 
 def _initial_files(tree: Path, made: Path, tests: Sequence[str]) -> dict[str, bytes]:
-    """Returns the guest's initial files: busybox, the modules for its root, and its first script."""
+    """Return the guest's initial files: busybox, the modules for its root file system, and its scripts."""
     gpus = catalogue.build(str(MACHINE)).gpus
     settings = {
         "KERNEL": str(tree),
@@ -264,7 +268,7 @@ def _initial_files(tree: Path, made: Path, tests: Sequence[str]) -> dict[str, by
 
 
 def _modules(tree: Path) -> list[Path]:
-    """Returns the files of the modules that the root needs, each after its dependencies."""
+    """Return the files of the modules that the root file system needs, each after its dependencies."""
     folder = tree / "lib/modules" / _version(tree)
     needs = {}
     for line in (folder / "modules.dep").read_text().splitlines():
@@ -275,7 +279,7 @@ def _modules(tree: Path) -> list[Path]:
 
 
 def _archive(files: dict[str, bytes]) -> bytes:
-    """A cpio archive, as the kernel unpacks it into its first root."""
+    """Return a cpio archive of the files, which the kernel unpacks as its first root file system."""
     folders = {str(parent) for name in files for parent in Path(name).parents if str(parent) != "."}
     folders |= {"proc", "sys", "dev"}
     entries = [(name, 0o40755, b"") for name in sorted(folders)]

@@ -1,7 +1,7 @@
-"""Starts commands of the driver as separate processes in a few milliseconds, by forking a process that has
-already imported their modules, which is most of the cost of a short command.
+"""Starts commands of the driver as separate processes in a few milliseconds. It forks a process that has already
+imported their modules, because imports take most of the time of a short command.
 
-Only for short commands. Daemons import less, and are started as in a pod.
+Only for short commands: daemons import less, and tests start them as in a pod.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _PRELOADED = (
     "dra_driver.cli.validation.manifest_check", "dra_driver.cli.validation.cluster_objects",
     "google.protobuf.reflection",
 )  # fmt: skip
-"""What commands import when they are called. One that is missing here costs time, nothing else. None of them
-imports grpc, which has threads and must not be forked with."""
+"""The modules that commands import. If one is missing here, commands are only slower. None of them may import grpc,
+because a process with grpc's threads must not be forked."""
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload([*_PRELOADED])
 
 
 class _OpenFile:
-    """An open file of this process, by its descriptor; the process that is started gets it as one of its own."""
+    """An open file of this process, by its descriptor. The started process gets its own descriptor for the file."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -62,7 +62,7 @@ def run(
     cwd: Path | None = None,
     timeout_s: float = 60.0,
 ) -> subprocess.CompletedProcess[str]:
-    """`gpu-dra-driver` with these arguments, as `subprocess.run` would have it. Raises: TimeoutExpired."""
+    """Run `gpu-dra-driver` with these arguments; returns the same as `subprocess.run`. Raises: TimeoutExpired."""
     with TemporaryFile("w+") as given, TemporaryFile("w+") as out, TemporaryFile("w+") as err:
         given.write(stdin)
         given.seek(0)
@@ -86,7 +86,7 @@ def start(
     cwd: Path | None = None,
     new_session: bool = False,
 ) -> BaseProcess:
-    """`gpu-dra-driver` with these arguments on these open files."""
+    """Start `gpu-dra-driver` with these arguments and these open files."""
     files = [_OpenFile(descriptor) for descriptor in (stdin, stdout, stderr)]
     request = (files, list(arguments), dict(env), cwd or Path.cwd(), new_session)
     process = _CONTEXT.Process(target=_command, args=request, daemon=True)
@@ -97,17 +97,17 @@ def start(
 def _command(
     files: Sequence[_OpenFile], arguments: Sequence[str], env: Mapping[str, str], cwd: Path, new_session: bool
 ) -> None:
-    """What `execve` and the start of Python would do, and then the command."""
+    """Do what `execve` and the start of Python would do, then run the command."""
     from dra_driver.cli.main import main
 
-    # A shell's background job ignores SIGINT, and what it starts inherits that.
+    # A shell's background job ignores SIGINT, and its child processes inherit this.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if new_session:
         os.setsid()
     for number, file in enumerate(files):
         os.dup2(file.descriptor, number)
         os.close(file.descriptor)
-    # so that they detect again whether they are a terminal
+    # New objects, because they detect only once whether they are a terminal.
     sys.stdin = os.fdopen(0, closefd=False)
     sys.stdout = os.fdopen(1, "w", closefd=False)
     sys.stderr = os.fdopen(2, "w", 1, errors="backslashreplace", closefd=False)

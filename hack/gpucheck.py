@@ -1,6 +1,6 @@
-"""Compares what discovery finds on this machine with what nvidia-smi says: `hack/gpu-check` runs it.
+"""Compares the devices that discovery finds on this machine with nvidia-smi's output; `hack/gpu-check` runs it.
 
-It changes nothing: of NVML only getters and events are used, and nvidia-smi runs with the arguments in `READS` alone.
+It changes nothing: it calls only getters and events of NVML, and runs nvidia-smi only with the arguments in `READS`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from dra_driver.slices.rules.build import build_pool
 
 OK, DIFFERENT, CANNOT_RUN = 0, 1, 2
 READS = (("-L",), ("-q", "-x"), ("topo", "-m"))
-"""The only arguments with which nvidia-smi is run; none changes anything."""
+"""The only arguments that are passed to nvidia-smi; none of them changes anything."""
 NOT_IN_EACH_RELEASE = ("product_architecture", "product_brand", "addressing_mode")
 NO_PERMISSION = 4
 """NVML's return code for a caller without permission."""
@@ -55,23 +55,23 @@ _UNKNOWN = {"", "N/A", "[N/A]", "Not Supported", "Unknown Error", "GPU requires 
 
 
 def main(arguments: list[str]) -> int:
-    """Exit codes. 0: no difference, 1: a difference, 2: there is nothing to check."""
+    """Return the exit code. 0: no difference, 1: a difference, 2: the check cannot run."""
     parser = argparse.ArgumentParser(
         prog="gpu-check",
-        description="Compare what would be published of this machine's GPUs with nvidia-smi. Changes nothing.",
-        epilog="Exit code 0: nothing differs; 1: something does; 2: it cannot run, for instance without NVML.",
+        description="Compare the devices that would be published for this machine with nvidia-smi. Changes nothing.",
+        epilog="Exit codes: 0 if nothing differs, 1 if something differs, 2 if it cannot run, such as without NVML.",
     )
     for name in _SETTINGS:
         flag = f"--{name.replace('_', '-')}"
         parser.add_argument(flag, default=getattr(Settings(""), name), help=FLAGS[name].help)
     parser.add_argument(
-        "--nvidia-smi", help="The nvidia-smi to compare with, if not that of the driver root."
+        "--nvidia-smi", help="The nvidia-smi to compare with. Default: the one in the driver root."
     )
     parser.add_argument("--no-setup", action="store_true", help="Use $PYTHON and its packages as they are.")
     given = parser.parse_args(arguments)
     configure_logs("critical", "console")
     try:
-        # Not the node's name, because what is printed may be passed on.
+        # Not the node's name, because users may share the output.
         with opened(Settings("gpu-check", **{name: getattr(given, name) for name in _SETTINGS})) as view:
             report = check(view, given.nvidia_smi)
     except (DraDriverError, OSError) as error:
@@ -90,7 +90,7 @@ class ReadOnlyLibrary:
 
     def __getattr__(self, name: str) -> Callable[..., int]:
         """Raises: AttributeError for a getter that the library lacks."""
-        # The binding sets the type of the result of nvmlErrorString, which returns no code.
+        # nvmlErrorString returns a text, not a code, so the binding sets its result type.
         if _GETTER.match(name) or not name.startswith("nvml") or name == "nvmlErrorString":
             function: Callable[..., int] = getattr(self._library, name)
             return function
@@ -104,7 +104,7 @@ class ReadOnlyLibrary:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A machine with what discovery found; NVML is open as long as the view is."""
+    """A machine and the devices that discovery found. NVML is open until `opened` ends."""
 
     settings: Settings
     driver_root: str
@@ -115,7 +115,7 @@ class View:
 
 @contextmanager
 def opened(settings: Settings) -> Iterator[View]:
-    """Discovers the devices of the machine in the settings; a simulated machine without `simulator_dir` is deleted
+    """Discover the devices of the machine in the settings. Without `simulator_dir`, a simulated machine is deleted
     afterwards.
 
     Raises: DraDriverError if there is no NVML.
@@ -141,25 +141,26 @@ def opened(settings: Settings) -> Iterator[View]:
 
 @dataclass(slots=True)
 class Report:
-    """What was compared, by topic, and what was found."""
+    """The number of checks by topic, and the results."""
 
     checked: Counter[str] = field(default_factory=Counter)
     differences: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
-    """What could not be compared, because nvidia-smi answers nothing that is understood."""
+    """What could not be compared, because nvidia-smi failed or printed something unexpected."""
 
     def same(self, topic: str, what: str, ours: object, theirs: object) -> None:
-        """Unequal values are a difference."""
-        self.good(topic, ours == theirs, f"{what}: {ours or 'nothing'} here, {theirs or 'nothing'} there")
+        """Count a check. Unequal values are a difference."""
+        values = f"{ours or 'nothing'} from discovery, {theirs or 'nothing'} from nvidia-smi"
+        self.good(topic, ours == theirs, f"{what}: {values}")
 
     def good(self, topic: str, condition: object, otherwise: str) -> None:
-        """A condition that does not hold is a difference."""
+        """Count a check. A false condition is a difference, described by `otherwise`."""
         self.checked[topic] += 1
         if not condition:
             self.differences.append(f"{topic}: {otherwise}")
 
     def lines(self) -> list[str]:
-        """A line for each topic, the findings, and the verdict."""
+        """Return a line for each topic, the findings, and the verdict."""
         checks = [f"{topic:<12} {counted(number, 'check')}" for topic, number in self.checked.items()]
         found = [f"  DIFFERS     {text}" for text in sorted(self.differences)]
         found += [f"  not checked {text}" for text in self.unknown]
@@ -168,7 +169,7 @@ class Report:
 
 
 def check(view: View, smi: str | None = None) -> Report:
-    """Print the devices, and compare everything."""
+    """Print the devices, compare them, and return the report."""
     report, inventory = Report(), view.inventory
     pool = build_pool(inventory, view.settings.node_name)
     devices = [device for content in pool.slices for device in content.devices]
@@ -192,8 +193,8 @@ def check(view: View, smi: str | None = None) -> Report:
 
 
 def _check_shutdown(report: Report, view: View) -> None:
-    """Listens to events like the plugin, then shuts NVML down: a device file that stays open makes resets
-    fail.
+    """Listen to events like the plugin, shut NVML down, and check that no device file stays open: it would make GPU
+    resets fail.
     """
     events = view.reader.health_source()
     events.open_events()
@@ -206,19 +207,19 @@ def _check_shutdown(report: Report, view: View) -> None:
 
 
 def ask_smi(program: str, arguments: tuple[str, ...], library_dir: str | None = None) -> str:
-    """Returns the output of nvidia-smi. Its exit code is ignored if only some GPUs are lost.
+    """Return the output of nvidia-smi. Its exit code is ignored if the output names a GPU: others may be lost.
 
-    `library_dir` is the directory of NVML, if that is not a default one. Raises: ValueError, OSError.
+    `library_dir` is NVML's directory, if it is not a default one. Raises: ValueError, OSError.
     """
     if arguments not in READS:
-        raise AssertionError(f"nvidia-smi {' '.join(arguments)} is not known to change nothing")
+        raise AssertionError(f"nvidia-smi {' '.join(arguments)} may change something")
     environment = {**os.environ, "LC_ALL": "C"} | ({"LD_LIBRARY_PATH": library_dir} if library_dir else {})
     done = subprocess.run(
         [program, *arguments],
         capture_output=True, text=True, errors="replace", check=False, timeout=_TIMEOUT_S, env=environment,
     )  # fmt: skip
     if done.returncode != 0 and not re.search(r"GPU-[0-9a-f]{8}-", done.stdout):
-        what = f"nvidia-smi {' '.join(arguments)} ended with code {done.returncode}"
+        what = f"nvidia-smi {' '.join(arguments)} exited with code {done.returncode}"
         raise ValueError(f"{what}: {done.stderr or done.stdout}")
     return done.stdout
 
@@ -226,40 +227,42 @@ def ask_smi(program: str, arguments: tuple[str, ...], library_dir: str | None = 
 def _smi(
     view: View, given: str | None, arguments: tuple[str, ...]
 ) -> tuple[str, tuple[str, ...], str | None]:
-    """The nvidia-smi that belongs to the driver root; elsewhere on the path where the root is `/`."""
+    """Return the arguments of `ask_smi`. nvidia-smi is the given one, or that of the driver root; if the root is `/`,
+    it can also be elsewhere in PATH.
+    """
     root = view.driver_root
     tree = RootedTree(root)
     found = find_program(tree.program, "nvidia-smi")
     installed = tree.local(found[1]) if found is not None else None
     program = given or installed or (shutil.which("nvidia-smi") if root == "/" else None)
     if program is None:
-        raise ValueError(f"there is no nvidia-smi below the driver root {root}")
+        raise ValueError(f"nvidia-smi was not found in the driver root {root}")
     is_elsewhere = root != "/" and view.settings.simulate is None
     return program, arguments, str(Path(find_nvml_library(root)).parent) if is_elsewhere else None
 
 
 def _compare_list(report: Report, inventory: Inventory, answer: str) -> None:
-    """`-L`: index and UUID of each GPU, profile and UUID of each MIG device."""
+    """Compare with `nvidia-smi -L`: index and UUID of each GPU, profile and UUID of each MIG device."""
     lines = re.findall(
         r"^(GPU \d+):.*\(UUID: (GPU-[^)]+)\)|^ +MIG (\S+) .*\(UUID: (MIG-[^)]+)\)", answer, re.M
     )
     theirs = {(gpu or f"MIG {profile}", uuid or mig) for gpu, uuid, profile, mig in lines}
     ours = {(f"GPU {gpu.index}", gpu.uuid) for gpu in inventory.gpus}
     ours |= {(f"MIG {mig.profile.name}", mig.uuid) for gpu in inventory.gpus for mig in gpu.mig_devices}
-    report.good("nvidia-smi", ours & theirs, "nvidia-smi -L has nothing in common with ours")
+    report.good("nvidia-smi", ours & theirs, "nvidia-smi -L lists no device that discovery found")
     for name, uuid in sorted(ours ^ theirs):
-        where = "in nvidia-smi -L" if (name, uuid) in theirs else "ours"
-        report.good("nvidia-smi", False, f"{name} {uuid}: is only {where}")
+        fault = "discovery did not find it" if (name, uuid) in theirs else "nvidia-smi -L does not list it"
+        report.good("nvidia-smi", False, f"{name} {uuid}: {fault}")
 
 
 def _compare_facts(report: Report, inventory: Inventory, answer: str) -> None:
-    """`-q -x`: what is known of each GPU."""
+    """Compare with `nvidia-smi -q -x`: the properties of each GPU."""
     log = ElementTree.fromstring(answer)
     report.same("nvidia-smi", "driver_version", inventory.versions.driver, log.findtext("driver_version"))
     theirs = {gpu.findtext("uuid"): gpu for gpu in log.iter("gpu")}
     for gpu in inventory.gpus:
         if (shown := theirs.get(gpu.uuid)) is None:
-            report.good("nvidia-smi", False, f"{gpu.uuid}: is only ours")
+            report.good("nvidia-smi", False, f"{gpu.uuid}: nvidia-smi -q does not list it")
             continue
         fabric = gpu.fabric and f"{gpu.fabric.cluster_uuid} {gpu.fabric.clique_id}"
         answers = {path: (shown.findtext(path) or "").strip().strip("[]") for path in facts(gpu)}
@@ -271,7 +274,7 @@ def _compare_facts(report: Report, inventory: Inventory, answer: str) -> None:
 
 
 def facts(gpu: Gpu) -> dict[str, object]:
-    """What discovery found, by the paths of nvidia-smi's XML."""
+    """Return a GPU's properties from discovery, by their paths in nvidia-smi's XML."""
     return {
         "product_name": gpu.product_name,
         "pci/pci_bus_id": gpu.pci_bus_id,
@@ -285,7 +288,9 @@ def facts(gpu: Gpu) -> dict[str, object]:
 
 
 def _fabric(gpu: ElementTree.Element) -> dict[str, str]:
-    """Cluster and clique, from releases that know them; unknown unless the GPU has joined one."""
+    """Return the cluster and clique of the NVLink fabric, if this release of nvidia-smi reports them; empty if the GPU
+    has not joined a clique.
+    """
     found = [gpu.findtext(f"fabric/{name}") for name in ("clusterUUID", "clusterUuid")]
     for cluster in filter(None, found):
         is_joined = gpu.findtext("fabric/state") == "Completed" and set(cluster) - set("0-")
@@ -294,7 +299,9 @@ def _fabric(gpu: ElementTree.Element) -> dict[str, str]:
 
 
 def _plain(value: object) -> str | None:
-    """Bus IDs as the driver writes them; brands are spelled `NVIDIA RTX` in one place and `NvidiaRTX` in another."""
+    """Return a value in comparable form: bus IDs as this plugin writes them, and texts without differences such as
+    `NVIDIA RTX` and `NvidiaRTX`.
+    """
     try:
         return None if value is None else pci_bus_id(str(value))
     except ValueError:
@@ -302,7 +309,7 @@ def _plain(value: object) -> str | None:
 
 
 def _compare_domains(report: Report, inventory: Inventory, answer: str) -> None:
-    """Checks that the domains are those that the matrix of `topo -m` implies."""
+    """Check that the NVLink domains match the matrix of `nvidia-smi topo -m`."""
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).split() for line in answer.splitlines()]
     columns = next((line for line in lines if line[:1] == ["GPU0"] and "X" not in line), [])
     links = {

@@ -1,8 +1,8 @@
-"""`make image`: the image of daemonset/Dockerfile as an archive, built on Debian without a registry.
+"""`make image`: builds the image of daemonset/Dockerfile as an archive, on Debian and without a registry.
 
-Whoever can pull `debian:trixie-slim` runs `docker build` instead. Here debootstrap makes an image of that name from
-Debian's packages, and buildah builds the unchanged Dockerfile. The package sources of this machine are mounted for the
-build, and stay out of the image.
+If you can pull `debian:trixie-slim`, use `docker build` instead. This script creates a base image of that name with
+debootstrap, and builds the unchanged Dockerfile with buildah. It mounts this machine's package sources for the build,
+so they do not become part of the image.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from localcluster.layout import Layout  # noqa: E402
 from localcluster.shell import ClusterError  # noqa: E402
 
 IMAGE = "localhost/gpu-dra-driver:dev"
-"""The image of the cluster of hack/cluster; released ones have the version as tag."""
+"""The image that the cluster of hack/cluster runs. The tag of a released image is its version."""
 DOCKERFILE = "daemonset/Dockerfile"
 _RELEASE = "trixie"
 _BASE = f"docker.io/library/debian:{_RELEASE}-slim"
@@ -34,14 +34,14 @@ _CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
 _PIP_CONFIGURATIONS = ("/etc/pip.conf", "~/.pip/pip.conf", "~/.config/pip/pip.conf")
 _PIP_SOURCES = ("index-url", "extra-index-url", "trusted-host", "proxy", "cert")
 _EPOCH = 315532800
-"""1980: no file in a wheel may be older."""
+"""1980-01-01, the earliest time that a file in a wheel can have."""
 _MAX_IMAGES = 60
 _LEFT_OUT = ("etc/hostname", "etc/resolv.conf", "etc/apt/sources.list")
 """Files of the build machine that a published base image does not have."""
 
 
 def archive() -> Path:
-    """The archive of `IMAGE`; built if a file of the build context has changed."""
+    """Return the archive of `IMAGE`. Build it if a file of the build context has changed."""
     with shell.exclusive(_cache() / "lock", wait=True):
         total = hashlib.sha256()
         for path in sorted(_inputs()):
@@ -58,15 +58,13 @@ def archive() -> Path:
 
 
 def build(*options: str, folder: Path, epoch: int = _EPOCH) -> None:
-    """Builds an image from a checkout, with all its times set to `epoch`, so that two builds are identical.
+    """Build an image from the directory `folder`, with all times set to `epoch`, so that two builds are identical.
 
-    `options` are those of `docker build`, such as `--file` and `--tag`. Raises: ClusterError with the end of
+    `options` are options of `docker build`, such as `--file` and `--tag`. Raises: ClusterError with the end of
     buildah's output.
     """
     if not debian.is_debian():
-        raise ClusterError(
-            "this machine is not Debian, whose packages the base is made of; use `docker build`"
-        )
+        raise ClusterError("the base image can only be built on Debian; on other systems, use `docker build`")
     debian.install_missing(_PACKAGES)
     if not _buildah("images", "--quiet", "--filter", f"reference={_BASE}"):
         with shell.step(f"{_BASE} from Debian's packages"):
@@ -77,7 +75,7 @@ def build(*options: str, folder: Path, epoch: int = _EPOCH) -> None:
 
 
 def save(name: str, target: Path) -> None:
-    """Write an image that was built as an archive that `ctr` and docker load."""
+    """Write the built image `name` as an archive that `ctr` and docker can load."""
     unfinished = target.with_suffix(".unfinished")
     unfinished.unlink(missing_ok=True)
     _buildah("push", "--quiet", name, f"docker-archive:{unfinished}:{name}")
@@ -85,19 +83,19 @@ def save(name: str, target: Path) -> None:
 
 
 def _clear() -> None:
-    """Removes the base and all cached steps if there are many: each change of the driver adds three."""
+    """Remove the base image and all cached steps if there are too many; each change of the driver adds three."""
     debian.install_missing(_PACKAGES)
     if len(_buildah("images", "--quiet", "--all").split()) > _MAX_IMAGES:
         _buildah("rmi", "--all", "--force")
 
 
 def _cache() -> Path:
-    """The directory for downloads, which may be deleted at any time."""
+    """Return the directory of archives and cached steps. It can be deleted at any time."""
     return Layout.from_environment().cache / "image"
 
 
 def _inputs() -> Iterator[Path]:
-    """The files of the build context, as .dockerignore lets them in, and the recipes."""
+    """Yield the files of the build context that .dockerignore allows, and the files that define the build."""
     ignore = ROOT / ".dockerignore"
     yield from (ignore, ROOT / DOCKERFILE, Path(__file__).resolve())
     for name in (line[1:] for line in ignore.read_text().splitlines() if line.startswith("!")):
@@ -107,13 +105,13 @@ def _inputs() -> Iterator[Path]:
 
 
 def _buildah(*words: str, folder: Path | None = None) -> str:
-    """Returns buildah's output; it runs in `folder`, with a separate image store."""
+    """Run buildah in `folder`, with a separate image store, and return its output."""
     place = ["--root", str(_cache() / "store"), "--runroot", str(_cache() / "run")]
     return shell.run(["buildah", *place, *words], cwd=folder)
 
 
 def _bootstrap() -> None:
-    """Creates a base whose packages match those of the published image."""
+    """Create a base image with the same packages as the published one."""
     with tempfile.TemporaryDirectory(dir=_cache()) as name:
         root = Path(name, "root")
         shell.run(["debootstrap", "--variant=minbase", _RELEASE, root, debian.sources(_RELEASE)[_RELEASE]])
@@ -129,7 +127,7 @@ def _bootstrap() -> None:
 
 @contextmanager
 def _sources() -> Iterator[list[str]]:
-    """Options that mount this machine's package sources: apt's as the base's own, pip's in root's home."""
+    """Yield options that mount this machine's package sources: apt's over the base image's, pip's in root's home."""
     with tempfile.TemporaryDirectory() as name:
         apt, home = Path(name, "debian.sources"), Path(name, "home")
         keys = "/usr/share/keyrings/debian-archive-keyring.gpg"

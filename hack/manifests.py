@@ -6,7 +6,7 @@ It writes
 - the admission policy for parameters, from their fields in dra_driver/api;
 - the parts of values.schema.json that the driver's configuration file determines, with null allowed for every
   value;
-- files/defaults.json, with which the templates complete the values;
+- files/defaults.json, from which the templates fill in missing values;
 - the table of values in daemonset/README.md.
 
 python hack/manifests.py --check    writes nothing and needs no Helm; fails if something would change
@@ -42,7 +42,7 @@ Json = Any
 INSTALL = DAEMONSET / "install.yaml"
 OF_OTHER_VALUES = frozenset(yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text()))
 NOTHING = "Null: none."
-"""At the end of a comment in values.yaml: null there means nothing at all, not the default."""
+"""The end of a comment in values.yaml if null means "none" for this value, not the default."""
 _HEAD = """\
 # The chart with its default values, for `kubectl apply --filename`. `make manifests` writes this file.
 # SHA-256 of the chart: {}
@@ -53,7 +53,7 @@ _TYPES = {str: "string", int: "integer", float: "number", bool: "boolean"}
 
 
 def json_schema(shape: Shape) -> Json:
-    """What helm checks of a section of the configuration file; the driver checks more."""
+    """Return the schema by which helm checks a section of the configuration file; the driver checks more."""
     match shape:
         case Object():
             fields = {name: json_schema(one) for name, one in shape.fields.items()}
@@ -65,7 +65,7 @@ def json_schema(shape: Shape) -> Json:
         case MapField():
             return {"type": "object", "additionalProperties": json_schema(shape.values)}
         case Choice(words):
-            # A bare `off` is the boolean false in YAML.
+            # An unquoted `off` is the boolean false in YAML.
             return {"enum": [*words, False]} if "off" in words else {"type": "string", "enum": [*words]}
         case Scalar() if shape is IMEX_CHANNEL:
             return {"anyOf": [{"type": "integer"}, {"enum": ["all", "off", False]}]}
@@ -81,7 +81,7 @@ def json_schema(shape: Shape) -> Json:
 
 
 def schema() -> str:
-    """values.schema.json with the sections of the configuration file as the driver reads them."""
+    """Return values.schema.json, with the sections of the configuration file as the driver reads them."""
     document = json.loads((CHART / "values.schema.json").read_text())
     sections = DOCUMENT.fields
     shared = ("sharing", "health", "migLayouts", "imex", "hostDevices")
@@ -92,7 +92,7 @@ def schema() -> str:
             Object({key: one for key, one in sections.items() if key not in OF_OTHER_VALUES})
         ),
     }
-    # A file of a machine is named by its path.
+    # A machine is given by its name or by the path of its file.
     document["properties"]["simulator"]["properties"]["machine"] = {
         "anyOf": [{"enum": machine_names()}, {"type": "string", "pattern": "^/"}]
     }
@@ -121,14 +121,14 @@ def _take_null(schema: Json) -> None:
 
 
 def defaults() -> str:
-    """What null and a missing key mean: by key the default, and the paths where they mean nothing at all."""
+    """Return files/defaults.json: the default of each value, and the paths for which null means "none"."""
     text = (CHART / "values.yaml").read_text()
     nothing = [path for path, _, why in _rows(text) if why.endswith(NOTHING)]
     return json.dumps({"defaults": yaml.safe_load(text), "nothing": nothing}, indent=2) + "\n"
 
 
 def values_table() -> str:
-    """The rows of the table of values, from values.yaml and the comments above its keys."""
+    """Return the table of values, made from values.yaml and the comments above its keys."""
     text = (CHART / "values.yaml").read_text()
     rows = [f"| `{path}{default}` | {why} |" for path, default, why in _rows(text)]
     return "\n".join(["| Value and default | What it is |", "|---|---|", *rows]) + "\n"
@@ -139,7 +139,7 @@ def _rows(text: str) -> Iterator[tuple[str, str, str]]:
 
 
 def _values(node: Json, lines: list[str], above: str) -> Iterator[tuple[str, str, str]]:
-    """(path, default as `: value`, comment) of every key that has a comment; below it everything is its default."""
+    """Yield path, default as `: value`, and comment of each key that has a comment. Keys below it belong to it."""
     for key, value in node.value:
         path = f"{above}{key.value}"
         comment: list[str] = []
@@ -161,7 +161,7 @@ def _values(node: Json, lines: list[str], above: str) -> Iterator[tuple[str, str
 
 
 def between(text: str, name: str, content: str) -> str:
-    """Returns a text with the part between the markers of a name replaced."""
+    """Return the text, with the part between the markers of `name` replaced by `content`."""
     begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
     before, _, rest = text.partition(begin)
     _, found, after = rest.partition(end)
@@ -171,7 +171,7 @@ def between(text: str, name: str, content: str) -> str:
 
 
 def written() -> Iterator[tuple[Path, str]]:
-    """Every file that follows from the chart, with what it has to hold."""
+    """Yield each generated file except install.yaml, with its content."""
     import parameters_policy
 
     yield CHART / "values.schema.json", schema()
@@ -182,7 +182,7 @@ def written() -> Iterator[tuple[Path, str]]:
 
 
 def install_head() -> str:
-    """The first lines of install.yaml, with the digest of what Helm renders it from."""
+    """Return the first lines of install.yaml, with a digest of the files from which Helm renders it."""
     rendered_from = [*(CHART / "templates").iterdir(), *(CHART / "files").iterdir()]
     total = hashlib.sha256()
     for path in sorted([*rendered_from, CHART / "Chart.yaml", CHART / "values.yaml"]):
@@ -191,14 +191,14 @@ def install_head() -> str:
 
 
 def install() -> str:
-    """install.yaml."""
+    """Return install.yaml."""
     import localcluster
 
     return install_head() + localcluster.manifests()
 
 
 def main() -> int:
-    """Write, or compare."""
+    """Write the files or, with `--check`, compare them."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -210,7 +210,7 @@ def main() -> int:
             changed.append(str(path.relative_to(ROOT)))
             if not check:
                 path.write_text(text)
-    # Last, because the others are files of the chart.
+    # Last, because it is rendered from the chart, which contains the other files.
     found = INSTALL.read_text() if INSTALL.exists() else ""
     if not found.startswith(install_head()) or (not check and found != install()):
         changed.append(str(INSTALL.relative_to(ROOT)))

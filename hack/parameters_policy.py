@@ -1,8 +1,7 @@
-"""The admission policy for opaque parameters, generated from their fields in dra_driver/api by `make
-manifests`.
+"""Generates the admission policy for opaque parameters from their fields in dra_driver/api; `make manifests` runs it.
 
-The expressions use only what API servers since 1.34 compile. Each variable is a list: of places, which are
-maps of a path (`at`) and its value (`is`), or of faults in the driver's words.
+The expressions use only CEL features that API servers support since 1.34. Each variable is a list of places or a list
+of faults. A place is a map of a path (`at`) and its value (`is`). A fault has the text that the driver uses for it.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ Variables = list[tuple[str, str]]
 
 
 class Policy:
-    """Collects the variables; `faults` are the names of those that list faults."""
+    """Collects variables; `faults` are the names of the variables that list faults."""
 
     def __init__(self) -> None:
         self.variables: Variables = []
@@ -44,7 +43,7 @@ class Policy:
         self._places: dict[int, tuple[Shape, str, list[str]]] = {}
 
     def add(self, name: str, expression: str) -> str:
-        """Add a variable; returns its name in expressions."""
+        """Add a variable, and return its name in expressions."""
         self.variables.append((name, expression))
         return f"variables.{name}"
 
@@ -53,8 +52,8 @@ class Policy:
         self.faults.append(self.add(name, expression))
 
     def fields(self, name: str, section: Object, places: str, others: tuple[str, ...] = ()) -> None:
-        """Like `faults` for an object: `places` are objects with these fields, and possibly others that are
-        checked elsewhere.
+        """Add the faults of objects, like `faults` of dra_driver.model.schema. `places` are objects with the fields of
+        `section`; `others` are fields that are checked elsewhere.
         """
         for field, kind in section.fields.items():
             if field in section.required:
@@ -73,15 +72,15 @@ class Policy:
         )
 
     def _found(self, name: str, field: Shape, places: str) -> None:
-        """Fields that several sections have in common are checked once, at all their places."""
+        """Record the places of a field. A field that several sections share is checked once, at all its places."""
         found = self._places.setdefault(id(field), (field, name, []))
         found[2].append(places)
 
     def check_found(self) -> None:
-        """The rules of all fields that were found; they may find more."""
+        """Add the rules of all recorded fields, and of the fields that these rules record."""
         while self._places:
             field, name, places = self._places.pop(next(iter(self._places)))
-            name = name if len(places) == 1 else name.partition("_")[2]  # not of one kind
+            name = name if len(places) == 1 else name.partition("_")[2]  # without the kind
             self._check(name, field, self.add(name, " +\n".join(places)))
 
     def _check(self, name: str, field: Shape, places: str) -> None:
@@ -141,7 +140,7 @@ def _joined(texts: str) -> str:
 
 
 def _memory(at: str, value: str) -> str:
-    """The fault of a quantity of memory, or nothing: as `_memory_fault` of the schema."""
+    """CEL: the fault of a memory quantity, or an empty text; like `_memory_fault` of dra_driver.api.config."""
     at = at.replace("`", "'")
     text = f"{at} + ': "
     below = f"{text}' + string({value}) + ' is below the minimum, 1Mi'"
@@ -156,7 +155,7 @@ def _memory(at: str, value: str) -> str:
 
 
 def _gives(devices: set[DeviceType]) -> str:
-    """CEL: whether the class of `b` gives devices of one of these types for sure."""
+    """CEL: whether the class of `b` is known to select devices of one of these types."""
     named = ", ".join(f"'{name}'" for name, kind in CLASS_TYPES.items() if kind in devices)
     begin, end = PROFILE_CLASS
     profile = f"b.deviceClassName.startsWith('{begin}') && b.deviceClassName.endsWith('{end}')"
@@ -164,7 +163,7 @@ def _gives(devices: set[DeviceType]) -> str:
 
 
 def _asked(name: str) -> str:
-    """CEL: a list with the part of what a request, or one of its alternatives, requests."""
+    """CEL: a list with one item, the list of the bodies of a request or of one of its alternatives."""
     return (
         f"[variables.bodies[?{name}.split('/')[0]].orValue([])"
         f".filter(b, !{name}.contains('/') || b.?name.orValue('') == {name}.split('/')[1])]"
@@ -172,8 +171,9 @@ def _asked(name: str) -> str:
 
 
 def _misfits(kind: str) -> str:
-    """As `_misfits` of `validate`, for the places of one kind. A request's name is that of all its alternatives, or
-    has the name of one behind a slash."""
+    """CEL: the first fault of `_use_faults` of `validate`, for the places of one kind. A name such as `gpu` means all
+    alternatives of the request, `gpu/small` only one of them.
+    """
     unfit = (
         f"{_asked('r')}\n.filter(l, l.size() > 0 && l.all(b, "
         f"{_gives({*get_args(DeviceType)} - {*KINDS[kind]})}))\n.map(l, p.config + '.requests[' + string(j) + \"]: "
@@ -186,8 +186,8 @@ def _misfits(kind: str) -> str:
 
 
 def _without_admin(kind: str) -> tuple[str, str]:
-    """Like `_without_admin` of `validate`, for the places of one kind: those that name requests, and the
-    others.
+    """CEL: the second fault of `_use_faults` of `validate`, for the places of one kind: first for the places that name
+    requests, then for the others.
     """
     is_all = kind == "MaintenanceConfig"
     what, at = (kind, "kind") if is_all else ("management", "management")
@@ -211,13 +211,13 @@ def _without_admin(kind: str) -> tuple[str, str]:
 
 
 def _lacks_admin(what: str, name: str) -> str:
-    """CEL: as `needs_admin_access`, for the request with this name."""
+    """CEL: the text of `needs_admin_access` for the request with this name."""
     before, after = needs_admin_access(what, "a").split("'a'")
     return f"'{before}\\'' + {name} + '\\'{after}'"
 
 
 def policy() -> str:
-    """The manifest."""
+    """Return the manifest of the policy."""
     found = Policy()
     for name, expression in _FIXED["variables"].items():
         found.add(name, expression)
@@ -234,13 +234,13 @@ def policy() -> str:
             for name, expression in zip(("named", "unnamed"), _without_admin(kind), strict=True):
                 found.fault(f"{kind}_{name}_without_admin", expression)
     found.add("faults", " +\n".join(found.faults))
-    # Neither line breaks nor escape sequences reach a terminal.
+    # Remove control characters, so that no escape sequence reaches a terminal.
     found.add("text", r"variables.faults.join('; ').findAll(r'[^\pC\p{Zl}\p{Zp}]+').join(' ')")
     return "".join([_FIXED["head"], *_written(found.variables), _FIXED["validation"]])
 
 
 def _words(found: Policy, name: str, places: str, known: tuple[str, ...], remedy: str) -> str:
-    """As `_check_word` of the decoder; the places that pass."""
+    """Add the check of `_check_word` of dra_driver.api.resolve, and return the places that pass."""
     value, texts = f"p.is.?{name}.orValue(null)", ", ".join(f"'{word}'" for word in known)
     found.fault(
         f"{name}_wrong",
@@ -252,7 +252,7 @@ def _words(found: Policy, name: str, places: str, known: tuple[str, ...], remedy
 
 
 def _strategy_parts(found: Policy, places: str) -> None:
-    """As `_unfitting_parts` of the decoder."""
+    """Add the check of `_unfitting_parts` of dra_driver.api.resolve."""
     shared = found.add(
         "shared",
         f"{places}.filter(p, type(p.is.?sharing.orValue(null)) == map)"

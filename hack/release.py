@@ -1,8 +1,9 @@
-"""`make release VERSION=0.2.0`: everything that a version consists of in `dist/`; the Makefile builds the image.
+"""`make release VERSION=0.2.0`: writes all files of a release to `dist/`; the Makefile then builds the image.
 
-Wheel, source archive, chart, manifests, SBOMs, release notes and checksums; and the command that builds and pushes the
-images for amd64 and arm64. Two runs from the same commit give the same bytes. A version that the files do not agree on,
-and a tree with changes, are refused, and `dist/` stays as it was until all is there.
+The files are the wheel, source archive, chart, manifests, SBOMs, release notes and checksums. The script also prints
+the command that builds and pushes the images for amd64 and arm64. Two runs from the same commit write the same bytes.
+The script refuses a version that a file contradicts and a tree with uncommitted changes. It replaces `dist/` only when
+all files are complete.
 """
 
 from __future__ import annotations
@@ -27,29 +28,29 @@ ROOT = Path(__file__).resolve().parent.parent
 NAME = "gpu-dra-driver"
 SBOMS = {"wheel": "requirements.txt", "image": "requirements-image.txt"}
 IMAGES = """\
-Build and push the images, with an SBOM of all that is in them:
+Build and push the images, each with an SBOM of its content:
   docker buildx build --platform linux/amd64,linux/arm64 --file daemonset/Dockerfile --tag {image}:{version} \\
     --build-arg SOURCE_DATE_EPOCH={epoch} --sbom=true --output type=image,push=true,rewrite-timestamp=true \\
     --label org.opencontainers.image.version={version} --label org.opencontainers.image.revision={revision} \\
     --label org.opencontainers.image.licenses=Apache-2.0{source} .
-Nothing is signed: `cosign sign-blob --bundle dist/SHA256SUMS.sigstore.json dist/SHA256SUMS` signs all files, and
-`cosign sign IMAGE@DIGEST` an image that you pushed."""
-# What Python's packages, the chart and the image's tag can all be named by: PEP 440 and semantic versioning.
+Nothing is signed. To sign all files: `cosign sign-blob --bundle dist/SHA256SUMS.sigstore.json dist/SHA256SUMS`.
+To sign an image that you pushed: `cosign sign IMAGE@DIGEST`."""
+# Versions that are valid for Python packages (PEP 440), the chart (semantic versioning) and the image's tag.
 _VERSION = re.compile(r"(0|[1-9]\d*)\.(0|[1-9]\d*)\.(0|[1-9]\d*)(-(alpha|beta|rc)\.(0|[1-9]\d*))?")
 _UMASK = 0o022
-"""The permissions of files in archives are the same for everyone who builds a release."""
+"""Gives files in archives the same permissions on every machine."""
 
 
 class RefusedError(Exception):
-    """Why nothing is released, in one sentence that says what to do."""
+    """The reason for not releasing, in one sentence that says what to do."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write `dist/`; 1 and a sentence if the version cannot be released."""
+    """Write `dist/`. If the version cannot be released, print why and return 1."""
     parser = argparse.ArgumentParser(prog="release", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("version")
     parser.add_argument(
-        "--image", default=NAME, help="the image's name in the manifests, without tag; default: %(default)s"
+        "--image", default=NAME, help="the image's name in the manifests, without a tag; default: %(default)s"
     )
     parser.add_argument(
         "--source",
@@ -74,26 +75,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def check(root: Path, version: str) -> None:
-    """Refuse what cannot be released."""
+    """Raises: RefusedError if the version cannot be released."""
     if not _VERSION.fullmatch(version):
         raise RefusedError(f"{version!r} is not a version: write VERSION=1.2.3 or VERSION=1.2.3-rc.1.")
     said = {name: found for name, found in versions(root).items() if found != version}
     if said:
         told = ", ".join(f"{name} says {found or 'nothing'}" for name, found in said.items())
         raise RefusedError(
-            f"{version} is not the version of these files: {told}; change and commit them first."
+            f"these files do not have version {version}: {told}; change and commit them first."
         )
     if not (root / "daemonset" / "chart" / "Chart.yaml").exists():
-        raise RefusedError("daemonset/chart/Chart.yaml is missing: a release has a chart.")
+        raise RefusedError("daemonset/chart/Chart.yaml is missing: a release needs a chart.")
     if not notes((root / "CHANGELOG.md").read_text(), version):
         raise RefusedError(f"CHANGELOG.md has no section '## {version}' with text: rename '## Unreleased'.")
     if changed := _git(root, "status", "--porcelain"):
         files = ", ".join(line[3:] for line in changed.splitlines()[:3])
-        raise RefusedError(f"the tree has changes that are not committed ({files}): commit or stash them.")
+        raise RefusedError(f"the tree has uncommitted changes ({files}): commit or stash them.")
 
 
 def versions(root: Path) -> dict[str, str]:
-    """What every file that names the version says."""
+    """Return the version that each file names, by file."""
     found = {
         "pyproject.toml": str(tomllib.loads((root / "pyproject.toml").read_text())["project"]["version"]),
         "dra_driver/__init__.py": _python_version(root / "dra_driver" / "__init__.py"),
@@ -112,7 +113,7 @@ def versions(root: Path) -> dict[str, str]:
 
 
 def notes(changelog: str, version: str) -> str:
-    """The text of a version's section; empty if there is none."""
+    """Return the text of a version's section in the changelog; empty if there is none."""
     found = re.search(
         rf"^## \[?v?{re.escape(version)}\]?(?:[ \t][^\n]*)?\n(.*?)(?=^## |\Z)",
         changelog,
@@ -122,7 +123,7 @@ def notes(changelog: str, version: str) -> str:
 
 
 def release(root: Path, version: str, image_name: str) -> Path:
-    """Write `dist/`, which is replaced as a whole; its path."""
+    """Replace `dist/` with the files of the release, and return its path."""
     epoch = _git(root, "log", "-1", "--format=%ct")
     target = root / "dist"
     (root / "build").mkdir(exist_ok=True)
@@ -159,14 +160,14 @@ def release(root: Path, version: str, image_name: str) -> Path:
 
 
 def chart(tree: Path, epoch: str) -> bytes:
-    """Returns the chart as `helm package` builds it, but without helm's timestamps."""
+    """Return the chart as `helm package` builds it, but without helm's timestamps."""
     owners = ["--sort=name", "--owner=0", "--group=0", "--numeric-owner", f"--mtime=@{epoch}"]
     place = [f"--transform=s,^chart,{NAME},", "--directory", str(tree / "daemonset"), "chart"]
     return gzip.compress(_run(["tar", "--create", *owners, *place]), mtime=0)
 
 
 def sbom(tree: Path, lock: str, target: Path) -> None:
-    """Write the CycloneDX document of the package and of what a lock file names."""
+    """Write the CycloneDX SBOM of the package and of the packages in a lock file."""
     tool = [str(Path(sys.executable).with_name("cyclonedx-py")), "requirements", "--output-reproducible"]
     _run([*tool, "--pyproject", str(tree / "pyproject.toml"), "--output-file", str(target), str(tree / lock)])
 
@@ -177,7 +178,7 @@ def with_image(manifests: str, image_name: str, version: str) -> str:
 
 
 def checksums(folder: Path) -> Iterator[str]:
-    """A line as sha256sum writes it for every file, by name."""
+    """Yield a line for each file, sorted by name, in sha256sum's format."""
     for file in sorted(folder.iterdir()):
         with file.open("rb") as content:
             yield f"{hashlib.file_digest(content, 'sha256').hexdigest()}  {file.name}"
@@ -202,7 +203,7 @@ def _python_version(file: Path) -> str:
 
 
 def _git(root: Path, *arguments: str) -> str:
-    # Variables of a hook that this runs in would point to another repository.
+    # If a Git hook runs this script, its variables would point to another repository.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     done = subprocess.run(
         ["git", "-C", str(root), *arguments], env=environment, capture_output=True, text=True, check=False

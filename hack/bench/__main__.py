@@ -1,10 +1,10 @@
-"""What the driver costs, and what is left of it after a week of churn.
+"""Measures what the driver costs, and what remains after a week of churn.
 
     python hack/bench [bench]   the budgets of docs/decisions.md, as a table
     python hack/bench soak      a week of churn in five minutes on a simulated node
-    python hack/bench scale     what the publishers of many nodes cost the API server
+    python hack/bench scale     the load of many nodes' publishers on the API server
 
-`--help` after the mode lists its options.
+Add `--help` to list the options of a mode.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MODES = {"bench": "budgets", "soak": "soak", "scale": "scale"}
 
 
 def main(arguments: list[str]) -> int:
-    """The exit code of the mode: 0 if all that it judges is as it should be."""
+    """Run a mode, and return its exit code: 0 if everything that it checks is good."""
     mode = arguments.pop(0) if arguments[:1] and arguments[0] in MODES else "bench"
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # also stops the child processes
     return int(import_module(MODES[mode]).main(arguments))

@@ -1,13 +1,13 @@
-"""`make bench`: the budgets of docs/decisions.md, measured on this machine and printed as a table.
+"""`make bench`: measures the budgets of docs/decisions.md on this machine, and prints them as a table.
 
 The daemon runs as a separate process on a simulated DGX H100, with the playground's API server and kubelet in
-this one. Every figure is the median of several runs; the exit code is 1 if a budget is not met.
+this one. Every figure is the median of several runs. The exit code is 1 if a budget is exceeded.
 
     python hack/bench             everything that takes seconds
     python hack/bench --cycles N  also N prepare/unprepare cycles, to find leaks
-    python hack/bench --cluster   instead under the real kubelet of `make cluster` (root): its own figures, compared
-                                  with the same pods without claims, and a churn like the DRA test of
-                                  kubernetes/perf-tests, whose limits its rows have
+    python hack/bench --cluster   instead on the cluster of `make cluster` (root): the kubelet's own figures, also for
+                                  the same pods without claims, and a churn like the DRA test of kubernetes/perf-tests,
+                                  with its limits
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from node import Node
 from processes import memory_mib, resident_mib
 
 _IDLE_S = 60.0
-"""Everything that is done now and then is done once in it."""
+"""Long enough for each periodic task to run once."""
 SHARED = {"sharing": [{"mode": "shares", "shares": 50, "enforce": "mps"}]}
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the table. `budget` is an upper limit in the same unit, None where there is none."""
+    """A line of the table. `budget` is an upper limit in the same unit; None means no limit."""
 
     what: str
     values: list[float]
@@ -52,7 +52,7 @@ class Row:
 
     @property
     def median(self) -> float:
-        """The figure to quote."""
+        """The median of the values."""
         return statistics.median(self.values)
 
     @property
@@ -62,7 +62,7 @@ class Row:
 
 
 def measure(runs: int, cycles: int) -> list[Row]:
-    """Returns all rows; prints a dot for each run, because all of them take a while."""
+    """Measure all rows. Print a dot after each run, because the measurements take minutes."""
     started: list[tuple[float, float]] = []
     memory: list[float] = []
     for _ in range(runs):
@@ -70,7 +70,7 @@ def measure(runs: int, cycles: int) -> list[Row]:
             started.append((node.registered_s, node.published_s))
         print(".", end="", flush=True, file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="gpu-dra-bench-") as scratch, Node(Path(scratch)) as node:
-        time.sleep(2.0)  # a driver that was just installed is searched at each Prepare
+        time.sleep(2.0)  # each Prepare searches an NVIDIA driver that was just installed
         alone, unprepared = single_prepares(node, 20 * runs)
         bursts = parallel_prepares(node, 4 * runs)
         cpu_ms = [cpu_of_prepares(node, 40) for _ in range(runs)]
@@ -84,9 +84,9 @@ def measure(runs: int, cycles: int) -> list[Row]:
             Row("NodePrepareResources, one GPU, alone", alone, "ms", 8),
             Row("NodePrepareResources, mean of 8 at once", bursts, "ms", 30),
             Row("NodeUnprepareResources, alone", unprepared, "ms", None),
-            Row("Prepare beside 1,000 claims, times beside 10", crowd, "", 3),
+            Row("Prepare: 1,000 claims relative to 10 claims", crowd, "", 3),
             Row("the same with an unreadable record", spoiled, "", 3),
-            Row("Unprepare beside 1,000 claims, times beside 10", crowd_unprepared, "", 3),
+            Row("Unprepare: 1,000 claims relative to 10 claims", crowd_unprepared, "", 3),
             Row("CPU of one Prepare and Unprepare", cpu_ms, "ms", 11),
             Row("slices back after a wipe", wiped, "s", 0.2),
             Row("resident memory, idle, 8 GPUs", memory, "MiB", 85),
@@ -97,8 +97,8 @@ def measure(runs: int, cycles: int) -> list[Row]:
             growth, files = growth_over_cycles(node, cycles)
             rows.append(Row(f"memory growth over {cycles} cycles", [growth.memory_mib], "MiB", 2))
             rows.append(Row(f"files left after {cycles} cycles", [files], "", 0))
-            rows.append(Row(f"descriptors more after {cycles} cycles", [growth.descriptors], "", 0))
-            rows.append(Row(f"threads more after {cycles} cycles", [growth.threads], "", 0))
+            rows.append(Row(f"additional descriptors after {cycles} cycles", [growth.descriptors], "", 0))
+            rows.append(Row(f"additional threads after {cycles} cycles", [growth.threads], "", 0))
     cold: list[float] = []
     warm: list[float] = []
     for _ in range(runs):
@@ -140,11 +140,11 @@ _OF_CHURN: Sequence[tuple[str, str, float | None]] = (
     ("  kubelet's NodeUnprepareResources", "ms", 100),
     ("  pod running", "s", 5),
 )
-"""Rows by what is measured, with unit and budget; the budget of the churn is that of p99."""
+"""Label, unit and budget of each measurement. The budgets of the churn are for its 99th percentile."""
 
 
 def measure_on_cluster(runs: int, idle_s: float, pods: int) -> list[Row]:
-    """The rows that only a real kubelet can give."""
+    """Measure the rows that need a real kubelet."""
     import on_cluster as real
 
     cluster = real.prepare_cluster()
@@ -168,7 +168,7 @@ def measure_on_cluster(runs: int, idle_s: float, pods: int) -> list[Row]:
 
 
 def table(rows: list[Row]) -> str:
-    """The rows aligned, with a verdict each."""
+    """Return the rows as an aligned table, with a verdict for each."""
     lines = [f"{'':<48}{'median':>10}{'min':>10}{'max':>10}{'budget':>10}"]
     for row in rows:
         budget = "-" if row.budget is None else f"{row.budget:g}"
@@ -181,7 +181,7 @@ def table(rows: list[Row]) -> str:
 
 
 def main(options: Sequence[str]) -> int:
-    """Measure and print."""
+    """Measure, and print the table."""
     parser = argparse.ArgumentParser(
         prog="bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -189,10 +189,10 @@ def main(options: Sequence[str]) -> int:
     parser.add_argument("--cycles", type=int, default=0, help="prepare/unprepare cycles to look for leaks")
     parser.add_argument("--cluster", action="store_true", help="measure on the cluster of `make cluster`")
     parser.add_argument(
-        "--idle", type=float, default=60.0, help="seconds of rest on the cluster (default 60)"
+        "--idle", type=float, default=60.0, help="seconds for the idle figures on the cluster (default 60)"
     )
     parser.add_argument(
-        "--churn", type=int, default=100, help="pods of the churn on the cluster (default 100)"
+        "--churn", type=int, default=100, help="number of pods in the churn on the cluster (default 100)"
     )
     arguments = parser.parse_args(options)
     if arguments.cluster and os.geteuid() != 0:

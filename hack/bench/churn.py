@@ -1,4 +1,4 @@
-"""What happens to the node, in an order that the seed decides: claims come and go, everything else breaks."""
+"""Changes to the node in an order that depends on the seed: claims come and go, and everything else breaks."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ JsonObject = dict[str, Any]
 _SETTLE_S = 60.0
 _MAX_ALIVE = 24
 _NOTICED_S = 5.0
-"""After this the daemon knows of what was mended, and no Prepare has an excuse."""
+"""The time after a repair until no Prepare may fail any more, because the daemon has noticed the repair."""
 _PROFILES = ("1g.10gb", "1g.20gb", "2g.20gb", "3g.40gb", "7g.80gb")
 
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """One claim: its name, and whether it is prepared."""
+    """A claim and its kind."""
 
     ref: ClaimRef
     kind: str
 
 
 class Claims:
-    """Claims of random kinds: creation, allocation and deletion."""
+    """Creates, allocates and deletes claims of random kinds."""
 
     kinds: Sequence[str] = ("whole", "whole", "slices", "mig", "mig", "share", "mps")
 
@@ -50,11 +50,11 @@ class Claims:
         self.counts: Counter[str] = Counter()
 
     def _any(self) -> Life | None:
-        """As `_new`, of a kind drawn by lot."""
+        """Return an allocated claim of a random kind; None if no devices are left."""
         return self._new(self._choose.choice(self.kinds))
 
     def _new(self, kind: str) -> Life | None:
-        """Returns an allocated claim; None if no devices are left."""
+        """Return an allocated claim; None if no devices are left."""
         self._number += 1
         name = f"{self._prefix}-{self._number}"
         stored = self._node.server.add(
@@ -106,7 +106,7 @@ class Claims:
 
 
 class Churn(Claims):
-    """Cycles of churn; the same seed makes the same choices, whatever the timing."""
+    """Cycles of churn. The same seed makes the same choices, independent of the timing."""
 
     def __init__(self, node: SoakNode, seed: int) -> None:
         super().__init__(node, seed)
@@ -118,18 +118,18 @@ class Churn(Claims):
         self._trouble: Sequence[tuple[int, str, Callable[[], object]]] = (
             (6, "restart of the driver's daemon", self._restart),
             (6, "kill -9 of the daemon", self._kill),
-            (4, "kill -9 amid calls", self._kill_amid_calls),
+            (4, "kill -9 during calls", self._kill_amid_calls),
             (4, "restart of the kubelet", self._restart_kubelet),
             (4, "slices deleted", node.wipe),
-            (4, "reload of NVIDIA's driver", self._reload),
+            (4, "reload of the NVIDIA driver", self._reload),
             (6, "Xid", self._xid),
             (4, "GPU off the bus", self._lose),
-            (4, "API server away", self._api_outage),
+            (4, "API server unreachable", self._api_outage),
             (3, "reboot", self._reboot),
         )
 
     def cycle(self) -> None:
-        """Some claims come, some go, and now and then something breaks or is mended."""
+        """Prepare and unprepare some claims, and sometimes break or repair something."""
         self.cycle_of_claims()
         choose = self._choose
         if choose.random() < 0.15:
@@ -141,7 +141,7 @@ class Churn(Claims):
             self._mend()
 
     def cycle_of_claims(self) -> None:
-        """Some claims come, some go."""
+        """Prepare some new and some existing claims, then unprepare some."""
         choose = self._choose
         fresh = [
             life
@@ -156,7 +156,7 @@ class Churn(Claims):
         self._each(self._unprepare, going)
 
     def calm(self) -> None:
-        """Ends all faults and claims, so that the node is idle."""
+        """Repair everything, and unprepare all claims, so that the node is idle."""
         while self._broken:
             self._mend()
         self._each(self._unprepare, list(self._alive))
@@ -177,13 +177,13 @@ class Churn(Claims):
         if isinstance(outcome, Prepared):
             self.counts[f"prepared: {life.kind}"] += 1
         else:
-            self.counts["prepare failed, as it may while something is broken"] += 1
+            self.counts["prepare failed"] += 1
             if outcome is not None and not self._broken and time.monotonic() > self._mended + _NOTICED_S:
                 self.counts["prepare failed while nothing was broken"] += 1
                 self.faults.append(f"{life.ref.name} ({life.kind}): {outcome.error}")
 
     def _unprepare(self, life: Life) -> None:
-        """As the kubelet: again and again until it is done; then the claim is deleted."""
+        """Retry until it succeeds, like the kubelet, then delete the claim."""
 
         def done() -> bool:
             try:
@@ -213,7 +213,7 @@ class Churn(Claims):
         self._node.start()
 
     def _kill_amid_calls(self) -> None:
-        """The daemon dies while the kubelet waits for its answers."""
+        """Kill the daemon while the kubelet waits for its responses."""
         delay = self._choose.random() * 0.1
         victims = [life for _ in range(4) if (life := self._any()) is not None]
         self._alive += victims
@@ -225,7 +225,7 @@ class Churn(Claims):
                 call.result()
 
     def _restart_kubelet(self) -> None:
-        """A kubelet that starts prepares every claim again."""
+        """Restart the kubelet, which then prepares every claim again."""
         self._node.kubelet.restart()
         self._node.kubelet.wait_registered(DRIVER, timeout_s=_SETTLE_S)
         self._each(self._prepare, list(self._alive))
@@ -235,7 +235,7 @@ class Churn(Claims):
         self._broken.append(self._node.machine.load_driver)
 
     def _reboot(self) -> None:
-        """Processes, kernel state and /var/run are gone; the disk remains."""
+        """Reboot the machine. Processes, kernel state and /var/run are lost; the disk remains."""
         node = self._node
         node.end()
         node.stop_mps_daemons()
@@ -246,7 +246,7 @@ class Churn(Claims):
         self._each(self._prepare, list(self._alive))
 
     def _gpu_to_break(self, gpus: Iterable[int]) -> int | None:
-        """One of the GPUs. One that goes bad once more would be held back, for longer than the soak takes."""
+        """Return one of the GPUs; None if one more failure of any GPU would keep it tainted for too long."""
         whole = [gpu for gpu in gpus if self._setbacks[gpu] < FLAPS - 1]
         if not whole:
             return None
@@ -263,12 +263,12 @@ class Churn(Claims):
         self._broken.append(lambda: self._node.machine.reset_gpu(gpu))
 
     def _lose(self) -> None:
-        """A GPU falls off the bus, and returns by a reset after the loss was noticed."""
+        """Let a GPU fall off the bus. A reset restores it after the daemon has noticed the loss."""
         gpu = self._gpu_to_break(index for index in range(8) if index not in PARTITIONED_GPUS)
         if gpu is None:
             return
         self._node.machine.lose_gpu(gpu)
-        with contextlib.suppress(TimeoutError):  # the API server may be away
+        with contextlib.suppress(TimeoutError):  # the API server may be unreachable
             wait_for(lambda: self._node.is_tainted(self._node.machine.gpu(gpu).uuid), 5.0, 0.01)
         self._broken.append(lambda: self._node.machine.restore_gpu(gpu))
 

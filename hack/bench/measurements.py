@@ -1,4 +1,4 @@
-"""The measurements: one daemon process on a simulated node, called as a kubelet calls it, and its page of metrics."""
+"""Measurements of a daemon process on a simulated node: calls as from a kubelet, and scrapes of its metrics."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _WORKERS_LEAVE_S = 12.0
 
 
 def single_prepares(node: Node, count: int) -> tuple[list[float], list[float]]:
-    """Milliseconds of Prepare and of Unprepare, one claim at a time."""
+    """Return the durations of Prepare and of Unprepare in milliseconds, one claim at a time."""
     names = [device["name"] for device in node.devices()]
     prepared: list[float] = []
     unprepared: list[float] = []
@@ -36,17 +36,17 @@ def single_prepares(node: Node, count: int) -> tuple[list[float], list[float]]:
 
 
 def cpu_of_prepares(node: Node, count: int) -> float:
-    """Milliseconds of processor time, user and system, of one Prepare and its Unprepare."""
+    """Return the CPU time, user and system, of one Prepare and its Unprepare in milliseconds."""
     before = ticks_cpu_s(node.daemon)
     single_prepares(node, count)
     return (ticks_cpu_s(node.daemon) - before) / (count + 1) * 1000
 
 
 def crowded(node: Node, few: int, many: int, count: int) -> tuple[list[float], list[float], list[float]]:
-    """Returns how many times longer a Prepare takes with `many` prepared claims than with `few`, the same for
-    an Unprepare, and for a Prepare while a record is unreadable.
+    """Return the duration of a Prepare with `many` prepared claims, relative to `few`; the same for an Unprepare; and
+    the same for a Prepare while a record is unreadable.
 
-    The baseline is measured before and after, because the speed of a machine varies.
+    The duration with `few` claims is measured before and after, because the speed of a machine varies.
     """
     name = node.devices()[0]["name"]
     others: list[ClaimRef] = []
@@ -80,7 +80,7 @@ def crowded(node: Node, few: int, many: int, count: int) -> tuple[list[float], l
 
 
 def parallel_prepares(node: Node, count: int) -> list[float]:
-    """Mean milliseconds of a Prepare in bursts of eight, one mean a burst."""
+    """Return the mean duration of a Prepare in milliseconds for each burst of eight."""
     names = [device["name"] for device in node.devices()]
     means: list[float] = []
     with ThreadPoolExecutor(GPUS) as pool:
@@ -92,7 +92,7 @@ def parallel_prepares(node: Node, count: int) -> list[float]:
 
 
 def wipes(node: Node, count: int) -> list[float]:
-    """Seconds from the deletion of all slices, as by a kubelet that starts, until the devices are back."""
+    """Return the seconds from the deletion of all slices, as at a start of the kubelet, until they are back."""
     took: list[float] = []
     for _ in range(count):
         time.sleep(0.3)
@@ -104,7 +104,7 @@ def wipes(node: Node, count: int) -> list[float]:
 
 
 def idle(node: Node, duration_s: float) -> tuple[float, float]:
-    """Percent of a core, and API writes, while nothing happens."""
+    """Return the percent of a core that the idle daemon uses, and the number of its API writes."""
     time.sleep(1.0)
     writes, cpu = len(node.server.writes()), threads_cpu_s(node.daemon)
     time.sleep(duration_s)
@@ -113,7 +113,7 @@ def idle(node: Node, duration_s: float) -> tuple[float, float]:
 
 
 def growth_over_cycles(node: Node, cycles: int) -> tuple[Wear, int]:
-    """Returns the growth of the process and its files over many cycles of Prepare and Unprepare."""
+    """Return by how much the process grows, and how many files it leaves, over many cycles of Prepare and Unprepare."""
     names = [device["name"] for device in node.devices()]
     refs = [node.add_claim(name) for name in names]
 
@@ -135,8 +135,8 @@ def growth_over_cycles(node: Node, cycles: int) -> tuple[Wear, int]:
 
 
 def shares(node: Node, count: int) -> tuple[float, list[float]]:
-    """Milliseconds of the Prepare that starts a device's MPS daemon, and of later ones on the running daemon."""
-    time.sleep(2.0)  # as for other claims: the driver's files are not of this second
+    """Return the milliseconds of the Prepare that starts a device's MPS daemon, and of later ones with this daemon."""
+    time.sleep(2.0)  # each Prepare searches an NVIDIA driver that was just installed
     device = node.devices()[0]["name"]
     first = node.add_claim(device, share=True)
     cold = node.prepare(first)
@@ -150,8 +150,9 @@ def shares(node: Node, count: int) -> tuple[float, list[float]]:
 
 
 def cpu_of_scrapes(root: Path, count: int) -> list[float]:
-    """Milliseconds of CPU of each scrape of eight GPUs with 56 MIG devices in use, with the simulator's part: the
-    daemon runs in this process."""
+    """Return the CPU milliseconds of each scrape of eight GPUs with 56 MIG devices in use. They include the simulator's
+    CPU time, because the daemon runs in this process.
+    """
     configure_logs("warning", "json")
     node = MeasuredNode(root)
     driver = node.make_driver(dynamic_mig=True)
@@ -173,7 +174,7 @@ def _all_devices(node: MeasuredNode) -> list[str] | None:
 
 
 def _cpu_of_one(driver: Driver) -> float:
-    time.sleep(1.1)  # earlier readings take no samples
+    time.sleep(1.1)  # an earlier scrape would take no samples
     before = time.process_time()
     page = generate_latest(driver.metrics.registry)
     used = time.process_time() - before

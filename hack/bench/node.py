@@ -1,4 +1,5 @@
-"""The nodes that are measured and worn: API server, scheduler and kubelet here, the daemon as a process."""
+"""The nodes of the measurements and of the churn. API server, scheduler and kubelet run in this process, the daemon in
+a separate one."""
 
 from __future__ import annotations
 
@@ -28,39 +29,37 @@ _WAIT_S = 60.0
 
 
 class DaemonNode(PlaygroundNode):
-    """Everything of one node below `root`; the daemon runs from `start` to `end` or `kill`, any number of
-    times.
-    """
+    """A node whose files are all below `root`. The daemon runs from `start` to `end` or `kill`, any number of times."""
 
     process: subprocess.Popen[bytes] | None = None
     log: IO[bytes] | None = None
     more: tuple[str, ...] = ()
-    """Further flags of the daemon."""
+    """Additional flags of the daemon."""
 
     def configure(self, config: JsonObject) -> None:
-        """Have the daemon start with this configuration file."""
+        """Make the daemon start with this configuration."""
         (self.root / "config.yaml").write_text(json.dumps(config))
         self.more = (*self.more, "--config", str(self.root / "config.yaml"))
 
     @property
     def daemon(self) -> int:
-        """Process ID of the daemon. Raises: OSError if it does not run."""
+        """The process ID of the daemon. Raises: OSError if it is not running."""
         if self.process is None:
-            raise ProcessLookupError("the daemon does not run")
+            raise ProcessLookupError("the daemon is not running")
         return self.process.pid
 
     def start(self) -> None:
-        """Start the daemon and wait until the kubelet has it."""
+        """Start the daemon, and wait until it is registered with the kubelet."""
         flags = ("--log-level", "warning", *self.more)
         self.process = self.start_daemon(*flags, log=self.log)
         self.kubelet.wait_registered(DRIVER, timeout_s=_WAIT_S)
 
     def end(self) -> None:
-        """Stops the daemon like a kubelet."""
+        """Stop the daemon with SIGTERM, like a kubelet."""
         self._stop(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Kill it in whatever it is doing."""
+        """Kill the daemon with SIGKILL."""
         self._stop(signal.SIGKILL)
 
     def _stop(self, how: signal.Signals) -> None:
@@ -70,14 +69,15 @@ class DaemonNode(PlaygroundNode):
             self.process = None
 
     def stop(self) -> None:
-        """Stops everything."""
+        """Stop everything."""
         self.end()
         super().stop()
 
 
 def memory_directory(root: Path) -> Path:
-    """A directory in memory, as /var/run is on a node, for the CDI specs of what lies at `root`; on its disk where
-    there is none. The caller removes it."""
+    """Create a directory for the CDI specs of the node at `root`. It is in memory, like /var/run on a real node, or on
+    disk if that is not possible. The caller removes it.
+    """
     memory = Path("/dev/shm")
     chosen = (memory if os.access(memory, os.W_OK | os.X_OK) else root) / f"{root.name}-cdi"
     chosen.mkdir()
@@ -85,7 +85,7 @@ def memory_directory(root: Path) -> Path:
 
 
 class MeasuredNode(PlaygroundNode):
-    """A node for measurements: with a kubelet that polls often, and real device nodes if possible."""
+    """A node for measurements, with a kubelet that polls often, and with real device nodes if possible."""
 
     def __init__(self, root: Path) -> None:
         kubelet = KubeletSettings(poll_s=0.002)
@@ -94,14 +94,14 @@ class MeasuredNode(PlaygroundNode):
         )
 
     def stop(self) -> None:
-        """Stops everything."""
+        """Stop everything."""
         super().stop()
         shutil.rmtree(self.cdi)
 
     def add_claim(
         self, device: str, *, share: bool = False, looks: bool = False, of: str = "gpu"
     ) -> ClaimRef:
-        """Adds a claim with one device, a share of it, or admin access to it."""
+        """Add a claim for a device, for a share of it, or with admin access to it (`looks`)."""
         name = f"claim-{uuid.uuid4()}"
         result: JsonObject = {"request": "gpu", "driver": DRIVER, "pool": self.name, "device": device}
         if looks:
@@ -121,7 +121,7 @@ class MeasuredNode(PlaygroundNode):
         return ClaimRef("default", name, stored["metadata"]["uid"])
 
     def prepare(self, ref: ClaimRef) -> float:
-        """Milliseconds of one Prepare as the kubelet measures it."""
+        """Prepare a claim, and return the duration in milliseconds, as the kubelet measures it."""
         started = time.monotonic()
         outcome = self.kubelet.prepare(DRIVER, [ref])[ref.uid]
         duration = (time.monotonic() - started) * 1000
@@ -130,7 +130,7 @@ class MeasuredNode(PlaygroundNode):
         return duration
 
     def unprepare(self, ref: ClaimRef) -> float:
-        """Milliseconds of one Unprepare."""
+        """Unprepare a claim, and return the duration in milliseconds."""
         started = time.monotonic()
         outcome = self.kubelet.unprepare(DRIVER, [ref])[ref.uid]
         if outcome is not None:
@@ -139,12 +139,14 @@ class MeasuredNode(PlaygroundNode):
 
 
 class Node(MeasuredNode, DaemonNode):
-    """The daemon runs from the constructor to `stop`; `registered_s` and `published_s` count from its start."""
+    """A node whose daemon runs from the constructor to `stop`. `registered_s` and `published_s` are the seconds from
+    the daemon's start to its registration and to its slices.
+    """
 
     more = ("--http-endpoint", "127.0.0.1:0", "--healthcheck-port", "0")
 
     def __init__(self, root: Path, config: JsonObject | None = None) -> None:
-        # The hardware is there before the driver starts.
+        # Create the machine first, so that its time does not count.
         super().__init__(root)
         if config is not None:
             self.configure(config)
@@ -161,13 +163,13 @@ class Node(MeasuredNode, DaemonNode):
         self.published_s = time.monotonic() - started
 
     def files(self) -> set[str]:
-        """Files of claims on disk."""
+        """Return the paths of the files of claims."""
         places = (self.cdi, self.plugin_dir / "claims", self.plugin_dir / "ledger")
         return {str(path) for place in places for path in place.glob("*")}
 
 
 class SoakNode(DaemonNode):
-    """A node with shared, partitioned and whole GPUs, and a view of all its state."""
+    """A node with shared, partitioned and whole GPUs. `state` returns everything that may be left on it."""
 
     cards: Sequence[int] = ()
     """Indices of the GPUs that virtual machines may get."""
@@ -191,7 +193,7 @@ class SoakNode(DaemonNode):
         self.start_mps_host()
         super().start()
 
-    # --- what is there ---------------------------------------------------------------------------
+    # --- state -----------------------------------------------------------------------------------
 
     def is_tainted(self, gpu_uuid: str) -> bool:
         """Whether any device of the GPU is published with a taint."""
@@ -201,12 +203,12 @@ class SoakNode(DaemonNode):
         )
 
     def is_complete(self) -> bool:
-        """Whether every slice of the pool is there."""
+        """Whether all slices of the pool are published."""
         pools = [entry["spec"]["pool"] for entry in self.server.objects("resourceslices")]
         return bool(pools) and pools[0]["resourceSliceCount"] == len(pools)
 
     def state(self) -> dict[str, Any]:
-        """Returns everything that claims, crashes and faults may have left behind."""
+        """Return everything that claims, crashes and faults may leave behind."""
         claims, cdi = self.plugin_dir / "claims", self.cdi
         gpus = [self.machine.gpu(index) for index in range(8)]
         every_function = functions(self.machine.current())
@@ -233,11 +235,11 @@ class SoakNode(DaemonNode):
         }
 
     def mps_daemons(self) -> list[str]:
-        """Control daemons of this node's MPS host that run."""
+        """Return the command lines of the running control daemons of this node's MPS host."""
         return sorted(words for _, words in self._processes() if "nvidia-cuda-mps" in words)
 
     def _processes(self) -> list[tuple[int, str]]:
-        """Processes whose command line contains this node's directory, except this process and the daemon."""
+        """Return PID and arguments of the processes that name this node's directory, except this one and the daemon."""
         own = {os.getpid(), self.daemon if self.process else 0}
         found = []
         for file in Path("/proc").glob("[0-9]*/cmdline"):
@@ -250,14 +252,12 @@ class SoakNode(DaemonNode):
         return found
 
     def stop_mps_daemons(self) -> None:
-        """Stops them, their host and their mounts, as a reboot does. Affects only those in this node's
-        directory.
-        """
+        """Stop this node's MPS host and MPS daemons, and remove the mounts in its directory, as a reboot does."""
         self.stop_mps_host()
         for pid in self._mps_pids():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        wait_for(lambda: not self._mps_pids(), every_s=0.01, what="the MPS daemons to end")
+        wait_for(lambda: not self._mps_pids(), every_s=0.01, what="the MPS daemons to exit")
         mounts = [line.split()[1] for line in Path("/proc/mounts").read_text().splitlines()]
         for place in mounts:
             if place.startswith(f"{self.root}/"):
@@ -267,5 +267,5 @@ class SoakNode(DaemonNode):
         return [pid for pid, words in self._processes() if "mps" in words]
 
     def last_log_lines(self, count: int = 20) -> list[str]:
-        """What the daemon said last."""
+        """Return the last lines of the daemon's log."""
         return (self.root / "driver.log").read_text(errors="replace").splitlines()[-count:]

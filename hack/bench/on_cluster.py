@@ -1,9 +1,7 @@
-"""The driver as a DaemonSet under a real kubelet: the kubelet's measurements, compared with pods without
-claims.
+"""Measures the driver as a DaemonSet under a real kubelet, compared with pods without claims.
 
-The cluster is that of `make cluster`, with the driver on a simulated machine and the image of this checkout.
-Rounds with claims and rounds of the same pods without claims (the control) alternate, so that a busy machine
-affects both.
+It uses the cluster of `make cluster`, with the driver on a simulated machine and the image of this checkout. Rounds
+with claims alternate with rounds of the same pods without claims (the control), so that a busy machine affects both.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ Json = dict[str, Any]
 
 
 def wait_for(check: Callable[[], Any]) -> None:
-    """As that of the bench, for what a cluster does. Raises: TimeoutError."""
+    """Wait as long as an action of a cluster may take. Raises: TimeoutError."""
     wait_for_s(check, _WAIT_S, every_s=0.01)
 
 
@@ -56,17 +54,17 @@ class Cluster:
         self._made = 0
 
     def kubectl(self, *arguments: str) -> str:
-        """What kubectl prints. Raises: CalledProcessError."""
+        """Run kubectl, and return its output. Raises: CalledProcessError."""
         environment = {**os.environ, "KUBECONFIG": str(localcluster.kubeconfig())}
         command = [str(localcluster.kubectl()), *arguments]
         return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
 
     def get(self, path: str) -> Json:
-        """An object or a list."""
+        """Return an object or a list from the API server."""
         return self.client.request("GET", path, action=f"get {path}")
 
     def delete(self, path: str, *, grace_s: int | None = None) -> None:
-        """Without a word if it is not there."""
+        """Delete an object. Do nothing if it does not exist."""
         body = {"kind": "DeleteOptions", "apiVersion": "v1"}
         try:
             self.client.request(
@@ -80,7 +78,7 @@ class Cluster:
                 raise
 
     def slices(self) -> list[Json]:
-        """The slices of the driver."""
+        """Return the slices of the driver."""
         return [one for one in self.get(_SLICES)["items"] if one["spec"]["driver"] == DRIVER]
 
     def has_devices(self) -> bool:
@@ -88,7 +86,7 @@ class Cluster:
         return sum(len(one["spec"].get("devices") or ()) for one in self.slices()) >= GPUS
 
     def place(self, selector: Json) -> None:
-        """Let the driver's pods run only on nodes with these labels too; None takes one off."""
+        """Add these labels to the node selector of the driver's pods; None removes a label."""
         self.client.request(
             "PATCH",
             f"/apis/apps/v1/namespaces/{NAMESPACE}/daemonsets/{NAMESPACE}",
@@ -98,7 +96,7 @@ class Cluster:
         )
 
     def start_pods(self, count: int, *, claims: bool) -> list[str]:
-        """Creates pods of one sleeping container, each with its own GPU or none; returns their names."""
+        """Create pods with one sleeping container, each with its own GPU or without a claim. Return their names."""
         names = []
         for _ in range(count):
             self._made += 1
@@ -109,24 +107,24 @@ class Cluster:
         return names
 
     def wait_running(self, names: Sequence[str]) -> None:
-        """Raises: TimeoutError."""
+        """Wait until these pods are running. Raises: TimeoutError."""
         wanted = set(names)
         wait_for(lambda: wanted <= {one["metadata"]["name"] for one in self._pods() if _is_running(one)})
 
     def claim_of(self, pod: str) -> Json:
-        """The claim that was created for a pod from the template; empty if there is none."""
+        """Return the claim that was created from the template for a pod; empty if there is none."""
         for claim in self.get(_CLAIMS)["items"]:
             if any(owner["name"] == pod for owner in claim["metadata"].get("ownerReferences", ())):
                 return dict(claim)
         return {}
 
     def is_allocated(self, pod: str) -> bool:
-        """Whether that claim has a device."""
+        """Whether the pod's claim is allocated."""
         return "allocation" in (self.claim_of(pod).get("status") or {})
 
     def end_pods(self, names: Sequence[str], *, others: int = 0) -> None:
-        """Deletes them, and waits until they are gone and their claims unprepared; `others` are claims that
-        stay.
+        """Delete these pods, and wait until they are gone and their claims are unprepared. `others` is the number of
+        claims that stay prepared.
         """
         for name in names:
             self.delete(f"{_PODS}/{name}", grace_s=0)
@@ -138,7 +136,7 @@ class Cluster:
         return items
 
     def prepared(self, call: str = "NodePrepareResources") -> tuple[float, float]:
-        """Seconds that the kubelet spent in such a call of the driver, and how often it called."""
+        """Return how many seconds the kubelet spent in these calls of the driver, and their number."""
         text = self.kubectl("get", "--raw", f"/api/v1/nodes/{localcluster.NODE_NAME}/proxy/metrics")
         found = {"sum": 0.0, "count": 0.0}
         for kind, labels, value in _METRIC.findall(text):
@@ -147,7 +145,7 @@ class Cluster:
         return found["sum"], found["count"]
 
     def pod_uid(self) -> str:
-        """UID of the driver's pod, when it is the only one and ready; empty until then."""
+        """Return the UID of the driver's pod, once there is only one and it is ready; empty before."""
         pods = self.get(f"/api/v1/namespaces/{NAMESPACE}/pods")["items"]
         ready = [
             one
@@ -180,7 +178,7 @@ def _plugin_directory() -> Path:
 
 
 def driver_processes() -> list[int]:
-    """The processes of the driver's pods on this machine; the daemon comes first."""
+    """Return the process IDs of the driver's pods on this machine, the daemon's first."""
     found: dict[str, list[int]] = {"run": [], "mps-host": []}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdecimal():
@@ -201,18 +199,18 @@ def driver_processes() -> list[int]:
 
 
 def daemon() -> int:
-    """Its process ID on this machine."""
+    """Return the daemon's process ID on this machine."""
     return driver_processes()[0]
 
 
 def _age_s(pid: int) -> float:
-    """Seconds since the process was started."""
+    """Return how many seconds ago the process was started."""
     started = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
 
 
 def prepare_cluster() -> Cluster:
-    """Returns the cluster with this checkout's driver; starts it if necessary. Raises: CalledProcessError."""
+    """Return the cluster with this checkout's driver; start it if necessary. Raises: CalledProcessError."""
     for command in (
         ["hack/image.py"],
         ["hack/cluster/cluster.py", "up"],
@@ -239,9 +237,11 @@ def prepare_cluster() -> Cluster:
 
 
 def rounds(cluster: Cluster, runs: int) -> Iterator[tuple[str, float]]:
-    """Alternating: one pod, the same without a claim, eight, eight without, replaced, replaced without."""
+    """Yield label and value of each measurement. Each one with claims is followed by the same one without claims: of
+    one pod, of eight pods, and of eight replaced pods.
+    """
     for names in (cluster.start_pods(1, claims=True), cluster.start_pods(1, claims=False)):
-        cluster.wait_running(names)  # the first of its kind loads the image
+        cluster.wait_running(names)  # the first pods are slower, for example because they load the image
         cluster.end_pods(names)
     for _ in range(runs):
         before = cluster.prepared()
@@ -267,13 +267,13 @@ def rounds(cluster: Cluster, runs: int) -> Iterator[tuple[str, float]]:
 
 
 class _Spent:
-    """Processor seconds that the daemon spends from now until `stop`, and the time that passes."""
+    """The CPU seconds of the daemon, and the time that passes, from the constructor until `stop`."""
 
     def __init__(self) -> None:
         self.cpu_s, self.took_s = -ticks_cpu_s(daemon()), -time.monotonic()
 
     def stop(self) -> None:
-        """Stops measuring."""
+        """Stop measuring."""
         self.cpu_s += ticks_cpu_s(daemon())
         self.took_s += time.monotonic()
 
@@ -292,8 +292,9 @@ def _start_and_end(cluster: Cluster, count: int, *, claims: bool) -> float:
 
 
 def churn(cluster: Cluster, pods: int) -> Iterator[tuple[str, float]]:
-    """The shape of the test for DRA in kubernetes/perf-tests: pods hold 90 % of the devices, and short-lived ones, one
-    after the other, take the rest."""
+    """Yield label and value of each measurement, in a load like that of the DRA test in kubernetes/perf-tests: some
+    pods hold 90% of the devices, and short-lived pods use the others, one pod after the other.
+    """
     held = cluster.start_pods(GPUS * 9 // 10, claims=True)
     cluster.wait_running(held)
     for _ in range(pods):
@@ -319,7 +320,7 @@ def _was_called(cluster: Cluster, before: tuple[float, float]) -> bool:
 
 
 def _replace(cluster: Cluster, *, claims: bool) -> float:
-    """Returns the seconds from the forced deletion of eight pods until eight new ones, created at once, run."""
+    """Return the seconds from the forced deletion of eight pods until eight pods that replace them are running."""
     old = cluster.start_pods(GPUS, claims=claims)
     cluster.wait_running(old)
     started = time.monotonic()
@@ -333,7 +334,7 @@ def _replace(cluster: Cluster, *, claims: bool) -> float:
 
 
 def _wipe(cluster: Cluster) -> float:
-    """Seconds from the deletion of all slices, as by a kubelet that starts, until the devices are back."""
+    """Return the seconds from the deletion of all slices, as at a start of the kubelet, until they are back."""
     time.sleep(0.5)
     for one in cluster.slices():
         cluster.delete(f"{_SLICES}/{one['metadata']['name']}")
@@ -347,10 +348,10 @@ def _is_gone(pid: int) -> bool:
 
 
 def starts(cluster: Cluster, runs: int) -> list[float]:
-    """Returns the seconds from the start of a daemon process until its node's slices exist.
+    """Return the seconds from the start of a daemon process until its node's slices exist.
 
-    No instance runs before, and no slice exists: the next instance starts while the last one exits, so
-    otherwise slices deleted at the exit would be measured.
+    Before each start, wait until no instance is running, and delete all slices. Otherwise the next instance would start
+    while the old one exits, and would find its slices.
     """
     found = []
     for _ in range(runs):
@@ -368,9 +369,9 @@ def starts(cluster: Cluster, runs: int) -> list[float]:
 
 
 def idle_percent(duration_s: float) -> float:
-    """Percent of a core that the daemon uses while nothing happens."""
+    """Return the percent of a core that the idle daemon uses."""
     pid = daemon()
-    time.sleep(12)  # so that workers of the last calls exit, and the last change is published
+    time.sleep(12)  # until the workers of the last calls have exited and the last change is published
     before = threads_cpu_s(pid)
     time.sleep(duration_s)
     return (threads_cpu_s(pid) - before) / duration_s * 100

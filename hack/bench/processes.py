@@ -1,4 +1,4 @@
-"""What a process uses, and waiting for what it does."""
+"""Measures what a process uses, and waits for conditions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _WAIT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Wear:
-    """What a process has at one moment."""
+    """The resources of a process at one moment."""
 
     memory_mib: float
     descriptors: int
@@ -22,31 +22,31 @@ class Wear:
 
 
 def wear(pid: int) -> Wear:
-    """Raises: OSError if the process is gone."""
+    """Return the resources of a process. Raises: OSError if the process has exited."""
     counts = [len(list(Path(f"/proc/{pid}/{name}").iterdir())) for name in ("fd", "task")]
     return Wear(resident_mib(pid), *counts)
 
 
 def memory_mib(pid: int, what: str, file: str = "smaps_rollup") -> float:
-    """`Rss` or `Pss` of a process, or a line of another file of its directory in /proc."""
+    """Return `Rss` or `Pss` of a process in MiB, or the value of a line in another file of /proc/PID."""
     lines = Path(f"/proc/{pid}/{file}").read_text().splitlines()
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{what}:"))
 
 
 def resident_mib(pid: int) -> float:
-    """Resident memory of a process."""
+    """Return the resident memory of a process in MiB."""
     return memory_mib(pid, "VmRSS", "status")
 
 
 def ticks_cpu_s(pid: int) -> float:
-    """Returns the CPU seconds of a process, including threads that have exited, with a resolution of 0.01 s."""
+    """Return the CPU seconds of a process, including threads that have exited, with a resolution of 0.01 s."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def threads_cpu_s(pid: int) -> float:
-    """Returns the CPU seconds of the living threads in nanosecond resolution: when idle a clock tick is a
-    tenth of the budget.
+    """Return the CPU seconds of the running threads. The resolution is a nanosecond, because a clock tick would be a
+    tenth of the idle budget.
     """
     threads = Path(f"/proc/{pid}/task").iterdir()
     return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
@@ -55,7 +55,7 @@ def threads_cpu_s(pid: int) -> float:
 def wait_for(
     done: Callable[[], Any], timeout_s: float = _WAIT_S, every_s: float = 0.002, what: str = "it"
 ) -> Any:
-    """The first true value. Raises: TimeoutError that says what was waited for."""
+    """Wait until `done` returns a true value, and return it. Raises: TimeoutError that names `what`."""
     deadline = time.monotonic() + timeout_s
     while not (value := done()):
         if time.monotonic() > deadline:

@@ -2,7 +2,7 @@
 daemons are killed and run in pairs, and nvidia-smi, the MPS host, NVML and the kernel fail or hang
 temporarily.
 
-Two claims must never hold what they do not share, and a prepared claim must never lose its devices.
+Two claims must never hold the same device, unless it is shared, and a prepared claim must never lose its devices.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from dra_driver.model.claim import Prepared
 _PODS = 10
 _LEFT_AFTER_S = 60.0
 _PATIENCE_S, _NOTICED_S = 45.0, 2.0
-"""The kubelet's timeout for a call; and the time in which it notices that a daemon has exited."""
+"""The kubelet's timeout for a call, and the time until the kubelet notices that a daemon has exited."""
 _MAX_MORE = 6
-"""Descriptors and threads that a daemon may have more than after its first claims: connections and pools."""
+"""How many more descriptors or threads than after its first claims a daemon may have, for connections and pools."""
 _CALLS = (
     "nvmlInit*", "nvmlDeviceGetHandle*", "nvmlDeviceSetPersistenceMode", "nvmlDeviceSetMigMode",
     "nvmlDeviceCreateGpuInstance*", "nvmlGpuInstanceCreateComputeInstance", "nvmlGpuInstanceDestroy",
@@ -42,7 +42,7 @@ _CALLS = (
 
 
 class RandomNode(SoakNode):
-    """One or two daemons at a time, each of a pod of its own, the newest one last."""
+    """A node with one or two daemons at a time, each in its own pod. The newest is the last in `daemons`."""
 
     cards = range(2, 8)
 
@@ -53,8 +53,8 @@ class RandomNode(SoakNode):
         self._pods = 0
 
     def start(self) -> None:
-        """Start one more daemon, and wait until the kubelet has it."""
-        if not self._pods:  # another thread will end and start it
+        """Start one more daemon, and wait until it is registered with the kubelet."""
+        if not self._pods:  # later, another thread stops and starts the MPS host
             self.start_mps_host()
         self._pods += 1
         uid = f"pod-{self._pods}"
@@ -63,14 +63,14 @@ class RandomNode(SoakNode):
 
         def is_registered() -> bool:
             if self.daemons[-1].poll() is not None:
-                raise RuntimeError(f"the daemon of {uid} has ended: {self.daemons[-1].returncode}")
+                raise RuntimeError(f"the daemon of {uid} exited with {self.daemons[-1].returncode}")
             return any(uid in one.socket.name and one.connected for one in self.kubelet.instances(DRIVER))
 
         wait_for(is_registered, every_s=0.02, what=f"the daemon of {uid}")
         self.changed_at = time.monotonic()
 
     def finish(self, daemon: subprocess.Popen[bytes], how: signal.Signals) -> None:
-        """Ends one of them."""
+        """Stop one of the daemons with a signal."""
         self.changed_at = time.monotonic()
         daemon.send_signal(how)
         daemon.wait(60)
@@ -78,12 +78,12 @@ class RandomNode(SoakNode):
         self.process = self.daemons[-1] if self.daemons else None
 
     def end(self) -> None:
-        """Kills the remaining ones."""
+        """Kill the remaining daemons."""
         for daemon in list(self.daemons):
             self.finish(daemon, signal.SIGKILL)
 
     def signal_mps_host(self, what: signal.Signals) -> None:
-        """Send it to the MPS host."""
+        """Send a signal to the MPS host."""
         if self._mps_host is not None:
             self._mps_host.process.send_signal(what)
 
@@ -92,7 +92,7 @@ class RandomNode(SoakNode):
         return any(self.cdi.glob(f"*{life.ref.uid}*"))
 
     def lost(self, life: Life, device: str) -> str | None:
-        """What is not as it must be while a claim of one's own has the device."""
+        """Return how a claim has lost its device; None if the claim still has it."""
         if life.kind == "vm":
             bus_id = "{}:{}:{}.{}".format(*device.removeprefix("vfio-").split("-"))
             driver = self.machine.gpu(bus_id).driver
@@ -105,7 +105,7 @@ class RandomNode(SoakNode):
 
 
 class Holders:
-    """Which claim holds what, according to the answers of Prepare that were not unprepared."""
+    """Tracks which claim holds which parts of GPUs, from Prepare's response until Unprepare."""
 
     def __init__(self, node: RandomNode) -> None:
         self._node = node
@@ -124,8 +124,8 @@ class Holders:
         self.faults: list[str] = []
 
     def take(self, life: Life, answer: Prepared) -> None:
-        """A claim was prepared. A claim that is deleted in the API server may have lost its devices without a
-        call of the kubelet; it then has no CDI spec.
+        """Record a prepared claim, and a fault if another claim holds the same parts. Claims without a CDI spec do not
+        count: after its deletion in the API server, a claim can lose its devices without a call of the kubelet.
         """
         names = [device.device for device in answer.devices if life.kind != "admin"]
         units = {unit for name in names for unit in self._units.get(name, ())}
@@ -137,13 +137,13 @@ class Holders:
                     self.faults.append(f"{both} hold {min(units & theirs)}")
 
     def drop(self, life: Life) -> None:
-        """Record that the claim may lose its devices from now on."""
+        """Stop tracking a claim, because it may lose its devices from now on."""
         with self._lock:
             self._held.pop(life.ref.uid, None)
 
 
 class Pods(Claims):
-    """A thread of the kubelet: one claim after the other comes, perhaps more than once, and goes."""
+    """A thread of the kubelet, which prepares and unprepares one claim after the other, some of them several times."""
 
     kinds = (
         "whole", "several", "slices", "mps", "several mps", "share", "share", "mig", "mig", "mig mps", "vm", "vm",
@@ -159,16 +159,16 @@ class Pods(Claims):
         self.give_up_at = float("inf")
 
     def warm_up(self) -> None:
-        """A claim of each kind comes and goes, while nothing is wrong."""
+        """Prepare and unprepare a claim of each kind, while nothing is broken."""
         for kind in dict.fromkeys(self.kinds):
             life = self._new(kind)
             if life is None or not self._prepare(life, _PATIENCE_S):
-                raise RuntimeError(f"no claim of kind {kind} on a healthy node: {self.refusals}")
+                raise RuntimeError(f"a claim of kind {kind} failed on a healthy node: {self.refusals}")
             self._unprepare(life)
             self._delete(life.ref)
 
     def run(self, is_over: threading.Event) -> None:
-        """Until it is over, and the last claim is unprepared."""
+        """Run claims until `is_over` is set and the last claim is unprepared."""
         while not is_over.is_set():
             if (life := self._any()) is not None:
                 self._live(life, is_over)
@@ -187,7 +187,7 @@ class Pods(Claims):
                 self._check(life, answer)
             if (
                 is_deleted := choose.random() < 0.1
-            ):  # by force: others get its devices before the kubelet has ended it
+            ):  # force-delete: other claims can get its devices before the kubelet unprepares it
                 self._delete(life.ref)
                 is_over.wait(choose.uniform(0.0, 5.0))
             self._unprepare(life)
@@ -197,7 +197,7 @@ class Pods(Claims):
             self._delete(life.ref)
 
     def _prepare(self, life: Life, patience_s: float | None = None) -> Prepared | None:
-        """The answer with devices, if it is one."""
+        """Call Prepare. Return the response with its devices; None if Prepare failed."""
         began = time.monotonic()
         answer = self._ask(self._node.kubelet.prepare, life, patience_s)
         if isinstance(answer, Prepared):
@@ -209,7 +209,7 @@ class Pods(Claims):
         return None
 
     def _ask(self, call: Callable[..., dict[str, Any]], life: Life, patience_s: float | None = None) -> Any:
-        """The outcome, or why the call failed. Now and then the kubelet does not wait for it."""
+        """Return the outcome, or the error of the call. Sometimes use a short timeout, as if the kubelet gave up."""
         patience_s = patience_s or self._choose.choice(
             (_PATIENCE_S, 10.0, 10.0, self._choose.uniform(0.005, 2.0))
         )
@@ -219,9 +219,7 @@ class Pods(Claims):
         except KubeletError as error:
             is_same = changed_at == self._random_node.changed_at < began - _NOTICED_S
             if is_same and time.monotonic() - began >= _PATIENCE_S:
-                self.faults.append(
-                    f"a call for {life.ref.name} ({life.kind}) had no answer in its time: {error}"
-                )
+                self.faults.append(f"a call for {life.ref.name} ({life.kind}) timed out: {error}")
             outcome = error
         if outcome is not None and not isinstance(outcome, Prepared):
             self.refusals[str(getattr(outcome, "error", outcome)).rpartition("): ")[2]] += 1
@@ -230,10 +228,10 @@ class Pods(Claims):
     def _check(self, life: Life, answer: Prepared) -> None:
         lost = [self._random_node.lost(life, device.device) for device in answer.devices]
         lost += [] if self._random_node.has_spec(life) else ["it has no CDI spec"]
-        self.faults += [f"{life.ref.name} ({life.kind}) is prepared, and {what}" for what in lost if what]
+        self.faults += [f"{life.ref.name} ({life.kind}) is prepared, but {what}" for what in lost if what]
 
     def _unprepare(self, life: Life) -> None:
-        """As the kubelet: again and again until it is done."""
+        """Retry until it succeeds, like the kubelet."""
         self._holders.drop(life)
         began, why = time.monotonic(), None
         while time.monotonic() < self.give_up_at:
@@ -245,7 +243,7 @@ class Pods(Claims):
 
 
 class Trouble:
-    """What goes wrong, one thing at a time in each of two threads: with daemons, and with tools."""
+    """Breaks things, one at a time in each of two threads: one for daemons, one for tools."""
 
     def __init__(self, node: RandomNode, seed: int) -> None:
         self._node, self._choose = node, random.Random(seed)
@@ -253,11 +251,11 @@ class Trouble:
         self.faults: list[str] = []
 
     def with_daemons(self, is_over: threading.Event) -> None:
-        """Kills, restarts and rolling updates."""
+        """Kill, restart and update daemons until `is_over` is set."""
         self._go_on(is_over, (self._kill, self._kill, self._restart, self._roll, self._roll_back))
 
     def with_tools(self, is_over: threading.Event) -> None:
-        """Programs, the MPS host, NVML and the kernel."""
+        """Break programs, the MPS host, NVML and the kernel until `is_over` is set."""
         of_mps = (self._mps_host_hangs, self._mps_host_dies, self._mps_daemons_fail)
         self._go_on(
             is_over, (self._smi_fails, self._smi_hangs, *of_mps, self._nvml, self._nvml, self._writes)
@@ -283,13 +281,13 @@ class Trouble:
         self._node.start()
 
     def _roll(self) -> None:
-        """The new instance runs before the old one exits."""
+        """Start a new instance before the old one exits."""
         self._node.start()
         time.sleep(self._choose.uniform(0.0, 6.0))
         self._node.finish(self._node.daemons[0], self._choose.choice((signal.SIGTERM, signal.SIGKILL)))
 
     def _roll_back(self) -> None:
-        """The new instance dies, and the kubelet calls the old one again."""
+        """Start and kill a new instance, so that the kubelet calls the old one again."""
         self._node.start()
         time.sleep(self._choose.uniform(0.0, 6.0))
         self._node.finish(self._node.daemons[-1], signal.SIGKILL)
@@ -298,7 +296,7 @@ class Trouble:
         self._with_smi("echo 'Unable to determine the device handle: Unknown Error'; exit 255")
 
     def _smi_hangs(self) -> None:
-        """The calls that were begun take effect when the hang is over."""
+        """Let calls of nvidia-smi hang for a while. They take effect afterwards."""
         hangs = self._node.root / "hangs"
         hangs.touch()
         try:
@@ -307,7 +305,7 @@ class Trouble:
             hangs.unlink()
 
     def _with_smi(self, script: str) -> None:
-        """The simulator writes its own program again when MIG devices come or go."""
+        """Replace nvidia-smi by a script for a while, again whenever the simulator rewrites it after a MIG change."""
         program = self._node.machine.host_root / "usr/bin/nvidia-smi"
         text, new = f"#!/bin/sh\n{script}\n", program.with_name(".soak")
         until = time.monotonic() + self._a_while()
@@ -359,7 +357,7 @@ class Trouble:
 def churn(
     node: RandomNode, seconds: float, seed: int
 ) -> tuple[dict[str, object], dict[str, object], list[str]]:
-    """The node's state before and after it, and what was wrong in between."""
+    """Run the churn. Return the node's state before and after it, and the faults that were found."""
     wait_for(node.is_complete, what="all slices")
     fresh, holders, trouble, is_over = node.state(), Holders(node), Trouble(node, seed), threading.Event()
     pods = [Pods(node, seed * 100 + number, number, holders) for number in range(_PODS)]
@@ -387,17 +385,17 @@ def churn(
     worn = wear(node.daemon)
     _report(pods, trouble)
     print(
-        f"as fresh, or given up, {time.monotonic() - mended:.0f} s after all was mended; descriptors "
+        f"waited {time.monotonic() - mended:.0f} s after the last repair for the initial state; descriptors "
         f"{usual.descriptors} -> {worn.descriptors}, threads {usual.threads} -> {worn.threads}"
     )
     faults = [*holders.faults, *trouble.faults, *(fault for pod in pods for fault in pod.faults)]
     if max(worn.descriptors - usual.descriptors, worn.threads - usual.threads) > _MAX_MORE:
-        faults.append("the daemon keeps descriptors or threads")
+        faults.append("the daemon leaks descriptors or threads")
     return fresh, node.state(), faults
 
 
 def _report(pods: Sequence[Pods], trouble: Trouble) -> None:
-    """A line for each kind of claim, and what went wrong how often."""
+    """Print a line for each kind of claim, the number of breaks of each kind, and the most frequent refusals."""
     for kind in dict.fromkeys(Pods.kinds):
         words = [
             f"{sum(pod.counts[f'{kind} {what}'] for pod in pods):4} {what}"

@@ -1,13 +1,13 @@
 """`make scale`: measures what the publishers of many nodes cost the API server.
 
-The daemon's real client, slice cache and publisher run once for each node, all in this process; other parts
-of the daemon send nothing to the API server while the node is idle. The exit code is 1 if a restart of all of
-them wrote anything.
+The daemon's real client, slice cache and publisher run once for each node, all in this process. The other parts of the
+daemon send nothing to the API server while the node is idle. The exit code is 1 if a restart of all publishers writes
+anything.
 
-    hack/bench scale                            1,000 nodes against the playground's API server
-    hack/bench scale --kubeconfig FILE          against a running server; --pid kube-apiserver=N to measure it
-    hack/bench scale --dynamic-mig --nodes 200  with MIG devices on demand, whose slices are the largest
-    hack/bench scale --forget 60                finally the playground's server answers each watch with 410
+    hack/bench scale                            1,000 nodes with the playground's API server
+    hack/bench scale --kubeconfig FILE          with a running API server; --pid kube-apiserver=N measures it
+    hack/bench scale --dynamic-mig --nodes 200  with MIG devices on demand, which have the largest slices
+    hack/bench scale --forget 60                at the end, the playground's API server fails each watch with 410
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _PUBLISHED_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """What it cost to have all publishers do something."""
+    """The cost of an action of all publishers."""
 
     what: str
     seconds: float
@@ -66,12 +66,12 @@ class Phase:
 
     @property
     def writes(self) -> int:
-        """Requests that change something."""
+        """The number of requests that change something."""
         return sum(self.requests[method] for method in _WRITES)
 
 
 def inventory_of(machine: str, *, dynamic_mig: bool) -> Inventory:
-    """What the driver knows of a simulated machine. Raises: NvmlUnavailableError."""
+    """Return the devices of a simulated machine. Raises: NvmlUnavailableError."""
     with tempfile.TemporaryDirectory(prefix="scale-") as scratch:
         settings = Settings("any", simulate=machine, simulator_dir=scratch, dynamic_mig=dynamic_mig)
         platform = platform_of(settings)
@@ -83,14 +83,14 @@ def inventory_of(machine: str, *, dynamic_mig: bool) -> Inventory:
 
 
 class _KeepsAll(ApiSupport):
-    """Sends no dry runs. A daemon sends some when it starts, but this benchmark does not measure the start."""
+    """Skips the dry runs by which a daemon checks the API server at its start; they are not part of the measurement."""
 
     def _ask(self, _known: Support, _owner: Owner) -> Support:
         return Support()
 
 
 class NodePublisher:
-    """The part of a daemon that talks to the API server while nothing changes on its node."""
+    """The part of a daemon that sends requests to the API server while nothing changes on its node."""
 
     def __init__(self, kubeconfig: str, name: str, content: Inventory, observe: Callable[..., None]) -> None:
         self._client = ApiClient(load_endpoint(kubeconfig), observe=observe, timeout_s=60.0)
@@ -101,27 +101,27 @@ class NodePublisher:
         self.publisher = Publisher(self, self.cache, NO_SHARING, support, mock.Mock())
 
     def leads(self) -> bool:
-        """No other instance runs."""
+        """Return True: no other instance runs."""
         return True
 
     def inventory(self) -> Inventory:
-        """Never changes."""
+        """Return the devices, which never change."""
         return self._content
 
     def owner(self) -> Owner:
-        """By the Node object."""
+        """Return the Node object as the owner of the slices."""
         return Owner(DRIVER, self._name, node_uid(self._client, self._name))
 
     def taints(self, _limits: TaintLimits) -> Taints:
-        """None."""
+        """Return no taints."""
         return untainted
 
     def left_out(self, _dropped: bool) -> Callable[[OfferedDevice], bool]:
-        """No device."""
+        """Withhold no device."""
         return none_withheld
 
     def stop(self) -> None:
-        """Stops like a daemon; the slices remain."""
+        """Stop like a daemon; the slices remain."""
         self.publisher.stop()
         self.cache.stop()
         self._client.close()
@@ -138,7 +138,7 @@ class Fleet:
         self._nodes: list[NodePublisher] = []
 
     def watch(self) -> None:
-        """New publishers list and watch, and publish nothing yet. Raises: TimeoutError."""
+        """Create publishers that list and watch, but do not publish yet. Raises: TimeoutError."""
         self._nodes = [
             NodePublisher(str(self._server.kubeconfig), name, self._content, self._count)
             for name in self._names
@@ -147,29 +147,29 @@ class Fleet:
             node.cache.start()
         for node in self._nodes:
             if not node.cache.synced.wait(_PUBLISHED_S):
-                raise TimeoutError("the slices were not listed in time")
+                raise TimeoutError(f"the slices were not listed within {_PUBLISHED_S:.0f} s")
 
     def publish(self) -> None:
-        """Let all nodes publish. Raises: TimeoutError."""
+        """Make all nodes publish their slices. Raises: TimeoutError."""
         for node in self._nodes:
             node.publisher.start()
         for node in self._nodes:
             if not node.publisher.wait_published(_PUBLISHED_S):
-                raise TimeoutError(f"not published in time: {node.publisher.problem}")
+                raise TimeoutError(f"not published within {_PUBLISHED_S:.0f} s: {node.publisher.problem}")
 
     def stop(self) -> None:
-        """Stops all publishers."""
+        """Stop all publishers."""
         for node in self._nodes:
             node.stop()
 
     def restart(self) -> None:
-        """All of them, as after an update of the plugin. Raises: TimeoutError."""
+        """Restart all publishers, as an update of the plugin does. Raises: TimeoutError."""
         self.stop()
         self.watch()
         self.publish()
 
     def phase(self, what: str, act: Callable[[], object]) -> Phase:
-        """Do this and measure it."""
+        """Run `act`, and measure its cost."""
         began, cpu = time.monotonic(), self._server.cpu_s()
         self._requests.clear()
         act()
@@ -178,14 +178,14 @@ class Fleet:
         return Phase(what, seconds, Counter(self._requests), used, memory, resident_mib(os.getpid()))
 
     def calm_down(self, phase: Phase) -> None:
-        """Wait, ten seconds at most, for half a second without a request; what comes until then counts too."""
+        """Wait, at most ten seconds, for half a second without a request. Add the requests until then to the phase."""
         for _ in range(20):
             if not (late := self.rest("", 0.5).requests):
                 return
             phase.requests.update(late)
 
     def rest(self, what: str, seconds: float) -> Phase:
-        """Nothing happens."""
+        """Measure the publishers while nothing changes."""
         return self.phase(what, lambda: time.sleep(seconds))
 
     def _count(self, method: str, _status: int | None) -> None:
@@ -195,7 +195,7 @@ class Fleet:
 def measure(
     server: servers.Server, nodes: int, content: Inventory, rest_s: float, forget_s: float
 ) -> list[Phase]:
-    """All phases; Node objects and slices are taken away again."""
+    """Measure all phases, and delete the Node objects and slices afterwards."""
     client = ApiClient(load_endpoint(str(server.kubeconfig)), timeout_s=60.0)
     names = [f"{_PREFIX}{number:05d}" for number in range(nodes)]
     for name in names:
@@ -222,7 +222,7 @@ def measure(
 
 
 def make_node(client: ApiClient, name: str) -> None:
-    """A Node object, which owns slices."""
+    """Create a Node object, which will own slices, unless it exists."""
     body = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name}}
     try:
         client.request("POST", "/api/v1/nodes", body=body, action=f"create node {name}")
@@ -232,7 +232,7 @@ def make_node(client: ApiClient, name: str) -> None:
 
 
 def clean(client: ApiClient, names: Sequence[str]) -> None:
-    """Deletes only what was created for the measurement."""
+    """Delete the slices and Node objects that were created for the measurement."""
     slices = "/apis/resource.k8s.io/v1/resourceslices"
     wanted = set(names)
     for entry in client.request("GET", slices, action="list slices")["items"]:
@@ -244,7 +244,7 @@ def clean(client: ApiClient, names: Sequence[str]) -> None:
 
 
 def bytes_of_set(content: Inventory) -> tuple[int, int]:
-    """Slices of a node and their bytes as JSON."""
+    """Return the number of slices of a node and their size as JSON, in bytes."""
     made = slice_changes(
         build_pool(content, f"{_PREFIX}00000"), (), Owner(DRIVER, f"{_PREFIX}00000", "u" * 36)
     )
@@ -253,7 +253,7 @@ def bytes_of_set(content: Inventory) -> tuple[int, int]:
 
 
 def show(phases: Sequence[Phase], nodes: int, content: Inventory) -> None:
-    """The table, and the figures for one node that docs/scale.md computes with."""
+    """Print the table, and the figures for one node, with which docs/scale.md calculates."""
     count, size = bytes_of_set(content)
     print(f"{nodes} nodes, {count} slices of {size} bytes of JSON a node\n")
     names = sorted(phases[0].server_mib)
@@ -279,17 +279,21 @@ def show(phases: Sequence[Phase], nodes: int, content: Inventory) -> None:
 
 
 def main(options: Sequence[str]) -> int:
-    """Measure and print."""
+    """Measure, and print the table."""
     parser = argparse.ArgumentParser(
         prog="bench scale", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--nodes", type=int, default=1000)
-    parser.add_argument("--rest", type=float, default=10.0, help="seconds of watching idle publishers")
+    parser.add_argument("--rest", type=float, default=10.0, help="seconds to measure idle publishers")
     parser.add_argument(
-        "--forget", type=float, default=0.0, metavar="SECONDS", help="twice, with watches refused"
+        "--forget",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="measure twice this long while watches fail",
     )
     parser.add_argument("--dynamic-mig", action="store_true", help="publish MIG devices on demand")
-    parser.add_argument("--kubeconfig", type=Path, help="of a server that runs")
+    parser.add_argument("--kubeconfig", type=Path, help="use a running API server")
     parser.add_argument("--pid", action="append", default=[], metavar="NAME=PID", help="process to measure")
     arguments = parser.parse_args(options)
     _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -1,4 +1,4 @@
-"""The API server that is measured: the playground's as a process, or one that runs."""
+"""The API server to measure: the playground's in a separate process, or one that is already running."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from dra_driver.kube.endpoint import load_endpoint
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """Where it is, and its processes by name."""
+    """An API server: its kubeconfig, and its processes by name."""
 
     kubeconfig: Path
     pids: dict[str, int]
     forget: Callable[[], None] | None = None
-    """Break all watches, and answer each new one with 410 from now on; None where that cannot be had."""
+    """Breaks all watches, and makes each new one fail with 410; None if the server does not support that."""
 
     def resident_mib(self) -> dict[str, float]:
-        """Resident memory of each process."""
+        """Return the resident memory of each process in MiB."""
         return {name: resident_mib(pid) for name, pid in self.pids.items()}
 
     def cpu_s(self) -> float:
-        """Processor seconds of all of them."""
+        """Return the CPU seconds of all processes together."""
         return sum(map(ticks_cpu_s, self.pids.values()))
 
 
 @contextlib.contextmanager
 def playground(scratch: Path) -> Iterator[Server]:
-    """The playground's API server as a process."""
+    """Run the playground's API server as a separate process."""
     kubeconfig = scratch / "kubeconfig"
     command = [sys.executable, __file__, str(kubeconfig)]
     imports = {"PYTHONPATH": os.pathsep.join(sys.path)}
@@ -68,8 +68,8 @@ def _wait_ready(kubeconfig: Path) -> None:
 
 
 def _serve(kubeconfig: Path) -> None:
-    """Runs the playground's API server until it is killed. After the end of standard input it forgets its
-    history.
+    """Run the playground's API server until it is killed. When standard input ends, break all watches, and let new ones
+    fail with 410.
     """
     with PlaygroundApiServer(history=100_000) as server:
         server.write_kubeconfig(kubeconfig)

@@ -1,12 +1,12 @@
-"""`make soak`: a week of churn in minutes on a simulated node, and a check of what remains.
+"""`make soak`: runs a week of churn in minutes on a simulated node, and checks what remains.
 
-Claims of every kind come and go while the daemon is restarted and killed, the kubelet restarts, NVIDIA's
-driver is reloaded, GPUs fail, the API server is unreachable and the machine reboots. Finally records, CDI
-files, MIG instances, modes and settings of GPUs, MPS daemons and slices must be those of a fresh node; the
-exit code is 1 if they are not, or if a claim failed without a fault.
+Claims of every kind are prepared and unprepared while the daemon and the kubelet restart, the daemon is killed, the
+NVIDIA driver is reloaded, GPUs fail, the API server is unreachable and the machine reboots. At the end, records, CDI
+files, MIG instances, modes and settings of GPUs, MPS daemons and slices must be the same as on a fresh node. The exit
+code is 1 if they are not, or if a claim failed while nothing was broken.
 
     python hack/bench soak               about five minutes
-    python hack/bench soak --minutes 60  longer
+    python hack/bench soak --minutes 60  an hour
     python hack/bench soak --seed 7      the same choices again
     python hack/bench soak --random 600  calls, kills and failing tools in parallel, for ten minutes
 """
@@ -28,17 +28,17 @@ from processes import wait_for
 from random_churn import RandomNode
 
 _SETTLE_S = 150.0
-"""Some taints stay for a minute after the last sign of trouble."""
+"""Some taints stay for a minute after the last error."""
 _MAX_SHOWN = 20
 
 
 def differences(before: dict[str, object], after: dict[str, object]) -> list[str]:
-    """What is not as it was, by its name."""
+    """Return the names of the values that differ."""
     return [name for name in before if before[name] != after[name]]
 
 
 def soak(node: SoakNode, minutes: float, seed: int) -> bool:
-    """Whether the node is as new after it, and nothing failed without a cause."""
+    """Run the churn. Return whether nothing remains on the node and nothing failed without a cause."""
     fresh = settled(node)
     churn = Churn(node, seed)
     cycles = 0
@@ -55,7 +55,7 @@ def soak(node: SoakNode, minutes: float, seed: int) -> bool:
 
 
 def judged(fresh: dict[str, object], after: dict[str, object], faults: Sequence[str]) -> bool:
-    """Whether there are no faults and nothing remains; prints what is wrong."""
+    """Return whether there are no faults and nothing remains. Print what is wrong."""
     left = differences(fresh, after)
     for fault in faults[:_MAX_SHOWN]:
         print(f"  {fault}")
@@ -65,12 +65,12 @@ def judged(fresh: dict[str, object], after: dict[str, object], faults: Sequence[
             old, new = ({k: v for k, v in one.items() if old.get(k) != new.get(k)} for one in (old, new))
         print(f"NOT AS ON A FRESH NODE: {name}\n  fresh: {old}\n  now:   {new}")
     if not left:
-        print("records, CDI files, MIG, settings, MPS daemons and slices are those of a fresh node")
+        print("records, CDI files, MIG, settings, MPS daemons and slices are the same as on a fresh node")
     return not left and not faults
 
 
 def settled(node: SoakNode, like: dict[str, object] | None = None) -> dict[str, object]:
-    """The node's state, once it equals `like` or there was time enough for that."""
+    """Return the node's state, as soon as it equals `like`, or after `_SETTLE_S`."""
     wait_for(node.is_complete, what="all slices")
     if like is not None:
         with contextlib.suppress(TimeoutError):
@@ -79,13 +79,15 @@ def settled(node: SoakNode, like: dict[str, object] | None = None) -> dict[str, 
 
 
 def main(options: Sequence[str]) -> int:
-    """Soak and judge."""
+    """Run the soak test, and return its exit code."""
     parser = argparse.ArgumentParser(
         prog="bench soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--minutes", type=float, default=5.0, help="how long (default 5)")
+    parser.add_argument("--minutes", type=float, default=5.0, help="duration (default 5)")
     parser.add_argument("--seed", type=int, default=None, help="repeat the choices of an earlier run")
-    parser.add_argument("--random", type=float, metavar="SECONDS", help="all side by side, for so long")
+    parser.add_argument(
+        "--random", type=float, metavar="SECONDS", help="run everything in parallel for this long"
+    )
     arguments = parser.parse_args(options)
     seed = arguments.seed if arguments.seed is not None else secrets.randbelow(1_000_000)
     print(f"seed {seed}", flush=True)
@@ -99,7 +101,7 @@ def main(options: Sequence[str]) -> int:
             else:
                 as_new = soak(node, arguments.minutes, seed)
         except BaseException:
-            print("the daemon's last words:", *node.last_log_lines(), sep="\n  ")
+            print("the daemon's last log lines:", *node.last_log_lines(), sep="\n  ")
             raise
         finally:
             node.stop()

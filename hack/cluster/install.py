@@ -1,7 +1,6 @@
-"""Loads the driver's image into the cluster of hack/cluster and installs the chart with the values of
-`values/e2e.yaml`.
+"""Loads the driver's image into the cluster of hack/cluster, and installs the chart with `values/e2e.yaml`.
 
-Waits until the driver is ready and its slices exist, and prints how to list them.
+It waits until the driver is ready and its slices exist, and prints how to list them.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _READY_S = 600
 
 
 def kubectl(*arguments: str, stdin: str | None = None) -> str:
-    """Returns kubectl's output; exits with its error message if it fails."""
+    """Run kubectl, and return its output; exit with its error message if it fails."""
     command = [str(localcluster.kubectl()), *arguments]
     environment = {**os.environ, "KUBECONFIG": str(localcluster.kubeconfig())}
     done = subprocess.run(
@@ -37,19 +36,19 @@ def kubectl(*arguments: str, stdin: str | None = None) -> str:
 
 
 def device_count() -> int:
-    """Devices in all slices of the driver."""
+    """Return the number of devices in all slices."""
     slices = json.loads(kubectl("get", "resourceslices", "-o", "json"))["items"]
     return sum(len(entry["spec"].get("devices") or []) for entry in slices)
 
 
 def main() -> int:
-    """Install and wait."""
+    """Install the driver, and wait for its slices."""
     argparse.ArgumentParser(description=__doc__).parse_args()
     print(f"loaded image: {', '.join(localcluster.load_image(image.archive()))}")
     was_there = "gpu-dra-driver" in kubectl("get", "daemonsets", "-A", "-o", "name")
     print(kubectl("apply", "--filename", "-", stdin=localcluster.manifests("e2e")), end="")
     if was_there:
-        # The image's name stays the same when its content changes, and so does the manifest.
+        # A new image has the same name, so the manifest does not change, and `apply` does not restart the pods.
         kubectl("-n", "gpu-dra-driver", "rollout", "restart", "daemonset/gpu-dra-driver")
     kubectl("-n", "gpu-dra-driver", "rollout", "status", "daemonset/gpu-dra-driver", f"--timeout={_READY_S}s")
     deadline = time.monotonic() + _READY_S

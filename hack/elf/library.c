@@ -1,4 +1,4 @@
-/* Stands for libnvidia-ml and libcuda, which need the C library's other parts as the real ones do. */
+/* Replaces libnvidia-ml and libcuda. Like the real ones, it needs further libraries of the C library. */
 #include <math.h>
 #include <pthread.h>
 #include <dlfcn.h>

@@ -1,7 +1,7 @@
-/* A program of a simulated machine's driver as a real ELF program. It loads the driver's library, as NVIDIA's programs
-   do, and says what they say where that fails. Only then it becomes the simulator's script: the one of its name in
-   ../libexec, or, in a container that has nothing but this file, the text for a shell behind its own end.
-   No function that headers of a newer C library would give another name. */
+/* A program of a simulated machine's NVIDIA driver, as a real ELF program. Like NVIDIA's programs, it loads the driver's
+   library, and prints their message if that fails. Otherwise it runs the simulator's script: the file with its name in
+   ../libexec or, in a container that has only this file, the shell script that is appended to this file.
+   It uses no function that the headers of a newer C library rename. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <elf.h>
@@ -22,7 +22,7 @@ static int can_use(const char *library, const char *function)
     return init && init() == 0;
 }
 
-/* What stands in the file behind the section headers, which the linker puts last. */
+/* Returns the script that is appended to the file, after the section headers, which the linker puts last. */
 static char *text_behind_the_end(void)
 {
     Elf64_Ehdr header;
@@ -63,7 +63,7 @@ int main(int count, char **words)
     char *text = text_behind_the_end(), **arguments = calloc(count + 4, sizeof *arguments);
     if (!text || !arguments)
         return CANNOT_RUN;
-    arguments[0] = "sh"; /* by which name a shell may know what to be */
+    arguments[0] = "sh"; /* some shells choose their behaviour by this name */
     arguments[3] = path;
     arguments[1] = "-c";
     arguments[2] = text;

@@ -1,4 +1,4 @@
-"""`python hack/playground demo` and `run`: see `make demo` and `make playground`."""
+"""The command line: `python hack/playground demo` and `run`, for `make demo` and `make playground`."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from playground.run import run
 
 
 def main(arguments: list[str]) -> None:
-    """Raises: DraDriverError."""
+    """Run `demo` or `run`. Raises: DraDriverError."""
     parser = argparse.ArgumentParser(
         "playground",
-        description="A simulated GPU node: the real daemon with a stand-in API server, scheduler and kubelet.",
+        description="A simulated GPU node: the real daemon with a simulated API server, scheduler and kubelet.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for act in (demo, run):
@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> None:
     commands.choices["run"].add_argument(
         "--log-level",
         default="error",
-        help="Which of the driver's log lines to show: debug, info, warning or error.",
+        help="The minimum level of the log lines to show: debug, info, warning or error.",
     )
     given = vars(parser.parse_args(arguments))
     given.pop("act")(given.pop("simulate"), **given)

@@ -1,6 +1,4 @@
-"""`make demo`: shows a GPU node in operation, with the scenes that the machine supports, and removes
-everything again.
-"""
+"""`make demo`: shows a GPU node in operation, in the scenes that the machine supports, and removes everything again."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from playground.node import DRIVER, JsonObject, PlaygroundNode
 _NAMESPACE = "default"
 _WAIT_S = 20.0
 _LONG = 3
-"""What nvidia-smi calls a long time slice."""
+"""The number of a long time slice in nvidia-smi."""
 _LONG_SLICES = {
     "apiVersion": "resource.nvidia.com/v1beta1",
     "kind": "GpuConfig",
@@ -30,7 +28,7 @@ _LONG_SLICES = {
 
 
 def demo(machine: str) -> None:
-    """Show a GPU node at work, without GPU, cluster or root: devices, claims, CDI specs, a refusal, clean-up."""
+    """Show a GPU node in operation, without a GPU, cluster or root: devices, claims, CDI specs, a refusal, cleanup."""
     configure_logs("critical", "console")
     with scratch_directory("demo") as root, PlaygroundNode(Path(root), machine, name="demo-node") as node:
         _partition_one_gpu(node)
@@ -42,10 +40,9 @@ def demo(machine: str) -> None:
 
 
 def _partition_one_gpu(node: PlaygroundNode) -> None:
-    """Creates two MIG devices before the driver starts, as an administrator would, unless the machine has
-    some.
+    """Create two MIG devices before the driver starts, as an administrator would, unless the machine has some.
 
-    The last MIG-capable GPU gets the smallest device, and at its end one with half the GPU.
+    On the last MIG-capable GPU, create the smallest MIG device, and one of half the GPU at the last placement.
     """
     machine, state = node.machine, node.machine.current()
     capable = [gpu for gpu in state.present if state.model_of(gpu).mig]
@@ -61,14 +58,14 @@ def _partition_one_gpu(node: PlaygroundNode) -> None:
 
 
 class _Demo:
-    """One run of the demo; a failed expectation ends it with an error."""
+    """A run of the demo. A failed expectation ends it with an error."""
 
     def __init__(self, node: PlaygroundNode, driver: Driver) -> None:
         self._node, self._driver = node, driver
         self._scenes = 0
 
     def play(self) -> None:
-        """Every scene that the machine has, in order."""
+        """Show all scenes that the machine supports."""
         started = time.monotonic()
         self._driver.start()
         self._node.kubelet.wait_registered(DRIVER, timeout_s=_WAIT_S)
@@ -89,8 +86,8 @@ class _Demo:
             config = [{"requests": ["gpu"], "opaque": {"driver": DRIVER, "parameters": _LONG_SLICES}}]
             self._prepare("notebooks", of_devices={"config": config})
             [uuid] = self._uuids_of("notebooks")
-            _expect(self._node.machine.timeslice(uuid) == _LONG, "the GPU has no long time slices")
-            print("    the GPU has long time slices now")
+            _expect(self._node.machine.timeslice(uuid) == _LONG, "the GPU does not use long time slices")
+            print("    the GPU now uses long time slices")
         self._refuse_double_allocation()
         self._unprepare_all()
 
@@ -101,7 +98,7 @@ class _Demo:
             self._scene("A claim for two GPUs in one NVLink domain")
             constraints = {"constraints": [{"requests": ["gpu"], "matchAttribute": f"{DRIVER}/nvlinkDomain"}]}
         elif free > 1:
-            self._scene("A claim for two GPUs; none of this machine's have NVLink between them")
+            self._scene("A claim for two GPUs; this machine has no NVLink between GPUs")
         else:
             self._scene("A claim for a GPU")
         self._prepare("training", of_devices=constraints, count=min(free, 2))
@@ -136,7 +133,7 @@ class _Demo:
         print(f"\n{self._scenes}. {title}\n")
 
     def _published(self, kind: str, attribute: str) -> list[str]:
-        """What the published devices of a kind have as this attribute, where they have it."""
+        """Return the values of this attribute on the published devices of a kind."""
         found = [device["attributes"] for device in self._node.devices()]
         return [
             one[attribute]["string"] for one in found if one["type"]["string"] == kind and attribute in one
@@ -161,7 +158,7 @@ class _Demo:
         self._node.server.add("resourceclaims", claim, group="resource.k8s.io")
 
     def _call(self, action: str, name: str) -> Any:
-        """The driver's outcome for one claim, through its socket."""
+        """Call the driver for a claim through its socket, and return the outcome."""
         uid = self._claims()[name]["metadata"]["uid"]
         call = self._node.kubelet.prepare if action == "prepare" else self._node.kubelet.unprepare
         return call(DRIVER, [ClaimRef(_NAMESPACE, name, uid)])[uid]
@@ -169,9 +166,9 @@ class _Demo:
     def _prepare(
         self, name: str, of: str = "gpu.nvidia.com", *, of_devices: JsonObject | None = None, **exactly: Any
     ) -> None:
-        """A claim for devices of a class, and the driver's answer."""
+        """Create and prepare a claim for devices of a class, and print its devices."""
         self._add_claim(name, of_devices or {}, {}, deviceClassName=of, **exactly)
-        # A claim without a pod would be about to release its devices.
+        # The claim is reserved for a pod, because a claim without a pod is about to release its devices.
         pod = {"metadata": {"name": name, "uid": f"{name}-pod"}}
         self._node.scheduler.allocate_claim(_NAMESPACE, name, pod=pod)
         started = time.monotonic()
@@ -184,7 +181,7 @@ class _Demo:
             print(f"    {device.device}  ->  {', '.join(device.cdi_ids)}")
 
     def _show_spec(self, name: str) -> None:
-        """The part of the CDI spec that is particular to the claim, and how much is common."""
+        """Print the claim's part of the CDI spec, and a summary of the part that all containers get."""
         uid = self._claims()[name]["metadata"]["uid"]
         file = next(self._node.cdi.glob(f"*{uid}*"))
         spec = json.loads(file.read_text())

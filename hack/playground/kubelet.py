@@ -1,8 +1,8 @@
-"""The playground's kubelet: the part of the kubelet that a DRA driver meets, for demos and tests.
+"""The playground's kubelet: the part of the kubelet that a DRA driver uses, for demos and tests.
 
-It watches the registry directory, registers the plugins it finds over their real sockets, and sends them
-Prepare and Unprepare the way a kubelet does: to the most recently registered instance that is connected,
-over one connection per endpoint, with a deadline.
+It watches the registry directory, and registers the plugins that it finds there over their real sockets. Like a
+kubelet, it sends Prepare and Unprepare to the most recently registered instance that is connected, over one connection
+per endpoint, with a deadline.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ _FileId = tuple[int, int, int]
 class KubeletSettings:
     """How the playground's kubelet behaves; times in seconds.
 
-    `dra_apis` are the service names it knows. A plugin that cannot be registered is tried again after
-    `retry_s`, then at longer intervals.
+    `dra_apis` are the service names that it supports. If it cannot register a plugin, it retries after `retry_s`, then
+    at longer intervals.
     """
 
     dra_apis: tuple[str, ...] = tuple(DRA_APIS)
@@ -66,8 +66,11 @@ class _Pending:
 
 
 class PlaygroundKubelet:
-    """Runs from start() to stop(). `on_start` is called when it starts: a real kubelet then deletes the
-    ResourceSlices of its node. It refuses the next plugins that it finds with the texts in `refusals`."""
+    """A kubelet that runs from start() to stop().
+
+    It calls `on_start` when it starts; a real kubelet then deletes the ResourceSlices of its node. Each text in
+    `refusals` refuses one registration with that text.
+    """
 
     def __init__(
         self,
@@ -89,14 +92,14 @@ class PlaygroundKubelet:
     # ---- life ---------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Reads the directory and starts to watch it."""
+        """Start to watch the directory."""
         self._stopping.clear()
         self._on_start()
         self._thread = threading.Thread(target=self._run, name="playground-kubelet", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Drops all plugins without notice, like a kubelet that exits."""
+        """Close the connections to all plugins without notice, like a kubelet that exits."""
         self._stopping.set()
         if self._thread is not None:
             self._thread.join(_JOIN_S)
@@ -110,19 +113,19 @@ class PlaygroundKubelet:
             instance.close()
 
     def restart(self) -> None:
-        """Stops and starts: nothing is remembered, the directory is walked again."""
+        """Stop and start. The kubelet forgets all plugins and reads the directory again."""
         self.stop()
         self.start()
 
     # ---- what the kubelet knows -----------------------------------------------------------------------
 
     def instances(self, driver: str) -> list[Instance]:
-        """The registered instances of a driver, oldest first."""
+        """Return the registered instances of a driver, oldest first."""
         with self._changed:
             return [entry for _, entry in self._instances.values() if entry.driver == driver]
 
     def wait_registered(self, driver: str, *, count: int = 1, timeout_s: float = 10.0) -> list[Instance]:
-        """Waits until exactly `count` instances are registered and, unless 0, one is connected.
+        """Wait until exactly `count` instances are registered and, unless it is 0, one is connected.
 
         Raises: TimeoutError.
         """
@@ -134,7 +137,9 @@ class PlaygroundKubelet:
         until = time.monotonic() + timeout_s
         while not ready():
             if time.monotonic() > until:
-                raise TimeoutError(f"{driver}: {len(self.instances(driver))} instances, not {count}, in time")
+                raise TimeoutError(
+                    f"{driver}: {len(self.instances(driver))} instances after {timeout_s:g} s, expected {count}"
+                )
             with self._changed:
                 self._changed.wait(self.settings.poll_s)
         return self.instances(driver)
@@ -144,13 +149,13 @@ class PlaygroundKubelet:
     def prepare(
         self, driver: str, claims: Sequence[ClaimRef], timeout_s: float = CALL_TIMEOUT_S
     ) -> dict[str, PrepareOutcome]:
-        """NodePrepareResources. Raises: KubeletError for a failed call or a wrong set of entries."""
+        """Call NodePrepareResources. Raises: KubeletError if the call fails or returns the wrong claims."""
         return prepare_outcomes(self._call(driver, "NodePrepareResources", claims, timeout_s))
 
     def unprepare(
         self, driver: str, claims: Sequence[ClaimRef], timeout_s: float = CALL_TIMEOUT_S
     ) -> dict[str, UnprepareOutcome]:
-        """NodeUnprepareResources. Raises: KubeletError for a failed call or a wrong set of entries."""
+        """Call NodeUnprepareResources. Raises: KubeletError if the call fails or returns the wrong claims."""
         return unprepare_outcomes(self._call(driver, "NodeUnprepareResources", claims, timeout_s))
 
     def _call(self, driver: str, method: str, claims: Sequence[ClaimRef], timeout_s: float) -> Any:
@@ -227,7 +232,7 @@ class PlaygroundKubelet:
             _log.debug("plugin_not_notified", socket=str(path), error=str(error))
 
     def _fault(self, info: registration_pb2.PluginInfo, path: Path) -> str | None:
-        """Why this plugin cannot be registered; None when it can."""
+        """Return why this plugin cannot be registered; None if it can."""
         if self.refusals:
             return self.refusals.pop(0)
         if info.type != "DRAPlugin":
@@ -244,7 +249,7 @@ class PlaygroundKubelet:
         return None
 
     def _version(self, info: registration_pb2.PluginInfo) -> str | None:
-        """The first DRA service of the plugin's list that this kubelet knows."""
+        """Return the first DRA service in the plugin's list that this kubelet supports; None if it supports none."""
         return next((name for name in info.supported_versions if name in self.settings.dra_apis), None)
 
     def _add(self, path: Path, file: _FileId, info: registration_pb2.PluginInfo) -> None:
@@ -263,7 +268,7 @@ class PlaygroundKubelet:
 
 
 def _sockets(directory: Path) -> list[tuple[Path, _FileId]]:
-    """The sockets below the directory, walked in the order of names; nothing that starts with a dot."""
+    """Return the sockets below the directory in the order of their names, without names that start with a dot."""
     found: list[tuple[Path, _FileId]] = []
     try:
         entries = sorted(directory.iterdir())

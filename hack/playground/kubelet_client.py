@@ -1,4 +1,4 @@
-"""A registered plugin as the playground's kubelet sees it: one connection for its calls."""
+"""The connection of the playground's kubelet to a registered plugin."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from dra_driver.model.claim import (
 DRA_APIS: Mapping[str, ModuleType] = {"v1.DRAPlugin": dra_v1_pb2, "v1beta1.DRAPlugin": dra_v1beta1_pb2}
 
 _OPTIONS = (
-    ("grpc.use_local_subchannel_pool", 1),  # a connection of its own, also to a path that was used before
+    ("grpc.use_local_subchannel_pool", 1),  # a new connection, even to a path that was used before
     ("grpc.enable_retries", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 10_000),  # how long a connection may take; grpc-go gives it 20 s
@@ -35,7 +35,7 @@ _OPTIONS = (
 
 
 class KubeletError(Exception):
-    """What the kubelet would write into the pod's event; `code` is the gRPC status, if there was a call."""
+    """An error whose text the kubelet would write into the pod's event. `code` is the gRPC status of a failed call."""
 
     def __init__(self, message: str, code: grpc.StatusCode | None = None) -> None:
         super().__init__(message)
@@ -43,19 +43,19 @@ class KubeletError(Exception):
 
 
 def open_channel(path: Path) -> Any:
-    """A gRPC channel to a Unix socket; connects when first used."""
+    """Return a gRPC channel to a Unix socket. It connects at its first use."""
     return grpc.insecure_channel("unix:" + quote(str(path), safe="/"), options=_OPTIONS)
 
 
 def method_path(module: ModuleType, service: str, method: str) -> str:
-    """The full gRPC method name, from the proto itself."""
+    """Return the full name of a gRPC method, from its proto."""
     return f"/{module.DESCRIPTOR.services_by_name[service].full_name}/{method}"
 
 
 def call_method(
     channel: Any, path: str, request: Any, response: Any, timeout_s: float, *, wait_for_ready: bool = False
 ) -> Any:
-    """Raises: KubeletError with the status and the text of the driver."""
+    """Call a gRPC method, and return its response. Raises: KubeletError with the driver's status and text."""
     call = channel.unary_unary(path, type(request).SerializeToString, response.FromString)
     try:
         return call(request, timeout=timeout_s, wait_for_ready=wait_for_ready)
@@ -66,14 +66,14 @@ def call_method(
 
 
 def registration_call(channel: Any, method: str, request: Any, response: Any, timeout_s: float) -> Any:
-    """One call of the registration service."""
+    """Call a method of the registration service."""
     return call_method(
         channel, method_path(registration, "Registration", method), request, response, timeout_s
     )
 
 
 class Instance:
-    """One endpoint of one driver. `socket` is its registration socket, `version` the DRA API in use."""
+    """A registered endpoint of a driver. `socket` is its registration socket; `version` is the DRA API in use."""
 
     def __init__(self, driver: str, socket: Path, endpoint: Path, version: str) -> None:
         self.driver = driver
@@ -87,13 +87,13 @@ class Instance:
 
     @property
     def connected(self) -> bool:
-        """Whether there is a connection now."""
+        """Whether the endpoint is connected now."""
         return self.look()
 
     def look(self) -> bool:
-        """Whether there is a connection. If not, starts to connect, so it must be called from time to time.
+        """Whether the endpoint is connected. If not, start to connect; therefore, call this from time to time.
 
-        gRPC's public alternative, subscribe(), starts a thread per channel that dies of a ValueError if the
+        gRPC's public alternative, subscribe(), starts a thread per channel, which fails with a ValueError if the
         channel is closed at the wrong moment.
         """
         with self._lock:
@@ -103,13 +103,13 @@ class Instance:
             return bool(state == ConnectivityState.ready)
 
     def request(self, method: str, claims: Sequence[ClaimRef]) -> Any:
-        """The request message of NodePrepareResources or NodeUnprepareResources."""
+        """Return the request message of NodePrepareResources or NodeUnprepareResources."""
         api = DRA_APIS[self.version]
         wire = [api.Claim(namespace=ref.namespace, name=ref.name, uid=ref.uid) for ref in claims]
         return getattr(api, f"{method}Request")(claims=wire)
 
     def call(self, method: str, request: Any, timeout_s: float) -> Any:
-        """Sends it; waits for a connection within the deadline. Raises: KubeletError."""
+        """Send the request and return the response; wait for a connection within the deadline. Raises: KubeletError."""
         api = DRA_APIS[self.version]
         path = method_path(api, "DRAPlugin", method)
         response = getattr(api, f"{method}Response")
@@ -122,7 +122,7 @@ class Instance:
 
 
 def prepare_outcomes(response: Any) -> dict[str, PrepareOutcome]:
-    """Entries of a NodePrepareResources answer; devices do not count when there is an error."""
+    """Return the outcomes in a NodePrepareResources response. The devices of an entry with an error are ignored."""
     return {
         uid: Failed(entry.error) if entry.error else Prepared(tuple(map(_device, entry.devices)))
         for uid, entry in response.claims.items()
@@ -130,12 +130,12 @@ def prepare_outcomes(response: Any) -> dict[str, PrepareOutcome]:
 
 
 def unprepare_outcomes(response: Any) -> dict[str, UnprepareOutcome]:
-    """Entries of a NodeUnprepareResources answer."""
+    """Return the outcomes in a NodeUnprepareResources response."""
     return {uid: Failed(entry.error) if entry.error else None for uid, entry in response.claims.items()}
 
 
 def check_entries(method: str, claims: Sequence[ClaimRef], response: Any) -> None:
-    """Raises: KubeletError unless there is exactly one entry for each claim."""
+    """Raises: KubeletError unless the response has exactly one entry for each claim."""
     asked = {ref.uid for ref in claims}
     if unknown := sorted(set(response.claims) - asked):
         raise KubeletError(f"{method} returned a result for unknown claim UID {unknown[0]}")

@@ -1,7 +1,7 @@
-"""A node below one directory: a simulated machine, and around it the playground's API server, scheduler and kubelet.
+"""A node in one directory: a simulated machine with the playground's API server, scheduler and kubelet.
 
-The daemon is the real one. It runs in this process, `make_driver`, or in one of its own, `start_daemon`. Either reaches
-the API server as in a pod; commands have a kubeconfig.
+The daemon is the real one. It runs in this process (`make_driver`) or in a separate one (`start_daemon`). Both connect
+to the API server as in a pod; commands use a kubeconfig.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _NODE_STATUS = {
     "conditions": [{"type": "Ready", "status": "True", "reason": "KubeletReady"}],
     "nodeInfo": {"kubeletVersion": "v1.36.0-playground"},
 }
-_NO_LIMIT = 0.0  # of requests: the API server is the node's own, and a week of churn passes in minutes
+_NO_LIMIT = 0.0  # no rate limit: only this node uses the API server, and a week of churn passes in minutes
 _UNLIMITED = ("--kube-api-qps", str(_NO_LIMIT))
 _CONTAINERD = """\
 version = 3
@@ -49,11 +49,11 @@ JsonObject = dict[str, Any]
 
 
 class PlaygroundNode:
-    """A whole node except the daemon; runs from the constructor until `stop` or the end of `with`.
+    """A whole node except the daemon. It runs from the constructor until `stop` or the end of `with`.
 
-    `machine` is a name from `gpu-dra-driver simulate list` or a YAML file, `name` that of the Node object.
-    `cdi` is the directory of CDI specs, `device_nodes` and `cdi_hook` are those of `create_machine`. The
-    root's path must be short: the path of a socket has 107 bytes at most, that of an MPS daemon 106. Raises:
+    `machine` is a name from `gpu-dra-driver simulate list` or a YAML file. `name` is the name of the Node object.
+    `cdi` is the directory of CDI specs. `device_nodes` and `cdi_hook` are passed to `create_machine`. The path `root`
+    must be short, because the path of a socket can have at most 107 bytes, and that of an MPS daemon 106. Raises:
     InvalidConfigError for an unknown machine.
     """
 
@@ -92,7 +92,7 @@ class PlaygroundNode:
             "--kubelet-registrar-directory-path": str(self.registry),
             "--kubelet-plugins-directory-path": str(root / "plugins"),
         }  # fmt: skip
-        """The flags with which a command of `gpu-dra-driver` finds this node: `settings`."""
+        """The flags with the values of `settings`, by which commands of `gpu-dra-driver` find this node."""
         self.server = server or PlaygroundApiServer()
         self.server.start()
         self.server.add("nodes", {"metadata": {"name": name}, "status": _NODE_STATUS})
@@ -111,18 +111,18 @@ class PlaygroundNode:
         self.stop()
 
     def stop(self) -> None:
-        """Stops kubelet, API server and MPS host. The daemon must have exited."""
+        """Stop the kubelet, the API server and the MPS host. The daemon must have exited before."""
         self.stop_mps_host()
         self.kubelet.stop()
         self.server.stop()
 
     def flags(self, names: Iterable[str] | None = None) -> list[str]:
-        """`options` as command line arguments: those with these names, or all."""
+        """Return `options` as command line arguments: the options with these names, or all."""
         chosen = self.options if names is None else names
         return [part for name in chosen for part in (name, self.options[name])]
 
     def environment(self) -> dict[str, str]:
-        """`options` as environment variables, by name."""
+        """Return `options` as environment variables, by name."""
         names = {"--config": "CONFIG_FILE"}
         return {
             names.get(option, option.removeprefix("--").replace("-", "_").upper()): value
@@ -130,16 +130,16 @@ class PlaygroundNode:
         }
 
     def service_account(self) -> dict[str, str]:
-        """The environment variables by which a daemon without a kubeconfig reaches the API server, as in a pod."""
+        """Return the environment variables by which a daemon finds the API server without a kubeconfig, as in a pod."""
         return self.server.write_service_account(self.root / "serviceaccount")
 
     def make_driver(self, platform: Platform | None = None, **changes: Any) -> Driver:
-        """A daemon for this process, with these settings changed."""
+        """Return a daemon for this process, with these settings changed."""
         with mock.patch.dict(os.environ, self.service_account()):
             return Driver(replace(self.settings, kubeconfig=None, **changes), platform)
 
     def start_daemon(self, *arguments: str, log: IO[bytes] | None = None) -> subprocess.Popen[bytes]:
-        """`gpu-dra-driver run` for this node with further `arguments`; its output goes to `log`, if there is one."""
+        """Start `gpu-dra-driver run` for this node with further `arguments`, and write its output to `log` if given."""
         program = Path(sys.executable).parent / "gpu-dra-driver"
         flags = self.flags(name for name in self.options if name != "--kubeconfig")
         variables = {name: value for name, value in os.environ.items() if name != "KUBECONFIG"}
@@ -151,13 +151,13 @@ class PlaygroundNode:
         )
 
     def configure_runtime(self) -> None:
-        """Give the host a containerd that reads this node's CDI specs."""
+        """Write the host's configuration of a containerd that reads this node's CDI specs."""
         file = self.machine.host_root / "etc/containerd/config.toml"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(_CONTAINERD.format(cdi=self.cdi))
 
     def start_mps_host(self) -> None:
-        """Have the MPS host of this node run, as its DaemonSet does in a cluster."""
+        """Start the MPS host of this node, as its DaemonSet does in a cluster. Do nothing if it is running."""
         if self._mps_host is None:
             program = Path(sys.executable).parent / "gpu-dra-driver"
             names = ("--simulate", "--simulator-dir", "--kubelet-plugins-directory-path")
@@ -165,28 +165,28 @@ class PlaygroundNode:
             self._mps_host = MpsHostProcess(command, mps_layout(self.plugin_dir), self.root / "mps-host.log")
 
     def stop_mps_host(self) -> None:
-        """Stops the MPS host, if it runs; its daemons keep running."""
+        """Stop the MPS host if it is running; its MPS daemons keep running."""
         if self._mps_host is not None:
             self._mps_host.stop()
             self._mps_host = None
 
     def devices(self) -> list[JsonObject]:
-        """The published devices in their order."""
+        """Return the published devices in their order."""
         slices = self.server.objects("resourceslices")
         return [device for entry in slices for device in entry["spec"].get("devices", [])]
 
     def wipe(self) -> None:
-        """Delete all slices, as a kubelet does that starts."""
+        """Delete all slices, as a kubelet does when it starts."""
         resource = self.server.resource("resourceslices")
         for entry in self.server.objects("resourceslices"):
             self.server.operations.delete(resource, ("", entry["metadata"]["name"]), {})
 
 
 class MpsHostProcess:
-    """An MPS host that runs from the constructor until `stop`. Its control daemons keep running after it.
+    """An MPS host that runs from the constructor until `stop`. Its control daemons keep running afterwards.
 
-    `command` is `gpu-dra-driver mps-host` with the flags for `layout`. The process has its own session, so
-    Ctrl-C in a terminal does not reach it; its output goes to the file `log`.
+    `command` is `gpu-dra-driver mps-host` with the flags for `layout`. The process runs in its own session, so
+    Ctrl-C in a terminal does not stop it. Its output goes to the file `log`.
     """
 
     def __init__(self, command: Sequence[str], layout: MpsLayout, log: Path) -> None:
@@ -202,7 +202,7 @@ class MpsHostProcess:
             time.sleep(0.01)
 
     def stop(self) -> None:
-        """Stops the process. Safe to call twice."""
+        """Stop the process. Safe to call twice."""
         self.process.terminate()
         try:
             self.process.wait(_STOP_S)

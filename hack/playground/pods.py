@@ -1,4 +1,4 @@
-"""The life of pods in the playground: scheduled, prepared, running, ended."""
+"""Runs pods in the playground: schedules them, prepares their claims, starts and deletes them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _OVER = ("Succeeded", "Failed")
 class PodLoop:
     """Acts as scheduler, claim controller, kubelet and garbage collector for the pods of one node.
 
-    Runs in a thread inside `with`, and finally unprepares all claims. `report` gets a line for each step of a
-    pod.
+    It runs in a thread inside `with`, and finally unprepares all claims. `report` is called with a line for each step
+    of a pod.
     """
 
     def __init__(self, node: PlaygroundNode, report: Callable[[str], object]) -> None:
@@ -70,15 +70,15 @@ class PodLoop:
                 self._attempt(pod["metadata"]["uid"], _name(pod), partial(step, pod), pod)
 
     def _attempt(self, uid: str, name: str, step: Callable[[], object], pod: Pod | None = None) -> None:
-        """Performs one step of a pod. Reports a failure once, and retries later."""
+        """Perform a step of a pod. Report a failure once, and retry later."""
         if time.monotonic() < self._again_at.get(uid, 0.0):
             return
         try:
             step()
-        except Exception as error:  # this API server stores any pod, also one with fields of a wrong type
+        except Exception as error:  # this API server stores any pod, even with fields of a wrong type
             self._again_at[uid] = time.monotonic() + _AGAIN_S
             if self._troubles.get(name) != str(error):
-                self._say(f"pod {name} waits: {error}")
+                self._say(f"pod {name} is waiting: {error}")
                 if pod is not None:
                     self._report(pod, str(error))
             self._troubles[name] = str(error)
@@ -87,7 +87,7 @@ class PodLoop:
             self._troubles.pop(name, None)
 
     def _report(self, pod: Pod, error: str) -> None:
-        """Reports where kubectl shows it: an event, and a condition of a pod without a node."""
+        """Report the error where kubectl shows it: in an event, and in a condition if the pod has no node."""
         node = pod.get("spec", {}).get("nodeName")
         if node:
             self._event(pod, "Warning", "FailedPrepareDynamicResources", error, "kubelet")
@@ -113,7 +113,7 @@ class PodLoop:
             self._node.server.add("events", event)
 
     def _set_status(self, pod: Pod, changes: Pod) -> None:
-        """Sets the status unless the pod was deleted, and keeps concurrent changes."""
+        """Change the pod's status, unless the pod was deleted. Keep concurrent changes to other fields."""
         server, metadata = self._node.server, pod["metadata"]
         resource, key = server.resource("pods", group=""), (metadata["namespace"], metadata["name"])
         with server.store.changed:
@@ -162,7 +162,7 @@ class PodLoop:
         self._say(f"pod {_name(pod)} running")
 
     def _end_pods(self, staying: Iterable[str]) -> None:
-        """Unprepares claims whose pods no longer exist."""
+        """Unprepare the claims of pods that are not in `staying`."""
         for uid in self._prepared.keys() - set(staying):
             self._attempt(uid, self._prepared[uid][0], partial(self._end, uid))
 
@@ -174,10 +174,10 @@ class PodLoop:
                 if outcome is not None:
                     raise KubeletError(outcome.error)
         del self._prepared[uid]
-        self._say(f"pod {name} ended" + (", its claims are unprepared" if left else ""))
+        self._say(f"pod {name} deleted" + (", its claims are unprepared" if left else ""))
 
     def _take_claims_back(self, pods: set[str]) -> None:
-        """Drops the reservations of deleted pods, and deletes the claims created for them."""
+        """Remove the reservations of deleted pods, and delete the claims that were created for these pods."""
         server = self._node.server
         for claim in server.objects("resourceclaims"):
             key = (claim["metadata"]["namespace"], claim["metadata"]["name"])
@@ -190,7 +190,7 @@ class PodLoop:
                     server.operations.delete(server.resource("resourceclaims"), key, {})
 
     def _claims(self, pod: Pod) -> list[Pod]:
-        """The claims for which a pod is reserved."""
+        """Return the claims that are reserved for a pod."""
         uid = pod["metadata"]["uid"]
         return [
             claim

@@ -1,4 +1,4 @@
-"""`make playground`: a node to play with, until Ctrl-C."""
+"""`make playground`: runs a node to experiment with, until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def run(machine: str, config: Path | None, log_level: str) -> None:
 
 
 def _fit_classes(node: PlaygroundNode, changes: Mapping[str, Any]) -> None:
-    """The classes that an installation for this machine and configuration has; whole GPUs as extended resources."""
+    """Create the classes of an installation for this machine and configuration, with nvidia.com/gpu for whole GPUs."""
     server, resource = node.server, node.server.resource("deviceclasses")
     state = node.machine.current()
     profiles = {row.name for gpu in state.present for row in state.model_of(gpu).mig}
@@ -79,7 +79,7 @@ def _welcome(node: PlaygroundNode, machine: str) -> str:
     uuids = [gpu.uuid for gpu in node.machine.current().present]
     gpu = gpu_device_names(uuids)[uuids[0]]
     return f"""\
-A node with the simulated machine {machine} is up. In another terminal:
+A node with the simulated machine {machine} is running. In another terminal:
 
   cd {quote(str(here))}
   . {quote(str(node.root / "env"))}
@@ -88,7 +88,7 @@ A node with the simulated machine {machine} is up. In another terminal:
   kubectl get resourceslices -o yaml
   gpu-dra-driver inspect
 
-2. Run a pod with one GPU and see which claim has it; this terminal shows what happens to the pod:
+2. Run a pod with one GPU, and see which claim has the GPU. This terminal shows the steps of the pod:
   kubectl apply -f {shown}/one-gpu
   kubectl wait --for=condition=Ready pod/one-gpu
   kubectl describe pod one-gpu

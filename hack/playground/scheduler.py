@@ -1,4 +1,4 @@
-"""The playground's scheduler: templates become claims, claims get devices, pods get nodes."""
+"""The playground's scheduler: creates claims from templates, allocates devices, and assigns pods to nodes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Object = dict[str, Any]
 
 
 class PlaygroundScheduler:
-    """Works on the server's store directly and writes what kube-scheduler and its controllers write."""
+    """Makes the same changes as kube-scheduler and the claim controller, directly in the server's store."""
 
     def __init__(self, server: PlaygroundApiServer) -> None:
         self._server = server
@@ -30,9 +30,9 @@ class PlaygroundScheduler:
     def allocate_claim(
         self, namespace: str, name: str, *, node: str | None = None, pod: Object | None = None
     ) -> Object:
-        """Allocate a claim unless it is, and reserve it for `pod`; the stored claim.
+        """Allocate a claim, unless it is already allocated, reserve it for `pod`, and return the stored claim.
 
-        Without `node` the first node with fitting devices is taken. Raises: AllocationError, ApiFailure.
+        Without `node`, use the first node with matching devices. Raises: AllocationError, ApiFailure.
         """
         with self._server.store.changed:
             claim = self._get("resourceclaims", namespace, name)
@@ -42,8 +42,8 @@ class PlaygroundScheduler:
             return self._write_status("resourceclaims", _GROUP, claim)
 
     def release_claim(self, namespace: str, name: str, *, pod: Object | None = None) -> Object:
-        """Drops the reservation of `pod`, or all, deallocates the claim if none is left, and returns the
-        stored claim.
+        """Remove the reservation of `pod`, or all reservations without `pod`. Deallocate the claim if none is left, and
+        return the stored claim.
         """
         with self._server.store.changed:
             claim = self._get("resourceclaims", namespace, name)
@@ -54,10 +54,10 @@ class PlaygroundScheduler:
             return self._write_status("resourceclaims", _GROUP, claim)
 
     def schedule_pod(self, namespace: str, name: str, *, node: str | None = None) -> Object:
-        """Creates the pod's claims, allocates and reserves all of them on one node, binds the pod, and
-        returns the stored pod.
+        """Create the pod's claims, allocate and reserve all of them on one node, assign the pod to the node, and return
+        the stored pod.
 
-        Raises: AllocationError; then only claims from templates were created.
+        Raises: AllocationError. Even then, the claims from templates have been created.
         """
         with self._server.store.changed:
             pod = self._get("pods", namespace, name, group="")
@@ -82,8 +82,8 @@ class PlaygroundScheduler:
             return self._server.operations.update(resource, (namespace, name), pod)
 
     def _extended_claim(self, pod: Object) -> list[Object]:
-        """Returns the claim for the extended resources of a pod, if it requests any; kube-scheduler stores it
-        only when it has found a node.
+        """Return a list with the claim for the extended resources of a pod; empty if it requests none. kube-scheduler
+        stores this claim only after it has found a node.
 
         Raises: AllocationError for a resource without a class.
         """
@@ -98,7 +98,7 @@ class PlaygroundScheduler:
         return [{"metadata": metadata, "spec": {"devices": {"requests": requests}}}] if requests else []
 
     def _allocate(self, claims: list[Object], nodes: list[str]) -> str:
-        """Give devices to the claims that have none, on the first node where they fit together; that node."""
+        """Allocate devices for the claims without an allocation, on the first node where all fit. Return the node."""
         fresh = [claim for claim in claims if not (claim.get("status") or {}).get("allocation")]
         classes = {one["metadata"]["name"]: one for one in self._server.objects("deviceclasses")}
         slices, held = self._server.objects("resourceslices"), self._server.objects("resourceclaims")
@@ -115,7 +115,7 @@ class PlaygroundScheduler:
         raise failure
 
     def _claims_of(self, pod: Object) -> list[str]:
-        """Returns the claim names of a pod; creates those from templates, like the claim controller."""
+        """Return the names of a pod's claims. Create the claims from templates, like the claim controller."""
         namespace, known = pod["metadata"]["namespace"], {}
         for entry in (pod.get("status") or {}).get("resourceClaimStatuses") or ():
             known[entry["name"]] = entry.get("resourceClaimName")
@@ -144,7 +144,7 @@ class PlaygroundScheduler:
         return sorted(name for name in named if name)
 
     def _nodes_for(self, claim: Object, nodes: list[str]) -> list[str]:
-        """The nodes where an allocated claim can be used; all if it is not allocated."""
+        """Return the nodes where a claim can be used: those of its allocation, or all if it is not allocated."""
         allocation = (claim.get("status") or {}).get("allocation")
         if not allocation:
             return nodes
@@ -165,7 +165,7 @@ class PlaygroundScheduler:
 
 
 def _owned(pod: Object, entry: str, metadata: Object) -> Object:
-    """Returns the metadata of a claim that is created for a pod and deleted with it."""
+    """Return the metadata of a claim that is created for a pod and deleted with the pod."""
     owner = {
         "apiVersion": "v1", "kind": "Pod", "name": pod["metadata"]["name"], "uid": pod["metadata"]["uid"],
         "controller": True, "blockOwnerDeletion": True,
@@ -178,7 +178,7 @@ def _owned(pod: Object, entry: str, metadata: Object) -> Object:
 
 
 def reserve(status: Object, pod: Object) -> None:
-    """Add a pod to `reservedFor`, once."""
+    """Add a pod to `reservedFor`, unless it is already there."""
     reserved = status.setdefault("reservedFor", [])
     entry = {"resource": "pods", "name": pod["metadata"]["name"], "uid": pod["metadata"]["uid"]}
     if entry not in reserved:

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Generates dra_driver/kubelet/pb from proto/.
 
-    hack/proto/generate.py           writes the modules and their .pyi
-    hack/proto/generate.py --check   exits 1 if the committed files differ
+    hack/proto/generate.py           writes the modules and their .pyi files
+    hack/proto/generate.py --check   exits with 1 if the committed files differ
 
-The modules have their own descriptor pool: several of these protos share names with each other and with those
-of other packages (`v1.UNKNOWN`), and in the default pool the second import fails.
+The modules have their own descriptor pool, because some names, such as `v1.UNKNOWN`, are defined in several of these
+protos and in other packages. In the default pool, the second import of such a name would fail.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ POOL = DescriptorPool()
 
 
 def generate(target: Path) -> dict[str, str]:
-    """The files that belong in the target directory: name to content."""
+    """Generate modules in `target`, and return the files for dra_driver/kubelet/pb: name to content."""
     names = sorted(path.name for path in SOURCE.glob("*.proto"))
     arguments = ["protoc", f"-I{FILE_PREFIX}={SOURCE}", f"--python_out={target}", f"--pyi_out={target}"]
     status = protoc.main(arguments + [f"{FILE_PREFIX}/{name}" for name in names])
@@ -55,14 +55,16 @@ def generate(target: Path) -> dict[str, str]:
 
 
 def stale(files: dict[str, str]) -> list[str]:
-    """Names of committed files that are missing, different or no longer generated."""
+    """Return the names of committed files that are missing, different or no longer generated."""
     present = {path.name: path.read_text() for path in TARGET.glob("*.py*") if path.is_file()}
     return sorted(name for name in files.keys() | present.keys() if files.get(name) != present.get(name))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Generate the kubelet protocol modules.")
-    parser.add_argument("--check", action="store_true", help="only compare, exit 1 when out of date")
+    parser.add_argument(
+        "--check", action="store_true", help="only compare; exit with 1 if files are out of date"
+    )
     check = parser.parse_args().check
     with tempfile.TemporaryDirectory() as scratch:
         files = generate(Path(scratch))

@@ -1,10 +1,9 @@
-"""`make docs`: writes docs/commands.md with the output of the commands on a running node, and images of three
-of them.
+"""`make docs`: writes docs/commands.md with the output of the commands on a running node, and images of two of them.
 
-    python hack/record/commands_page.py            write page and images
-    python hack/record/commands_page.py --check    compare them; exit code 1 if they differ
+    python hack/record/commands_page.py            writes the page and the images
+    python hack/record/commands_page.py --check    compares them; the exit code is 1 if they differ
 
-Values that change from run to run (times, ports, UIDs of claims, temporary directories) are replaced.
+Values that change from run to run (times, ports, UIDs of claims, temporary directories) are replaced by fixed ones.
 """
 
 from __future__ import annotations
@@ -61,16 +60,16 @@ _COLORS = [
 ]  # fmt: skip
 _GREY = (140, 148, 158)
 _THEME = TerminalTheme((30, 33, 39), (215, 218, 224), _COLORS, [_GREY, *_COLORS[1:]])
-# rich's own would load fonts from elsewhere. It fills in the names in braces.
+# Used instead of rich's own template, which loads fonts from another site. rich fills in the names in braces.
 _SVG = Path(__file__).with_name("picture.svg.in").read_text()
 
 Command = dict[str, Any]
-"""Of commands.yaml: `arguments`, `where` the node is, `exit_code`, and the `text` and `lines` of the page."""
+"""A command of commands.yaml, with the keys `arguments`, `where`, `exit_code`, `text` and `lines`."""
 
 
 def recorded() -> dict[Path, str]:
-    """The page and the pictures, by their files."""
-    # Short, because the path of a socket has 107 bytes at most, and of one length, for lines that are folded.
+    """Return the contents of the page and the pictures, by file."""
+    # The path is short, because a socket's path can have only 107 bytes. Its length is fixed, because lines wrap.
     with (
         tempfile.TemporaryDirectory(prefix="r-", dir="/tmp") as directory,
         RecordedNode(Path(directory)) as node,
@@ -92,7 +91,7 @@ def recorded() -> dict[Path, str]:
 
 
 def _table() -> str:
-    """Every command with its arguments and with the flags that are not settings of `run`."""
+    """Return the table of all commands with their arguments and the flags that are not settings of `run`."""
     settings = {spelling for flag in FLAGS.values() for spelling in flag.spellings}
     rows = ["| Command | What it does | Flags of its own |", "|---|---|---|"]
     for name, command in COMMANDS.commands.items():
@@ -121,12 +120,12 @@ def _called(command: Command, node: RecordedNode) -> list[str]:
 def _run(command: Command, node: RecordedNode) -> str:
     done = forked_commands.run(_called(command, node), cwd=ROOT, env=_ENVIRONMENT)
     if done.returncode != command.get("exit_code", 0) or done.stderr:
-        raise SystemExit(f"record: {command} ended with {done.returncode}: {done.stdout}{done.stderr}")
+        raise SystemExit(f"record: {command} exited with {done.returncode}: {done.stdout}{done.stderr}")
     return _stable(done.stdout, node)
 
 
 def _picture(name: str, columns: int, node: RecordedNode) -> tuple[Path, str]:
-    """An SVG of the first command of this name, on a terminal of so many columns."""
+    """Return the file and content of a picture of the first command of this name, with `columns` columns."""
     command = next(one for one in _TABLE["commands"] if _name(one) == name)
     text = _stable(_on_terminal(command, columns, node), node)
     console = Console(
@@ -140,7 +139,7 @@ def _picture(name: str, columns: int, node: RecordedNode) -> tuple[Path, str]:
 
 
 def _on_terminal(command: Command, columns: int, node: RecordedNode) -> str:
-    """Returns the output of a command that exits without input, with its colours."""
+    """Return the output, with colours, of a command that needs no input."""
     ours, its = pty.openpty()
     termios.tcsetwinsize(its, (_LINES, columns))
     environment = {**_ENVIRONMENT, "TERM": "xterm-256color"}
@@ -157,7 +156,7 @@ def _on_terminal(command: Command, columns: int, node: RecordedNode) -> str:
 
 
 def _stable(text: str, node: RecordedNode) -> str:
-    """The same text in every run and on every machine."""
+    """Return the text without values that differ between runs or machines."""
     for name, shown in _PLACES.items():
         text = text.replace(f"{node.root}/{name}", shown)
     for number, uid in enumerate(node.uids, 1):
@@ -165,12 +164,12 @@ def _stable(text: str, node: RecordedNode) -> str:
     for pattern, by in _REPLACED:
         text = re.sub(pattern, by, text)
     if str(node.root) in text:
-        raise SystemExit(f"record: a path of this machine is left in: {text}")
+        raise SystemExit(f"record: the text still contains a path of this machine: {text}")
     return text
 
 
 def main() -> int:
-    """Write or, with `--check`, compare."""
+    """Write the files or, with `--check`, compare them."""
     new = recorded()
     if sys.argv[1:] != ["--check"]:
         for file, text in new.items():

@@ -1,4 +1,4 @@
-"""A node with something of everything on it: the daemon as a process, API server and kubelet in this one."""
+"""A node with an example of everything. The daemon runs as a separate process, API server and kubelet in this one."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ dynamicMig:
 
 
 class RecordedNode(PlaygroundNode):
-    """A node that runs from the constructor on; `uids` are those of its claims, in creation order."""
+    """A node that starts in the constructor. `uids` are the UIDs of its claims, in creation order."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root, MACHINE, name=NODE, cdi_hook=True)
@@ -69,7 +69,7 @@ class RecordedNode(PlaygroundNode):
         self.machine.set_remapped_rows(_BROKEN, uncorrectable=1, pending=True)
         self.machine.raise_xid(_BROKEN, _UNCONTAINED_MEMORY_ERROR)
         self.machine.hold_gpu(2, 4711, "python")
-        # Each may be written before the other, and the second taint some time after the first.
+        # The two reasons may appear in any order, and the second taint some time after the first.
         self._wait("health", lambda: {reason["key"] for reason in self._reasons()} >= {"xid", "row-remap"})
         self._wait("taints", lambda: max(len(device.get("taints", ())) for device in self.devices()) == 2)
         self._add("resourceclaims", "tuning", _GROUP, spec=_claim_spec(allocationMode="ExactCount", count=7))
@@ -124,11 +124,11 @@ class RecordedNode(PlaygroundNode):
         deadline = time.monotonic() + _WAIT_S
         while not done():
             if time.monotonic() > deadline or self._process.poll() is not None:
-                raise SystemExit(f"record: waited in vain for {what}")
+                raise SystemExit(f"record: gave up waiting for {what}")
             time.sleep(0.01)
 
     def stop(self) -> None:
-        """Stops everything; no MPS daemon may outlive the node."""
+        """Unprepare all claims, so that no MPS daemon outlives the node, and stop everything."""
         try:
             if self.uids:
                 self.kubelet.unprepare(DRIVER, [ClaimRef(_NAMESPACE, "any", uid) for uid in self.uids])

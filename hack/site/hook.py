@@ -1,6 +1,4 @@
-"""Additions to mkdocs.yml for the site: pages from outside docs/, a local mermaid, Markdown as GitHub reads
-it.
-"""
+"""Hooks of mkdocs.yml for the site: pages from outside docs/, a local copy of mermaid, and GitHub's Markdown."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ _sources: dict[str, str] = {}
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """The pages of docs/, what they link to outside it, and mermaid."""
+    """Add the files outside docs/ to which pages link, and mermaid."""
 
     def lost(page: str, path: str) -> None:
         raise PluginError(f"{page} has a link to {path}, which does not exist")
@@ -48,21 +46,21 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """The page's text with links of the site, in the dialect of this Markdown."""
+    """Return the page's text with links for the site, in the dialect of Python-Markdown."""
     text = links.on_site(_sources[page.file.src_uri], markdown)
     return "".join(_dialect(text))
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """The version below each page."""
+    """Add the version to the footer of each page."""
     config.copyright = f"{config.site_name} {_VERSION}, {config.copyright}"
     return config
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """The page with names in tables that break where they may, pictures that open, and its source.
+    """Return the page with line breaks in long names in tables, links on its pictures, and the path of its source.
 
-    With SITE_REPOSITORY, such as `https://example.com/gpu-dra-driver/blob/main`, the source is a link.
+    If SITE_REPOSITORY is set, such as to `https://example.com/gpu-dra-driver/blob/main`, the path is a link.
     """
     source = _sources[page.file.src_uri]
     shown = f"<code>{source}</code>"
@@ -73,7 +71,7 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
 
 
 def _dialect(text: str) -> list[str]:
-    """List items continue after four columns here, and code in tables needs no backslash before `|`."""
+    """Adapt to Python-Markdown: list items continue at column four, and code in tables has no backslash before `|`."""
     lines: list[str] = []
     shift = ""
     for written in text.splitlines(keepends=True):

@@ -1,7 +1,7 @@
-"""Where the links of a Markdown page of this repository lead, here and on the site.
+"""Resolves the links of Markdown pages, in this repository and on the site.
 
-The pages of docs/ are the site. What they link to outside docs/ comes with them, below `repository/`: a Markdown file
-as a page, a directory as its README with its manifests, any other file as it is. So a link is right in both places.
+The site has the pages of docs/. It also has the files outside docs/ to which they link, below `repository/`: a Markdown
+file as a page, a directory as its README with its manifests, any other file unchanged. So a link works in both places.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _CODE = re.compile(r"`[^`]*`")
 
 
 def prose(markdown: str) -> Iterator[tuple[str, bool]]:
-    """Yields the lines of a page with their line breaks, and whether each is outside of code blocks."""
+    """Yield each line of a page with its line break, and whether it is outside of code blocks."""
     fenced = False
     for line in markdown.splitlines(keepends=True):
         mark = _FENCE.match(line) is not None
@@ -31,7 +31,7 @@ def prose(markdown: str) -> Iterator[tuple[str, bool]]:
 
 
 def links(markdown: str) -> list[tuple[str, str]]:
-    """Path and anchor (without `#`) of each link that does not lead to another server."""
+    """Return path and anchor (without `#`) of each link that does not lead to another server."""
     found = [
         (match["path"], (match["anchor"] or "").removeprefix("#"))
         for line, is_prose in prose(markdown)
@@ -42,19 +42,19 @@ def links(markdown: str) -> list[tuple[str, str]]:
 
 
 def target(page: str, path: str) -> str:
-    """What a link on a page leads to; both are paths in the repository."""
+    """Return the path in the repository to which the link `path` on `page` leads."""
     return posixpath.normpath(posixpath.join(posixpath.dirname(page), path)) if path else page
 
 
 def place(path: str) -> str:
-    """Where on the site a file or directory of the repository is, as the source of a page or as a file."""
+    """Return the path on the site of a file or directory of the repository."""
     if path.startswith(f"{DOCS}/"):
         return path.removeprefix(f"{DOCS}/")
     return posixpath.join(OUTSIDE, path, *(["README.md"] if (ROOT / path).is_dir() else []))
 
 
 def on_site(page: str, markdown: str) -> str:
-    """The text of a page with each link as it must be on the site."""
+    """Return the text of a page with its links changed for the site."""
     here = posixpath.dirname(place(page)) or "."
 
     def changed(match: re.Match[str]) -> str:
@@ -67,7 +67,7 @@ def on_site(page: str, markdown: str) -> str:
 
 
 def directory_page(path: str) -> str:
-    """A directory as a page: its README, or what is in it, and the manifests themselves."""
+    """Return a page for a directory: its README, or else a list of its subdirectories, and its manifests."""
     folder = ROOT / path
     readme = folder / "README.md"
     children = sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))
@@ -82,7 +82,7 @@ def directory_page(path: str) -> str:
 
 
 def text_of(path: str) -> str | None:
-    """The Markdown of a page of the repository; None for a file that is none. Raises: FileNotFoundError."""
+    """Return the Markdown of a page or directory; None for any other file. Raises: FileNotFoundError."""
     if (ROOT / path).is_dir():
         return directory_page(path)
     if not path.endswith(".md"):
@@ -92,9 +92,9 @@ def text_of(path: str) -> str | None:
 
 
 def outside(pages: list[str], lost: Callable[[str, str], None]) -> list[str]:
-    """Returns the files outside docs/ that pages link to, directly or indirectly.
+    """Return the files outside docs/ to which the pages link, directly or indirectly.
 
-    `lost` is called with the page and the link for each broken link.
+    For each broken link, call `lost` with the page and the link.
     """
     found: list[str] = []
     waiting = list(pages)

@@ -1,7 +1,7 @@
-"""`make site`: the manuals as a web site in build/site.
+"""`make site`: builds the manual as a web site in build/site.
 
-It loads nothing from other sites: mermaid is included, verified by its hash, and a policy in each page
-forbids the rest. A warning of mkdocs is an error.
+The site loads nothing from other sites: it contains mermaid, verified by its hash, and a policy in each page forbids
+other sources. Warnings of mkdocs are errors.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FROM_ELSEWHERE = re.compile(r"https?://unpkg\.com/mermaid@[^\"'`]*")
 
 
 def fetch_mermaid() -> None:
-    """Have mermaid and its licence in PARTS."""
+    """Download mermaid to PARTS, unless it is already there."""
     script, stamp = PARTS / "mermaid.min.js", PARTS / f"mermaid-{MERMAID}"
     if stamp.exists() and script.exists():
         return
@@ -37,7 +37,7 @@ def fetch_mermaid() -> None:
         archive = answer.read()
     if base64.b64encode(hashlib.sha512(archive).digest()).decode() != MERMAID_HASH:
         raise SystemExit(
-            f"site: mermaid {MERMAID} from {REGISTRY} is not what was locked; build/site is as before"
+            f"site: mermaid {MERMAID} from {REGISTRY} does not have the expected hash; build/site is unchanged"
         )
     PARTS.mkdir(parents=True, exist_ok=True)
     with tarfile.open(fileobj=io.BytesIO(archive)) as files:
@@ -48,22 +48,22 @@ def fetch_mermaid() -> None:
 
 
 def build() -> None:
-    """Run mkdocs. Quiet it must not be: then it does not count warnings either."""
+    """Run mkdocs, without --quiet, because it would not count warnings."""
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--clean", "--site-dir", str(SITE)]
     environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     said = [line for line in (done.stdout + done.stderr).splitlines() if not line.startswith("INFO ")]
     if done.returncode or said:
-        raise SystemExit("\n".join(("site: mkdocs is not content:", *said)))
+        raise SystemExit("\n".join(("site: mkdocs failed or printed warnings:", *said)))
     for script in SITE.glob("assets/javascripts/bundle.*.js"):
-        # The theme would fetch mermaid there if ours were missing.
+        # The theme would load mermaid from this URL if our copy were missing.
         script.write_text(_FROM_ELSEWHERE.sub("", script.read_text()))
     for map_file in SITE.rglob("*.map"):
         map_file.unlink()
 
 
 def main() -> None:
-    """Build."""
+    """Build the site, and print the path of its first page."""
     fetch_mermaid()
     build()
     print(f"{SITE.relative_to(ROOT)}/index.html: {len(list(SITE.rglob('*.html')))} pages")

@@ -1,5 +1,5 @@
-# Makes the guest a node with GPUs and runs the tests. The variables that it needs are put in front of it. What it
-# writes to the second serial line is the output of `make e2e-vm`.
+# Makes the guest a node with GPUs and runs the tests. e2e_vm.py inserts the variables before this script. The output on
+# the second serial line is the output of `make e2e-vm`.
 exec >/dev/ttyS1 2>&1
 export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/root
 busybox=$KERNEL/bin/busybox version=$(uname -r)

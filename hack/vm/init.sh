@@ -1,5 +1,5 @@
 #!/bin/busybox sh
-# The first program of the guest. The root is the host's, read-only, with what the guest writes in memory.
+# The first program of the guest. The root file system is the host's, read-only; the guest's changes stay in memory.
 b=/bin/busybox
 $b mount -t proc proc /proc; $b mount -t sysfs sys /sys; $b mount -t devtmpfs dev /dev
 for module in $($b cat /modules/order); do $b insmod "/modules/$module"; done

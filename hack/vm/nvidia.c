@@ -1,5 +1,5 @@
-// A kernel driver named nvidia. It takes display functions of vendor 10de and shows them in /proc/driver/nvidia. As the
-// real one, it waits in remove for whoever has /dev/nvidiaN open, and no signal ends that.
+// A kernel driver named nvidia. It binds to display functions of vendor 10de and lists them in /proc/driver/nvidia. Like
+// the real driver, its remove waits until no process has /dev/nvidiaN open, and signals do not interrupt it.
 #include <linux/delay.h>
 #include <linux/fs.h>
 #include <linux/module.h>

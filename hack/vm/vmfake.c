@@ -1,5 +1,5 @@
-// Lets PCI functions that QEMU emulates look like GPUs. It changes only what Linux keeps in struct pci_dev, before a
-// driver sees the function: sysfs, modalias, uevents and the matching of drivers agree, also after a hot plug.
+// Makes PCI functions that QEMU emulates look like GPUs. It changes only struct pci_dev in Linux, before a driver sees
+// the function. So sysfs, modalias, uevents and the matching of drivers agree, even after a hot plug.
 #include <linux/module.h>
 #include <linux/pci.h>
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 ROW = [
-    "build the image", "bring the cluster up", "make the simulated machine", "put NVIDIA's CDI hook on it",
+    "build the image", "start the cluster", "create the simulated machine", "install NVIDIA's CDI hook on it",
     "install the driver", "run the tests",
 ]  # fmt: skip
 
@@ -60,7 +60,7 @@ def test_a_cluster_that_was_up_is_used_and_left(
     assert status == (7 if failing else 0)
     assert steps == ROW
     assert script.SIMULATOR_STATE.is_dir()
-    assert "is left in place" in capsys.readouterr().out
+    assert "so it is kept" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("failing", ["", "build the image"])
@@ -68,7 +68,7 @@ def test_an_own_cluster_is_taken_down(
     script: ModuleType, monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
     _, steps = run(script, monkeypatch, "--one-cluster", up=False, failing=failing)
-    assert steps[-1] == "take the cluster down"
+    assert steps[-1] == "remove the cluster"
     assert not script.SIMULATOR_STATE.exists()
 
 

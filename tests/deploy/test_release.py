@@ -74,13 +74,13 @@ def test_version_is_refused_when_a_file_disagrees(
 
 def test_tree_is_refused_when_it_has_changes(repository: Path) -> None:
     (repository / "new").touch()
-    with pytest.raises(release.RefusedError, match=r"not committed \(new\): commit or stash them"):
+    with pytest.raises(release.RefusedError, match=r"uncommitted changes \(new\): commit or stash them"):
         release.check(repository, "1.2.3")
 
 
 def test_release_is_refused_when_the_chart_is_missing(repository: Path) -> None:
     shutil.rmtree(repository / "daemonset" / "chart")
-    with pytest.raises(release.RefusedError, match=r"Chart\.yaml is missing: a release has a chart"):
+    with pytest.raises(release.RefusedError, match=r"Chart\.yaml is missing: a release needs a chart"):
         release.check(repository, "1.2.3")
 
 

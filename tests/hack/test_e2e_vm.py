@@ -10,7 +10,7 @@ import e2e_vm
 import pytest
 from localcluster.shell import ClusterError
 
-NOT_DEBIAN = "kernel and QEMU are packages of Debian, and this machine is not Debian"
+NOT_DEBIAN = "kernel and QEMU are Debian packages, and this machine does not run Debian"
 
 
 def _fails(*_arguments: Any) -> Any:
@@ -21,7 +21,7 @@ def _fails(*_arguments: Any) -> Any:
     ("module", "name", "value", "reason"),
     [
         (e2e_vm.debian, "is_debian", lambda: False, NOT_DEBIAN),
-        (e2e_vm.shell, "find_program", {"apt-get": "apt-get", "gcc": "gcc"}.get, "there is no make on this machine"),
+        (e2e_vm.shell, "find_program", {"apt-get": "apt-get", "gcc": "gcc"}.get, "make is not installed"),
         (e2e_vm, "_fetch", _fails, "apt-get update failed: Could not resolve deb.debian.org"),
     ],
     ids=["no Debian", "no make", "no network"],

@@ -231,5 +231,5 @@ def test_function_of_nvml_that_changes_something_is_refused() -> None:
 @pytest.mark.parametrize("arguments", ["", "-c 3", "mig -cgi 19", "-q -x -r", "--query-gpu=uuid -mig 1"])
 def test_nvidia_smi_runs_with_arguments_that_change_nothing_alone(arguments: str) -> None:
     assert set(READS) == {("-L",), ("-q", "-x"), ("topo", "-m")}
-    with pytest.raises(AssertionError, match="is not known to change nothing"):
+    with pytest.raises(AssertionError, match="may change something"):
         ask_smi("/bin/false", tuple(arguments.split()))

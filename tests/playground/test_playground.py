@@ -138,7 +138,7 @@ def test_pod_runs_and_ends_and_nothing_is_left_when_the_playground_ends(
         f"pod default/one-gpu scheduled on playground-node: {device['device']}",
         "pod default/one-gpu prepared in N ms",
         "pod default/one-gpu running",
-        "pod default/one-gpu ended, its claims are unprepared",
+        "pod default/one-gpu deleted, its claims are unprepared",
     ]
     assert playground.end(signal.SIGINT) == 0
     assert list(temporary.iterdir()) == []
@@ -196,7 +196,7 @@ def test_pod_that_does_not_fit_gets_one_claim_however_often_it_is_tried(
     playground = start("gb10")
     eventually(playground.devices)
     playground.apply("two-claims")
-    eventually(lambda: playground.lines("pod default/two-claims waits: "))
+    eventually(lambda: playground.lines("pod default/two-claims is waiting: "))
     pod = "/api/v1/namespaces/default/pods/two-claims"
     status = eventually(
         lambda: (
@@ -219,15 +219,15 @@ def test_two_playgrounds_are_next_to_each_other_and_report_why_a_pod_waits(
         eventually(lambda name=name: one.phase(name) == "Running")
     one.apply("one-gpu")
     one.apply("extended-resource")
-    eventually(lambda: one.lines("pod default/one-gpu waits: "))
-    eventually(lambda: one.lines("pod default/extended-resource waits: "))
+    eventually(lambda: one.lines("pod default/one-gpu is waiting: "))
+    eventually(lambda: one.lines("pod default/extended-resource is waiting: "))
     one.delete(users[0])
-    eventually(lambda: one.lines(f"pod default/{users[0]} ended"))
+    eventually(lambda: one.lines(f"pod default/{users[0]} deleted"))
     assert one.phase(users[1]) == "Running"
     assert [claim["metadata"]["name"] for claim in one.claims() if "status" in claim] == ["shared"]
     assert other.claims() == []
     assert (one.end(signal.SIGTERM), other.end(signal.SIGINT)) == (0, 0)
-    assert one.lines(f"pod default/{users[1]} ended, its claims are unprepared")
+    assert one.lines(f"pod default/{users[1]} deleted, its claims are unprepared")
     assert list(temporary.iterdir()) == []
 
 

@@ -109,7 +109,7 @@ def test_kubectl_shows_states_and_why_a_pod_waits(
     playground.apply("one-gpu")
     eventually(lambda: playground.phase("one-gpu") == "Running")
     playground.apply("extended-resource")
-    eventually(lambda: playground.lines("pod default/extended-resource waits: "))
+    eventually(lambda: playground.lines("pod default/extended-resource is waiting: "))
     said = second_terminal(playground, "kubectl get pods; kubectl get nodes; kubectl get resourceclaims")
     assert [line.split()[:4] for line in said.splitlines()[:3]] == [
         ["NAME", "READY", "STATUS", "RESTARTS"],

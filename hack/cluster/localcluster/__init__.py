@@ -1,7 +1,7 @@
 """A real Kubernetes node on this machine, for tests and for trying things out.
 
-Tests put ``hack/cluster`` on ``sys.path`` and use the functions below; each
-finds the cluster by the environment, as the command line does.
+Tests add ``hack/cluster`` to ``sys.path`` and use the functions below. Like the
+command line, each function finds the cluster through environment variables.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ __all__ = [
 
 
 def build() -> Path:
-    """Build the programs that are missing; the directory they lie in."""
+    """Build the missing programs, and return their directory."""
     return binaries.build(_layout())
 
 
 def fetch() -> None:
-    """Build and download all that a cluster and the tests on it need: they then come without a network."""
+    """Build and download everything that a cluster and its tests need, so that both work without a network."""
     debian.install_missing(debian.CLUSTER_PACKAGES)
     build()
     for major in binaries.HELM:
@@ -41,89 +41,87 @@ def fetch() -> None:
 
 
 def up(options: Options | None = None) -> None:
-    """Starts the cluster, or completes it; returns when the node is ready."""
+    """Start the cluster, or complete it. Return when the node is ready."""
     lifecycle.up(_layout(), options or Options())
 
 
 def down() -> None:
-    """Remove the cluster and everything it left behind. Does nothing if there is no cluster."""
+    """Remove the cluster and everything that it created. Do nothing if there is no cluster."""
     lifecycle.down(_layout())
 
 
 def start(component: str) -> None:
-    """Start one stopped component and wait until it serves."""
+    """Start one stopped component, and wait until it is healthy."""
     lifecycle.change(_layout(), component, stop=False, start=True)
 
 
 def stop(component: str) -> None:
-    """Stop one component; running pods stay."""
+    """Stop one component; pods keep running."""
     lifecycle.change(_layout(), component, stop=True, start=False)
 
 
 def restart(component: str) -> None:
-    """Stop and start one component with the same flags."""
+    """Restart one component with the same flags."""
     lifecycle.change(_layout(), component, stop=True, start=True)
 
 
 def state() -> list[ComponentStatus]:
-    """One row for each component."""
+    """Return the status of each component."""
     return lifecycle.state(_layout())
 
 
 def is_up() -> bool:
-    """Whether every component runs and serves."""
+    """Whether every component is healthy."""
     return all(row.healthy for row in state())
 
 
 def load_image(archive: Path) -> list[str]:
-    """Give the node the images of a docker or OCI archive; returns their names."""
+    """Import the images of a docker or OCI archive into the node, and return their names."""
     return images.load(_layout(), binaries.directory(_layout()), archive)
 
 
 def addresses() -> Addresses:
-    """The addresses of the IP family that the cluster was started with."""
+    """Return the cluster's addresses, which depend on its IP family."""
     return lifecycle.options_of(_layout()).addresses
 
 
 def kubeconfig() -> Path:
-    """The administrator's kubeconfig, at this path from the first ``up`` on."""
+    """Return the path of the administrator's kubeconfig, which ``up`` writes."""
     return _layout().kubeconfig
 
 
 def program(name: str) -> Path:
-    """Where a program of the cluster lies, such as ``ctr``."""
+    """Return the path of a program of the cluster, such as ``ctr``."""
     return binaries.directory(_layout()) / name
 
 
 def kubectl() -> Path:
-    """The kubectl of the cluster's own version."""
+    """Return the path of kubectl in the cluster's version."""
     return program("kubectl")
 
 
 def allocator() -> Path:
-    """The allocator of kube-scheduler as a program (go/allocator/main.go), built first if it is not there."""
+    """Return a program that runs kube-scheduler's allocator (go/allocator/main.go). Build it if it is missing."""
     return binaries.build(_layout(), ("allocator",)) / "allocator"
 
 
 def promql() -> Path:
-    """Return the path of a program that runs Prometheus' query engine (go/promql/main.go). Builds it first if it
-    is missing.
-    """
+    """Return a program that runs Prometheus' query engine (go/promql/main.go). Build it if it is missing."""
     return binaries.build(_layout(), ("promql",)) / "promql"
 
 
 def metadata_reader() -> Path:
-    """Kubernetes' reader of device metadata as a program (go/metadata/main.go), built first if it is not there."""
+    """Return a program that runs Kubernetes' reader of device metadata (go/metadata/main.go). Build it if missing."""
     return binaries.build(_layout(), ("metadata",)) / "metadata"
 
 
 def cdi_hook() -> Path:
-    """NVIDIA's CDI hook of a pinned version, built first if it is not there."""
+    """Return NVIDIA's CDI hook in a pinned version. Build it if it is missing."""
     return binaries.build(_layout(), ("nvidia-cdi-hook",)) / "nvidia-cdi-hook"
 
 
 def compute_domains_chart() -> Path:
-    """The published chart of NVIDIA's DRA driver, of a pinned version."""
+    """Return the directory of the chart of NVIDIA's DRA driver in a pinned version."""
     return binaries.source_of(*binaries.COMPUTE_DOMAINS) / "deployments/helm/dra-driver-nvidia-gpu"
 
 

@@ -1,8 +1,8 @@
-"""An isolated place on this machine for another cluster.
+"""Isolates another cluster on this machine.
 
-A command runs in new namespaces, with its own processes, mounts, network and control groups, and everything
-that a cluster writes outside the cache is in memory. It has no network connection to the outside. When the
-command exits, or this program is stopped, every process there is killed, and nothing remains.
+A command runs in new namespaces, with its own processes, mounts, network and control groups. It has no network
+connection to the outside. Everything that a cluster writes outside of the cache is in memory. When the command exits,
+or when this program is stopped, all processes in the namespaces are killed, and nothing remains.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _EMPTIED = (CONTAINER_LOG_LINKS, CDI_DIRECTORIES[0])
 
 @dataclass(frozen=True, slots=True)
 class _Hierarchy:
-    """One tree of control groups, as it is mounted."""
+    """A mounted hierarchy of control groups."""
 
     point: Path
     kind: str
@@ -36,8 +36,8 @@ class _Hierarchy:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run a command there; its exit status."""
-    shell.require_root("A place apart")
+    """Run a command in new namespaces, and return its exit code."""
+    shell.require_root("The command `apart`")
     made = [path for path in _EMPTIED if not path.exists()]
     groups = [hierarchy.point / f"gpu-dra-apart-{os.getpid()}" for hierarchy in _hierarchies()]
     inside = [sys.executable, str(Path(__file__).parents[1] / "cluster.py"), "begin-apart", *argv]
@@ -46,7 +46,7 @@ def run(argv: Sequence[str]) -> int:
             path.mkdir(exist_ok=True)
         for group in groups:
             _make_group(group)
-        # A cgroup namespace starts at the groups of the process that creates it.
+        # The root of a cgroup namespace is the group of the process that creates it.
         command = ["bash", "-euc", _JOIN, "join", *map(str, groups), "--", "unshare", *_NAMESPACES, *inside]
         with subprocess.Popen(command) as process:
             for number in (signal.SIGINT, signal.SIGTERM):
@@ -60,18 +60,16 @@ def run(argv: Sequence[str]) -> int:
 
 
 def begin(argv: Sequence[str]) -> None:
-    """Creates what a cluster needs of a machine in the new namespaces, then executes the command in this
-    process.
-    """
+    """Prepare the new namespaces for a cluster, then replace this process by the command."""
     hierarchies = _hierarchies()
-    _mount("sysfs", Path("/sys"))  # that of before shows the network of before
+    _mount("sysfs", Path("/sys"))  # the old one shows the old network
     if len(hierarchies) > 1:
         _mount("tmpfs", Path("/sys/fs/cgroup"))
     for hierarchy in hierarchies:
         hierarchy.point.mkdir(parents=True, exist_ok=True)
         _mount(hierarchy.kind, hierarchy.point, hierarchy.options)
     if [hierarchy.kind for hierarchy in hierarchies] == ["cgroup2"]:
-        # A group that has processes gives its children no controllers.
+        # A group that contains processes cannot delegate controllers to its children.
         (hierarchies[0].point / "init").mkdir()
         (hierarchies[0].point / "init" / "cgroup.procs").write_text("0")
     for path in (Path("/run"), *_EMPTIED):
@@ -83,7 +81,7 @@ def begin(argv: Sequence[str]) -> None:
 
 
 def _own_library() -> None:
-    """A /var/lib without what clusters keep there; the rest is where it was, by links."""
+    """Mount a new /var/lib without the directories of clusters. Links lead to its other directories."""
     own = [_LIBRARY / name for name in _OWN_BELOW_LIBRARY]
     for point in reversed(host.mount_points()):
         if any(map(point.is_relative_to, own)):
@@ -98,7 +96,7 @@ def _own_library() -> None:
 
 
 def _hierarchies() -> list[_Hierarchy]:
-    """The mounted hierarchies: one of version 2, or one for each controller, or both."""
+    """Return the mounted cgroup hierarchies: the one of cgroup v2, those of cgroup v1, or both."""
     found = []
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         before, _, after = line.partition(" - ")
@@ -112,10 +110,10 @@ def _hierarchies() -> list[_Hierarchy]:
 
 
 def _make_group(group: Path) -> None:
-    """Creates a control group that can contain processes at once, with all controllers.
+    """Create a control group with all controllers, into which processes can be moved at once.
 
-    A version 1 group starts without processors, and a version 2 group with those controllers that its parent
-    delegates.
+    A new cgroup v1 group has no CPUs and no memory nodes, and a new cgroup v2 group has only the controllers that its
+    parent delegates.
     """
     if (group.parent / "cgroup.controllers").exists():
         controllers = (group.parent / "cgroup.controllers").read_text().split()

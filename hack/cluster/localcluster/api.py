@@ -1,4 +1,4 @@
-"""This program's requests to the cluster's servers."""
+"""Sends requests to the cluster's servers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TIMEOUT_SECONDS = 10.0
 
 
 def answers(layout: Layout, probe: str) -> bool:
-    """Whether a component's probe, an URL or ``unix:`` and a path, answers well."""
+    """Whether a component's probe succeeds. It is a URL, or ``unix:`` and the path of a socket."""
     if probe.startswith("unix:"):
         return _socket_answers(probe.removeprefix("unix:"))
     certificate = "etcd" if probe.endswith("/health") else "admin"
@@ -35,7 +35,7 @@ def node_ready(layout: Layout) -> bool:
 
 
 def default_account_exists(layout: Layout) -> bool:
-    """Whether pods can be created in the default namespace yet."""
+    """Whether the default namespace has its service account, without which no pod can be created."""
     return bool(_object(layout, "/api/v1/namespaces/default/serviceaccounts/default"))
 
 
@@ -50,7 +50,7 @@ def _object(layout: Layout, path: str) -> dict[str, Any]:
 
 
 def _get(layout: Layout, url: str, certificate: str) -> bytes:
-    """Returns the body of a successful response; ignores a proxy in the environment."""
+    """Return the body of a successful response. A proxy in the environment is not used."""
     handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
     if url.startswith("https:"):
         context = ssl.create_default_context(cafile=str(layout.certificate("ca")))

@@ -1,7 +1,7 @@
 """Builds the programs of the cluster from pinned Go modules.
 
-Each folder below ``go/`` is one module whose ``tool`` lines, or own ``main.go``, are the programs; they are
-separate because their dependencies need different versions.
+Each folder below ``go/`` is a Go module. Its ``tool`` lines or its ``main.go`` are the programs. The modules are
+separate, because they need different versions of the same dependencies.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _NETWORK = re.compile(
 
 
 CLUSTER = (KUBERNETES, "etcd", "containerd", "runc")
-"""The modules of what a cluster consists of. The others are apart: a cluster comes up without them, and another version
-of one builds nothing else again."""
+"""The modules of the cluster's programs. A cluster does not need the other modules, and a new version of one of them
+does not rebuild the cluster's programs."""
 HELM = {3: "helm", 4: "helm4"}
-"""By major version."""
+"""The module of each major version of Helm."""
 COMPUTE_DOMAINS = ("compute-domains", "sigs.k8s.io/dra-driver-nvidia-gpu")
-"""NVIDIA's DRA driver, for tests of its chart: its part for compute domains can run next to this driver."""
+"""NVIDIA's DRA driver, for tests of its chart. Its compute domains can run next to this driver."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One program: the folder of the module it is built in and its Go package."""
+    """A program, the folder of its module, and its Go package."""
 
     name: str
     module: str
@@ -47,7 +47,7 @@ class Part:
 
 
 def parts(layout: Layout, modules: tuple[str, ...]) -> list[Part]:
-    """The programs of modules: the tools of each, or its own. The folder of Kubernetes depends on the release."""
+    """Return the programs of the modules: their tools, or their own program. The release selects Kubernetes' folder."""
     found = []
     for module in modules:
         folder = layout.kubernetes if module == KUBERNETES else module
@@ -62,7 +62,7 @@ def parts(layout: Layout, modules: tuple[str, ...]) -> list[Part]:
 
 
 def directory(layout: Layout, modules: tuple[str, ...] = CLUSTER) -> Path:
-    """Where the programs lie that the present go.mod files and flags give."""
+    """Return the directory of the programs. It depends on the content of the modules' folders and on the flags."""
     digest = hashlib.sha256(_machine().encode())
     for folder in sorted({part.module for part in parts(layout, modules)}):
         digest.update("\0".join(_flags(folder)).encode())
@@ -72,7 +72,7 @@ def directory(layout: Layout, modules: tuple[str, ...] = CLUSTER) -> Path:
 
 
 def build(layout: Layout, modules: tuple[str, ...] = CLUSTER) -> Path:
-    """Build what is missing and return the directory; fast when nothing is."""
+    """Build the missing programs, and return their directory."""
     target, wanted = directory(layout, modules), parts(layout, modules)
     if all((target / part.name).exists() for part in wanted):
         return target
@@ -87,7 +87,7 @@ def build(layout: Layout, modules: tuple[str, ...] = CLUSTER) -> Path:
 
 
 def source_of(folder: str, module: str) -> Path:
-    """The files of a module that the go.mod in `folder` requires, downloaded first if they are not there."""
+    """Return the directory of a module that the go.mod in `folder` requires. Download it if it is missing."""
     _require_go()
     done = _run_go(["go", "mod", "download", "-json", module], folder)
     if done.returncode != 0:
@@ -96,7 +96,7 @@ def source_of(folder: str, module: str) -> Path:
 
 
 def _provide_part(part: Part, layout: Layout, target: Path) -> None:
-    """What every release of Kubernetes shares is there already if the usual one was built."""
+    """Build a program. For an older release of Kubernetes, reuse the programs that are the same in all releases."""
     usual = directory(replace(layout, kubernetes=KUBERNETES)) / part.name
     if part.module != layout.kubernetes and usual.exists():
         os.link(usual, target / part.name)
@@ -105,7 +105,7 @@ def _provide_part(part: Part, layout: Layout, target: Path) -> None:
 
 
 def _build_part(part: Part, target: Path) -> None:
-    """Builds to a temporary name and renames, so that an interrupted build leaves no incomplete file."""
+    """Build to a temporary name and rename it, so that an interrupted build leaves no incomplete file."""
     unfinished = target / f".{part.name}.unfinished"
     done = _run_go(["go", "build", *_flags(part.module), "-o", str(unfinished), part.package], part.module)
     if done.returncode != 0:
@@ -114,7 +114,7 @@ def _build_part(part: Part, target: Path) -> None:
 
 
 def _run_go(argv: list[str], module: str) -> subprocess.CompletedProcess[str]:
-    # Go fails at the first module that it cannot download, but keeps the others for the next attempt.
+    # Go fails at the first module that it cannot download, but keeps the modules that it has already downloaded.
     for tries_left in (2, 1, 0):
         done = subprocess.run(
             argv,
@@ -131,7 +131,7 @@ def _run_go(argv: list[str], module: str) -> subprocess.CompletedProcess[str]:
 
 
 def _flags(module: str) -> list[str]:
-    """Build flags; without a version Kubernetes programs call themselves v0.0.0, and helm takes 1.20 for the server."""
+    """Return the build flags. They set versions: otherwise Kubernetes programs report v0.0.0, and helm assumes 1.20."""
     linker = "-s -w"
     if module == "helm":
         minor = _version_of(module, "k8s.io/client-go").split(".")[1]
@@ -165,7 +165,7 @@ def _machine() -> str:
 
 
 def _require_go() -> None:
-    """Runs inside a module, because an older Go may download the toolchain that the module names."""
+    """Raises: ClusterError if Go is too old. Runs `go` in a module, where it may download the toolchain in go.mod."""
     wanted = ".".join(map(str, _OLDEST_GO))
     if shell.find_program("go") is None:
         raise ClusterError(f"Go {wanted} or newer is needed to build the cluster's programs.")
@@ -175,4 +175,4 @@ def _require_go() -> None:
     found = re.match(r"go(\d+)\.(\d+)", done.stdout)
     if done.returncode != 0 or found is None or (int(found[1]), int(found[2])) < _OLDEST_GO:
         said = done.stdout.strip() or done.stderr.strip()
-        raise ClusterError(f"Go {wanted} or newer is needed, this one says: {said}.")
+        raise ClusterError(f"Go {wanted} or newer is needed; `go env GOVERSION` printed: {said}.")

@@ -1,4 +1,4 @@
-"""The cluster's own certificate authority, kept for the life of the cluster. Needs OpenSSL 3."""
+"""The cluster's certificate authority, which exists as long as the cluster. Needs OpenSSL 3."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OF_OTHERS = (
 
 
 def ensure(layout: Layout, addresses: Addresses) -> None:
-    """Issue what is missing: the authority, each certificate, the token key pair."""
+    """Create the missing files of the authority, the certificates and the key pair for tokens."""
     layout.pki.mkdir(parents=True, exist_ok=True, mode=0o700)
     _issue(layout, "ca", f"/CN={NETWORK}", _OF_AUTHORITY)
     authority = ("-CA", layout.certificate("ca"), "-CAkey", layout.key("ca"))
@@ -49,7 +49,7 @@ def ensure(layout: Layout, addresses: Addresses) -> None:
 def _issue(
     layout: Layout, name: str, subject: str, extensions: tuple[str, ...], *authority: str | Path
 ) -> None:
-    """A certificate that is not there yet; the file appears last, so an interrupt is repaired."""
+    """Issue a certificate, unless it exists. Its file is created last, so that an interrupted call can be repeated."""
     certificate = layout.certificate(name)
     if certificate.exists():
         return

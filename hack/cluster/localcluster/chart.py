@@ -1,4 +1,4 @@
-"""The driver's chart, rendered as manifests for ``kubectl apply --filename``."""
+"""Renders the driver's chart as manifests for ``kubectl apply --filename``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from localcluster.layout import CLUSTER_SOURCE, Layout
 CHART = CLUSTER_SOURCE.parents[1] / "daemonset" / "chart"
 VALUES = CLUSTER_SOURCE / "values"
 NAME = "gpu-dra-driver"
-"""Of the release and its namespace: the objects then have the names that the docs use."""
+"""The name of the Helm release and of its namespace, so that the objects have the names in the docs."""
 _NAMESPACE = f"""\
 apiVersion: v1
 kind: Namespace
@@ -32,7 +32,7 @@ _HELMS_LABELS = re.compile(
 
 
 def helm(major: int = 3) -> Path:
-    """Helm 3 or 4 of a pinned version, built first if it is not there."""
+    """Return the path of Helm 3 or 4 in a pinned version. Build it if it is missing."""
     return binaries.build(Layout.from_environment(), (binaries.HELM[major],)) / "helm"
 
 
@@ -44,7 +44,7 @@ def template(
     chart: Path = CHART,
     major: int = 3,
 ) -> str:
-    """What `helm template` of Helm 3 or 4 prints. Raises: CalledProcessError with helm's words in `stderr`."""
+    """Return the output of `helm template` of Helm 3 or 4. Raises: CalledProcessError with helm's error in `stderr`."""
     command = [
         str(helm(major)),
         "template",
@@ -61,10 +61,9 @@ def template(
 
 
 def manifests(*files: str) -> str:
-    """Returns the chart's objects with the values of files in `hack/cluster/values`, such as `e2e`, and their
-    namespace.
+    """Return the namespace and the chart's objects, with values from `hack/cluster/values`, such as `e2e`.
 
-    Omits the labels that name Helm as the owner, because `helm upgrade` would adopt the objects.
+    The labels that name Helm as the owner are removed, because otherwise `helm upgrade` would adopt the objects.
     """
     chosen = [word for file in files for word in ("-f", str(VALUES / f"{file}.yaml"))]
     return f"{_NAMESPACE}{_HELMS_LABELS.sub('', template({}, *chosen))}"

@@ -1,4 +1,4 @@
-"""The command line: ``cluster.py up``, ``down`` and the rest."""
+"""The command line of the cluster: ``cluster.py up``, ``down`` and other commands."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from localcluster.shell import ClusterError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; the exit status, 130 after an interrupt."""
+    """Run one command, and return the exit code: 130 after Ctrl-C."""
     parsed = _parser().parse_args(arguments)
     try:
         return _run(parsed)
@@ -58,7 +58,7 @@ def _run(parsed: argparse.Namespace) -> int:
 
 
 def _environment() -> str:
-    """Returns shell lines that configure kubectl for this cluster."""
+    """Return shell commands that configure kubectl for this cluster."""
     programs = shlex.quote(str(localcluster.kubectl().parent))
     return f"export KUBECONFIG={shlex.quote(str(localcluster.kubeconfig()))}\nexport PATH={programs}:$PATH"
 
@@ -67,20 +67,24 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="cluster.py", description=localcluster.__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("build", help="build the programs, as any user")
-    commands.add_parser("fetch", help="build, and download what a cluster and the tests on it need")
-    up = commands.add_parser("up", help="bring the cluster up or complete it")
-    up.add_argument("--kubelet-as-node", action="store_true", help="not as administrator")
-    up.add_argument("--sync-frequency", default=Options().sync_frequency, help="of the kubelet, such as 10s")
+    commands.add_parser("fetch", help="build and download everything that a cluster and its tests need")
+    up = commands.add_parser("up", help="start the cluster, or complete it")
     up.add_argument(
-        "--ip-family", choices=tuple(ADDRESSES), default="ipv4", help="the only one of the cluster"
+        "--kubelet-as-node", action="store_true", help="run the kubelet as a node instead of as administrator"
+    )
+    up.add_argument(
+        "--sync-frequency", default=Options().sync_frequency, help="the kubelet's syncFrequency, such as 10s"
+    )
+    up.add_argument(
+        "--ip-family", choices=tuple(ADDRESSES), default="ipv4", help="the IP family of all addresses"
     )
     commands.add_parser("down", help="remove the cluster and everything it created")
-    commands.add_parser("status", help="show the components; exit status 3 if one is not healthy")
+    commands.add_parser("status", help="show the components; the exit code is 3 if one is not healthy")
     commands.add_parser("env", help="print KUBECONFIG and PATH for eval")
     load = commands.add_parser("load", help="load an image archive into the node")
     load.add_argument("archive", type=Path)
     for name, about in (
-        ("apart", "run a command isolated from this cluster, where it can bring up its own cluster"),
+        ("apart", "run a command isolated from this cluster, so that it can start its own cluster"),
         ("begin-apart", argparse.SUPPRESS),
     ):
         one = commands.add_parser(name, help=about)

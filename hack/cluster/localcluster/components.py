@@ -1,5 +1,5 @@
-"""The components: what each is started with, how one sees that it serves (components.toml), and their configuration
-files (configs.toml)."""
+"""The components of the cluster: their command lines and probes (components.toml), and their configuration files
+(configs.toml)."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ NAMES = tuple(_TABLE)
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a caller of ``up`` may vary; kept, so that a restart uses the same."""
+    """The options of ``up``. They are saved, so that a restart of a component uses the same options."""
 
     kubelet_as_node: bool = False
     ip_family: str = "ipv4"
     sync_frequency: str = "1m"
-    """How often the kubelet syncs a pod without events, plus up to half as much at random. It then retries a failed
-    Prepare, and shows the health of devices."""
+    """How often the kubelet syncs a pod that has no events; the kubelet adds up to 50% at random. In a sync, it retries
+    a failed Prepare, and updates the health of devices."""
 
     @property
     def addresses(self) -> Addresses:
@@ -34,7 +34,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """One daemon: its command line, and the URL or socket that answers when it serves."""
+    """A daemon: its command line, and the URL or socket that answers if it is healthy."""
 
     name: str
     argv: tuple[str, ...]
@@ -42,7 +42,7 @@ class Component:
 
 
 def values(layout: Layout, options: Options) -> dict[str, Any]:
-    """The values of the names in components.toml and in the configuration files."""
+    """Return the values of the names in components.toml and configs.toml."""
     return {
         "state": layout.state,
         "config": layout.config,
@@ -69,7 +69,7 @@ def values(layout: Layout, options: Options) -> dict[str, Any]:
 
 
 def all_components(layout: Layout, binaries: Path, options: Options) -> dict[str, Component]:
-    """Every component by name, in starting order."""
+    """Return every component by name, in the order in which they start."""
     known = values(layout, options) | {"binaries": binaries}
     return {
         name: Component(
@@ -84,7 +84,7 @@ _USERS = ("admin", "kube-controller-manager", "kube-scheduler", "kubelet")
 
 
 def write_configs(layout: Layout, options: Options) -> None:
-    """Write every file; all of them are derived, so rewriting loses nothing."""
+    """Write all configuration files. Their content depends only on the arguments, so overwriting them is safe."""
     layout.config.mkdir(parents=True, exist_ok=True, mode=0o700)
     for user in _USERS:
         path = layout.config / f"{user}.kubeconfig"
@@ -103,7 +103,7 @@ def write_configs(layout: Layout, options: Options) -> None:
 
 
 def _kubeconfig(layout: Layout, user: str, addresses: Addresses) -> str:
-    """A kubeconfig with everything inside, so that it may be copied elsewhere."""
+    """Return a kubeconfig that contains its certificates and key, so that it can be copied elsewhere."""
     return json.dumps(
         {
             "apiVersion": "v1",

@@ -1,4 +1,4 @@
-"""The Debian packages that the cluster, the image build and the tests of ELF programs need."""
+"""Installs and downloads the Debian packages that the cluster, the image build and the tests of ELF programs need."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from localcluster import shell
 from localcluster.shell import ClusterError
 
-# A file or program that shows a package to be there, and the package.
+# Each key is a file or program of the package; if it exists, the package is installed.
 COMPILER: Mapping[str, str] = {"cc": "gcc", "/usr/include/stdio.h": "libc6-dev"}
 CLUSTER_PACKAGES: Mapping[str, str] = {
     "/bin/bash-static": "bash-static", "/usr/lib/cni/bridge": "containernetworking-plugins",
@@ -22,14 +22,14 @@ CLUSTER_PACKAGES: Mapping[str, str] = {
 
 
 def install_missing(packages: Mapping[str, str]) -> None:
-    """Install missing packages with apt-get. Does nothing if all are installed."""
+    """Install missing packages with apt-get. Do nothing if all are installed."""
     missing = sorted({package for sign, package in packages.items() if not _present(sign)})
     if not missing:
         return
     if shell.find_program("apt-get") is None:
         raise ClusterError(
-            f"These Debian packages (or their like) are missing and there is no apt-get "
-            f"to install them: {' '.join(missing)}."
+            f"apt-get is not available. Install these Debian packages, or the equivalent ones of your "
+            f"distribution: {' '.join(missing)}."
         )
     shell.require_root(f"Installing {' '.join(missing)}")
     with shell.step(f"apt-get install {' '.join(missing)}"):
@@ -38,12 +38,12 @@ def install_missing(packages: Mapping[str, str]) -> None:
 
 
 def own_release() -> str:
-    """The code name of this machine's own release, whose keys apt has."""
+    """Return the code name of this machine's release, such as bookworm."""
     return _of_system("VERSION_CODENAME")
 
 
 def mirror(release: str) -> str:
-    """The package source this machine's apt uses for its own release."""
+    """Return the URL from which this machine's apt gets packages of a release."""
     site = _sites().get(release)
     if site is None:
         raise ClusterError(f"apt has no package source for {release}.")
@@ -51,7 +51,7 @@ def mirror(release: str) -> str:
 
 
 def sources(release: str) -> dict[str, str]:
-    """By suite of a release the package source of this machine; of updates and security as far as it uses those."""
+    """Return this machine's package source for each suite of a release, with updates and security if it uses them."""
     mine, found = own_release(), _sites()
     more = {
         f"{release}{kind}": found[mine + kind] for kind in ("-updates", "-security") if mine + kind in found
@@ -60,15 +60,15 @@ def sources(release: str) -> dict[str, str]:
 
 
 def is_debian() -> bool:
-    """Whether this is Debian itself, whose mirror has all its releases, and none of its children."""
+    """Whether this machine runs Debian itself, whose mirrors have all releases, not a derivative such as Ubuntu."""
     return _of_system("ID") == "debian"
 
 
 def unpack(packages: Sequence[str], release: str, folder: Path, component: str = "main") -> None:
-    """Unpacks packages of any release on this machine's mirror to ``folder``, which is new.
+    """Unpack packages of any release on this machine's mirror to the new directory ``folder``.
 
-    Installs nothing, needs no root, and does not change apt's own lists. Raises: ClusterError if the mirror
-    has no such release, component or package, or if no key of this machine has signed it.
+    This installs nothing, needs no root, and does not change apt's own lists. Raises: ClusterError if the mirror
+    does not have the release, component or package, or if this machine does not have the key that signed it.
     """
     with tempfile.TemporaryDirectory() as name:
         options = _apart(Path(name), {release: mirror(own_release())}, component)
@@ -87,10 +87,10 @@ def keep(
     arrange: Callable[[Path], Path],
     component: str = "main",
 ) -> None:
-    """Caches what ``arrange`` creates from packages as ``target``; concurrent callers do so only once.
+    """Create ``target`` in the cache from packages, unless it exists; of concurrent callers, only one creates it.
 
-    ``arrange`` gets the folder of their files from `unpack`, and returns the folder or file to keep. Raises:
-    the errors of `unpack`.
+    ``arrange`` gets the folder with the unpacked files, and returns the folder or file to keep. Raises: the errors
+    of `unpack`.
     """
     with shell.exclusive(target.parent / "lock", wait=True):
         if target.exists():
@@ -101,9 +101,9 @@ def keep(
 
 
 def download(packages: Sequence[str], release: str, architecture: str, folder: Path) -> list[Path]:
-    """The files of packages and of all that they need, of any release and architecture, in ``folder``; sorted.
+    """Download packages of any release and architecture, with their dependencies, to ``folder``; return the files.
 
-    As with `unpack` nothing is installed. Raises: ClusterError as `unpack` does.
+    Like `unpack`, this installs nothing. Raises: the errors of `unpack`.
     """
     with tempfile.TemporaryDirectory() as name:
         options = [
@@ -120,16 +120,16 @@ def download(packages: Sequence[str], release: str, architecture: str, folder: P
 
 
 def _sites() -> dict[str, str]:
-    """The package sources of this machine's apt by release, such as bookworm and bookworm-security."""
+    """Return the package sources of this machine's apt, by suite such as bookworm and bookworm-security."""
     listed = shell.run(["apt-get", "indextargets", "--format", "$(CREATED_BY) $(RELEASE) $(SITE)"])
     rows = [line.split() for line in listed.splitlines()]
     return {found: site for kind, found, site in rows if kind == "Packages"}
 
 
 def _apart(top: Path, sites: Mapping[str, str], component: str = "main") -> list[str]:
-    """Options with which apt knows only these package sources, and keeps all it has below ``top``.
+    """Return options that make apt use only these package sources, and keep its files below ``top``.
 
-    What this machine prefers among versions and releases does not count.
+    They also disable this machine's preferences for versions and releases.
     """
     for directory in ("state/lists/partial", "cache/archives/partial"):
         (top / directory).mkdir(parents=True)
@@ -157,7 +157,7 @@ def _of_system(wanted: str) -> str:
         name, _, value = line.partition("=")
         if name == wanted:
             return value.strip('"')
-    raise ClusterError(f"/etc/os-release names no {wanted}: this needs Debian or its like.")
+    raise ClusterError(f"/etc/os-release has no {wanted}: this needs Debian or a derivative.")
 
 
 def _present(sign: str) -> bool:

@@ -1,4 +1,4 @@
-"""What the cluster changes on the host, its network included, and how the host gets it back."""
+"""Changes the host for the cluster, including its network, and restores it afterwards."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from localcluster.layout import (
 )
 from localcluster.shell import ClusterError
 
-# Directories that our components create outside ours, the deepest first.
+# Directories that the components create outside of the cluster's directories, the deepest first.
 _MADE_BY_OTHERS = (
     KUBELET_ROOT, CONTAINER_LOG_LINKS, *CDI_DIRECTORIES, CNI_RESULTS, CNI_RESULTS.parent, SHIM_SOCKETS,
     SHIM_SOCKETS.parent,
@@ -37,7 +37,7 @@ _PROPAGATING = ("/", "/dev")
 
 @dataclass(frozen=True, slots=True)
 class Before:
-    """The host as it was: what ``down`` goes back to."""
+    """The state of the host before ``up``, which ``down`` restores."""
 
     forwarding: dict[str, str]
     private_mounts: list[str]
@@ -46,7 +46,7 @@ class Before:
 
 
 def remember(layout: Layout) -> None:
-    """Write down the state of the host once, before anything is changed."""
+    """Save the state of the host, unless it is already saved. Call it before any change."""
     path = layout.state / "before.json"
     if path.exists():
         return
@@ -62,7 +62,7 @@ def remember(layout: Layout) -> None:
 
 
 def recall(layout: Layout) -> Before | None:
-    """Returns what ``remember`` wrote, or None if ``up`` did not get that far."""
+    """Return the state that ``remember`` saved; None if ``up`` failed before."""
     try:
         return Before(**json.loads((layout.state / "before.json").read_text()))
     except FileNotFoundError:
@@ -70,7 +70,7 @@ def recall(layout: Layout) -> Before | None:
 
 
 def refuse_foreign_kubelet(layout: Layout) -> None:
-    """Two kubelets in one directory would delete each other's pods."""
+    """Raises: ClusterError if another kubelet uses this machine: they would delete each other's pods."""
     if holds_kubelet_root(layout):
         return
     running = next(
@@ -78,16 +78,16 @@ def refuse_foreign_kubelet(layout: Layout) -> None:
         None,
     )
     if running is not None:
-        raise ClusterError(f"Another kubelet runs on this machine (process {running}).")
+        raise ClusterError(f"Another kubelet is running on this machine (process {running}).")
     if KUBELET_ROOT.is_dir() and any(KUBELET_ROOT.iterdir()):
         raise ClusterError(
-            f"{KUBELET_ROOT} is not empty, so another kubelet seems to own it: "
-            "use a machine without one, or move that directory away."
+            f"{KUBELET_ROOT} is not empty, so another kubelet may be using it: "
+            "use a machine without a kubelet, or rename the directory."
         )
 
 
 def holds_kubelet_root(layout: Layout) -> bool:
-    """Whether our directory lies over /var/lib/kubelet."""
+    """Whether the cluster's directory is mounted at /var/lib/kubelet."""
     try:
         return os.path.samestat(KUBELET_ROOT.stat(), layout.kubelet.stat())
     except FileNotFoundError:
@@ -95,10 +95,10 @@ def holds_kubelet_root(layout: Layout) -> bool:
 
 
 def mount_kubelet_root(layout: Layout) -> None:
-    """Mounts our directory over /var/lib/kubelet, as a separate shared mount.
+    """Mount the cluster's directory at /var/lib/kubelet, the path in manifests, as a separate shared mount.
 
-    Manifests name the real path. The mount is shared, because a container may mount into it with
-    Bidirectional propagation; it is private first, to leave the host's peer group.
+    The mount is shared, because containers may mount into it with Bidirectional propagation. It is made private
+    first, so that it leaves the host's peer group.
     """
     layout.kubelet.mkdir(parents=True, exist_ok=True)
     if holds_kubelet_root(layout):
@@ -110,18 +110,18 @@ def mount_kubelet_root(layout: Layout) -> None:
 
 
 def share_mounts() -> None:
-    """Allows containers to use mount propagation from the host, as under systemd.
+    """Allow containers to use mount propagation from the host, as under systemd.
 
-    Otherwise a volume with HostToContainer propagation is refused.
+    Otherwise volumes with HostToContainer propagation are refused.
     """
     for point in _private_mounts():
         shell.run(["mount", "--make-shared", point])
 
 
 def unmount_all(layout: Layout) -> None:
-    """Unmount everything below our directories, the newest mount first.
+    """Unmount everything below the cluster's directories, the newest mount first.
 
-    The list is read again each time: one unmount may take others with it.
+    The list of mounts is read again each time, because one unmount may remove several of them.
     """
     roots = [layout.state]
     if holds_kubelet_root(layout):
@@ -131,7 +131,7 @@ def unmount_all(layout: Layout) -> None:
 
 
 def restore(layout: Layout) -> None:
-    """Undo what ``remember`` saw before: forwarding, directories, CDI files, log links."""
+    """Restore the state that ``remember`` saved: forwarding, mounts, CDI files, directories, log links."""
     before = recall(layout)
     _remove_log_links(layout)
     if before is None:
@@ -147,20 +147,20 @@ def restore(layout: Layout) -> None:
 
 
 def _program(pid: int) -> str:
-    """The name of the program a process runs; empty for a kernel thread."""
+    """Return the name of the program that a process runs; empty for a kernel thread."""
     words = processes.command_line(pid)
     return Path(words[0]).name if words else ""
 
 
 def _remove_log_links(layout: Layout) -> None:
-    """The kubelet links every container's log below /var/log/containers."""
+    """Remove the links to container logs that the kubelet created in /var/log/containers."""
     for link in CONTAINER_LOG_LINKS.glob("*.log"):
         if link.is_symlink() and link.readlink().is_relative_to(layout.state):
             link.unlink()
 
 
 def remove_if_empty(directory: Path) -> None:
-    """Remove a directory, unless another program uses it by now."""
+    """Remove a directory, unless another program has put files into it."""
     try:
         directory.rmdir()
     except FileNotFoundError:
@@ -181,7 +181,7 @@ def _cdi_specs() -> list[Path]:
 
 
 def _private_mounts() -> list[str]:
-    """Returns the host mounts that pods use and that do not propagate."""
+    """Return the host's mounts that pods use and that do not propagate."""
     private: dict[str, bool] = {}
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         fields = line.split()
@@ -191,16 +191,16 @@ def _private_mounts() -> list[str]:
 
 
 def mount_points() -> list[Path]:
-    """Returns the mount points of this namespace in creation order."""
+    """Return the mount points of this namespace in creation order."""
     lines = Path("/proc/self/mountinfo").read_text().splitlines()
     return [Path(line.split()[4].replace("\\040", " ")) for line in lines]
 
 
 # --- network ----------------------------------------------------------------------------------------
 #
-# One bridge whose address is also the node's. There is no kube-proxy: the only Service that matters to a driver is the
-# API server's own, so two rules send its address to the API server. With IPv4 that one listens on loopback;
-# `route_localnet` is set on this bridge alone.
+# The network is one bridge, whose address is also the node's address. There is no kube-proxy: the driver uses only the
+# API server's Service, so two rules redirect the Service's address to the API server. With IPv4, the API server listens
+# on loopback; therefore `route_localnet` is set, only on this bridge.
 
 _FORWARDING = {
     "ipv4": Path("/proc/sys/net/ipv4/ip_forward"),
@@ -210,15 +210,15 @@ _COMMENT = ["-m", "comment", "--comment", NETWORK]
 
 
 def make_network(addresses: Addresses) -> None:
-    """Create the bridge and the rules; what is there stays as it is."""
+    """Create the bridge and the rules that do not exist yet."""
     if not _bridge_exists():
         shell.run(["ip", "link", "add", "name", BRIDGE, "address", BRIDGE_MAC, "type", "bridge"])
     length = addresses.pods.partition("/")[2]
-    # The bridge has no other member that could use the address, and a check would delay the kubelet.
+    # No other host is on the bridge, so checking for a duplicate address would only delay the kubelet.
     unchecked = ["nodad"] if ":" in addresses.node else []
     shell.run(["ip", "address", "replace", f"{addresses.node}/{length}", "dev", BRIDGE, *unchecked])
     shell.run(["ip", "link", "set", BRIDGE, "up"])
-    # A host without a default route could not even address the Service.
+    # Without a default route, the host could otherwise not reach the Service.
     shell.run(["ip", "route", "replace", addresses.service, "dev", BRIDGE])
     Path(f"/proc/sys/net/ipv4/conf/{BRIDGE}/route_localnet").write_text("1\n")
     for table, chain, rule in _iptables_rules(addresses):
@@ -227,7 +227,7 @@ def make_network(addresses: Addresses) -> None:
 
 
 def remove_network() -> None:
-    """Take the rules, the bridge and the plugins' notes away; absent ones are fine."""
+    """Remove the rules, the bridge and the CNI plugins' results, as far as they exist."""
     for addresses in ADDRESSES.values():
         for table, chain, rule in _iptables_rules(addresses):
             while shell.succeeds(_iptables(addresses, table, "-D", chain, rule)):
@@ -239,12 +239,12 @@ def remove_network() -> None:
 
 
 def forwarding() -> dict[str, str]:
-    """The host's switches by IP family, which the bridge plugin turns on; a host may know one family only."""
+    """Return the host's forwarding settings, which the bridge plugin enables, for each IP family that the host has."""
     return {family: path.read_text().strip() for family, path in _FORWARDING.items() if path.exists()}
 
 
 def restore_forwarding(before: Mapping[str, str]) -> None:
-    """Give the host its own settings back."""
+    """Restore the host's forwarding settings."""
     now = forwarding()
     for family, value in before.items():
         if now.get(family, value) != value:
@@ -252,9 +252,9 @@ def restore_forwarding(before: Mapping[str, str]) -> None:
 
 
 def refuse_taken_name() -> None:
-    """A bridge without our address on it belongs to another program."""
+    """Raises: ClusterError if another program owns the bridge, which then has another MAC address."""
     if _bridge_exists() and BRIDGE_MAC not in shell.run(["ip", "link", "show", "dev", BRIDGE]):
-        raise ClusterError(f"A network interface {BRIDGE} exists that is not ours: remove it.")
+        raise ClusterError(f"The network interface {BRIDGE} belongs to another program: remove it.")
 
 
 def _bridge_exists() -> bool:
@@ -262,7 +262,7 @@ def _bridge_exists() -> bool:
 
 
 def _iptables_rules(addresses: Addresses) -> Iterator[tuple[str, str, list[str]]]:
-    """Table, chain, rule. The accepting ones matter on hosts whose firewall drops by default."""
+    """Yield table, chain and rule. The ACCEPT rules are for hosts whose firewall drops packets by default."""
     to_api = ["-d", addresses.service, "-p", "tcp", "--dport", "443"]
     to_api += ["-j", "DNAT", "--to-destination", endpoint(addresses.api, API_PORT)]
     yield "nat", "PREROUTING", ["-i", BRIDGE, *_COMMENT, *to_api]

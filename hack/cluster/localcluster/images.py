@@ -1,5 +1,5 @@
-"""Images built without a registry: a static shell, and the C library that the driver's programs need, under
-the names that the examples use.
+"""Builds images without a registry, with the names that the examples use. They contain a static shell, and the C
+library that NVIDIA's programs need.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WORKLOAD_TAGS = (
     "nvcr.io/nvidia/cuda:12.4.1-base-ubuntu22.04",
 )
 _BASH = Path("/bin/bash-static")
-# The simulated nvidia-smi needs it to see who has NVML open. Debian's busybox does not have it.
+# The simulated nvidia-smi needs flock to find the processes that use NVML. Debian's busybox does not have it.
 _FLOCK = Path("/usr/bin/flock")
 # Replaces a CUDA program on a simulated machine, to show which MPS limits a container gets.
 _MPS_CLIENT = Path(__file__).resolve().parents[3] / "dra_driver/simulator/scripts/mps-client.sh"
@@ -40,7 +40,7 @@ _PATH = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """A one-layer image: its names and what it runs."""
+    """An image with one layer: its names and its command."""
 
     tags: tuple[str, ...]
     command: tuple[str, ...]
@@ -71,11 +71,11 @@ def write_archive(layout: Layout) -> Path:
 
 
 def load(layout: Layout, binaries: Path, archive: Path) -> list[str]:
-    """Import an image archive into the node's containerd; the names it holds."""
+    """Import an image archive into the node's containerd, and return the names of its images."""
     if not archive.is_file():
-        raise ClusterError(f"There is no image archive {archive}.")
+        raise ClusterError(f"The image archive {archive} does not exist.")
     if not api.answers(layout, f"unix:{layout.containerd_socket}"):
-        raise ClusterError("The node's containerd does not run: bring the cluster up first.")
+        raise ClusterError("The node's containerd is not running: start the cluster first.")
     said = shell.run(
         [
             *(binaries / "ctr", "--address", layout.containerd_socket, "--namespace", "k8s.io"),
@@ -86,9 +86,9 @@ def load(layout: Layout, binaries: Path, archive: Path) -> list[str]:
 
 
 def static_busybox(layout: Layout) -> Path:
-    """Debian's static busybox, unpacked rather than installed.
+    """Return the path of Debian's static busybox, unpacked from its package.
 
-    Installing it would put an ordinary busybox of the host out.
+    It is not installed, because that would remove the host's ordinary busybox.
     """
     target = layout.cache / "cluster" / "busybox"
     debian.keep(target, "busybox", ["busybox-static"], debian.own_release(), _busybox)
@@ -100,7 +100,7 @@ def _busybox(tree: Path) -> Path:
 
 
 def _layer(busybox: Path) -> bytes:
-    """Busybox with all its applets, bash, a C library, and the few files that programs need."""
+    """Return the image's layer: busybox with all its applets, bash, a C library, and a few files that programs need."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as layer:
         for name in _EMPTY_DIRECTORIES:
@@ -123,14 +123,12 @@ def _layer(busybox: Path) -> bytes:
 
 
 def _c_library() -> list[Path]:
-    """This machine's C library, as in images of its distribution, with the loader in the path that programs
-    use.
-    """
+    """Return the files of this machine's C library, and of its loader at the path that programs expect."""
     folder = Path(f"/lib/{os.uname().machine}-linux-gnu")
     loaders = [top / loader.name for loader in folder.glob("ld-linux*") for top in _LOADERS]
     found = [path for path in [*loaders, *(folder / name for name in _C_LIBRARY)] if path.is_file()]
     if len(found) <= len(_C_LIBRARY):
-        raise ClusterError(f"This machine's C library is not in {folder}, where Debian has it.")
+        raise ClusterError(f"This machine's C library is not in {folder}, as it is in Debian.")
     return found
 
 
@@ -145,8 +143,8 @@ def _config(image: Image, layer_digest: str) -> bytes:
         {
             "architecture": architecture,
             "os": "linux",
-            # The first process of a container ignores SIGTERM unless it handles it, as most real programs do, and
-            # a shell's `sleep` does not: each pod that is deleted would take its whole grace period.
+            # Unlike most real programs, a shell's `sleep` does not handle SIGTERM, and the first process of a
+            # container ignores signals that it does not handle. Each deleted pod would take its whole grace period.
             "config": {"Cmd": image.command, "Env": [_PATH], "StopSignal": "SIGKILL"},
             "rootfs": {"type": "layers", "diff_ids": [f"sha256:{layer_digest}"]},
         }

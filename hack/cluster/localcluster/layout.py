@@ -1,4 +1,4 @@
-"""Every path, name, address and port of the cluster, decided in one place."""
+"""All paths, names, addresses and ports of the cluster."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NETWORK = "gpu-dra-cluster"
 BRIDGE = "gpu-dra0"
 BRIDGE_MAC = "02:00:0a:e7:40:01"
 
-# Not the usual numbers: another cluster on the same box may hold those.
+# Not the usual ports, because another cluster on this machine may use them.
 API_PORT = 26443
 ETCD_PORT = 22379
 ETCD_PEER_PORT = 22380
@@ -36,16 +36,16 @@ CLUSTER_SOURCE = Path(__file__).resolve().parent.parent
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """Where node, pods and Services of one IP family are."""
+    """The addresses of node, pods and Services for one IP family."""
 
     node: str
     pods: str
     services: str
     service: str
-    """The API server as pods know it."""
+    """The address of the API server's Service, which pods use."""
     dns: str
     api: str
-    """Where the API server listens."""
+    """The address on which the API server listens."""
     anywhere: str
     iptables: str
 
@@ -61,7 +61,7 @@ ADDRESSES = {
         anywhere="0.0.0.0/0",
         iptables="iptables",
     ),
-    # The kernel never leads a packet from a bridge to ::1, so the API server listens on the node's address.
+    # The kernel does not route packets from a bridge to ::1, so the API server listens on the node's address.
     "ipv6": Addresses(
         node="fd31:e7a0:64::1",
         pods="fd31:e7a0:64::/64",
@@ -76,15 +76,15 @@ ADDRESSES = {
 
 
 def endpoint(address: str, port: int) -> str:
-    """``address:port`` as URLs and iptables write it."""
+    """Return ``address:port`` in the notation of URLs and iptables."""
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where one cluster keeps its files: ``state`` dies with it, ``cache`` stays.
+    """The directories of a cluster: ``down`` deletes ``state`` and keeps ``cache``.
 
-    ``kubernetes`` is the folder below ``go/`` that its programs are built in.
+    ``kubernetes`` is the folder below ``go/`` from which the cluster's programs are built.
     """
 
     state: Path
@@ -93,7 +93,7 @@ class Layout:
 
     @classmethod
     def from_environment(cls) -> Layout:
-        """Returns the layout for GPU_DRA_CLUSTER_DIR, XDG_CACHE_HOME and GPU_DRA_KUBERNETES."""
+        """Return the layout for GPU_DRA_CLUSTER_DIR, XDG_CACHE_HOME and GPU_DRA_KUBERNETES."""
         state = Path(os.environ.get("GPU_DRA_CLUSTER_DIR") or "/var/lib/gpu-dra-cluster")
         cache_home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         release = os.environ.get("GPU_DRA_KUBERNETES")
@@ -129,7 +129,7 @@ class Layout:
 
     @property
     def kubelet(self) -> Path:
-        """The directory that lies under /var/lib/kubelet while the cluster is up."""
+        """The directory that is mounted at /var/lib/kubelet while the cluster runs."""
         return self.state / "kubelet"
 
     @property

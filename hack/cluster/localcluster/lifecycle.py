@@ -1,7 +1,7 @@
 """Starts and stops the cluster and single components, and reports their state.
 
-Every step of ``up`` ensures a state instead of performing an action: on an incomplete cluster, whatever the
-reason, ``up`` completes it.
+Every step of ``up`` ensures a state instead of performing an action, so ``up`` can complete a cluster that is
+incomplete for any reason.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _READY_SECONDS = 300.0
 
 
 def up(layout: Layout, options: Options) -> None:
-    """Starts the cluster and returns when a pod can be created on it."""
+    """Start the cluster, and return when a pod can be created on it."""
     shell.require_root("A cluster")
     debian.install_missing(debian.CLUSTER_PACKAGES)
     built = binaries.build(layout)
@@ -51,22 +51,22 @@ def up(layout: Layout, options: Options) -> None:
 
 
 def down(layout: Layout) -> None:
-    """Removes everything that ``up`` created, even if it failed half-way. Can be repeated."""
+    """Remove everything that ``up`` created, even if ``up`` failed half-way. Can be repeated."""
     if not layout.state.exists():
         return
-    shell.require_root("Taking the cluster down")
+    shell.require_root("Removing the cluster")
     with shell.exclusive(layout.state / "lock"), shell.step("down"):
         _take_down(layout)
         shutil.rmtree(layout.state)
 
 
 def change(layout: Layout, name: str, *, stop: bool, start: bool) -> None:
-    """Stops one component, or starts it if necessary and waits until it serves, or both; pods keep running."""
+    """Stop one component, start it and wait until it is healthy, or both. Pods keep running."""
     shell.require_root("Changing a component")
     if name not in NAMES:
         raise ClusterError(f"There is no component {name}: choose one of {', '.join(NAMES)}.")
     if not layout.kubeconfig.exists():
-        raise ClusterError("There is no cluster: bring it up first.")
+        raise ClusterError("There is no cluster: start it first.")
     with shell.exclusive(layout.state / "lock"):
         process = find(layout, name)
         if stop:
@@ -79,7 +79,7 @@ def change(layout: Layout, name: str, *, stop: bool, start: bool) -> None:
 
 
 def find(layout: Layout, name: str) -> processes.Process | None:
-    """The process of a component, if it runs."""
+    """Return the process of a component; None if it is not running."""
     return processes.recall(_pid_file(layout, name))
 
 
@@ -108,7 +108,7 @@ def _start_together(layout: Layout, components: dict[str, Component], names: tup
 
 
 def _start_rest(layout: Layout, components: dict[str, Component], built: Path) -> None:
-    """The images come before the kubelet: no pod may wait for its sandbox image."""
+    """Load the images, then start the other components, so that no pod waits for its sandbox image."""
     for name in ("kube-controller-manager", "kube-scheduler"):
         _launch(layout, components[name])
     images.load(layout, built, images.write_archive(layout))
@@ -137,13 +137,13 @@ def _wait_serving(layout: Layout, component: Component) -> None:
         return api.answers(layout, component.probe)
 
     log = layout.log(component.name)
-    _wait(f"{component.name} does not serve (its log: {log})", serves)
+    _wait(f"{component.name} did not become healthy (log: {log})", serves)
 
 
 def _epitaph(layout: Layout, name: str) -> str:
     log = layout.log(name)
     last = log.read_text(errors="replace").splitlines()[-8:] if log.exists() else []
-    return "\n  ".join([f"{name} stopped soon after its start, see {log}:", *last])
+    return "\n  ".join([f"{name} exited soon after its start; see {log}:", *last])
 
 
 def _wait(complaint: str, condition: Callable[[], bool]) -> None:
@@ -155,7 +155,7 @@ def _wait(complaint: str, condition: Callable[[], bool]) -> None:
 
 
 def _take_down(layout: Layout) -> None:
-    """Kills processes without asking them to exit: all state is deleted, so there is nothing to save."""
+    """Kill all processes and undo all changes. SIGTERM is not necessary, because all state is deleted anyway."""
     running = [process for name in NAMES if (process := find(layout, name))]
     processes.stop(running, grace_seconds=0)
     processes.kill_all(layout)
@@ -167,14 +167,14 @@ def _take_down(layout: Layout) -> None:
 
 
 def _save_options(layout: Layout, options: Options) -> None:
-    """Keep the options of the first ``up``: a running cluster does not change them."""
+    """Save the options, unless there are some already: the options of a running cluster do not change."""
     path = layout.state / "options.json"
     if not path.exists():
         path.write_text(json.dumps(asdict(options)))
 
 
 def options_of(layout: Layout) -> Options:
-    """Returns the options that the cluster was started with; the defaults without a cluster."""
+    """Return the options of the first ``up``; the defaults if there is no cluster."""
     try:
         return Options(**json.loads((layout.state / "options.json").read_text()))
     except FileNotFoundError:
@@ -190,7 +190,7 @@ def _pid_file(layout: Layout, name: str) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class ComponentStatus:
-    """One component; ``pid`` None when it does not run."""
+    """The status of a component; ``pid`` is None if it is not running."""
 
     name: str
     pid: int | None
@@ -199,12 +199,12 @@ class ComponentStatus:
 
 
 def state(layout: Layout) -> list[ComponentStatus]:
-    """The state of every component, running or not."""
+    """Return the status of every component, running or not."""
     return [_read_one(layout, name) for name in NAMES]
 
 
 def table(rows: list[ComponentStatus]) -> str:
-    """The rows as text for a terminal."""
+    """Return the rows as a table for a terminal."""
     lines = [f"{'COMPONENT':<24} {'PID':>8} {'HEALTHY':<8} LOG"]
     for row in rows:
         healthy = "yes" if row.healthy else "no"

@@ -1,7 +1,7 @@
-"""Daemons with pid files that survive this program and cannot hit a stranger.
+"""Starts and stops daemons that outlive this program, by their PID files.
 
-A pid alone is not an identity: after the process died the number is given to
-another. The pid file also holds the start time, and both must agree.
+The PID alone does not identify a process, because it can be reused after the process exits.
+Therefore a PID file also contains the process's start time, and both must match.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from localcluster.shell import ClusterError
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One process, distinguished from a later one with the same PID."""
+    """A process, identified by its PID and start time, because a later process can have the same PID."""
 
     pid: int
     start_ticks: int
@@ -32,7 +32,7 @@ class Process:
 
 
 def identify(pid: int) -> Process | None:
-    """Returns the live process with this PID; a zombie counts as gone when all its threads are.
+    """Return the running process with this PID; None if there is none, or if it is a zombie without other threads.
 
     The first thread of a killed process may be a zombie while other threads still exit and hold ports.
     """
@@ -49,7 +49,7 @@ def identify(pid: int) -> Process | None:
 def start(
     argv: Sequence[str | Path], *, environment: Mapping[str, str], log: Path, pid_file: Path
 ) -> Process:
-    """Start a daemon in a session of its own, its output appended to ``log``."""
+    """Start a daemon in its own session, and append its output to ``log``."""
     log.parent.mkdir(parents=True, exist_ok=True)
     pid_file.parent.mkdir(parents=True, exist_ok=True)
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
@@ -68,13 +68,13 @@ def start(
     )
     process = identify(pid)
     if process is None:
-        raise ClusterError(f"{argv[0]} stopped at once: see {log}.")
+        raise ClusterError(f"{argv[0]} exited immediately: see {log}.")
     _remember(process, pid_file)
     return process
 
 
 def recall(pid_file: Path) -> Process | None:
-    """The process a pid file names, if that very process still lives."""
+    """Return the process that a PID file names; None if it is not running any more."""
     try:
         process = Process(**json.loads(pid_file.read_text()))
     except (OSError, ValueError, TypeError):
@@ -83,7 +83,7 @@ def recall(pid_file: Path) -> Process | None:
 
 
 def stop(processes: Sequence[Process], *, grace_seconds: float = 4.0) -> None:
-    """Sends all of them SIGTERM, waits for all, then kills the remaining ones."""
+    """Send SIGTERM to all processes, wait for them, then kill the remaining ones."""
     if grace_seconds > 0:
         _signal(processes, signal.SIGTERM)
         if _wait_gone(processes, grace_seconds):
@@ -91,16 +91,16 @@ def stop(processes: Sequence[Process], *, grace_seconds: float = 4.0) -> None:
     _signal(processes, signal.SIGKILL)
     if not _wait_gone(processes, 60.0):
         left = [process.pid for process in processes if process.alive]
-        raise ClusterError(f"Processes {left} do not stop even when killed.")
+        raise ClusterError(f"Processes {left} are still running after SIGKILL.")
 
 
 def all_pids() -> list[int]:
-    """The number of every process on this machine."""
+    """Return the PIDs of all processes on this machine."""
     return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
 
 
 def children() -> dict[int, list[int]]:
-    """Every process's direct children on this machine."""
+    """Return the direct children of each process on this machine, by PID."""
     found: dict[int, list[int]] = {}
     for pid in all_pids():
         try:
@@ -113,7 +113,7 @@ def children() -> dict[int, list[int]]:
 
 
 def command_line(pid: int) -> list[str]:
-    """The words a process was started with; empty for a kernel thread or a dead one."""
+    """Return the arguments of a process, with the program first; empty for kernel threads and exited processes."""
     try:
         raw = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
@@ -122,7 +122,7 @@ def command_line(pid: int) -> list[str]:
 
 
 def sees_our_files(pid: int) -> bool:
-    """Whether a process has the mounts of this one: the same path is something else for another."""
+    """Whether a process is in this process's mount namespace; otherwise its paths mean other files."""
     try:
         return Path(f"/proc/{pid}/ns/mnt").samefile("/proc/self/ns/mnt")
     except OSError:
@@ -157,7 +157,7 @@ def _wait_gone(processes: Sequence[Process], seconds: float) -> bool:
 
 
 def _reap(pid: int) -> None:
-    """Collect the exit status when we are the parent, as in a long test run."""
+    """Collect the exit status of a child process, so that it does not stay a zombie in a long test run."""
     try:
         os.waitpid(pid, os.WNOHANG)
     except ChildProcessError:
@@ -166,14 +166,14 @@ def _reap(pid: int) -> None:
 
 # --- containers -------------------------------------------------------------------------------------
 #
-# They are found whether or not containerd still answers. A container's processes all descend from its shim, which
-# adopts orphans, and a shim names our socket on its command line: so exactly ours are found.
+# The functions below find the cluster's containers even if containerd does not answer. All processes of a container
+# descend from its shim, which adopts orphans, and the command line of a shim contains the socket of its containerd.
 
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def kill_all(layout: Layout) -> None:
-    """Kill each shim of ours with everything below it."""
+    """Kill the shims of the cluster's containers, with all their descendants."""
     tree = children()
     shims = [pid for pid in all_pids() if _is_shim(layout, pid)]
     doomed: list[int] = []
@@ -184,7 +184,7 @@ def kill_all(layout: Layout) -> None:
 
 
 def remove_shim_sockets(layout: Layout) -> None:
-    """Shims keep their sockets in a directory of all containerds of the host."""
+    """Remove the sockets of the cluster's shims, which are in one directory with those of other containerds."""
     for note in layout.containerd_state.glob("io.containerd.runtime.v2.task/*/*/bootstrap.json"):
         try:
             address = str(json.loads(note.read_text())["address"])
@@ -200,7 +200,7 @@ def remove_cgroups() -> None:
 
 
 def remove_cgroup(root: Path) -> None:
-    """Remove one control group with those below it; they empty a moment after the processes die."""
+    """Remove a control group and its children. Wait, because they become empty shortly after their processes exit."""
     deadline = time.monotonic() + 60.0
     while root.is_dir() and not _remove_tree(root):
         if time.monotonic() > deadline:
@@ -226,7 +226,7 @@ def _descendants(tree: dict[int, list[int]], pid: int) -> list[int]:
 
 
 def _remove_tree(root: Path) -> bool:
-    """Removes a tree of control groups from its leaves; returns False while one is in use."""
+    """Remove a tree of control groups, starting at its leaves; return False if one is in use."""
     try:
         for child in root.iterdir():
             if child.is_dir() and not _remove_tree(child):

@@ -1,4 +1,4 @@
-"""Other programs run, one at a time on a directory; a person sees which step runs, and one sentence when it fails."""
+"""Runs other programs, shows progress to the user, and locks directories."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _HEARTBEAT_SECONDS = 20.0
 
 
 class ClusterError(Exception):
-    """Something a person has to know, in one sentence that says what to do."""
+    """An error for the user, in one sentence that says what to do."""
 
 
 def say(text: str) -> None:
-    """One line on standard error, so that standard output stays for data."""
+    """Print a line on standard error, because standard output is for data."""
     print(text, file=sys.stderr, flush=True)
 
 
 @contextmanager
 def step(title: str) -> Iterator[None]:
-    """Print ``title ... 23 s`` around a step, with a sign of life while it runs."""
+    """Print ``title ... 23 s`` after a step, and a progress line every 20 s while it runs."""
     started = time.monotonic()
     done = threading.Event()
 
@@ -53,10 +53,11 @@ def step(title: str) -> Iterator[None]:
 
 @contextmanager
 def exclusive(path: Path, *, wait: bool = False) -> Iterator[None]:
-    """Hold the lock file ``path``; with ``wait`` queue for it instead of refusing.
+    """Hold a lock on the file ``path``. With ``wait``, wait for the lock. Raises: ClusterError if another process
+    holds it.
 
-    The file may be deleted by its holder (``down`` removes the whole directory),
-    so a lock counts only if the path still leads to the file that was locked.
+    The process that holds the lock may delete the file (``down`` removes the whole
+    directory), so a lock is valid only if the path still leads to the locked file.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     while True:
@@ -78,7 +79,7 @@ def _lock(descriptor: int, path: Path, wait: bool) -> None:
     except BlockingIOError:
         holder = os.pread(descriptor, 32, 0).decode() or "unknown"
         raise ClusterError(
-            f"Process {holder} is working on this cluster (lock {path}): wait until it stops."
+            f"Process {holder} is working on this cluster (lock {path}): wait until it has finished."
         ) from None
 
 
@@ -92,7 +93,7 @@ def _leads_to(path: Path, descriptor: int) -> bool:
 
 
 def find_program(name: str) -> Path | None:
-    """Where a program lies, /usr/sbin included, which a plain PATH may lack."""
+    """Return the path of a program. Also search /usr/sbin, which PATH may not contain."""
     path = f"{os.environ.get('PATH', '')}:{SYSTEM_PATH}"
     found = shutil.which(name, path=path)
     return Path(found) if found else None
@@ -105,7 +106,7 @@ def run(
     cwd: Path | None = None,
     stdin: str | None = None,
 ) -> str:
-    """Returns the program's standard output.
+    """Run a program, and return its standard output.
 
     Raises: ClusterError with the end of its output if it fails.
     """
@@ -129,7 +130,7 @@ def run(
 
 
 def succeeds(argv: Sequence[str | Path]) -> bool:
-    """Whether the program runs and answers with status 0."""
+    """Whether the program can be run and exits with 0."""
     try:
         run(argv)
     except ClusterError:
@@ -138,6 +139,6 @@ def succeeds(argv: Sequence[str | Path]) -> bool:
 
 
 def require_root(purpose: str) -> None:
-    """Refuse early: half a cluster is worse than none."""
+    """Raises: ClusterError without root, before anything is changed."""
     if os.geteuid() != 0:
         raise ClusterError(f"{purpose} needs root: run it with sudo.")

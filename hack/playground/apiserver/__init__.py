@@ -1,7 +1,7 @@
-"""The playground's API server: a small one in this process, for `make demo`, `make playground` and the tests.
+"""The playground's API server: a small API server in this process, for `make demo`, `make playground` and the tests.
 
-Real HTTP on loopback with the semantics that a DRA driver meets: resource versions, watches, conflicts,
-validation, dropped fields, several served versions. Objects live in memory only.
+It serves real HTTP on loopback with the semantics that matter to a DRA driver: resource versions, watches, conflicts,
+validation, dropped fields, several API versions. Objects are stored only in memory.
 """
 
 from playground.apiserver.faults import Faults

@@ -1,7 +1,7 @@
-"""Patches: JSON merge patch, and server-side apply where several writers share a list, `status.devices` of a claim.
+"""JSON merge patch, and server-side apply for a list with several writers: `status.devices` of a claim.
 
-`metadata.managedFields` keeps the owner of each field, though not in the API's notation, which no client reads here: of
-each entry of the list the conditions by type, and everything else as a whole.
+`metadata.managedFields` contains the owners of the list's entries: of each condition by its type, and of each other
+field as a whole. It does not use the API's notation, because no client here reads it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from playground.apiserver.store import Object, copy_json
 APPLY_TYPE = "application/apply-patch+yaml"
 _KEYS = ("device", "driver", "pool", "shareID")
 _Field = tuple[str, str, str]
-"""Key of the list's entry, name of its field, type of the condition or ""; without a name: the entry itself."""
+"""Key of the list's entry, name of the field or "" for the entry itself, type of the condition or ""."""
 
 
 def merge_patch(target: Any, patch: Any) -> Any:
-    """JSON merge patch, RFC 7386; nothing is modified in place."""
+    """Return the result of a JSON merge patch (RFC 7386). Nothing is modified in place."""
     if not isinstance(patch, dict):
         return patch
     result = dict(target) if isinstance(target, dict) else {}
@@ -33,7 +33,7 @@ def merge_patch(target: Any, patch: Any) -> Any:
 
 
 def check_manager(manager: str) -> None:
-    """Raises: ApiFailure 422 without a `fieldManager`."""
+    """Raises: ApiFailure 422 if `manager` is empty."""
     if not manager:
         missing = Cause("fieldManager", "Required value: is required for apply patch", "FieldValueRequired")
         raise invalid("meta.k8s.io", "PatchOptions", "", [missing])
@@ -42,10 +42,10 @@ def check_manager(manager: str) -> None:
 def applied_status(
     resource: Resource, current: Object, patch: Object, *, manager: str, force: bool
 ) -> Object:
-    """Returns the claim after `manager` applied `patch`, both in stored form.
+    """Return the claim after `manager` applied `patch`, both in stored form.
 
-    Removes fields that only `manager` owned and the patch no longer names. Raises: ApiFailure 400, 409
-    (others own a field with another value, without `force`), 422.
+    Fields that only `manager` owned and that the patch no longer contains are removed. Raises: ApiFailure 400, 422, or
+    409 if another manager owns a field with a different value and `force` is not set.
     """
     check_manager(manager)
     uid = (patch.get("metadata") or {}).get("uid")

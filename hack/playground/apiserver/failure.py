@@ -1,4 +1,4 @@
-"""Refusals in the words of the API server: an HTTP code and a Status object."""
+"""The API server's error responses: HTTP codes and Status objects."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """One validation fault: field path, text, and the API's name for its kind."""
+    """A validation error: the field's path, a text, and the API's name for the reason."""
 
     field: str
     message: str
@@ -18,8 +18,8 @@ class Cause:
         return f"{self.field}: {self.message}"
 
 
-class ApiFailure(Exception):  # noqa: N818  it is an answer, not a fault of this program
-    """Ends a request with a Status object."""
+class ApiFailure(Exception):  # noqa: N818  a response, not an error of this program
+    """An error response with a Status object."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class ApiFailure(Exception):  # noqa: N818  it is an answer, not a fault of this
         self.headers = headers or {}
 
     def status(self) -> dict[str, Any]:
-        """The Status object."""
+        """Return the Status object."""
         status: dict[str, Any] = {
             "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure", "message": self.message,
             "reason": self.reason, "code": self.code,
@@ -55,40 +55,40 @@ def _qualified(group: str, plural: str) -> str:
 
 
 def not_found(group: str, plural: str, name: str) -> ApiFailure:
-    """404 for an object."""
+    """Return a 404 response for an object."""
     text = f'{_qualified(group, plural)} "{name}" not found'
     return ApiFailure(404, "NotFound", text, details=_details(group, plural, name))
 
 
 def path_not_found() -> ApiFailure:
-    """404 for a path: details without a name."""
+    """Return a 404 response for a path, whose details have no name."""
     return ApiFailure(404, "NotFound", "the server could not find the requested resource", details={})
 
 
 def already_exists(group: str, plural: str, name: str) -> ApiFailure:
-    """409 for a create."""
+    """Return a 409 response to a create request."""
     text = f'{_qualified(group, plural)} "{name}" already exists'
     return ApiFailure(409, "AlreadyExists", text, details=_details(group, plural, name))
 
 
 def conflict(group: str, plural: str, name: str, why: str) -> ApiFailure:
-    """409 for a stale resource version or a failed precondition."""
+    """Return a 409 response for a stale resource version or a failed precondition."""
     text = f'Operation cannot be fulfilled on {_qualified(group, plural)} "{name}": {why}'
     return ApiFailure(409, "Conflict", text, details=_details(group, plural, name))
 
 
 def expired(wanted: int, oldest: int) -> ApiFailure:
-    """410 for a watch from before the history."""
+    """Return a 410 response for a watch from a version that is older than the history."""
     return ApiFailure(410, "Expired", f"too old resource version: {wanted} ({oldest})")
 
 
 def bad_request(message: str) -> ApiFailure:
-    """400."""
+    """Return a 400 response."""
     return ApiFailure(400, "BadRequest", message)
 
 
 def invalid(group: str, kind: str, name: str, causes: list[Cause]) -> ApiFailure:
-    """422 with every fault."""
+    """Return a 422 response with all causes."""
     listed = str(causes[0]) if len(causes) == 1 else f"[{', '.join(str(cause) for cause in causes)}]"
     qualified = f"{kind}.{group}" if group else kind
     details = {"name": name, "kind": kind} | ({"group": group} if group else {})

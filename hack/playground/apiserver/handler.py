@@ -1,4 +1,4 @@
-"""One request over HTTP: faults, tokens, answers; and watches: history, then what happens, bookmarks in between."""
+"""Handles HTTP requests: faults, tokens and responses. A watch sends old changes, then new ones, and bookmarks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _HEALTH = ("/readyz", "/livez", "/healthz")
 
 
 class _Drip:
-    """Writes one byte after the other, with a pause before each."""
+    """Writes one byte at a time, with a pause before each."""
 
     def __init__(self, whole: Any, pause: Callable[[], None]) -> None:
         self._whole = whole
@@ -43,21 +43,21 @@ class _Drip:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """One connection; the server sets `api` in a subclass."""
+    """Handles a connection. The server sets `api` in a subclass."""
 
     api: PlaygroundApiServer
     protocol_version = "HTTP/1.1"
     server_version = "gpu-dra-driver-playground"
-    wbufsize = 65536  # headers and body in one packet, else delayed ACKs cost 40 ms a request
+    wbufsize = 65536  # headers and body in one packet; otherwise delayed ACKs cost 40 ms per request
     disable_nagle_algorithm = True
 
     def setup(self) -> None:
-        """A connection starts."""
+        """Start a connection."""
         super().setup()
         self._silenced = self.api.faults.silenced
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Silent: `server.requests` is the log."""
+        """Do nothing: `server.requests` is the log."""
 
     def _serve(self) -> None:
         parts = urlsplit(self.path)
@@ -69,7 +69,7 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile = _Drip(whole, lambda: self.api.pause(pause_s))  # type: ignore[assignment]
         try:
             if self._silenced != self.api.faults.silenced:
-                self.api.pause(threading.TIMEOUT_MAX)  # until it stops
+                self.api.pause(threading.TIMEOUT_MAX)  # until the server stops
             if self.api.faults.down:
                 raise WatchCutError
             self.api.pause(self.api.faults.delay_of(path))
@@ -86,7 +86,7 @@ class Handler(BaseHTTPRequestHandler):
     do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = _serve  # noqa: N815  http.server's names
 
     def _answer_or_refuse(self, path: str, query: Mapping[str, str], body: bytes) -> None:
-        """Fields of the wrong type, which a typed server refuses while decoding, show as Python errors."""
+        """Respond with 400 to Python errors: they mean fields of a wrong type, which a typed server refuses."""
         try:
             self._answer(path, query, body)
         except (TypeError, AttributeError, KeyError, ValueError) as error:
@@ -120,7 +120,7 @@ class Handler(BaseHTTPRequestHandler):
             self._watch(route, query)
             return
         content_type = (self.headers.get("Content-Type") or "").partition(";")[0].strip()
-        with self.api.store.changed:  # a test counts requests as soon as it sees what they did
+        with self.api.store.changed:  # tests count requests as soon as they see their effects
             code, answer = self.api.rest.handle(
                 Call(self.command, route, query, body, content_type, self.headers.get("Accept") or "")
             )
@@ -167,15 +167,14 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class WatchCutError(Exception):
-    """The connection must be dropped without a proper end."""
+    """The connection must be dropped without a regular end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """The parameters of a watch request. `start` is the version after which it begins, None for "from the
-    list".
+    """The parameters of a watch request. `start` is the version after which it starts; None means to list first.
 
-    With `is_list` a bookmark marks the end of the list, for which kubectl 1.36 waits (`sendInitialEvents`).
+    With `is_list` (`sendInitialEvents`), a bookmark marks the end of the list; kubectl 1.36 waits for it.
     """
 
     route: Route
@@ -187,7 +186,7 @@ class Watch:
 
     @classmethod
     def from_query(cls, route: Route, query: Mapping[str, str]) -> Watch:
-        """Raises: ApiFailure 400 for invalid parameters."""
+        """Return the parameters from a query. Raises: ApiFailure 400 for invalid parameters."""
         version = query.get("resourceVersion", "")
         seconds = query.get("timeoutSeconds", "")
         if (version and not version.isdigit()) or (seconds and not seconds.isdigit()):
@@ -204,17 +203,19 @@ class Watch:
 
 
 class WatchServer:
-    """Writes the events of one watch through `write`, which sends one chunk."""
+    """Sends the events of one watch."""
 
     def __init__(self, store: Store, faults: Faults, bookmark_s: float, running: Callable[[], bool]) -> None:
         self._store = store
         self._faults = faults
-        self._cuts = faults.cuts  # read before the client knows of its watch, so that no cut is missed
+        self._cuts = faults.cuts  # read before the response starts, so that no cut is missed
         self._bookmark_s = bookmark_s
         self._running = running
 
     def serve(self, watch: Watch, write: Callable[[bytes], None]) -> None:
-        """Returns at the watch's timeout. Raises: WatchCutError; OSError if the client disconnected."""
+        """Send events with `write`, one chunk each, until the watch's timeout. Raises: WatchCutError; OSError if the
+        client disconnected.
+        """
         if self._faults.watch_events is not None:
             for event in self._faults.watch_events:
                 write(_line(event["type"], event["object"]))

@@ -1,4 +1,4 @@
-"""Create, update, patch and delete with the API server's rules, over the store. Stored form throughout."""
+"""Creates, updates and deletes objects in the store by the API server's rules. All objects are in stored form."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _NAME_TRIES = 8
 
 
 class Operations:
-    """Writes of one server. Bodies are owned by the call: they become the stored objects.
+    """The writes of one server. Do not use an object again after passing it: it becomes the stored object.
 
-    A dry run goes through every check and answers what would be stored.
+    A dry run performs all checks, and returns the object that would be stored.
     """
 
     def __init__(self, store: Store, gates: Mapping[str, bool], minor: int) -> None:
@@ -39,7 +39,7 @@ class Operations:
     def create(
         self, resource: Resource, namespace: str | None, obj: Object, *, dry_run: bool = False
     ) -> Object:
-        """The stored object. Raises: ApiFailure 400, 404 (namespace), 409, 422."""
+        """Create an object, and return the stored object. Raises: ApiFailure 400, 404 (namespace), 409, 422."""
         metadata = _metadata(obj)
         if resource.namespaced:
             self._check_namespace(metadata, namespace)
@@ -54,7 +54,7 @@ class Operations:
     def update(
         self, resource: Resource, key: Key, obj: Object, *, status: bool = False, dry_run: bool = False
     ) -> Object:
-        """Replace the object, or only its status; unchanged content keeps its resource version.
+        """Replace the object or only its status. If nothing changes, the resource version stays the same.
 
         Raises: ApiFailure 400, 404, 409, 422.
         """
@@ -74,7 +74,7 @@ class Operations:
     def delete(
         self, resource: Resource, key: Key, preconditions: Mapping[str, str], *, dry_run: bool = False
     ) -> Object:
-        """Deletes the object at once, whatever its finalizers, and returns it. Raises: ApiFailure 404, 409."""
+        """Delete the object, even if it has finalizers, and return it. Raises: ApiFailure 404, 409."""
         with self.store.changed:
             before = self._existing(resource, key)
             _check_preconditions(resource, before, preconditions)
@@ -105,7 +105,7 @@ class Operations:
         raise already_exists(resource.group, resource.plural, str(chosen))
 
     def _prepare(self, resource: Resource, obj: Object, before: Object | None) -> None:
-        """What a registry strategy does before validation: drop, default, reset."""
+        """Do what the API server does before validation: drop disabled fields, set defaults, reset the status."""
         drop_disabled(obj, self.gates, before)
         if before is None and resource.kind == "ResourceClaim":
             obj.pop("status", None)
@@ -134,7 +134,7 @@ class Operations:
 
 
 def now() -> str:
-    """The time as the API writes it, in whole seconds."""
+    """Return the current time in the API's format, in whole seconds."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
@@ -150,7 +150,9 @@ def _key(metadata: Object) -> Key:
 
 
 def _merged(resource: Resource, before: Object, obj: Object, *, status: bool) -> Object:
-    """The new object: main and status each write their own part, server-set metadata stays."""
+    """Return the new object. A write of the status changes only the status, any other write everything else. Metadata
+    that the server sets does not change.
+    """
     if status:
         after = copy_json(before)
         after.pop("status", None)

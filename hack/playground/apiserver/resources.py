@@ -1,4 +1,4 @@
-"""The resources that the playground's API server knows: the parts of a request path, and the discovery documents."""
+"""The resources of the playground's API server: their request paths and discovery documents."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _VERSION_INFO = {
 
 @dataclass(frozen=True, slots=True)
 class Resource:
-    """One kind of object. `has_status` means a status subresource of its own."""
+    """A kind of object. `has_status` means that it has a status subresource."""
 
     group: str
     plural: str
@@ -45,7 +45,7 @@ BY_PLURAL = {(resource.group, resource.plural): resource for resource in RESOURC
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A parsed path: `name` is None for a collection, `namespace` None across all namespaces."""
+    """A parsed path. `name` is None for a collection; `namespace` is None for all namespaces."""
 
     resource: Resource
     version: str
@@ -55,17 +55,17 @@ class Route:
 
     @property
     def api_version(self) -> str:
-        """`apiVersion` of its objects."""
+        """The `apiVersion` of its objects."""
         return f"{self.resource.group}/{self.version}" if self.resource.group else self.version
 
     def shown(self, stored: dict[str, Any]) -> dict[str, Any]:
-        """A stored object as an answer has it; not a copy. The versions of a group differ in nothing else here."""
+        """Return a stored object as a response has it, not as a copy. Versions differ only in `apiVersion` here."""
         shown = {"kind": self.resource.kind, "apiVersion": self.api_version}
         return shown | {key: value for key, value in stored.items() if key not in shown}
 
 
 def parse_path(path: str, served: tuple[str, ...]) -> Route:
-    """The route of an API path, its segments still quoted. Raises: ApiFailure 404 if this server does not serve it."""
+    """Return the route of a percent-encoded API path. Raises: ApiFailure 404 if this server does not serve the path."""
     parts = [unquote(part) for part in path.split("/") if part]
     if parts[:1] == ["api"] and len(parts) > 2:
         group, version, rest = "", parts[1], parts[2:]
@@ -93,7 +93,7 @@ def parse_path(path: str, served: tuple[str, ...]) -> Route:
 
 
 def document(path: str, served: tuple[str, ...], minor: int) -> dict[str, Any] | None:
-    """The discovery document at a path of Kubernetes 1.`minor`, None if there is none there."""
+    """Return the discovery document at a path, as in Kubernetes 1.`minor`; None if the path has none."""
     versions = [{"groupVersion": f"{RESOURCE_GROUP}/{one}", "version": one} for one in served]
     groups = (
         [{"name": RESOURCE_GROUP, "versions": versions, "preferredVersion": versions[0]}] if served else []
@@ -122,7 +122,7 @@ def document(path: str, served: tuple[str, ...], minor: int) -> dict[str, Any] |
 
 
 def _schema(group: str, version: str) -> dict[str, Any]:
-    """Returns the parts of an OpenAPI document that `kubectl apply` needs if the server does the validation."""
+    """Return the parts of an OpenAPI document that `kubectl apply` needs for validation on the server."""
     patches = {
         f"/{resource.plural}/{{name}}": {
             "patch": {

@@ -1,4 +1,4 @@
-"""From a parsed request to an answer: routing and versions; no sockets here."""
+"""Handles parsed requests, apart from watches and discovery."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PATCH_TYPES = ("application/merge-patch+json", "application/strategic-merge-pat
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One request after parsing; `body` is the raw bytes."""
+    """A parsed request. `body` contains the raw bytes."""
 
     method: str
     route: Route
@@ -30,13 +30,13 @@ class Call:
 
 
 class Rest:
-    """Serves everything but watches and discovery."""
+    """Handles all requests except watches and discovery."""
 
     def __init__(self, operations: Operations) -> None:
         self._operations = operations
 
     def handle(self, call: Call) -> tuple[int, dict[str, Any]]:
-        """HTTP code and JSON document. Raises: ApiFailure."""
+        """Return the HTTP code and the JSON document of the response. Raises: ApiFailure."""
         named = call.route.name is not None
         match call.method:
             case "GET" if named:
@@ -103,7 +103,7 @@ class Rest:
             current = route.shown(self._existing(route))
             patched = merge_patch(current, patch)
             if not (patch.get("metadata") or {}).get("resourceVersion"):
-                # A new dict: without metadata in the patch, this one is still the stored object's own.
+                # Create a new dict, because without metadata in the patch this is the stored object's dict.
                 metadata = {k: v for k, v in patched["metadata"].items() if k != "resourceVersion"}
                 patched["metadata"] = metadata
             return self._update(call, _stored(route, patched))
@@ -122,7 +122,7 @@ class Rest:
             return self._update(call, applied)
 
     def _apply_whole(self, call: Call) -> dict[str, Any]:
-        """As one manager alone sees it: what is applied is laid over what is there, and lists are replaced."""
+        """Apply as if there were only one manager: merge the patch into the object, and replace lists."""
         route, patch = call.route, _decoded(call)
         check_manager(call.query.get("fieldManager", ""))
         with self._operations.store.changed:
@@ -146,7 +146,7 @@ class Rest:
 
 
 def _list_document(route: Route, items: list[Object], version: int) -> dict[str, Any]:
-    """As the API server does, the items of a list carry no kind."""
+    """Return the document of a list. As in the real API server, its items have no `kind` and `apiVersion`."""
     shown = [route.shown(item) for item in items]
     for item in shown:
         item.pop("kind"), item.pop("apiVersion")
@@ -159,10 +159,10 @@ def _list_document(route: Route, items: list[Object], version: int) -> dict[str,
 
 
 def _page(document: dict[str, Any], query: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the part of a list for `limit` and `continue`.
+    """Return the part of a list for `limit` and `continue`.
 
-    Like the real server, it rejects `continue` if the list's objects have changed; here even after any
-    change, because clients must handle that.
+    `continue` fails after any change in the store, because clients must handle that; in a real API server, it fails
+    only if the old version of the list is no longer available.
     """
     items, metadata = document["items"], document["metadata"]
     version, start = metadata["resourceVersion"], 0
@@ -191,7 +191,7 @@ def _is_claim_status(route: Route) -> bool:
 
 
 def _is_dry_run(call: Call, kind: str, options: Mapping[str, Any] | None = None) -> bool:
-    """Whether nothing is to be stored: by the query, or by the body of a deletion. Raises: ApiFailure 422."""
+    """Whether the query, or the body of a deletion, requests a dry run. Raises: ApiFailure 422."""
     asked = [call.query["dryRun"]] if "dryRun" in call.query else (options or {}).get("dryRun") or []
     for value in asked:
         if value != "All":
@@ -210,7 +210,7 @@ def _decoded(call: Call) -> Object:
 
 
 def _stored(route: Route, obj: Object) -> Object:
-    """A copy as it is kept: in version v1."""
+    """Return a copy in stored form, which is that of version v1."""
     return copy_json(replace(route, version="v1").shown(obj))
 
 

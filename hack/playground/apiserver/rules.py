@@ -1,8 +1,7 @@
-"""Validation of slices, claims and events, as far as a driver needs it, with the limits of Kubernetes 1.34 to
-1.37.
+"""Validates slices, claims and events as far as a driver needs it, with the limits of Kubernetes 1.34 to 1.37.
 
-Source: the API's validation, which has more rules; `make e2e` checks everything that we publish with a real
-API server.
+The rules come from the API server's validation, which has more of them. `make e2e` checks everything that the driver
+publishes against a real API server.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ Json = dict[str, Any]
 _PART = r"[a-z0-9](?:[-a-z0-9]*[a-z0-9])?"
 _SUBDOMAIN = rf"{_PART}(?:\.{_PART})*"
 _WORD = r"[A-Za-z0-9](?:[-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
-_RANDOM = "bcdfghjklmnpqrstvwxz2456789"  # no vowels: no words by accident
+_RANDOM = "bcdfghjklmnpqrstvwxz2456789"  # without vowels, so that no words appear by accident
 _PREFIX_MAX = 58
 
 _GATED: Mapping[str, tuple[str, ...]] = {
@@ -53,15 +52,15 @@ _GATED: Mapping[str, tuple[str, ...]] = {
     "DRAResourceClaimDeviceStatus": ("status.devices",),
     "DRADeviceCompatibilityGroups": ("spec.devices.consumesCounters.compatibilityGroups",),
 }
-"""The fields of slices and claims that belong to a gate; a step into a list goes into each of its items."""
+"""The fields of slices and claims that belong to each feature gate. A path continues in every item of a list."""
 
 
 _MANY_TAINTS = 35
-"""Before, a device has fewer taints, each with an effect."""
+"""The first minor version with 16 taints per device and the effect None; older versions allow 4 taints."""
 _MAX_RICH_DEVICES = 64
-"""If any has taints or counters."""
+"""The maximum number of devices in a slice if any of them has taints or counters."""
 _MAX_NAMES = 32
-"""Attributes and capacities of a device together; counters of a set."""
+"""The maximum number of attributes and capacities of a device, and of counters in a set."""
 _NODE_CHOICES = ("nodeName", "nodeSelector", "allNodes", "perDeviceNodeSelection")
 _NUMBER = r"(?:0|[1-9]\d*)"
 _PRE = rf"(?:{_NUMBER}|\d*[A-Za-z-][0-9A-Za-z-]*)"
@@ -74,11 +73,11 @@ _NOT_DECODED = ("must be an object", "must be a list")
 """Errors that the API server reports before it checks values."""
 
 _KINDS = {"items, at most": "Too many", "may not be more than": "Too long", "is required": "Required value"}
-"""By a part of a fault's text: the start of the API server's message."""
+"""The beginning of the API server's message, by a part of the fault's text."""
 
 
 def generated_name(prefix: str) -> str:
-    """A name from `generateName`: the prefix cut to 58 characters and five random ones."""
+    """Return a name for `generateName`: the first 58 characters of the prefix, and five random characters."""
     return prefix[:_PREFIX_MAX] + "".join(secrets.choice(_RANDOM) for _ in range(5))
 
 
@@ -87,33 +86,33 @@ def _is(pattern: str, text: object, most: int = 253) -> bool:
 
 
 def is_subdomain(text: object, most: int = 253) -> bool:
-    """DNS subdomain of at most `most` characters."""
+    """Whether this is a DNS subdomain of at most `most` characters."""
     return _is(_SUBDOMAIN, text, most)
 
 
 def is_attribute_name(text: object) -> bool:
-    """`[domain/]id` with a C identifier of at most 32 and a domain of at most 63."""
+    """Whether this is `[domain/]id`, with a C identifier of at most 32 characters and a domain of at most 63."""
     return _is(rf"(?:(?=[^/]{{1,63}}/){_SUBDOMAIN}/)?[A-Za-z_][A-Za-z0-9_]{{0,31}}", text)
 
 
 def is_label_key(text: object) -> bool:
-    """`[prefix/]name` of labels and taints, with a name of at most 63."""
+    """Whether this is `[prefix/]name`, as in labels and taints, with a name of at most 63 characters."""
     return _is(rf"(?:(?=[^/]{{1,253}}/){_SUBDOMAIN}/)?{_WORD}", text, 253 + 1 + 63)
 
 
 def is_label_value(text: object) -> bool:
-    """At most 63 characters; may be empty."""
+    """Whether this is a label's value: at most 63 characters, possibly empty."""
     return _is(rf"(?:{_WORD})?", text)
 
 
 def default_gates(minor: int) -> dict[str, bool]:
-    """The gates of Kubernetes 1.`minor`, as they are by default; from 1.34 on."""
+    """Return the default feature gates of Kubernetes 1.`minor`, from 1.34 on."""
     new = "DRADeviceCompatibilityGroups"
     return {gate: gate != new and (minor > 35 or gate == "DRAResourceClaimDeviceStatus") for gate in _GATED}
 
 
 def drop_disabled(obj: Json, gates: Mapping[str, bool], before: Json | None) -> None:
-    """Remove the fields of disabled gates from a slice or claim, in place; groups stay where `before` had some."""
+    """Remove the fields of disabled gates from an object, in place. Keep compatibilityGroups if `before` has any."""
     for gate, paths in _GATED.items():
         for path in paths:
             steps = path.split(".")
@@ -124,7 +123,7 @@ def drop_disabled(obj: Json, gates: Mapping[str, bool], before: Json | None) -> 
 
 
 def _drop(value: Any, steps: list[str]) -> bool:
-    """Whether there was a field to remove."""
+    """Remove a field, and return whether it existed."""
     if isinstance(value, list):
         return any([_drop(item, steps) for item in value])
     if not isinstance(value, dict):
@@ -178,7 +177,7 @@ _ATTRIBUTE = Object(
 
 
 def _counters(named_by: str) -> Object:
-    """A counter set, or what a device consumes of one."""
+    """Return the shape of a counter set, or of the counters that a device consumes from a set."""
     counter = MapField(_open("value", value=_QUANTITY), is_dns_label, "{} is not a DNS label of at most 63")
     return Object({named_by: _LABEL, "counters": counter}, (named_by, "counters"), open=True)
 
@@ -253,7 +252,7 @@ _CLAIM_STATUS = _open(
 
 
 def _found(value: Json, shape: Shape, path: str) -> list[Cause]:
-    """The faults of a shape. Raises: ApiFailure 400."""
+    """Return the differences between a value and its shape. Raises: ApiFailure 400 if it cannot be decoded."""
     found = faults(value, shape, path, _WORDS)
     if undecoded := [fault for fault in found if fault.text in _NOT_DECODED]:
         raise bad_request(str(undecoded[0]))
@@ -281,7 +280,7 @@ def _counter_faults(sets: list[Json], path: str, named_by: str) -> Iterator[Caus
 
 
 def slice_faults(obj: Json, before: Json | None, minor: int = 37) -> list[Cause]:
-    """Every fault of a stored-form slice for Kubernetes 1.`minor`; `before` is the object it replaces."""
+    """Return all faults of a slice in stored form, for Kubernetes 1.`minor`. `before` is the slice that it replaces."""
     spec = obj.get("spec") or {}
     found = _found(spec, _SLICES[minor], "spec")
     devices, counters = spec.get("devices") or [], spec.get("sharedCounters") or []
@@ -308,7 +307,7 @@ def slice_faults(obj: Json, before: Json | None, minor: int = 37) -> list[Cause]
 
 
 def claim_faults(obj: Json, before: Json | None) -> list[Cause]:
-    """Every fault of a stored-form claim."""
+    """Return all faults of a claim in stored form. `before` is the claim that it replaces."""
     status, old = obj.get("status") or {}, (before or {}).get("status") or {}
     found = _spec_faults(obj, before)
     found += _found((obj.get("spec") or {}).get("devices") or {}, _CLAIM_DEVICES, "spec.devices")
@@ -335,8 +334,9 @@ def _spec_faults(obj: Json, before: Json | None) -> list[Cause]:
 
 
 def event_faults(obj: Json, _before: Json | None) -> list[Cause]:
-    """Every fault of an event. Its namespace must be that of its object, or `default` if the object is
-    cluster-scoped."""
+    """Return all faults of an event. It must be in the namespace of its object, or in `default` if the object is
+    cluster-scoped.
+    """
     about = (obj.get("involvedObject") or {}).get("namespace") or ""
     if obj["metadata"].get("namespace") == (about or "default"):
         return []
@@ -351,7 +351,7 @@ CHECKS: Mapping[str, Callable[[Json, Json | None], list[Cause]]] = {
 
 
 def drop_deallocated(obj: Json, before: Json | None) -> None:
-    """Forget, in place, what the status says of devices that this write takes out of the allocation."""
+    """Remove from the status, in place, the entries of devices that this write removes from the allocation."""
     gone = _allocated((before or {}).get("status")) - _allocated(obj.get("status"))
     status = obj.get("status") or {}
     if gone and status.get("devices"):
@@ -362,7 +362,7 @@ def drop_deallocated(obj: Json, before: Json | None) -> None:
 
 
 def default_claim_spec(spec: Json) -> None:
-    """Fill what the API server fills, in place: allocation mode and count of every (sub)request."""
+    """Set the API server's defaults, in place: allocation mode and count of each request and alternative."""
     for request in (spec.get("devices") or {}).get("requests") or ():
         exact = [request["exactly"]] if isinstance(request.get("exactly"), dict) else []
         for wanted in (*exact, *(request.get("firstAvailable") or ())):

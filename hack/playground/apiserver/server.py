@@ -1,4 +1,4 @@
-"""The life of the playground's API server: start, stop, restart on the same port, kubeconfig, records of requests."""
+"""The playground's API server: start, stop, restart on the same port, kubeconfig, and records of requests."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from playground.apiserver.store import Store, copy_json
 
 __all__ = ["PlaygroundApiServer", "RecordedRequest", "self_signed"]
 
-_random = random.SystemRandom()  # tests that seed the common one would all choose the same port
-_LASTING_PORTS = (20000, 30000)  # below the range from which a kernel takes ports for outgoing connections
+_random = random.SystemRandom()  # with the common generator, tests that seed it would choose the same port
+_LASTING_PORTS = (20000, 30000)  # below the kernel's range of ports for outgoing connections
 _TLS_HANDSHAKE = b"\x16"
-_SO_ATTACH_FILTER = 26  # Linux; the module socket has no name for it
+_SO_ATTACH_FILTER = 26  # in Linux; not defined in Python's socket module
 _WRITES = ("POST", "PUT", "PATCH", "DELETE")
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedRequest:
-    """One request as it arrived; `status` 0 is a dropped connection."""
+    """A request as it arrived. `status` is 0 if the connection was dropped."""
 
     method: str
     path: str
@@ -51,11 +51,11 @@ class RecordedRequest:
 
 
 class PlaygroundApiServer:
-    """An API server on loopback; a context manager, or `start()` and `stop()`.
+    """An API server on loopback. Use it as a context manager, or with `start()` and `stop()`.
 
-    Objects survive `stop()` and a later `start()`, which uses the same port again. `tokens` None allows
-    everyone. `minor` is that of the Kubernetes release, from 34 on; `gates` override its defaults. `tls` is
-    (certificate file, key file); with them, the port serves both plain HTTP and TLS.
+    After `stop()`, another `start()` uses the same port and has the same objects. `tokens` are the accepted bearer
+    tokens; None accepts all requests. `minor` is the minor version of Kubernetes, at least 34; `gates` override its
+    default feature gates. `tls` is (certificate file, key file); with it, the port serves both plain HTTP and TLS.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class PlaygroundApiServer:
         self._thread.start()
 
     def stop(self) -> None:
-        """Refuse new connections and break open ones; harmless twice."""
+        """Refuse new connections and break open ones. Safe to call twice."""
         self._stopping.set()
         self.store.wake()
         if self._http is not None and self._thread is not None:
@@ -127,9 +127,9 @@ class PlaygroundApiServer:
             self._http = None
 
     def vanish(self) -> None:
-        """Drops every packet on the currently open connections; new ones work. Needs root.
+        """Drop every packet on the currently open connections; new connections work. Needs root.
 
-        This simulates a server that loses its network while another one takes over its address.
+        This simulates a server that loses its network while another server takes over its address.
         """
         assert self._http is not None
         self._http.drop_packets()
@@ -139,24 +139,21 @@ class PlaygroundApiServer:
         return not self._stopping.is_set()
 
     def pause(self, seconds: float) -> None:
-        """Delays a response; `stop` ends the delay."""
+        """Delay a response; `stop` ends the delay."""
         if seconds:
             self._stopping.wait(seconds)
 
     def record(self, method: str, path: str, query: Mapping[str, str], agent: str, status: int) -> None:
-        """Append to `requests`."""
+        """Add a request to `requests`."""
         self.requests.append(RecordedRequest(method, path, dict(query), agent, status))
 
     def writes(self, path: str = "") -> list[RecordedRequest]:
-        """The recorded writes whose path contains `path`; a dry run writes nothing."""
+        """Return the recorded writes whose path contains `path`, without dry runs."""
         made = [r for r in list(self.requests) if r.method in _WRITES and "dryRun" not in r.query]
         return [r for r in made if path in r.path]
 
     def add(self, plural: str, obj: dict[str, Any], *, group: str = "") -> dict[str, Any]:
-        """Create an object from inside, with a status if it has one; the stored object.
-
-        Raises: ApiFailure.
-        """
+        """Create an object without a request, with its status if it has one, and return a copy. Raises: ApiFailure."""
         resource = BY_PLURAL[group, plural]
         body = {"apiVersion": f"{group}/v1" if group else "v1", "kind": resource.kind} | copy_json(obj)
         metadata = body["metadata"]
@@ -168,18 +165,18 @@ class PlaygroundApiServer:
         return copy_json(stored)
 
     def objects(self, plural: str, *, group: str = "resource.k8s.io") -> list[dict[str, Any]]:
-        """Copies of all objects of a resource in v1 shape, in order of namespace and name."""
+        """Return copies of all objects of a resource in version v1, in the order of namespace and name."""
         items, _ = self.store.select(BY_PLURAL[group, plural], lambda _obj: True)
         return copy_json(items)
 
     def resource(self, plural: str, *, group: str = "resource.k8s.io") -> Resource:
-        """The description of a resource. Raises: KeyError."""
+        """Return the description of a resource. Raises: KeyError."""
         return BY_PLURAL[group, plural]
 
     def write_kubeconfig(
         self, path: Path, *, token: str | None = None, token_file: Path | None = None
     ) -> None:
-        """A kubeconfig for this server, for kubectl and the driver alike (JSON is YAML)."""
+        """Write a kubeconfig for this server, for kubectl and the driver. It is JSON, which is valid YAML."""
         cluster = {"server": self.url} | ({"certificate-authority": str(self._tls[0])} if self._tls else {})
         user = {"token": token} if token else {"tokenFile": str(token_file)} if token_file else {}
         name, context = "playground", {"cluster": "playground", "user": "playground"}
@@ -192,8 +189,10 @@ class PlaygroundApiServer:
         path.chmod(0o600)
 
     def write_service_account(self, directory: Path, *, token: str = "of-the-pod") -> dict[str, str]:
-        """What the kubelet mounts into a pod, and the environment variables by which a daemon finds it and this server,
-        which must have been started. Raises: InvalidConfigError without the program openssl."""
+        """Write a service account's files, as the kubelet mounts them into a pod. Return the environment variables by
+        which a daemon finds them and this server, which must have been started. Raises: InvalidConfigError without the
+        program openssl.
+        """
         directory.mkdir(exist_ok=True)
         if self._tls is None:
             self._tls = self_signed(directory / "server")
@@ -210,7 +209,7 @@ class PlaygroundApiServer:
 
 
 def self_signed(stem: Path, *, names: str = "IP:127.0.0.1") -> tuple[Path, Path]:
-    """A certificate for these names, which is its own CA, and its key: new files `stem`.crt and .key.
+    """Create a self-signed certificate for these names, and its key, as the files `stem`.crt and `stem`.key.
 
     Raises: InvalidConfigError without the program openssl.
     """
@@ -223,13 +222,13 @@ def self_signed(stem: Path, *, names: str = "IP:127.0.0.1") -> tuple[Path, Path]
         subprocess.run([*command, "-keyout", key, "-out", cert], check=True, capture_output=True)
     except FileNotFoundError as error:
         raise InvalidConfigError(
-            "the program openssl, which makes certificates, is missing; install it"
+            "the program openssl, which creates certificates, is missing; install it"
         ) from error
     return cert, key
 
 
 class _Http(ThreadingHTTPServer):
-    """Knows its open connections, so that a stop breaks them as a dying server does."""
+    """An HTTP server that knows its open connections, so that a stop breaks them, like the crash of a server."""
 
     daemon_threads = True
     block_on_close = False
@@ -243,7 +242,7 @@ class _Http(ThreadingHTTPServer):
         self._open_lock = threading.Lock()
 
     def accept_loop(self) -> None:
-        """Serve until `close_all`; no polling, unlike `serve_forever`."""
+        """Serve until `close_all`. Unlike `serve_forever`, this does not poll."""
         while True:
             try:
                 connection, address = self.socket.accept()
@@ -257,7 +256,7 @@ class _Http(ThreadingHTTPServer):
         self.server_close()
 
     def close_all(self) -> None:
-        """Ends the accept loop and breaks every connection."""
+        """End the accept loop, and break every connection."""
         _shut(self.socket)
         with self._open_lock:
             self._closing = True
@@ -265,7 +264,7 @@ class _Http(ThreadingHTTPServer):
                 _shut(connection)
 
     def drop_packets(self) -> None:
-        """Of all open connections, on arrival: nothing is acknowledged, nothing is answered."""
+        """Drop arriving packets of all open connections, so that they are neither acknowledged nor answered."""
         nothing = ctypes.create_string_buffer(struct.pack("=HBBI", 0x06, 0, 0, 0))  # BPF: return 0 bytes
         program = struct.pack("@HP", 1, ctypes.addressof(nothing))
         with self._open_lock:
@@ -273,13 +272,13 @@ class _Http(ThreadingHTTPServer):
                 socket.socket.setsockopt(connection, socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
 
     def finish_request(self, request: Any, client_address: Any) -> None:
-        """Wrap in TLS on the connection's own thread: a slow handshake delays no other connection."""
+        """Wrap the connection in TLS, in its own thread, so that a slow handshake does not delay other connections."""
         if self.tls is None or request.recv(1, socket.MSG_PEEK) != _TLS_HANDSHAKE:
             super().finish_request(request, client_address)
             return
         with contextlib.suppress(ssl.SSLError), self.tls.wrap_socket(request, server_side=True) as wrapped:
             with self._open_lock:
-                self._open.add(wrapped)  # wrapping took the descriptor away from the plain socket
+                self._open.add(wrapped)  # the plain socket no longer has the descriptor
             try:
                 super().finish_request(wrapped, client_address)
             finally:
@@ -293,18 +292,18 @@ class _Http(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def server_bind(self) -> None:
-        """Without the reverse lookup of the host's name, which can take seconds."""
+        """Bind without the reverse lookup of the host's name, which can take seconds."""
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = "localhost", self.server_address[1]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Report nothing for a client that went away."""
+        """Ignore the errors of clients that have disconnected."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
 
 
 def _on_a_lasting_port(handler: Any) -> _Http:
-    """Uses a port that no outgoing connection can take while the server is stopped, unlike those of port 0."""
+    """Return a server on a port that no outgoing connection can take while the server is stopped, unlike port 0."""
     while True:
         try:
             return _Http(("127.0.0.1", _random.randrange(*_LASTING_PORTS)), handler)
@@ -315,7 +314,7 @@ def _on_a_lasting_port(handler: Any) -> _Http:
 
 def _shut(connection: socket.socket) -> None:
     with contextlib.suppress(OSError):
-        socket.socket.shutdown(connection, socket.SHUT_RDWR)  # below TLS, whose reader may be busy
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)  # not through TLS, whose reader may be busy
 
 
 def _tls_context(files: tuple[Path, Path] | None) -> ssl.SSLContext | None:

@@ -1,4 +1,4 @@
-"""Objects, resource versions, the history that watches read, and the selectors of lists and watches."""
+"""Stores objects with resource versions and a history for watches, and parses the selectors of lists and watches."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _FIELDS: Mapping[str, tuple[str, ...]] = {
         *("reason", "type", "reportingComponent", "source"),
     ),
 }
-"""By plural: the fields by which objects can be selected, besides their name and namespace."""
+"""The fields by which objects can be selected in addition to name and namespace, by the plural of the resource."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One step of the history; `before` is None for a new object, `after` None for a deleted one.
+    """A change in the history. `before` is None for a new object, `after` is None for a deleted one.
 
-    `last` is what a watcher is shown of a deleted object: its content at the deletion's version.
+    `last` is the object that watchers get: `after` or, for a deletion, the old content with the new version.
     """
 
     version: int
@@ -43,7 +43,10 @@ class Change:
     last: Object
 
     def event_for(self, selected: Predicate) -> tuple[str, Object] | None:
-        """(type, object) as a watcher with this selector sees it: leaving the selection is DELETED."""
+        """Return type and object of the event for a watch with this selector; None if there is no event.
+
+        The type is DELETED if the object no longer matches the selector.
+        """
         was = self.before is not None and selected(self.before)
         now = self.after is not None and selected(self.after)
         if now:
@@ -63,23 +66,23 @@ class Store:
 
     @property
     def version(self) -> int:
-        """The newest resource version."""
+        """The latest resource version."""
         return self._version
 
     def get(self, resource: Resource, key: Key) -> Object | None:
-        """The object itself; do not modify it."""
+        """Return the stored object, not a copy; do not modify it."""
         return self._objects.get(resource, {}).get(key)
 
     def select(self, resource: Resource, selected: Predicate) -> tuple[list[Object], int]:
-        """(objects in order of namespace and name, resource version of this list)."""
+        """Return the matching objects in the order of namespace and name, and the resource version of the list."""
         with self.changed:
             items = sorted(self._objects.get(resource, {}).items())
             return [obj for _, obj in items if selected(obj)], self._version
 
     def write(self, resource: Resource, key: Key, obj: Object | None) -> Object:
-        """Store `obj` at the next version, or delete with None; what a watcher is shown.
+        """Store `obj` with the next version, or delete the object if it is None. Return the object that watchers get.
 
-        The caller holds `changed`, so that its check and this write are one step.
+        The caller holds `changed`, so that its checks and this write are atomic.
         """
         before = self.get(resource, key)
         self._version += 1
@@ -97,7 +100,7 @@ class Store:
         return last
 
     def changes_after(self, version: int) -> list[Change]:
-        """The history after `version`. Raises: ApiFailure 410 if part of it is forgotten."""
+        """Return the changes after `version`. Raises: ApiFailure 410 if the history no longer has all of them."""
         with self.changed:
             if version < self._forgotten:
                 raise expired(version, self._forgotten)
@@ -105,21 +108,21 @@ class Store:
             return list(newest_first)[::-1]
 
     def wait_after(self, version: int, timeout_s: float, unless: Callable[[], bool]) -> None:
-        """Returns when there is something after `version`, at a `wake`, or after `timeout_s`.
+        """Wait for a change after `version` or a `wake`, at most `timeout_s`. Do not wait if `unless` returns True.
 
-        `unless` is called under the lock, so that no change is missed in between.
+        `unless` is called under the lock, so that no wake-up is missed.
         """
         with self.changed:
             if self._version == version and not unless():
                 self.changed.wait(timeout_s)
 
     def wake(self) -> None:
-        """Wakes all watchers."""
+        """Wake all watches."""
         with self.changed:
             self.changed.notify_all()
 
     def forget(self) -> None:
-        """Drop the history: every watch from an older version meets 410."""
+        """Clear the history: each watch from an older version gets 410."""
         with self.changed:
             self._history.clear()
             self._version += 1
@@ -128,14 +131,14 @@ class Store:
 
 
 def copy_json(value: _T) -> _T:
-    """Returns a deep copy, as if the value had been sent over the network."""
+    """Return a deep copy, as if the value had been sent over the network."""
     return json.loads(json.dumps(value))  # type: ignore[no-any-return]
 
 
 def selector(resource: Resource, query: Mapping[str, str], namespace: str | None) -> Predicate:
-    """One predicate for the namespace, `fieldSelector` and `labelSelector` of a request.
+    """Return a predicate for the namespace, `fieldSelector` and `labelSelector` of a request.
 
-    Raises: ApiFailure 400 for a field that this resource cannot be selected by.
+    Raises: ApiFailure 400 for a field that selectors of this resource do not support.
     """
     known = ("metadata.name", *_FIELDS.get(resource.plural, ()))
     fields = list(_terms(query.get("fieldSelector", "")))
@@ -162,7 +165,7 @@ def selector(resource: Resource, query: Mapping[str, str], namespace: str | None
 
 
 def _terms(text: str) -> Iterator[tuple[str, str | None, bool]]:
-    """(key, value, negated) of `k=v`, `k==v`, `k!=v`, and, with no value, of `k` and `!k`."""
+    """Yield key, value and negation of each term: `k=v`, `k==v`, `k!=v`, or `k` and `!k`, whose value is None."""
     for term in filter(None, text.split(",")):
         key, separator, value = term.partition("=")
         if separator:
@@ -172,7 +175,7 @@ def _terms(text: str) -> Iterator[tuple[str, str | None, bool]]:
 
 
 def at(obj: Object, path: str) -> Any:
-    """The value at a path with dots; None if there is none."""
+    """Return the value at a path such as `spec.nodeName`; None if it does not exist."""
     value: Any = obj
     for part in path.split("."):
         value = value.get(part) if isinstance(value, dict) else None

@@ -1,4 +1,4 @@
-"""Tables for `kubectl get`: columns and rows, with the metadata of each object."""
+"""Creates the tables for `kubectl get`: columns and rows, with the metadata of each object."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Cell = Callable[[Object], Any]
 
 ACCEPTED = "as=Table;v=v1;g=meta.k8s.io"
 _WIDE = "On Node"
-"""A column of `-o wide` only."""
+"""The column that only `-o wide` shows."""
 
 
 def table(objects: Sequence[Object], metadata: Mapping[str, Any]) -> Object:
-    """The Table of objects of one kind, in the order of the objects."""
+    """Return the Table of objects of one kind, in their order."""
     columns = _columns(str(objects[0].get("kind")) if objects else "")
     of_row = {"kind": "PartialObjectMetadata", "apiVersion": "meta.k8s.io/v1"}
     return {
