@@ -3,26 +3,26 @@ for source in $HOOK_SOURCES; do
   if [ -x "$source" ]; then break; fi
 done
 if [ ! -x "$source" ]; then
-  echo "the image has none of these programs: $HOOK_SOURCES; set another image or HOOK_SOURCES"
+  echo "the image has none of these programs: $HOOK_SOURCES; set another image (cdiHook.image)"
   exit 1
 fi
-# What a killed predecessor left.
+# Files that a killed earlier run left.
 rm -f "$HOOK_DIRECTORY"/.nvidia-cdi-hook.*
 if [ -x "$hook" ] && cmp -s "$source" "$hook"; then
-  echo "$hook is there already"
+  echo "$hook is up to date"
   exit 0
 fi
-# Containers start meanwhile and run the old one: the new one takes its place when it is whole and on
+# Containers that start now still run the old program. Replace it only when the new program is complete and on
 # the disk.
 new=$HOOK_DIRECTORY/.nvidia-cdi-hook.$POD_UID
 if cp "$source" "$new" && chmod 0755 "$new" && { sync "$new" || sync; } && mv -f "$new" "$hook"; then
-  echo "$source is installed as $hook"
+  echo "installed $source as $hook"
   exit 0
 fi
 rm -f "$new"
 if [ -x "$hook" ]; then
-  echo "$source could not be copied to the host; the older $hook stays in use"
+  echo "could not copy $source to the host; $hook stays in use"
   exit 0
 fi
-echo "$source could not be copied to $hook: see above"
+echo "could not copy $source to $hook: see the error above"
 exit 1

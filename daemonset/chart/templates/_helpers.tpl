@@ -7,7 +7,7 @@ where values.yaml has no such key, and with --reuse-values has the keys of the o
 {{- include "gpu-dra-driver.completed" (list .Values $file.defaults $file.nothing "") -}}
 {{- end }}
 
-{{/* (list VALUES DEFAULTS PATHS PREFIX): the keys at PATHS, which all begin with PREFIX, stay away. */}}
+{{/* (list VALUES DEFAULTS PATHS PREFIX): skips the keys at PATHS, which all begin with PREFIX. */}}
 {{- define "gpu-dra-driver.completed" -}}
 {{- $values := index . 0 -}}{{- $defaults := index . 1 -}}{{- $nothing := index . 2 -}}{{- $prefix := index . 3 -}}
 {{- range $key, $value := $values -}}
@@ -61,7 +61,7 @@ where values.yaml has no such key, and with --reuse-values has the keys of the o
 {{ .Values.image.repository }}{{ if not (contains "@" .Values.image.repository) }}:{{ default .Chart.AppVersion .Values.image.tag }}{{ end }}
 {{- end }}
 
-{{/* Of every object. */}}
+{{/* The labels of every object. */}}
 {{- define "gpu-dra-driver.labels" -}}
 app.kubernetes.io/name: {{ include "gpu-dra-driver.name" . | toYaml }}
 app.kubernetes.io/part-of: gpu-dra-driver
@@ -107,7 +107,7 @@ app.kubernetes.io/instance: {{ .Release.Name | toYaml }}
 {{ .Values.kubeletPlugin.metrics.gpuHttpEndpoint | splitList ":" | last }}
 {{- end }}
 
-{{/* "true" or "": MIG devices on demand, GPUs for virtual machines, the MPS host, devices for several claims. */}}
+{{/* Each is "true" or "": MIG devices on demand, GPUs for virtual machines, the MPS host, shared devices. */}}
 {{- define "gpu-dra-driver.dynamicMig" -}}
 {{- if or .Values.dynamicMig.enabled .Values.featureGates.DynamicMIG -}}true{{- end -}}
 {{- end }}
@@ -147,7 +147,7 @@ app.kubernetes.io/instance: {{ .Release.Name | toYaml }}
 {{ $found }}
 {{- end }}
 
-{{/* Which nodes; the same for both DaemonSets. */}}
+{{/* The nodes on which both DaemonSets run. */}}
 {{- define "gpu-dra-driver.nodes" -}}
 nodeSelector:
   kubernetes.io/os: linux
@@ -158,7 +158,7 @@ nodeSelector:
   {{- toYaml . | nindent 2 }}
   {{- end }}
 tolerations:
-  # The kubelet needs the plugin to end pods, also those that such a taint evicts.
+  # The kubelet needs the plugin to end pods, including pods that such a taint evicts.
   - operator: Exists
     effect: NoExecute
 {{- range .Values.kubeletPlugin.tolerations }}
@@ -176,13 +176,13 @@ affinity:
 {{- end }}
 {{- end }}
 
-{{/* "true" or "": whether a node needs a label of a GPU node. */}}
+{{/* "true" or "": whether a node needs a GPU node label. */}}
 {{- define "gpu-dra-driver.gpuNodesOnly" -}}
 {{- $own := dig "nodeAffinity" "requiredDuringSchedulingIgnoredDuringExecution" "" .Values.kubeletPlugin.affinity -}}
 {{- if and .Values.kubeletPlugin.gpuNodesOnly (not .Values.simulator.enabled) (not $own) -}}true{{- end -}}
 {{- end }}
 
-{{/* By what nodes are known to have NVIDIA GPUs; one of them is enough. */}}
+{{/* GPU node labels: a node with one of them has NVIDIA GPUs. */}}
 {{- define "gpu-dra-driver.gpuNodes" -}}
 {{- range $key, $values := dict
   "nvidia.com/gpu.present" (list "true")
@@ -200,7 +200,7 @@ affinity:
 {{- end }}
 {{- end }}
 
-{{/* (list PATH VALUE DEFAULT): a line for each leaf of VALUE that is not that of DEFAULT. */}}
+{{/* (list PATH VALUE DEFAULT): a line for each leaf of VALUE that differs from DEFAULT. */}}
 {{- define "gpu-dra-driver.differences" -}}
 {{- $path := index . 0 -}}{{- $value := index . 1 -}}{{- $default := index . 2 -}}
 {{- if and (kindIs "map" $value) (kindIs "map" $default) -}}
