@@ -123,7 +123,7 @@ def signal_rows() -> Iterator[Row]:
     stories += [
         [DoubleBitError()],
         [Unreachable()],
-        [MonitoringState("NVML sends no events of the GPU: …")],
+        [MonitoringState("NVML sends no events for the GPU: …")],
         [Hanging("an operation of gpu-dra-driver", rules.UNRESPONSIVE_AFTER_S)],
         [PollResult(PolledHealth(answered=False))] * rules.SILENT_POLLS,
     ]

@@ -148,7 +148,7 @@ class GpuPoller(HealthThread):
 
     def _take_monitored(self) -> None:
         problem = self._events_problem or self._registration_problem
-        text = None if problem is None else f"NVML sends no events of the GPU: {problem}"
+        text = None if problem is None else f"NVML sends no events for the GPU: {problem}"
         self._book.take({self._target: (MonitoringState(text),)})
 
     def _take_events(self) -> None:

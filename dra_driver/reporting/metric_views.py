@@ -103,7 +103,7 @@ _GAUGES: Mapping[str, tuple[str, ...]] = {
                  "uuid", "product"),
     "gpu_monitored": ("1 while the GPU's health is known, 0 if the last answer is too old.", "uuid"),
     "gpu_power_watts": ("Power of a GPU that prepared claims use.", "uuid"),
-    "gpu_reason": ("Severity of each reason of a GPU or its MIG devices.", "uuid", "reason"),
+    "gpu_reason": ("Severity of each health reason of a GPU or its MIG devices.", "uuid", "reason"),
     "gpu_severity": ("0 healthy, 1 information, 2 degraded, 3 unhealthy, 4 lost; missing while unknown.", "uuid"),
     "maintenance_gpus": ("GPUs of a maintenance claim by its state.", "claim_namespace", "claim_name", "state"),
     "mig_devices": ("MIG devices that exist.", "uuid", "profile"),
@@ -123,7 +123,7 @@ _GAUGES: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 """Gauges of this node, by name without `nvidia_dra_`: help, and labels in addition to `driver`."""
 _OF_PODS: Mapping[str, tuple[str, Callable[[PodUse], float | None]]] = {
-    "utilization_ratio": ("Part of the last two seconds in which a kernel of the pod ran on a whole GPU.",
+    "utilization_ratio": ("Fraction of the last two seconds in which the pod computed on a whole GPU.",
                           lambda pod: None if pod.utilisation_percent is None else pod.utilisation_percent / 100),
     "memory_used_bytes": ("Memory that the pod uses on a device.",
                           lambda pod: pod.memory_bytes),
@@ -132,12 +132,12 @@ _OF_PODS: Mapping[str, tuple[str, Callable[[PodUse], float | None]]] = {
 """Gauges of each pod on a device of its claims, by name without `nvidia_dra_pod_`: help and value. `claim` is empty if
 the pod has the device through several claims."""
 _OF_DEVICES: Mapping[str, tuple[str, Callable[[DeviceUse, GpuLoad], float | None]]] = {
-    "utilization_ratio": ("Part of the time in which a kernel ran on the device.", lambda _, load: _busy(load)),
+    "utilization_ratio": ("Fraction of time in which programs computed on the device.", lambda _, load: _busy(load)),
     "memory_used_bytes": ("Memory in use on the device.", lambda _, load: load.memory_used_bytes),
     "memory_total_bytes": ("Memory of the device.", lambda _, load: load.memory_total_bytes),
     "processes": ("Processes on the device.",
                   lambda device, _: device.processes),
-    "gpu_fraction": ("The device's part of its GPU, by memory.", lambda device, _: device.gpu_fraction),
+    "gpu_fraction": ("Fraction of the GPU's memory that the device has.", lambda device, _: device.gpu_fraction),
 }  # fmt: skip
 """Help and value of each gauge of a device. `shared` is true if several claims share the device, so that the use of
 each is unknown."""
@@ -201,7 +201,7 @@ class Views:
                         samples[*claim, pod, held.device, kind, uuid, held.gpu_uuid, admin, *of_dcgm] = 1
             yield _gauge(
                 "nvidia_dra_claim_info",
-                "1 for each prepared device of a claim and each of its pods.",
+                "1 for each prepared device of a claim and each pod of the claim.",
                 (
                     "driver", "node", "namespace", "claim", "claim_uid", "pod", "device", "device_type", "uuid",
                     "parent_uuid", "admin_access", "dra_claim_namespace", "dra_claim_name", "dra_pool_name",
@@ -305,7 +305,7 @@ class Views:
         def read() -> Iterator[Metric]:
             family = CounterMetricFamily(
                 "nvidia_dra_notices",
-                "Events and claim states by outcome: accepted (`written`), refused (`failed`) or `dropped`.",
+                "Events and claim statuses: accepted (`written`), refused (`failed`) or `dropped`.",
                 labels=("driver", "outcome"),
             )
             for outcome, count in counts().items():

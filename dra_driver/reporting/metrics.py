@@ -114,7 +114,7 @@ class Metrics:
         self._driver = driver
         self._unread = Counter(
             "nvidia_dra_scrape_errors",
-            "Sources of metrics that were missing in a scrape.",
+            "Sources whose metrics were missing in a scrape.",
             ("driver", "source", "cause"),
             registry=None,
         )
