@@ -1,4 +1,4 @@
-"""A call of the kubelet: its deadline, the claims it names, the calls in progress, and the observer of outcomes."""
+"""Kubelet calls: their deadline, the fetch of their claims, the calls in progress, and the observer of outcomes."""
 
 from __future__ import annotations
 
@@ -25,12 +25,11 @@ _log = structlog.get_logger(__name__)
 Action = Literal["prepare", "unprepare"]
 
 CLAIMS_AT_ONCE = 256
-"""How many claims of one call are worked on at the same time. Each has its own thread, because any of them may
-hang.
-"""
+"""How many claims of one call are processed at the same time. Each has its own thread, because any of them may hang."""
 KUBELET_DEADLINE_S = 45.0
 _ANSWER_BEFORE_S = 2.0
-"""The kubelet drops an answer that comes after its deadline, including the error message."""
+"""The plugin answers this long before the kubelet's deadline. The kubelet drops later answers and their error messages.
+"""
 _KNOWN_CLAIMS_API_S = 3.0
 _FIRST_PAUSE_S = 0.5
 _MAX_PAUSE_S = 4.0
@@ -41,7 +40,7 @@ _LATE_RIGHTS = frozenset({401, 403})
 
 @dataclass(frozen=True, slots=True)
 class KubeletCall:
-    """A call of the kubelet, which began at `began_ns` (time.monotonic_ns()).
+    """A kubelet call that began at `began_ns` (time.monotonic_ns()).
 
     An answer after `deadline` (time.monotonic()) is too late. `is_cancelled` returns whether the kubelet has
     cancelled the call; it is None if cancellation cannot be detected.
@@ -66,7 +65,9 @@ class KubeletCall:
         Raises: RetryableError if the deadline has passed or the kubelet cancelled the call.
         """
         if self.is_cancelled is not None and self.is_cancelled():
-            raise RetryableError("the kubelet cancelled this call; it retries if a pod still needs the claim")
+            raise RetryableError(
+                "the kubelet cancelled this call, and retries if a pod still needs the claim"
+            )
         left = self.deadline - time.monotonic()
         if left <= 0:
             raise RetryableError("the kubelet's deadline has passed; the kubelet retries")
@@ -91,7 +92,7 @@ class CallsUnderWay:
 
     @contextmanager
     def calling(self, action: Action, uid: str) -> Iterator[None]:
-        """Mark a Prepare (from the fetch of the claim on) or an Unprepare as in progress."""
+        """Mark a Prepare or an Unprepare as in progress. A Prepare includes the fetch of its claim."""
         with self._changed:
             self._calls[action, uid] += 1
         try:
@@ -105,7 +106,7 @@ class CallsUnderWay:
                 self.wake()
 
     def is_in_progress(self, action: Action, uid: str) -> bool:
-        """Whether such a call is in progress for the claim."""
+        """Whether a call with this action is in progress for the claim."""
         with self._changed:
             return self._calls[action, uid] > 0
 
@@ -148,10 +149,10 @@ class Observer(Protocol):
         """Report a failed Prepare or Unprepare. The kubelet gets `message`."""
 
     def recovered(self, ref: ClaimRef, why: str) -> None:
-        """Report that the plugin unprepared a stale claim, which the kubelet would not have unprepared."""
+        """Report that the plugin unprepared a stale claim, which the kubelet no longer unprepares."""
 
     def seen(self, ref: ClaimRef, reported: frozenset[ReportedDevice]) -> None:
-        """Report that the reconciler read a claim that is not stale, whose status names these devices."""
+        """Report the devices that the status of a claim names, after the reconciler found the claim not stale."""
 
     def still_in_use(self, ref: ClaimRef, text: str) -> None:
         """Report that a stale claim keeps its devices.
@@ -162,7 +163,7 @@ class Observer(Protocol):
 
 
 def failed(observer: Observer, action: Action, ref: ClaimRef, duration_s: float, error: Exception) -> Failed:
-    """Return the claim's entry in the answer, one line.
+    """Report the error, and return the claim's entry in the answer to the kubelet: one line.
 
     Any error other than a DraDriverError is a bug, and its traceback is logged.
     """
@@ -195,15 +196,15 @@ class ClaimFetch:
         try:
             return our_part(self._lookup.read(ref, call.left_for_known()), self._driver)
         except (ApiUnavailableError, ApiRejectedError) as error:
-            # A refusal (no permission, version not served) says no more about the claim than a missing answer.
+            # Like no answer at all, a refusal (no permission, version not served) says nothing about the claim.
             _log.warning("claim_read_from_record", claim_uid=ref.uid, reason=str(error))
             return replace(known.claim, reported=None)
 
     def _read(self, ref: ClaimRef, call: KubeletCall) -> AllocatedClaim:
         """Read the claim like `ClaimClient.read`, but retry until the deadline if the failure may be brief.
 
-        That is the case while the API server is busy, starting or failing, or does not know the plugin's
-        permissions yet. The kubelet itself would retry only after a minute or more.
+        Failures are brief while the API server is busy, starting or failing, or does not know the plugin's permissions
+        yet. The kubelet itself would retry only after a minute or more.
         """
         backoff = Backoff(_FIRST_PAUSE_S, _MAX_PAUSE_S)
         while True:

@@ -7,24 +7,24 @@ Which processes count:
 
 | Process | Counts | Why |
 |---|---|---|
-| in a container, or of unknown origin | yes | it may be the claim's |
-| in a service or login session of the host, by its cgroup | no | pods use claims; a display server never exits |
-| the MPS server | no | it exits with its daemon, which stops when the claim is unprepared |
-| on a device of which another claim holds a share | no | it may be that claim's; no other claim gets the device |
+| in a container, or of unknown origin | yes | the process may belong to the claim |
+| in a service or login session of the host, by its cgroup | no | only pods use claims; a display server never exits |
+| the MPS server | no | the server exits with its daemon, which stops when the claim is unprepared |
+| on a device of which another claim holds a share | no | the process may belong to the other claim |
 | on a device held only with adminAccess | no | the device belongs to another claim |
-| on a GPU for a virtual machine | no | NVML does not list it; vfio releases it when no process has its node open |
+| on a GPU for a virtual machine | no | NVML does not list the GPU; vfio releases it when its device node is closed |
 
-A claim with adminAccess does not hold the device, but if its processes compute on the device they count,
-because no claim gets a device that a process uses.
+If a process of a claim with adminAccess computes on a device that another claim holds, the process counts for the
+holder: no claim gets a device that a process uses.
 
 | NVML | Result |
 |---|---|
 | lists no process | the device is not in use (even if NVML cannot see the host's processes) |
-| does not have the device, or the GPU is lost | the device is not in use, and no claim gets it |
+| does not list the device, or the GPU is lost | the device is not in use, and no claim gets it |
 | is unavailable because the kernel driver is not loaded | the device is not in use, and no claim gets it |
 | is unavailable for another reason, hangs or fails | unknown, so the plugin retries later |
 
-A record of an earlier boot has no users, because those processes are gone.
+The devices of a record from an earlier boot are not in use, because a reboot ends all processes.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class GpuProcesses:
         return None if found is None else found.text
 
     def _own_devices(self, record: ClaimRecord) -> Iterator[HeldDevice]:
-        """Yield the devices that no other claim holds and that containers compute on."""
+        """Yield the record's devices that no other claim holds. Skips devices for virtual machines."""
         if record.boot_id != self.ledger.boot_id:
             return
         shared = {
@@ -128,7 +128,7 @@ class GpuProcesses:
 
     def _users_of(self, uuid: str, device: str, end: float) -> dict[int, str]:
         """Raises: RetryableError if NVML does not answer by `end` (time.monotonic()), or fails."""
-        hangs = RetryableError(f"NVML has not returned the processes on {device} in time")
+        hangs = RetryableError(f"NVML did not return the processes on {device} in time")
         if not self._turn.acquire(timeout=max(0.0, end - time.monotonic())):
             raise hangs
         try:
@@ -136,7 +136,7 @@ class GpuProcesses:
                 uuid, BoundedCall(f"NVML (processes on {device})", partial(self._ask, uuid))
             )
             if call.is_running:
-                raise hangs  # It hangs since an earlier call, so do not wait for it again.
+                raise hangs  # The query has hung since an earlier call, so do not wait for it again.
             call.start()
             found, problem = call.result(max(0.0, end - time.monotonic()))
             if call.is_running:

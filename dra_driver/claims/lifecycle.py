@@ -1,4 +1,4 @@
-"""Serves the kubelet's calls, each claim of a call independently, and wires the parts that do so."""
+"""Serves the kubelet's calls, each claim of a call independently, and creates the objects that do the work."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class ClaimService:
-    """Serves the kubelet. The claims of a call are worked on in parallel: one that fails or waits does not
-    affect others.
+    """Serves the kubelet. The claims of a call are processed in parallel: a claim that fails or waits does not affect
+    the others.
     """
 
     fetch: ClaimFetch

@@ -1,8 +1,8 @@
-"""Prepares one claim: plans from the current devices, records and configuration, runs the steps and answers; or
-waits and retries while a device is in use.
+"""Prepares one claim: makes a plan from the current devices, records and configuration, runs its steps, and answers the
+kubelet. While a device is in use, it waits and retries.
 
-A failed attempt removes the record that it wrote, unless the claim has been prepared or unprepared since, or a
-later attempt uses that record:
+A failed attempt removes the record that it wrote, unless the claim has been prepared or unprepared since, or a later
+attempt continues with the record:
 
     (nothing) ──attempt writes the record──▶ record of this attempt ──a later attempt uses it──▶ record of that attempt
       ▲                                        │
@@ -10,7 +10,7 @@ later attempt uses that record:
       └── the attempt fails, reaches its deadline, or waits for another claim: it removes the record
 
 During an attempt the record says `preparing` and no lock is held. A crash at any point therefore leaves the
-same state as a crash during a step: the next Prepare uses the record, and an Unprepare removes it.
+same state as a crash during a step: the next Prepare continues with the record, and an Unprepare removes it.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ _SCAN_WAIT_S = 10.0
 _CHECK_S = 1.0
 _LOCK_S = 5.0
 _PREPARED_WAIT_S = 5.0
-"""How long a Prepare of an already prepared claim waits for the lanes. The pod has its devices already."""
+"""How long a Prepare of an already prepared claim waits for the lanes. It is short, because the pod has its devices."""
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What this node's plugin serves: driver and pool name, how claims may share devices, the versions of the
-    metadata that containers get, and the extra devices that they get.
+    """The node's settings for claims: driver name, pool name, sharing policy, versions of the device metadata, and
+    extra devices for containers.
     """
 
     driver: str
@@ -88,16 +88,16 @@ class ClaimPlanner:
     setting_for_lost: Callable[[], str | None]
 
     def gpus_of(self, claim: AllocatedClaim, call: KubeletCall) -> frozenset[str]:
-        """Return the UUIDs of the GPUs to lock for the claim, as far as its devices are known. adminAccess
-        needs no lock, except for maintenance.
+        """Return the UUIDs of the GPUs to lock for the claim, as far as its devices are known. A device with
+        adminAccess needs no lock, unless the claim is for maintenance.
 
         Raises: NvmlUnavailableError.
         """
         known = self.discovery.inventory
         is_known = known is not None and all(result.device in known.by_name for result in claim.results)
         if self.discovery.unavailable() is not None or not is_known:
-            # The devices may be newer than the last scan: a manually created MIG device, or a newly loaded
-            # driver.
+            # A device may be newer than the last scan, such as a manually created MIG device, or any device of a driver
+            # that was just loaded.
             self.rescan(call)
         inventory = self._inventory()
         needs_all = asks_for_maintenance(claim)
@@ -153,8 +153,8 @@ class ClaimPlanner:
         return self.discovery.unavailable() is None
 
     def reopen_nvml(self, ref: ClaimRef) -> bool:
-        """Let NVML be opened again if a failed or crashed attempt closed it for this claim; return whether it did.
-        The next attempt can then plan. Raises: StateError.
+        """Let the plugin open NVML again if a failed or crashed attempt closed NVML for this claim; return whether that
+        was so. The next attempt can then plan. Raises: StateError.
         """
         detachments = self.discovery.detachments
         return detachments is not None and detachments.end_of(ref)
@@ -182,7 +182,7 @@ class ClaimPlanner:
         return inventory
 
     def _others(self, claim: AllocatedClaim, inventory: Inventory) -> Iterator[ClaimRecord]:
-        """Yield the records of the other claims, including one for each claim whose record was lost."""
+        """Yield the records of the other claims, with a substitute for each record that was lost."""
         records = self.records.all()
         for uid, record in records.items():
             if uid != claim.ref.uid:
@@ -213,14 +213,14 @@ class Preparer:
 
     def __post_init__(self) -> None:
         self._begun: dict[str, PrepareAttempt] = {}
-        """For each claim UID, the attempt that must roll the claim back: the last one in this process that
-        wrote the record. Changed under the claim's lock. An attempt in the other instance of a rolling update
-        may find the record gone between two tries; it then starts from the beginning.
+        """By claim UID: the attempt that must roll the claim back, which is the last attempt in this process that wrote
+        the record. Changed under the claim's lock. An attempt in the other instance of a rolling update may find the
+        record gone between two tries; it then starts from the beginning.
         """
 
     def prepare(self, attempt: PrepareAttempt) -> tuple[Prepared, ClaimRecord | None]:
-        """Return the answer to the kubelet and the claim's record, which is None without a device of this
-        driver.
+        """Return the answer to the kubelet and the claim's record. The record is None if the claim has no device of
+        this driver.
 
         Raises: the error that keeps the claim from being prepared now, after rolling the claim back.
         """
@@ -252,8 +252,8 @@ class Preparer:
     def _prepare_once(self, attempt: PrepareAttempt) -> tuple[Prepared, ClaimRecord | None]:
         """Plan, write the record, run the steps and answer.
 
-        After an error, a claim that was prepared in this boot and is still in place is answered from its
-        record. Its pod may be running, and keeps its other devices if one GPU is lost.
+        After an error, the answer comes from the claim's record if the claim was prepared in this boot and is still in
+        place. Its pod may be running, and keeps its other devices if one GPU is lost.
         """
         claim = attempt.claim
         try:
@@ -277,8 +277,8 @@ class Preparer:
         return known is not None and known.claim == attempt.claim and known.phase == "prepared"
 
     def _planned(self, attempt: PrepareAttempt) -> tuple[Plan, ClaimRecord | None]:
-        """Return the claim's plan and record (None for a claim without devices), after undoing what ended
-        claims left on its GPUs.
+        """Run the pending cleanups of the claim's GPUs. Return the claim's plan, and its record (None for a claim
+        without devices).
         """
         tried: set[str] = set()
         while True:
@@ -299,7 +299,7 @@ class Preparer:
     def _planned_once(
         self, attempt: PrepareAttempt, tried: Collection[str], ended: list[str]
     ) -> tuple[Plan | None, ClaimRecord | None, Sequence[PendingCleanup]]:
-        """Plan under the locks of the claim and its GPUs. Then write the record, or return the cleanups to do
+        """Plan under the locks of the claim and its GPUs. Then write the record, or return the cleanups that must run
         first.
 
         The plan is None if the claim needs GPUs that are not locked, or if another call changed the record. If
@@ -309,8 +309,8 @@ class Preparer:
         uid, call, claim = attempt.ref.uid, attempt.call, attempt.claim
         known, gpus = self.records.get(uid), frozenset[str]()
         if claim.results or known is not None:
-            # Both may wait, for discovery and for nvidia-imex. Hold no lock, so that an Unprepare does not wait
-            # for them.
+            # Both calls may wait: for discovery, and for nvidia-imex. Hold no lock, so that an Unprepare does not have
+            # to wait too.
             gpus = self.planner.gpus_of(claim, call) | (known.locked_gpus if known else frozenset())
             self.planner.refuse_unready_imex(claim, known, call)
         with self.claim_locks.hold(uid, call.left(), call.is_cancelled) as guard:
@@ -409,8 +409,8 @@ class Preparer:
 
 
 def _releases(attempt: PrepareAttempt, known: ClaimRecord, error: ClaimRefusedError) -> bool:
-    """Whether a refused claim releases what its record holds. Otherwise two claims that swap devices would wait for
-    each other forever, and the GPUs of a maintenance claim would stay withdrawn.
+    """Whether a refused claim must release the devices in its record. If it kept them, two claims that swap devices
+    would wait for each other forever, and the GPUs of a maintenance claim would stay withdrawn.
     """
     if known.maintenance is not None:
         return known.phase != "prepared"

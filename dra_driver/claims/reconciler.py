@@ -12,32 +12,34 @@ the API server: soon after the start, every ten minutes, and when an attempt wai
 |---|---|---|
 | during a check, or while a claim is stale | the record | the grace time starts again |
 | while the claim is unprepared | the record, with some steps undone | the same; an undo may run again |
-| after that | nothing | nothing to do |
+| after the claim was unprepared | nothing | nothing to do |
 
-- Stale claims are only kept in memory. A plugin that crashes repeatedly never unprepares a claim too early, and a
-  restart costs a minute.
-- A claim is stale only if the API server says that the claim does not exist, has another UID, or is not allocated to
-  anything that the record holds. On any other answer (none, a refusal, a path that is not served) the check skips
-  the claim, and a later check tries again. After three claims in a row without an answer the check ends; its results
-  so far count, and the next check uses another order. Nothing is unprepared if the API server does not know this
-  node: such an API server belongs to another cluster or has lost its data.
+- The list of stale claims exists only in memory. A plugin that crashes repeatedly never unprepares a claim too early,
+  and a restart delays a stale claim's end by a minute.
+- A claim is stale only if the API server says that the claim does not exist, has another UID, or has none of the
+  record's devices any more. On any other answer (none, a refusal, a path that is not served) the check skips the claim,
+  and a later check tries again. After three claims in a row without an answer the check ends; its results so far count,
+  and the next check uses another order. Nothing is unprepared if the API server does not know this node: such an API
+  server belongs to another cluster or has lost its data.
 - The grace time gives the kubelet time to stop the claim's containers. If an attempt waits for a stale claim's devices
-  and no process of the claim's pods runs on this node, the claim is unprepared at once. That requires the host's
-  process IDs, and pods in the record. The kubelet's pod-resources API would not help: the kubelet lists the pods that
-  the API server has, and a force-deleted pod is missing there while its containers may still run.
+  and no process of the claim's pods runs on this node, the claim is unprepared at once. This requires that the plugin
+  sees the host's process IDs, and that the record names the claim's pods. The kubelet's pod-resources API would not
+  help: the kubelet lists the pods that the API server has, and a force-deleted pod is missing there while its
+  containers may still run.
 - A claim that is prepared again keeps its devices. Right before the reconciler unprepares a claim, it queries the API
   server again, because the other instance of a rolling update may have prepared the claim. `reclaim` checks under the
-  claim's lock that this instance did not. The kubelet's own Unprepare may come before, during or after that.
-- During a rolling update the old instance may write a record too late: the kubelet has cancelled its Prepare and the
-  new instance has unprepared the claim. The kubelet does not unprepare the claim again. The claim becomes stale when
+  claim's lock that this instance has not prepared it. The kubelet's own Unprepare may come before, during or after
+  `reclaim`.
+- During a rolling update the old instance may write a record after the kubelet has cancelled its Prepare and the new
+  instance has unprepared the claim. The kubelet does not unprepare the claim again. The claim becomes stale when
   Kubernetes removes its allocation, and is then unprepared like any other.
 - While a process computes on a claim's devices (`claims.gpu_processes`), or NVML does not answer, no other claim gets
   the devices. The plugin reports the process IDs once. It checks again every half minute, and when an attempt waits
   for the device.
 - The kubelet calls Prepare once, for the first pod of a claim; other pods that share the claim come and go without a
   call. If a claim is reserved for other pods than its record says, the reconciler updates the record under the claim's
-  lock. The pods do not affect anything above, with one exception: whether a stale claim that an attempt waits for
-  needs the grace time.
+  lock. The pods in the record matter for one decision only: whether the grace time applies to a stale claim that an
+  attempt waits for.
 - A CDI spec without a record is only reported: the API server finds claims by name, not by UID, and running containers
   may still need the spec.
 """
@@ -93,7 +95,7 @@ class Rhythm:
 
 @dataclass(frozen=True, slots=True)
 class _Stale:
-    """A stale claim, why it is stale, and the clock's time at which it was first found stale."""
+    """A stale claim, why it is stale, and when the reconciler first found it stale (`Reconciler.clock`)."""
 
     record: ClaimRecord
     why: str
@@ -151,7 +153,7 @@ class Reconciler(BackgroundWorker):
         self.wake()
 
     def _turn(self) -> float:
-        """Check all claims if it is time, otherwise those that are awaited or stale.
+        """Check all claims if a full check is due, otherwise only the awaited and the stale claims.
 
         Returns the seconds until the next check.
         """
@@ -170,8 +172,8 @@ class Reconciler(BackgroundWorker):
         return until_full if pause is None else min(until_full, pause * _jitter.uniform(1.0, 1.2))
 
     def check(self, only: Collection[str] | None = None) -> float | None:
-        """Compare all claims, or those with the UIDs in `only`, with the API server, and unprepare those that
-        are due.
+        """Compare all claims, or only the claims with the UIDs in `only`, with the API server. Unprepare the stale
+        claims whose grace time is over.
 
         Returns the seconds after which to retry; None if nothing failed.
         """
@@ -196,27 +198,27 @@ class Reconciler(BackgroundWorker):
         for uid in lost:
             self._log_once(
                 uid,
-                "its record cannot be read, so its name is not known; its devices stay reserved until the kubelet "
-                "unprepares it; if no pod uses it, remove its CDI spec",
+                "the claim's record cannot be read, so its name is unknown; its devices stay reserved until the "
+                "kubelet unprepares the claim; if no pod uses the claim, remove its CDI spec",
             )
         for uid in sorted(specs):
             self._log_once(
                 uid,
-                "its CDI spec has no record, so its name is not known; remove the CDI spec if no pod uses it",
+                "the claim has a CDI spec but no record, so its name is unknown; remove the CDI spec if no pod uses it",
             )
         return records
 
     def _found_stale(self, only: Collection[str] | None) -> list[_Stale]:
         """Return the stale claims found by this check.
 
-        Raises: DraDriverError if the API server answers for no claim; claims that were stale stay stale.
+        Raises: DraDriverError if the API server returns none of the claims; claims that were stale stay stale.
         """
         subjects = self._checked_records()
         verdicts: dict[str, _Stale | None] = {}
         unanswered: dict[str, DraDriverError] = {}
         in_a_row = 0
         asked = [uid for uid in subjects if only is None or uid in only]
-        _jitter.shuffle(asked)  # a claim that ends this check must not block the same claims in the next one
+        _jitter.shuffle(asked)  # if the check ends early, the next one should reach other claims
         for number, uid in enumerate(asked):
             if number and self.pause(self.rhythm.between_requests_s):
                 break
@@ -263,10 +265,9 @@ class Reconciler(BackgroundWorker):
         return None
 
     def _update_pods(self, seen: ClaimRecord, pods: Pods) -> None:
-        """Write the claim's current pods into its record, which was `seen` before the API server was queried.
+        """Write the claim's current pods into its record. `seen` is the record before the API server was queried.
 
-        Nothing is written if the pods are unknown, or if another call has since removed the record or changed
-        its pods.
+        Writes nothing if the pods are unknown, or if another call has since removed the record or changed its pods.
         """
         if pods is None or seen.claim.pods == pods:
             return
@@ -325,7 +326,7 @@ class Reconciler(BackgroundWorker):
         except DraDriverError as error:
             self._log_once(
                 ref.uid,
-                f"it {why}; gpu-dra-driver cannot find out whether its devices are still in use: {error}",
+                f"the claim {why}; gpu-dra-driver cannot find out whether its devices are still in use: {error}",
             )
             return True
         if use is None:
@@ -341,7 +342,7 @@ class Reconciler(BackgroundWorker):
         news = {(ref.uid, f"process {pid}") for pid in use.pids} - self._logged
         if news:
             self._logged |= news
-            _log.warning("claim_still_in_use", claim=str(ref), claim_uid=ref.uid, reason=f"it {text}")
+            _log.warning("claim_still_in_use", claim=str(ref), claim_uid=ref.uid, reason=f"the claim {text}")
             self.observer.still_in_use(ref, text)
         return True
 

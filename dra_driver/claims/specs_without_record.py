@@ -1,4 +1,4 @@
-"""CDI specs without a record: all that is left of a claim whose record was lost."""
+"""Finds CDI specs without a record. Such a spec is all that is left of a claim whose record was lost."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ class SpecsWithoutRecord:
         self._specs = specs
 
     def lost(self, records: Mapping[str, ClaimRecord]) -> Mapping[str, Sequence[SpecDevice]]:
-        """Return the devices of each claim whose record was lost, by UID and as its CDI spec describes them.
+        """Return the devices of each claim whose record was lost, by claim UID. They are read from the claim's CDI
+        spec.
 
         Empty while no record is set aside.
         """

@@ -1,4 +1,4 @@
-"""NodeUnprepareResources, and the same for claims that the kubelet no longer unprepares."""
+"""Unprepares claims: for the kubelet (NodeUnprepareResources), and for the reconciler if the kubelet forgot one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _RECLAIM_S = 30.0
 
 @dataclass(eq=False)
 class Unpreparer:
-    """Ends claims: removes files and record under the claim's lock, and undoes changes to a GPU in the GPU's
+    """Unprepares claims: removes files and record under the claim's lock, then undoes changes to a GPU in the GPU's
     lane.
     """
 
@@ -38,12 +38,12 @@ class Unpreparer:
     def reclaim(
         self, ref: ClaimRef, expected: ClaimRecord, checked_ns: int, within_s: float = _RECLAIM_S
     ) -> bool:
-        """Unprepare a claim as if the kubelet had called; returns whether it was done.
+        """Unprepare a claim as if the kubelet had called; returns whether the claim was unprepared.
 
-        It is not done if the claim's record is no longer `expected`, if the claim is being prepared now, or if
-        it was prepared after `checked_ns` (time.monotonic_ns(), when the API server was queried).
+        Does nothing if the claim's record is no longer `expected`, or if the claim is being prepared now or was
+        prepared after `checked_ns` (time.monotonic_ns(), when the API server was queried).
 
-        Raises: the error that prevented it; the record stays.
+        Raises: the error that prevented the Unprepare; the record stays.
         """
         call = KubeletCall(time.monotonic_ns(), time.monotonic() + within_s)
 
@@ -55,7 +55,7 @@ class Unpreparer:
             return self._unprepare(ref, call, is_wanted)
 
     def unprepare(self, ref: ClaimRef, call: KubeletCall) -> UnprepareOutcome:
-        """Return None if the claim is not prepared now, even if it never was; otherwise an error."""
+        """Return None if the claim is now unprepared, or never was prepared; otherwise an error."""
         started = time.monotonic()
         try:
             self._unprepare(ref, call, lambda _guard: False)

@@ -1,5 +1,5 @@
-"""Lets a Prepare wait: for devices that other claims are about to release, and for actions that are refused for
-now.
+"""Lets a Prepare wait while other claims are about to release its devices, or while a process or the NVIDIA driver
+blocks it for a moment.
 
     trying ──not available now──▶ who is in the way? ──a holder stays──▶ refused, naming the holder
      ▲                             │
@@ -19,8 +19,8 @@ An attempt waits if
 - a process uses the device, for example in a container that was just stopped, or a monitor;
 - the NVIDIA driver refuses for now. What the try has already created is kept, and the next try continues from there.
 
-In the last two cases there is no signal when it is over, so the attempt retries after short pauses. Otherwise
-the claim would wait for the kubelet, which retries only after a minute or more.
+In the last two cases nothing signals the end, so the attempt retries after short pauses. If it failed instead, the
+kubelet would retry only after a minute or more.
 
 The end of each Unprepare in this process wakes all waiting attempts. To notice an Unprepare in the other
 instance of a rolling update, they read the holders' records ten times a second. Attempts that wait for the same
@@ -86,9 +86,8 @@ class WaitTimeouts:
 
     While an attempt waits for a holder, it reads the holder's record every `poll_s`, and retries after
     `recheck_s`, which queries the API server again. While a process uses the device or the NVIDIA driver
-    refuses, it retries every `retry_s`. It stops waiting when `last_s` of the kubelet's time are left, because
-    a try takes some time, and so does finding the processes on the device. `stop_s` is how long it still waits
-    after `stop`.
+    refuses, it retries every `retry_s`. It stops waiting `last_s` before the deadline, because the last try takes some
+    time, and so does finding the processes on the device. `stop_s` is how long it still waits after `stop`.
     """
 
     poll_s: float = 0.1
@@ -123,8 +122,8 @@ class Waiter:
         self._on_leaving = check_soon
 
     def stop(self) -> None:
-        """Give each waiting attempt a few more seconds, because the plugin is being stopped; then it fails for
-        now.
+        """Give each waiting attempt a few more seconds, because the plugin is being stopped. After that, the attempt
+        fails, and the kubelet retries.
         """
         self._stop_by = self.clock() + self.timeouts.stop_s
         self.calls.wake()
@@ -167,13 +166,13 @@ class Waiter:
         attempt.seen = self.calls.wait(attempt.seen, seconds)
 
     def _has_changed(self, holder: ClaimRecord) -> bool:
-        """Whether the holder now holds something else, or nothing."""
+        """Whether the holder's record changed or was removed."""
         return not _is_lost(holder) and self.records.get(holder.ref.uid) != holder
 
     def _leaving(self, attempt: PrepareAttempt, error: DeviceHeldError) -> tuple[Conflict, str]:
         """Return a holder that is about to release the device, and the reason.
 
-        Raises: ClaimRefusedError if too many holders stay, or if that is unknown.
+        Raises: ClaimRefusedError if too many holders stay, or if the plugin cannot find out.
         """
         may_stay = len(error.conflicts) - error.enough
         leaving: list[tuple[Conflict, str]] = []
@@ -196,7 +195,7 @@ class Waiter:
     def _why_leaving(self, attempt: PrepareAttempt, conflict: Conflict) -> str | None:
         """Return why the holder is about to release the device; None if it is not.
 
-        Raises: ClaimRefusedError if that is unknown.
+        Raises: ClaimRefusedError if the plugin cannot find out.
         """
         holder = conflict.holder
         if self.calls.is_in_progress("unprepare", holder.ref.uid) or self._has_changed(holder):
@@ -213,7 +212,7 @@ class Waiter:
             if known is not None:
                 return known
             raise ClaimRefusedError(
-                f"{conflict.text}; gpu-dra-driver cannot find out whether that claim is ending: {error}"
+                f"{conflict.text}; gpu-dra-driver cannot find out whether claim {holder.ref} is ending: {error}"
             ) from error
         found = release_reason(holder, now, self.driver, conflict.held.device)
         if found is None:

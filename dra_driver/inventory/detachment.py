@@ -1,35 +1,33 @@
-"""Closes NVML for a while, so that others can reset GPUs, switch MIG modes or unload the NVIDIA driver.
+"""Closes NVML for a while, so that an administrator can reset GPUs, switch MIG modes or unload the NVIDIA driver.
 
 The NVIDIA driver counts every process with an open NVML session as a client of every GPU. `gpu-dra-driver
-detach` writes a file with an end time. Every instance of the plugin on the node closes NVML when it sees the
-file, and opens it again when that time has come or the file is removed. Each instance holds a lock while it has
-NVML open, which shows when all have closed it. The MPS host reads the same file, and holds the lock while it
-runs nvidia-smi.
+detach` writes a file with an end time. Every instance of the plugin on the node closes NVML when it sees the file, and
+opens NVML again at the end time or when the file is removed. Each instance holds a lock while it has NVML open, so
+`detach` can see when all instances have closed it. The MPS host reads the same file, and holds the lock while it runs
+nvidia-smi.
 
     attached ──file──▶ closing ──no change of a GPU in progress──▶ detached ──its end, or `--end`──▶ attached
                         └── a change is in progress: retried a second later
 
 | A crash … | leaves | next |
 |---|---|---|
-| of the command, before the file | nothing | |
-| of the command, after it | the file | the plugin opens NVML when the time is over |
+| of the command, before the file is written | nothing | |
+| of the command, after that | the file | the plugin opens NVML when the time is over |
 | of the plugin | the file, no lock | the next instance opens NVML only when the time is over |
-| of the node | the file of an older boot | it is ignored |
+| of the node | the file of an older boot | the file is ignored |
 
-A file is used instead of a daemon's socket because both instances of a rolling update close NVML, and a restart
-changes nothing.
+A file is used instead of a daemon's socket because both instances of a rolling update must close NVML, and a restart
+must not open it.
 
-A pause is shorter: NVML is closed for the moment in which a GPU moves to another kernel driver or, in other
-processes only, its MIG mode is switched. The process that needs the pause writes a file with its PID; all
-others keep NVML closed while the file exists and that process lives. No device is withdrawn, and calls wait
-where they can.
+A pause is shorter: NVML is closed while a GPU moves to another kernel driver. For a change of the MIG mode, only the
+other processes close NVML. The process that needs the pause writes a file with its PID; all other processes keep NVML
+closed while the file exists and its writer lives. No device is withdrawn, and calls wait where they can.
 
     wanted ──no operation, no nvidia-smi──▶ own NVML closed ──file──▶ others closing ──▶ paused ──file removed──▶ over
      └── too long, or a GPU hangs: refused         └────── too long: refused, the file is removed ──────▲
 
-While a pause is wanted, all work continues. Others wait only from the closing on, for seconds at most. A
-process that is killed while it hangs in the kernel keeps its files and locks, but it is a zombie, so its pause
-is over.
+Until NVML closes for a pause, all work continues. After that, other work waits for a few seconds at most. A process
+that is killed while it hangs in the kernel keeps its files and locks, but it counts as a zombie, so its pause is over.
 """
 
 from __future__ import annotations
@@ -79,7 +77,7 @@ _TIMEOUT_S = 60.0
 _POLL_S = 0.1
 _PAUSE_S = 10.0
 _CLOSING_S = 5.0
-"""How long other processes may take to close NVML. Their claims wait until then."""
+"""How long other processes may take to close NVML."""
 _UNSEEN_S = 60.0
 """The maximum duration of a pause by a process in another PID namespace, because that process cannot be
 observed.
@@ -89,7 +87,7 @@ _MAX_NAMED = 8
 
 
 def _seconds_of_boot() -> float:
-    """Return the seconds since boot. Unlike the time of day, this clock is never set; it includes suspend."""
+    """Return the seconds since boot. Unlike the wall clock, this clock is never adjusted; it includes suspend."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
@@ -100,8 +98,8 @@ _SHAPE = Codec(Detachment)
 class Pause:
     """One of the plugin's processes keeps NVML closed in the others.
 
-    `started` is the start of that process, in clock ticks since boot; `began_s` is the start of the pause on
-    the boot clock, and `since` the same as text.
+    `started` is the start of that process, in clock ticks since boot; `began_s` is the start of the pause on the boot
+    clock, and `since` is that start as text.
     """
 
     boot_id: str
@@ -124,8 +122,7 @@ _PAUSE_SHAPE = Codec(Pause)
 class Detachments:
     """The detach and pause files in the plugin directory. Thread-safe.
 
-    `boot_id` is that of this boot. If it is unknown, a file of any boot counts, and no detachment can be
-    written.
+    `boot_id` is the ID of this boot. If it is unknown, a file of any boot counts, and no detachment can be written.
     """
 
     def __init__(
@@ -147,9 +144,8 @@ class Detachments:
         return found if found is not None and found.lasts(self._boot_id, self._clock()) else None
 
     def written(self) -> Detachment | None:
-        """Return what the detach file says, even if its time is over.
-
-        An unreadable file counts as None, because a node without GPUs forever would be worse.
+        """Return the detachment in the detach file, even if its time is over. An unreadable file counts as None,
+        because it must not leave the node without GPUs forever.
         """
         content = self.content()
         with suppress(StateError):
@@ -162,7 +158,7 @@ class Detachments:
         return maintenances(records, self.written(), self._boot_id, self._clock())
 
     def problem(self) -> str | None:
-        """Return why this process must keep NVML closed now; None if it may be opened."""
+        """Return why this process must keep NVML closed now; None if this process may open NVML."""
         error = self._refusal()
         return None if error is None else str(error)
 
@@ -194,7 +190,8 @@ class Detachments:
 
     @contextmanager
     def using_nvml(self, wait_s: float = _PAUSE_S) -> Iterator[None]:
-        """Run a program that opens NVML inside this block: `detach` and `pause` wait until the block ends.
+        """Hold the lock of NVML while the block runs a program that opens NVML: `detach` and `pause` wait for the end
+        of the block.
 
         Waits up to `wait_s` seconds for a pause to end. Raises: NvmlDetachedError.
         """
@@ -244,8 +241,7 @@ class Detachments:
     def pause(self, what: str, wait_s: float = _CLOSING_S, own: UseMark | None = None) -> Iterator[None]:
         """Keep NVML closed in all of the plugin's processes on this node.
 
-        This process is included, unless `own` is the mark of its open session. `what` describes the work for
-        people.
+        This process is included, unless `own` is the mark of its open session. `what` describes the work in messages.
 
         Raises: NvmlDetachedError; NvmlInUseError if another process has not closed NVML after `wait_s` seconds;
         with `own`, NvmlTransientError if another process was first to request a pause; StateError.
@@ -257,7 +253,7 @@ class Detachments:
                 raise NvmlDetachedError(detached)
             if own is not None and any(it.began_s <= ours.began_s for it in self._lasting(except_own=True)):
                 raise NvmlTransientError(
-                    "close NVML in other processes: another process of gpu-dra-driver requests the same; "
+                    "close NVML in other processes: another process of gpu-dra-driver is already doing this; "
                     "gpu-dra-driver retries soon"
                 )
             while self.is_nvml_open(own):
@@ -337,7 +333,7 @@ class Detachments:
         shown = until.isoformat(sep=" ", timespec="seconds")
         made = Detachment(self._boot_id, self._clock() + seconds, shown, claim, gpu_uuids)
         lock = self._path.with_suffix(".lock")
-        with hold_file(lock, self._writing, time.monotonic() + _CLOSING_S, "the closing of NVML"):
+        with hold_file(lock, self._writing, time.monotonic() + _CLOSING_S, "the detach file"):
             found = self.now() if claim is not None else None
             if found is not None and found.claim == claim:
                 return found
@@ -352,7 +348,7 @@ class Detachments:
     def wait_closed(self, made: Detachment, timeout_s: float) -> None:
         """Wait until every process of this plugin on the node has closed NVML for a detachment.
 
-        Raises: NvmlInUseError if that takes longer; RetryableError if the detachment was ended; StateError.
+        Raises: NvmlInUseError after `timeout_s` seconds; RetryableError if the detachment was ended; StateError.
         """
         end = time.monotonic() + timeout_s
         while self.is_nvml_open() and self.now() == made:
@@ -395,7 +391,7 @@ class Detachments:
             write_atomically(self._path, before, durable=False)
 
     def end(self) -> None:
-        """Let NVML be opened again. The file of a maintenance claim stays, with its time set to now. Raises:
+        """Let the plugin open NVML again. The file of a maintenance claim stays, with its end time set to now. Raises:
         StateError.
         """
         found = self.written()
@@ -406,7 +402,7 @@ class Detachments:
             self._write(replace(found, until_s=self._clock(), until=until))
 
     def end_of(self, claim: ClaimRef) -> bool:
-        """Remove the file of a maintenance claim, if there is one; return whether there was. Raises: StateError."""
+        """Remove the detach file if it belongs to this maintenance claim; return whether it did. Raises: StateError."""
         found = self.written()
         is_its = found is not None and found.claim is not None and found.claim.uid == claim.uid
         if is_its:
@@ -423,12 +419,10 @@ class Detachments:
 def nvml_pause(
     session: NvmlSession, detachments: Detachments
 ) -> Callable[[str, Callable[[], float]], AbstractContextManager[None]]:
-    """Return a function whose context keeps NVML closed, in this process and in the plugin's other processes on
-    the node.
+    """Return a context manager that keeps NVML closed, in this process and in the plugin's other processes on the node.
 
-    The function takes a text for `Detachments.pause`, and a function that returns how many seconds to wait for
-    calls in progress. The context raises: NvmlDetachedError, NvmlInUseError, StateError; errors of that
-    function.
+    It takes a text for `Detachments.pause`, and a function that returns how many seconds to wait for calls in progress.
+    It raises: NvmlDetachedError, NvmlInUseError, StateError; errors of the function.
     """
 
     @contextmanager
@@ -444,12 +438,12 @@ def nvml_pause(
 def closed_elsewhere(
     session: NvmlSession, detachments: Detachments, refuse_hanging: Callable[[str], None]
 ) -> Callable[[str, str], AbstractContextManager[None]]:
-    """Return a function whose context keeps NVML closed in the plugin's other processes on the node, but not in
-    this one.
+    """Return a context manager that keeps NVML closed in the plugin's other processes on the node, but not in this
+    process.
 
-    The function takes the UUID of the GPU to change, and a text as in `nvml_pause`. `refuse_hanging` raises if
-    another GPU hangs, because its process might not close NVML. The context raises: like `Detachments.pause`;
-    errors of `refuse_hanging`.
+    It takes the UUID of the GPU to change, and a text as in `nvml_pause`. `refuse_hanging` raises an error if an
+    operation on another GPU hangs, because its process might not close NVML. Raises: like `Detachments.pause`; errors
+    of `refuse_hanging`.
     """
 
     @contextmanager
@@ -473,7 +467,8 @@ def detach(
 ) -> Detachment:
     """Close NVML for `seconds`, and wait until every instance has closed it.
 
-    `claims` returns the claims that use the GPUs; None skips that check. On an error, everything is restored.
+    `claims` returns the claims that use the GPUs; None skips that check. On an error, the previous detach file is
+    restored.
 
     Raises: ClaimsInTheWayError; NvmlInUseError if an instance does not close NVML in time; StateError.
     """

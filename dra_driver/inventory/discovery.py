@@ -1,10 +1,10 @@
 """Keeps a snapshot of the node's devices, with or without a working driver.
 
 The snapshot is level-triggered. Every two seconds, one thread checks a cheap fingerprint of the host and of
-NVML. If it differs, or on request, the thread reads everything again, once for all requests. If only MIG
-devices appeared or disappeared, a check of those GPUs shows whether the plugin itself did it, which changes
-nothing. gRPC does not wait for this: until NVML answers there is no inventory, and Unprepare works from records
-alone.
+NVML. If the fingerprint changed, or on request, the thread reads everything again, once for all requests. If only MIG
+devices appeared or disappeared, the thread checks whether the plugin itself changed them, which does not affect the
+snapshot. The gRPC server starts without waiting for discovery: until NVML answers there is no inventory, and Unprepare
+needs only the records.
 """
 
 from __future__ import annotations
@@ -70,13 +70,13 @@ class Discovery:
     """Owns the inventory.
 
     The callbacks run in the discovery thread. `on_change` is called after each change, and `on_reload` when the
-    NVIDIA driver is found for the first time or was reloaded. `on_hardware` is called when NVML lists other
-    GPUs under the same driver, or answers again.
+    NVIDIA driver is found for the first time or was reloaded. `on_hardware` is called when NVML lists different GPUs
+    under the same driver, or answers again.
 
     Without an `ownership`, every MIG device is foreign. NVML is kept closed while GPUs are detached, and during
     a pause. During a pause or a maintenance claim, the inventory keeps its devices. `cards` returns the GPUs for
-    virtual machines, given the GPUs that NVML lists. Without `files` the NVIDIA driver's files are not checked;
-    without `imex` its channels are not counted.
+    virtual machines, given the GPUs that NVML lists. Without `files`, the NVIDIA driver's files are not checked;
+    without `imex`, IMEX channels are not counted.
     """
 
     nvml: NvmlReader
@@ -91,7 +91,7 @@ class Discovery:
     imex: ImexChannelNodes | None = None
 
     def __post_init__(self) -> None:
-        self._pauses = 0  # of NVML, at the last check
+        self._pauses = 0  # number of NVML pauses at the last check
         self._unsettled: frozenset[str] = frozenset()  # GPUs whose MIG devices changed at the last check
         self._offer = MigOffer(self.ownership)
         # The last snapshot; None until NVML answered for the first time.
@@ -114,8 +114,8 @@ class Discovery:
         self._logged_faults: frozenset[DiscoveryFault] = frozenset()
         self._is_started = False
         self.gpus_in_maintenance: Collection[str] = ()
-        """UUIDs of the GPUs of the maintenance claim for which NVML is or was closed, until NVML has been read
-        again.
+        """The GPU UUIDs of the maintenance claim for which NVML was closed. Empty again once NVML has been read after
+        that.
         """
         self._worker = BackgroundWorker("discovery", self._look, self._crashed)
 
@@ -145,8 +145,7 @@ class Discovery:
         )
 
     def problems(self) -> Sequence[NodeProblem]:
-        """Return problems: devices cannot be used, NVML hangs, or driver files are missing, so that no claim
-        can be prepared.
+        """Return the node's problems: devices cannot be used, NVML hangs, or driver files are missing.
 
         Empty before the first discovery. Until devices were usable for the first time, the problem is that the
         node waits for the NVIDIA driver, unless NVML is kept closed on purpose.
@@ -175,7 +174,7 @@ class Discovery:
             self._want_scan()
 
     def health_polled(self, gpu_uuid: str, polled: PolledHealth) -> None:
-        """Request a scan if a health poll found other NVLinks or another fabric than the inventory has.
+        """Request a scan if a health poll found different NVLinks or a different fabric than the inventory has.
 
         Every poll is compared, so that a change is found regardless of the order of scans and polls.
         """
@@ -185,8 +184,8 @@ class Discovery:
     def scan_now(self, timeout_s: float) -> None:
         """Scan now, and wait up to `timeout_s` seconds for the result.
 
-        Callers that arrive during a scan share the next one. If NVML is unavailable, that becomes the state; it
-        is not an error.
+        Callers that arrive during a scan share the next one. If NVML is unavailable, `unavailable` then returns the
+        reason; no error is raised.
         """
         if not self._is_started:
             self._scan()
@@ -208,7 +207,7 @@ class Discovery:
         return None if self.detachments is None else self.detachments.paused()
 
     def _look(self) -> float:
-        """Scan if it is due or the hardware changed; returns the seconds until the next check."""
+        """Scan if a scan is due or the hardware changed; returns the seconds until the next check."""
         if self._is_scan_due() or self._has_changed():
             self._scan()
         return self._pause_s()
@@ -290,7 +289,7 @@ class Discovery:
                 self._turn.notify_all()
 
     def _wait_for_pause(self) -> bool:
-        """Keep NVML closed in this process until no process on the node requires it.
+        """Keep NVML closed in this process until no process on the node needs a pause.
 
         Returns False if a change to a GPU is in progress, which takes precedence, or if this process is
         stopping.
@@ -347,7 +346,7 @@ class Discovery:
             return False
         is_loaded = self._driver != host.driver
         is_other = self._problem is not None or before is None or host.hardware != before.host.hardware
-        # Closing NVML may have lost settings.
+        # Settings may have been lost when NVML was closed.
         is_other, self._pauses = is_other or pauses != self._pauses, pauses
         self._fingerprint, self._driver, self._has_nvml = seen, host.driver, True
         self._became_known(inventory)
@@ -414,7 +413,9 @@ class Discovery:
         self._in_use = str(error)
 
     def _complete(self, read: Inventory) -> Inventory:
-        """Add what only the host knows. Raises: StateError; NvmlUnavailableError like `assembled`."""
+        """Add what only the host can tell: PCI locations, lost GPUs, cards, driver files and IMEX channels. Raises:
+        StateError; NvmlUnavailableError like `assembled`.
+        """
         before, now = self.inventory, int(time.time())
         located = (self._located(with_unready_since(gpu, before, now)) for gpu in read.gpus)
         gpus = tuple(self._offer.of(gpu, read, before) for gpu in located)
@@ -480,7 +481,7 @@ class Discovery:
         """
         self._has_nvml = False
         if not host.driver:
-            self._driver = None  # any driver that appears was loaded after this
+            self._driver = None  # a driver that appears later was loaded after this
         functions, cards = self.host.gpu_functions(), tuple[Card, ...]()
         if functions and not isinstance(error, NvmlLibraryError):
             try:
@@ -494,8 +495,8 @@ class Discovery:
         self._became_known(Inventory(cards=cards))
 
     def _became_unavailable(self, error: DraDriverError, *, keeps_devices: bool = False) -> None:
-        """Withdraw known devices, because they cannot be used without the NVIDIA driver. With `keeps_devices`,
-        they stay.
+        """Withdraw known devices, because they cannot be used without the NVIDIA driver. With `keeps_devices`, the
+        devices stay.
         """
         problem = str(error)
         if self._problem != problem:

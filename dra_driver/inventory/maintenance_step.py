@@ -7,11 +7,11 @@
 | A crash … | leaves | What happens next |
 |---|---|---|
 | before the file | the record, and the GPUs withdrawn | the kubelet prepares or unprepares the claim |
-| between the file and `prepared` | both | the next start removes the file; the kubelet does as above |
-| active | both | the next instance keeps NVML closed, and the slices as they are |
-| between the removal of record and file | the file | the next start, or the next Unprepare, removes it |
+| between the file and `prepared` | record and file | the next start removes the file; the kubelet continues as above |
+| active | record and file | the next instance keeps NVML closed, and does not change the slices |
+| between removing the record and the file | the file | the next start, or the next Unprepare, removes the file |
 
-After a reboot the file does not count, and the record is one of a claim that is not prepared yet.
+After a reboot the file is ignored, and the claim counts as not prepared yet.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _MAX_NAMED = 8
 class MaintenanceSteps:
     """Closes NVML for a maintenance claim, and lets discovery open it again.
 
-    `is_offered` returns whether the API server may still have a device of these GPUs. `publish` requests that
-    the slices be written soon, and `rescan` that discovery check NVML soon.
+    `is_offered` returns whether the API server may still list a device of the given GPUs. `publish` makes the plugin
+    write the slices soon, and `rescan` makes discovery check NVML soon.
     """
 
     detachments: Detachments
@@ -94,7 +94,7 @@ class MaintenanceSteps:
         _log.info("maintenance_started", claim_uid=ref.uid, gpu_uuids=step.gpu_uuids, until=made.until)
 
     def undo(self, step: StartMaintenance, record: ClaimRecord) -> None:
-        """Let NVML be opened again if it was closed for the claim, and publish the GPUs. Raises: StateError."""
+        """Let the plugin open NVML again if it was closed for the claim, and publish the GPUs. Raises: StateError."""
         if self.undo_closing(record.ref):
             _log.info("maintenance_ended", claim_uid=record.ref.uid, gpu_uuids=step.gpu_uuids)
         self.publish()
@@ -104,7 +104,7 @@ class MaintenanceSteps:
         return True
 
     def undo_closing(self, ref: ClaimRef) -> bool:
-        """Let NVML be opened again if it was closed for the claim; return whether it was. Raises: StateError."""
+        """Let the plugin open NVML again if it was closed for the claim; return whether it was. Raises: StateError."""
         was_closed = self.detachments.end_of(ref)
         if was_closed:
             self.rescan()
@@ -125,7 +125,7 @@ class MaintenanceSteps:
             raise DeviceBusyError(f"maintenance starts after the cleanup of its GPUs. {pending[0].text}")
 
     def _wait_withdrawn(self, step: StartMaintenance) -> None:
-        """Wait until the API server has no device of the GPUs, because the scheduler could still allocate one.
+        """Wait until the API server lists no device of the GPUs; until then the scheduler could still allocate one.
         Raises: RetryableError.
         """
         end = time.monotonic() + seconds_for("withdraw the GPUs", _WITHDRAWING_S)

@@ -1,12 +1,12 @@
-"""Makes the state of the GPUs match what claims need: undoes, in the lanes, ledger entries of ended claims.
+"""Cleans up after ended claims: undoes their ledger entries, each in the lane of its GPU.
 
     ended ──its lane is idle──▶ every step undone, in reverse order ──▶ (nothing)
      ▲                              │
      └── an undo failed: retried after a pause, when a tool is back, or before a Prepare that needs the GPU
 
-Each GPU is cleaned in its lane with its own retry delay, and the loop waits for no lane. So a GPU or tool that
-hangs does not delay other GPUs. An undo reads the ledger and the records again, so it never undoes what another
-claim has also set.
+Each GPU is cleaned in its lane with its own retry delay, and the loop does not wait for the lanes. So a GPU or tool
+that hangs does not delay other GPUs. An undo reads the ledger and the records again, so it never undoes a setting that
+another claim also needs.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from dra_driver.model.record import ClaimRecord, RunMps, Step
 _log = structlog.get_logger(__name__)
 
 UNDO_S = 5.0
-"""How long one undo may take. Its failure does not keep the claim from ending."""
+"""How long one undo may take. A failed undo does not keep the claim from ending."""
 CLEAN_BEFORE_S = 8.0
 """How long a Prepare waits for pending cleanups on its GPUs."""
 _OTHER_INSTANCE_S = 3.0
@@ -61,7 +61,7 @@ _ALL_S = 30.0
 _CHECK_EVERY_S = 5.0
 """How often the loop checks for cleanups left by the other instance of a rolling update."""
 _TOOLS_EVERY_S = 1.0
-"""How often the loop checks while cleanups are pending."""
+"""How often the loop checks the tools and GPUs while cleanups are pending."""
 _CLEAR_EVERY_S = 30.0
 _RETRY_FIRST_S = 0.5
 _RETRY_MAX_S = 30.0
@@ -77,9 +77,9 @@ class StepRunner(Protocol[S_contra]):
         """Do the step, even if parts of it are already done."""
 
     def undo(self, step: S_contra, record: ClaimRecord) -> None:
-        """Undo what the step may have done. No other claim has set the same.
+        """Undo what the step may have done. The caller checks that no other claim needs it.
 
-        The record of an ended claim has only its name and what the ledgers say.
+        The record of an ended claim contains only its name and the data of its ledger entries.
         """
 
     def in_place(self, step: S_contra, record: ClaimRecord) -> bool:
@@ -90,28 +90,24 @@ class CleanupObserver(Protocol):
     """Receives changes of pending cleanups. Methods must not block or raise."""
 
     def cleanup_pending(self, cleanup: PendingCleanup) -> None:
-        """Report that a claim has ended and something could not be undone."""
+        """Report that a claim has ended, but some of its steps are not undone yet."""
 
     def cleanup_done(self, cleanup: PendingCleanup) -> None:
         """Report that a cleanup has finished."""
 
 
 class Restorer(Protocol):
-    """Restores settings on GPUs that are not in the ledgers."""
+    """Restores GPU settings that are not in the ledgers."""
 
     @property
     def what(self) -> str:
-        """The operation, as text for people, such as `restoring the time slice after a reload of the NVIDIA
-        driver`.
-        """
+        """The operation, as a text such as `restoring the time slice after a reload of the NVIDIA driver`."""
 
     def gpus(self) -> Collection[str]:
-        """Return the UUIDs of the GPUs with something to restore. Raises: StateError."""
+        """Return the UUIDs of the GPUs whose settings must be restored. Raises: StateError."""
 
     def restore(self, gpu_uuid: str) -> None:
-        """Restore what can be restored on a GPU now; called in its lane. Raises: DraDriverError if something is
-        left.
-        """
+        """Restore the settings of a GPU; called in its lane. Raises: DraDriverError if some could not be restored."""
 
 
 @dataclass(eq=False)
@@ -119,10 +115,10 @@ class Cleaner(BackgroundWorker):
     """Runs pending cleanups: for an Unprepare, before a Prepare that needs the GPU, and in its own thread
     while `leads` returns True.
 
-    The thread submits work to the lanes on request, and when `tools` returns a new value: a program, the MPS
-    host or the NVIDIA driver came back. Otherwise it retries after growing pauses for each GPU. The `restorers`
-    work in the same lanes, in both instances. `changed` is called after pending cleanups have changed. Twice a
-    minute the thread removes `temporary` files of killed writers, given as directory and pattern.
+    The thread submits work to the lanes on request, and when `tools` returns a new value: a program, the MPS host or
+    the NVIDIA driver is back. Otherwise it retries each GPU after growing pauses. The `restorers` run in the same
+    lanes, in both instances of a rolling update. `changed` is called after pending cleanups have changed. Twice a
+    minute the thread removes the temporary files of killed writers; `temporary` lists their directories and patterns.
     """
 
     ledger: Ledger
@@ -139,7 +135,7 @@ class Cleaner(BackgroundWorker):
     def __post_init__(self) -> None:
         self._guard, self._reporting = threading.Lock(), threading.Lock()
         self._ending: set[str] = set()
-        """UIDs of claims whose first undos are running in this process. They are not reported yet."""
+        """UIDs of claims whose first undos are running in this process. Their cleanups are not reported yet."""
         self._reported: dict[str, PendingCleanup] = {}
         self._tools: Hashable = None
         self._pauses: dict[str, tuple[Backoff, float]] = {}  # by GPU, with the time of the next try
@@ -156,16 +152,14 @@ class Cleaner(BackgroundWorker):
     # --- what is pending -----------------------------------------------------------------------
 
     def outstanding(self) -> list[PendingCleanup]:
-        """Return the pending cleanups, except for claims that are just ending in this process. Raises:
-        StateError.
-        """
+        """Return the pending cleanups, except those of claims that this process is ending now. Raises: StateError."""
         found = self._pending()
         with self._guard:
             return [one for one in found if one.name not in self._ending]
 
     def _pending(self) -> list[PendingCleanup]:
-        """Return the pending cleanups, each with its cause: the last try failed, or its GPU is busy. Raises:
-        StateError.
+        """Return the pending cleanups. The cause of each is why its last try failed, or the operation that keeps its
+        GPU busy. Raises: StateError.
         """
         found = self.ledger.pending()
         uses = self.lanes.uses() if any(one.cause is None for one in found) else {}
@@ -180,7 +174,7 @@ class Cleaner(BackgroundWorker):
     def withheld(self) -> Callable[[OfferedDevice], PendingCleanup | None]:
         """Return a function that returns the cleanup that withholds a device, or None.
 
-        It uses the current cleanups, or the last known ones if they cannot be read.
+        The function uses the current cleanups, or the last known ones if the ledgers cannot be read.
         """
         found: Collection[PendingCleanup] = self._reported.values()
         with suppress(StateError):
@@ -204,8 +198,8 @@ class Cleaner(BackgroundWorker):
             raise
 
     def finish(self, uid: str, wait_s: float) -> None:
-        """Undo what a claim that just ended has set, for at most `wait_s` seconds. What is left is reported
-        from then on.
+        """Undo the steps of a claim that just ended, waiting at most `wait_s` seconds. After that, the steps that are
+        not undone are reported as pending.
 
         Raises: StateError.
         """
@@ -220,12 +214,11 @@ class Cleaner(BackgroundWorker):
                 self._report_changes()
 
     def clean_before(self, pending: Sequence[PendingCleanup], devices: Sequence[OfferedDevice]) -> None:
-        """Undo the cleanups that `Ledger.pending_before` found, before a claim gets these devices.
+        """Run the cleanups that `Ledger.pending_before` found, before a claim gets these devices.
 
         A failed undo is retried for a few seconds, because the MPS host may be starting.
 
-        Raises: RetryableError that names the cleanup, if it keeps one of the devices from being used;
-        StateError.
+        Raises: RetryableError that names the cleanup, if a pending cleanup withholds one of the devices; StateError.
         """
         end = time.monotonic() + time_left(CLEAN_BEFORE_S)
         wanted = {(one.name, step) for one in pending for step in one.steps}
@@ -263,7 +256,7 @@ class Cleaner(BackgroundWorker):
     def clean(self, entries: Iterable[LedgerEntry], wait_s: float) -> None:
         """Clean the GPUs of these entries in parallel; waits at most `wait_s` seconds.
 
-        What is not undone by then is undone when its lane is idle. Raises: StateError.
+        Entries that are not undone by then are undone when their lane is idle. Raises: StateError.
         """
         self._clean(_works(entries), wait_s)
 
@@ -282,7 +275,7 @@ class Cleaner(BackgroundWorker):
                 raise error
 
     def _submit(self, gpus: frozenset[str], what: str) -> Future[None]:
-        """Submit the cleanup of these GPUs to their lanes, unless it is already waiting there.
+        """Submit the cleanup of these GPUs to their lanes, unless such a cleanup is already waiting there.
 
         A cleanup that is running may have read the ledgers too early, so it does not count.
         """
@@ -294,7 +287,7 @@ class Cleaner(BackgroundWorker):
         return [(frozenset({gpu}), restorer.what) for restorer in self.restorers for gpu in restorer.gpus()]
 
     def _converge(self, gpus: frozenset[str], operation: Operation) -> None:
-        """Undo and restore what is left on these GPUs; called in their lanes.
+        """Undo the entries of ended claims on these GPUs, and restore settings; called in their lanes.
 
         Raises: StateError if ledgers or records cannot be listed.
         """
@@ -309,7 +302,7 @@ class Cleaner(BackgroundWorker):
         self._report_changes()
 
     def _restore(self, restorer: Restorer, gpu: str, operation: Operation) -> bool:
-        """Let a restorer work on a GPU; returns whether nothing is left."""
+        """Let a restorer work on a GPU; returns whether nothing is left to restore."""
         try:
             if gpu not in restorer.gpus():
                 return True
@@ -326,8 +319,8 @@ class Cleaner(BackgroundWorker):
         """Undo ledger entries of ended claims on these GPUs; returns whether nothing is left to undo or to
         write.
 
-        What another claim has also set is kept, and duplicate entries are undone once. Raises: StateError if
-        ledgers or records cannot be listed.
+        Keeps settings that another claim also needs, and undoes duplicate entries once. Raises: StateError if ledgers
+        or records cannot be listed.
         """
         left, needed = self.ledger.split(gpus)
         left, missing = (
@@ -348,7 +341,7 @@ class Cleaner(BackgroundWorker):
         try:
             self.ledger.change([*missing, *failed], gone, self.ledger.void() & gpus)
         except StateError:
-            # The disk is full, which is reported as a problem of the node, or a newer release wrote the ledger.
+            # The disk is full (which is reported as a node problem), or a newer release wrote the ledger.
             return False
         return not failed
 
@@ -360,7 +353,7 @@ class Cleaner(BackgroundWorker):
         except Exception as error:  # noqa: BLE001  a bug in one undo must not keep the others from being tried
             if not isinstance(error, DraDriverError):
                 _log.exception("undo_crashed", claim_uid=entry.claim.uid)
-            # The reboot ended daemons of an older boot. Only a directory may be left.
+            # A reboot has ended an MPS daemon of an older boot. Only its directory may be left.
             if not (isinstance(entry.step, RunMps) and entry.boot_id != self.ledger.boot_id):
                 return str(error)
         return None
@@ -393,7 +386,7 @@ class Cleaner(BackgroundWorker):
         return _TOOLS_EVERY_S if works else _CHECK_EVERY_S
 
     def clear_temporary(self) -> None:
-        """Remove temporary files of killed writers, at most every half minute."""
+        """Remove temporary files of killed writers, at most twice a minute."""
         if self.clock() - self._cleared_at >= _CLEAR_EVERY_S:
             self._cleared_at = self.clock()
             for directory, pattern in self.temporary:
@@ -404,7 +397,7 @@ class Cleaner(BackgroundWorker):
         known = frozenset[str]().union(*(gpus for gpus, _ in works))
         return [
             *works,
-            *((frozenset({gpu}), "the cleanup of a ledger") for gpu in self.ledger.void() - known),
+            *((frozenset({gpu}), "ledger cleanup") for gpu in self.ledger.void() - known),
         ]
 
     def _is_due(self, gpus: frozenset[str], busy: Collection[str]) -> bool:
@@ -444,7 +437,7 @@ class Cleaner(BackgroundWorker):
     def _report_pending(self, cleanup: PendingCleanup, known: Collection[Thing]) -> None:
         ref = cleanup.record.ref
         _log.warning("cleanup_pending", claim=str(ref), claim_uid=ref.uid, reason=cleanup.text)
-        # One event for each thing, even if a Prepare fails repeatedly.
+        # One event for each changed setting or device, even if a Prepare fails repeatedly.
         if self.observer is not None and without(cleanup.steps, known):
             self.observer.cleanup_pending(cleanup)
 
@@ -462,4 +455,4 @@ def _gpus(cleanup: PendingCleanup) -> frozenset[str]:
 def _works(entries: Iterable[LedgerEntry]) -> list[tuple[frozenset[str], str]]:
     """Return the groups of GPUs to clean together, each with a description."""
     groups = by_gpus(entry.step for entry in entries)
-    return [(gpus, f"the cleanup of {what(steps[-1])}") for gpus, steps in groups]
+    return [(gpus, f"cleanup ({what(steps[-1])})") for gpus, steps in groups]

@@ -1,16 +1,16 @@
 """Runs the steps of a plan and undoes them, in the same way for a failed Prepare and for Unprepare.
 
 Steps that change a GPU run in its lane (`lanes`), in parallel for different GPUs; each is entered in the GPU's
-ledger first. Steps that only write files come last. To undo a plan, its files are removed at once, and the
-cleaner does the rest, because the ledger may list more than the records.
+ledger first. Steps that only write files come last. To undo a plan, the executor removes its files at once, and the
+cleaner undoes the other steps, because the ledger may list more steps than the record.
 
 | Caller | Holds | Action |
 |---|---|---|
-| Prepare | the locks of the claim and, for files only, of planning on its GPUs | `intend` writes the record |
+| Prepare | the claim's lock and the planning locks of its GPUs | `intend` writes the record |
 | Prepare | nothing | `change` submits the steps to the lanes, and waits for them |
 | Prepare | the claim's lock | `finish` writes files, and `prepared` if the record is still the same |
 | Unprepare, or a Prepare that fails | the claim's lock | `end` removes the files and the record |
-| the same | nothing | `clean` lets the lanes undo the rest, and waits briefly |
+| Unprepare, or a Prepare that fails | nothing | `clean` lets the lanes undo the other steps, and waits briefly |
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ _TURN_S = 0.05
 STEPS_S = 43.0
 """How long the steps on GPUs may take if the call has no deadline."""
 _USUAL_S = 25.0
-"""Longer than any tool may take for a step. No claim waits for a lane behind an older operation."""
+"""Longer than any tool may take for a step. No claim waits for a lane whose running operation is older than this."""
 _CHECK_S = 1.0
 _FINISH_S = 0.5
-"""Time of the call that is reserved for writing files, and for rolling back."""
+"""How much of the call's time is reserved for writing files and for rolling back."""
 _UNDO_WAIT_S = 5.0
 """How long the end of a claim waits for undos. A failed undo does not keep the claim from ending."""
 
@@ -75,12 +75,12 @@ def changes_more_than_the_spec(plan: Plan) -> bool:
 class Executor:
     """Runs and undoes plans.
 
-    A crash before the record is written leaves nothing. A crash between that and the end of the steps, also
-    between two tries, leaves a record in `preparing` that names every step. So does a crash before the record
-    says `prepared`; the next Prepare then finds every step done.
+    A crash before the record is written leaves nothing. A later crash, also between two tries, leaves a record in
+    `preparing` that names every step. The next Prepare runs these steps again, and each step finds what is already
+    done.
 
-    The record of a plan that changes more than the spec must survive a power cut. The files of other plans are
-    written for one claim at a time, but none waits longer than `_TURN_S` seconds.
+    The record of a plan that changes more than the spec must survive a power cut. Other plans write their files one
+    claim at a time, but no plan waits longer than `_TURN_S` seconds.
     """
 
     records: RecordStore
@@ -94,7 +94,7 @@ class Executor:
         self._turn = threading.Lock()
 
     def intend(self, plan: Plan, known: ClaimRecord | None) -> ClaimRecord:
-        """Write the record of what the plan is about to do; `known` is the previous record.
+        """Write the plan's record before its steps run; `known` is the previous record.
 
         A record that says `prepared` in this boot is not changed. Raises: StateError.
         """
@@ -106,10 +106,9 @@ class Executor:
 
     @contextmanager
     def _one_at_a_time(self) -> Iterator[None]:
-        """Run plans that only write files one after the other, but let none wait longer than `_TURN_S` seconds.
+        """Run plans that only write files one after the other, but let no plan wait longer than `_TURN_S` seconds.
 
-        Such a plan takes a millisecond of this interpreter. In parallel, all plans would finish as late as the
-        last one.
+        Such a plan takes a millisecond of Python code. In parallel, all plans would finish as late as the last one.
         """
         is_ours = self._turn.acquire(timeout=_TURN_S)
         try:
@@ -119,12 +118,12 @@ class Executor:
                 self._turn.release()
 
     def change(self, plan: Plan, record: ClaimRecord, wait_s: float = STEPS_S) -> None:
-        """Run the steps on GPUs in the lanes, under the record that `intend` wrote. The caller holds no lock.
+        """Run the steps on GPUs in the lanes. `record` is the one that `intend` wrote. The caller holds no lock.
 
-        Steps that are done stay done when the caller retries.
+        When the caller retries, steps that are already done stay done.
 
-        Raises: the error of a step (of several errors, preferably a permanent one); RetryableError if a step
-        did not end in the call's time and continues in its lane; GpuUnresponsiveError.
+        Raises: the error of a step (of several errors, preferably a permanent one); RetryableError if a step did not
+        finish in the call's time (it continues in its lane); GpuUnresponsiveError.
         """
         if all(map(writes_files, plan.steps)):
             return
@@ -162,9 +161,9 @@ class Executor:
         submitted: Sequence[Future[None]],
         end: float,
     ) -> set[Future[None]]:
-        """Wait for the submitted groups until `end` (time.monotonic()); returns those that have not ended.
+        """Wait for the submitted groups until `end` (time.monotonic()); returns the groups that have not finished.
 
-        Raises: GpuUnresponsiveError if one waits for its lane behind an operation that takes longer than usual.
+        Raises: GpuUnresponsiveError if a group waits for its lane behind an operation that takes longer than usual.
         """
         while True:
             waiting = [
@@ -179,7 +178,7 @@ class Executor:
                 return late
 
     def _do(self, step: Step, plan: Plan, record: ClaimRecord) -> None:
-        """Enter a step on a GPU in the ledger, then do it. From then on, ending the claim undoes the step."""
+        """Enter a step in its GPU's ledger, then do the step. From then on, ending the claim undoes the step."""
         entry = LedgerEntry(record.ref, record.boot_id, step)
         ledger = self.cleaner.ledger
         is_kept = is_undone_in_lane(step)
@@ -189,7 +188,7 @@ class Executor:
             self.runner.do(step, plan)
         except DraDriverError as error:
             if is_kept and error.has_no_effect and before != entry:
-                # The previous entry may be from an older boot.
+                # Restore the previous entry, which may be from an older boot.
                 ledger.change([before] if before is not None else [], [entry] if before is None else [])
             raise
 
@@ -198,7 +197,9 @@ class Executor:
         late = sorted(uses.keys() & frozenset[str]().union(*groups))
         if not late:
             raise RetryableError("a step could not start before the kubelet's deadline; the kubelet retries")
-        raise RetryableError(f"{uses[late[0]].text} before the kubelet's deadline; the kubelet retries")
+        raise RetryableError(
+            f"{uses[late[0]].text}; the kubelet's deadline has passed, and the kubelet retries"
+        )
 
     def _refuse_changed(self, record: ClaimRecord) -> None:
         """Raise RetryableError if the claim's record no longer names these steps: an Unprepare or a failed
@@ -246,22 +247,22 @@ class Executor:
             with self.cleaner.ending(record.ref.uid):
                 self.records.delete(record.ref.uid)
         except DraDriverError:
-            # The pod has ended, and NVML is closed for the whole node.
+            # Let NVML open again in any case: the pod has ended, and NVML is closed for the whole node.
             if maintenance is not None:
                 self.runner.undo(maintenance, record)
             raise
         if maintenance is not None:
-            # Not before: a Prepare that closes NVML now sees afterwards that the record is gone.
+            # Undo this step last: a Prepare that is closing NVML now will then see that the record is gone.
             self.runner.undo(maintenance, record)
 
     def clean(self, uid: str) -> None:
-        """Undo in the lanes what the claim has set on GPUs, and wait briefly. The caller holds no lock. Raises:
+        """Undo the claim's changes to GPUs in their lanes, and wait briefly. The caller holds no lock. Raises:
         StateError.
         """
         self.cleaner.finish(uid, time_left(_UNDO_WAIT_S))
 
     def lost(self, claim_uid: str) -> ClaimRecord:
-        """Return a record, for `end`, of a claim that has no readable record. Raises: StateError."""
+        """Return a substitute record, for `end`, for a claim that has no readable record. Raises: StateError."""
         if self.records.delete(claim_uid):
             _log.warning(
                 "newer_record_removed",
@@ -313,20 +314,22 @@ class StepDispatcher:
     clock: Callable[[], float] = time.monotonic
 
     def do(self, step: Step, plan: Plan) -> None:
-        """Like the step's runner."""
+        """See `StepRunner.do`."""
         with self._timed(step, "do"):
             self.runners[type(step)].do(step, plan)
 
     def undo(self, step: Step, record: ClaimRecord) -> None:
-        """Like the step's runner. Raises: RetryableError if there is no such runner, as in a command."""
+        """See `StepRunner.undo`. Raises: RetryableError if the step has no runner, as in a command."""
         with self._timed(step, "undo"):
             runner = self.runners.get(type(step))
             if runner is None:
-                raise RetryableError("only gpu-dra-driver itself can do this; start it on the node")
+                raise RetryableError(
+                    "only the running plugin can undo this step; start gpu-dra-driver on the node"
+                )
             runner.undo(step, record)
 
     def in_place(self, step: Step, record: ClaimRecord) -> bool:
-        """Like the step's runner."""
+        """See `StepRunner.in_place`."""
         return self.runners[type(step)].in_place(step, record)
 
     @contextmanager

@@ -1,19 +1,18 @@
-"""The lanes: all changes of a GPU run in its lane, one operation at a time.
+"""Runs all changes to a GPU in the GPU's lane, one operation at a time.
 
     submitted ──every GPU of it is idle──▶ running ──▶ ended; the future has the outcome
      │                                      └─ for a minute: the GPU is unresponsive until the operation ends
      └─ the caller has given up: it never starts
 
 The caller holds no lock and waits as long as it wants. An operation for several GPUs starts when all of them
-are idle; until then it blocks none of them. The other instance of a rolling update has its own lanes, but an
-operation holds the file locks of its GPUs, so the two instances never work on one GPU at the same time. The
-lock files show each instance which operation the other one is running, and since when.
+are idle; until then, it does not block any of them. The other instance of a rolling update has its own lanes, but an
+operation holds the file locks of its GPUs, so the two instances never work on one GPU at the same time. The lock files
+show each instance which operation the other one is running, and since when.
 
-A program that cannot be killed keeps its lane until it exits: the lock of the GPU waits for it
-(`GpuLocks.hold`).
+A program that cannot be killed keeps its lane busy until it exits, because `GpuLocks.hold` waits for the program.
 
-A crash ends an operation in the middle. The records and ledgers on disk say what it was doing, and everything
-that runs in a lane can be repeated.
+A crash can interrupt an operation. The records and ledgers on disk show what the operation was doing, and every
+operation can be repeated.
 """
 
 from __future__ import annotations
@@ -45,18 +44,18 @@ _OTHER_INSTANCE_S = 30.0
 
 
 class GpuUnresponsiveError(RetryableError):
-    """An operation on the GPU does not end."""
+    """An operation on the GPU takes too long."""
 
     has_no_effect = True
 
 
 @dataclass(slots=True, eq=False)
 class Operation:
-    """An operation of a lane, waiting or running. `what` describes it for people, and may change while it runs.
+    """An operation that waits or runs. `what` describes it in messages, and may change while the operation runs.
 
-    `began` is its start (time.monotonic()), None while it waits; `since` is the same as text. `once` identifies
-    equal operations of which only one may wait; None if any number may. `show` writes the running step into the
-    lock files. `only_writes` is as in `LockUse`.
+    `began` is its start (time.monotonic()), None while it waits; `since` is the start as text. `once` identifies equal
+    operations of which only one may wait; None if any number may. `show` writes the running step into the lock files.
+    `only_writes` is as in `LockUse`.
     """
 
     gpu_uuids: frozenset[str]
@@ -78,7 +77,7 @@ class Operation:
             self.show(self.uses())
 
     def uses(self) -> list[LockUse]:
-        """Return the lock use for each of its GPUs; empty before it starts."""
+        """Return the lock use for each GPU of the operation; empty before the operation starts."""
         if self.began is None:
             return []
         return [
@@ -92,7 +91,7 @@ _operation: ContextVar[Operation | None] = ContextVar("operation", default=None)
 
 @contextmanager
 def only_writes() -> Iterator[None]:
-    """Mark the current operation as waiting for writes to the kernel, without needing NVML.
+    """Mark the current operation as one that writes to the kernel and does not need NVML.
 
     If such a write hangs, NVML can still be closed and opened for other GPUs.
     """
@@ -134,7 +133,7 @@ class Lanes:
     ) -> Future[T]:
         """Run `work` when the GPUs are idle, in a copy of the caller's context.
 
-        Cancelling the future before that keeps it from running. The future raises LockBusyError if the other
+        If the caller cancels the future before then, `work` never runs. The future raises LockBusyError if the other
         instance of a rolling update keeps a GPU for `patience_s` seconds.
 
         `once` identifies background work: while an equal operation on the same GPUs waits, its future is
@@ -174,8 +173,8 @@ class Lanes:
         return {uuid: (use.what, use.began) for uuid, use in self.uses().items()}
 
     def refuse_unresponsive(self, gpu_uuids: Collection[str], after_s: float | None = None) -> None:
-        """Raise GpuUnresponsiveError, naming the operation, if one has run on one of the GPUs for `after_s`
-        seconds.
+        """Raise GpuUnresponsiveError if an operation has run for `after_s` seconds on one of the GPUs. The error names
+        the operation.
         """
         limit = time.monotonic() - (UNRESPONSIVE_AFTER_S if after_s is None else after_s)
         uses = self.uses()
@@ -186,7 +185,7 @@ class Lanes:
     def refuse_other_hangs(self, gpu_uuid: str) -> None:
         """Raise GpuUnresponsiveError if an operation on any other GPU hangs in NVML.
 
-        What needs NVML closed must not start then.
+        In that case, an operation that closes NVML must not start.
         """
         needs_nvml = {uuid for uuid, use in self.uses().items() if not use.only_writes}
         self.refuse_unresponsive(needs_nvml - {gpu_uuid})

@@ -1,27 +1,26 @@
-"""The ledger of each GPU: what the plugin has set or created there.
+"""Stores a ledger for each GPU: what the plugin has set or created on that GPU.
 
 There is one JSON file per GPU, shared with the second instance of a rolling update.
 
     (nothing) ──written, then the step is done──▶ entry ──its claim ends──▶ pending cleanup ──undone──▶ (nothing)
 
-An *entry* is a step whose undo needs a tool, a daemon or the GPU, with the claim that it was done for. It
-becomes *pending cleanup* once no record names its step. So a claim ends by the removal of its record,
-which needs no space on a full disk. A *detail* is what a step found or created: a MIG device with its IDs; the
-MIG mode that the plugin switched on; the previous state of a card that went to vfio. The runner of the step
-writes and removes details.
+An *entry* names a claim and one of its steps, whose undo needs a tool, a daemon or the GPU. The entry becomes *pending
+cleanup* once no record names its step. So removing a claim's record is enough to end the claim, which also works on a
+full disk. A *detail* is what a step found or created: a MIG device with its IDs; the MIG mode that the plugin switched
+on; the previous state of a card that went to vfio. The runner of the step writes and removes details.
 
 | A crash … | leaves | next |
 |---|---|---|
 | before the entry is written | the record | Prepare continues, or Unprepare removes the record |
-| between the entry and the end of the step | record, entry, some details | the same; an undo finds little to do |
-| after the record is removed, or in an undo | the entry, some details | pending cleanup, which `cleaner` undoes |
+| between the entry and the end of the step | record, entry, some details | as above; an undo finds little to do |
+| after the record is removed, or in an undo | the entry, some details | pending cleanup: `cleaner` undoes the entry |
 | before the entry is removed | the entry | the undo runs again |
 
 Only the lane of a GPU writes its file; a step that changes several GPUs is in the file of the first one.
-Records are read after ledgers; otherwise a claim whose record is written in between would seem to have ended.
+Ledgers are read before records; otherwise a claim whose record is written in between would seem to have ended.
 
 A reboot undoes everything except the directories of MPS daemons, so all other items of an older boot are void.
-A claim with an unreadable or missing record holds what its entries say until its CDI spec is removed.
+A claim with an unreadable or missing record holds the devices of its entries until its CDI spec is removed.
 """
 
 from __future__ import annotations
@@ -108,22 +107,24 @@ class Ledger:
             or log_unreadable(
                 unreadable_event="ledger_unreadable",
                 name="gpu_uuid",
-                remedy="the plugin writes the settings of prepared claims again; settings of deleted claims may remain "
-                "on the GPU until the node reboots; inspect the file, then remove it",
+                remedy="the plugin adds the settings of prepared claims to a new ledger; settings of deleted claims "
+                "may remain on the GPU until the node reboots; inspect the file, then remove it",
                 newer="the plugin cannot prepare claims that change settings of the GPU, and settings of deleted "
-                "claims remain on it; install that release again, or remove the file and reboot the node",
+                "claims remain on the GPU; install the newer release again, or remove the file and reboot the node",
             ),
             is_name=lambda name: _SAFE_GPU_UUID.fullmatch(name) is not None,
             only_reads=self.reader is not None,
         )
         self._gone: set[Hashable] = set()
-        """Removed items that a full disk may still have in the file: keys of entries, and whole details."""
+        """Removed items that may still be in the file because the disk was full: the keys of entries, and whole
+        details.
+        """
         self._details: frozenset[Detail] = frozenset()
         """The details found by the last read."""
         self._removed: dict[Detail, float] = {}
         """Removed details, with the time of their removal."""
         self._seen: dict[tuple[str, Step], int] = {}
-        """For each entry's key, when this process first saw that its claim had ended."""
+        """By entry key: when this process first saw that the entry's claim had ended."""
         self._guard = threading.Lock()
 
     def open(self) -> None:
@@ -135,7 +136,7 @@ class Ledger:
             durable=True,
         )
 
-    # `gpus` restricts these methods to items of these GPUs.
+    # In the methods below, `gpus` restricts the result to items of these GPUs.
 
     def entries(self, gpus: Collection[str] | None = None) -> list[LedgerEntry]:
         """Return the valid entries of all ledgers, those of this boot first. Raises: StateError if the
@@ -160,8 +161,8 @@ class Ledger:
         return parts
 
     def void(self) -> set[str]:
-        """Return the GPUs whose file has void items, because a reboot undid them or the disk was full when they
-        were removed.
+        """Return the GPUs whose files contain void items: a reboot undid them, or the disk was full when they were
+        removed.
 
         Raises: StateError.
         """
@@ -177,9 +178,9 @@ class Ledger:
     def pending_before(
         self, gpu_uuids: Collection[str], excluded: Collection[str] = ()
     ) -> list[PendingCleanup]:
-        """Return the cleanups to do on these GPUs before a claim gets a device there.
+        """Return the cleanups that must run on these GPUs before a claim gets one of their devices.
 
-        Time slices are left out, because no claim waits for them, and so are the cleanups named in `excluded`.
+        Leaves out time slices, because no claim waits for them, and the cleanups whose names are in `excluded`.
         Raises: StateError.
         """
         found = [
@@ -256,7 +257,7 @@ class Ledger:
         return None if made is None else made.uuid
 
     def unreadable(self) -> Collection[str]:
-        """Return the GPUs whose ledger could not be read at the last read, or has been set aside."""
+        """Return the GPUs whose ledger was unreadable at the last read, or has been set aside."""
         return {path.name.partition(".json")[0] for path in self._store.quarantined()}
 
     def missing(self, gpus: Collection[str] | None = None) -> list[LedgerEntry]:
@@ -280,7 +281,7 @@ class Ledger:
         return [one.record for one in self.pending()]
 
     def known_records(self) -> list[ClaimRecord]:
-        """Return the records of claims, and those of ended claims whose cleanup is pending. Raises: StateError."""
+        """Return the records of all claims, and of ended claims whose cleanup is pending. Raises: StateError."""
         return [*self.records.all().values(), *self.ended()]
 
     def _since(self, entry: LedgerEntry) -> int:
@@ -300,13 +301,13 @@ class Ledger:
         return before if isinstance(before, LedgerEntry) else None
 
     def save(self, detail: Detail) -> None:
-        """Write a detail. It is not synced, so a later write error of the disk is not noticed. Raises:
+        """Write a detail. The file may not be synced, so the plugin may miss a later write error of the disk. Raises:
         StateError.
         """
         self._change(detail.gpu_uuid, [detail], ())
 
     def remove(self, detail: Detail) -> None:
-        """Remove a detail, if it exists. If the disk is full, it is remembered as removed."""
+        """Remove a detail, if it exists. If the disk is full, the ledger only remembers the removal."""
         with suppress(StateError):
             self.change((), [detail])
 
@@ -314,8 +315,7 @@ class Ledger:
         """Write the `changed` items, remove those in `gone`, and drop void items from the files of the GPUs in
         `void`.
 
-        Items that a full disk cannot remove are remembered as removed. Raises: StateError, after trying
-        everything.
+        If the disk is full, the ledger remembers which items were removed. Raises: StateError, after trying every file.
         """
         problem: StateError | None = None
         by_home: dict[str, tuple[list[Item], list[Item]]] = {gpu: ([], []) for gpu in void}
@@ -344,8 +344,8 @@ class Ledger:
             lost = [item for item in before if _key(item) in gone_keys and not isinstance(item, LedgerEntry)]
             self._removed |= dict.fromkeys(lost, self.clock())
             self._details -= set(lost)
-        # Undos run in the reverse order of the file. What an older boot did last may be done first in this
-        # boot.
+        # Undos run in the reverse order of the file, so an entry of an older boot moves to the end when its step runs
+        # again.
         same = [item for item in left if news.get(_key(item), item).boot_id == item.boot_id]
         after = (*(news.pop(_key(item), item) for item in same), *news.values())
         if after != before:
@@ -359,7 +359,7 @@ class Ledger:
             self._store.remove(home, durable=False)
             return
         content = encode_file({"entries": _ITEMS.write(items)}, _FORMAT_VERSION)
-        # What a reboot undoes need not be synced.
+        # Items that a reboot undoes need not be synced.
         lasts = any(isinstance(item, LedgerEntry) and isinstance(item.step, RunMps) for item in items)
         self._store.write(home, content, durable=lasts, whole=lasts)
 

@@ -1,21 +1,20 @@
 """Locks on GPUs and on claims. They exclude other threads and the second instance of a rolling update.
 
 While the lock of a GPU is held, its file names the operation and its start, for the other instance. The
-programs that an operation starts, such as nvidia-smi or a write to the kernel, hold the lock too: if the plugin
-is killed, its successor can see what still runs on the GPU. If no process holds the lock, the content of the
+programs that an operation starts, such as nvidia-smi or a helper that writes to the kernel, hold the lock too: if the
+plugin is killed, its successor can see what still runs on the GPU. If no process holds the lock, the content of the
 file is ignored.
 
 The lock of a claim lets one call at a time work on the claim. It remembers, in this process, the last calls
 that prepared and unprepared the claim. When a pod is deleted, the kubelet cancels its Prepare and calls
 Unprepare while the handler of the Prepare still runs. Such a late Prepare must not write a record that no
 Unprepare would ever remove. An Unprepare that a newer Prepare has overtaken must keep what that Prepare did.
-The reconciler must not unprepare a claim because of an API server's answer that is older than the claim's
+The reconciler must not unprepare a claim because of an answer from the API server that is older than the claim's
 Prepare.
 
-The two instances of a rolling update share the locks, but not this memory. Between them the plugin relies on
-the kubelet, which cancels a call before it sends a newer one, and on the records. `Executor.finish` fails if
-another call has changed the record, and the reconciler removes a record that is written even later
-(`claims.reconciler`).
+The two instances of a rolling update share the locks, but not this memory. Across instances, the plugin relies on the
+kubelet, which cancels a call before it sends a newer one, and on the records. `Executor.finish` fails if another call
+has changed the record, and the reconciler removes a record that is written after that (`claims.reconciler`).
 """
 
 from __future__ import annotations
@@ -39,12 +38,12 @@ from dra_driver.errors import StateError
 
 _MAX_USE_BYTES = 4096
 _REMEMBERED = 1024
-"""Number of claims: far more than a node works on during one call."""
+"""How many claims are remembered: far more than a node processes during one call."""
 
 
 @dataclass(frozen=True, slots=True)
 class LockUse:
-    """What the lock of a GPU is held for.
+    """The operation for which the lock of a GPU is held.
 
     `began` is a `time.monotonic()` value, which is comparable between processes until the next reboot; `since` is
     the same time as text.
@@ -83,8 +82,8 @@ class GpuLocks:
         is_cancelled: Callable[[], bool] | None = None,
         uses: Iterable[LockUse] = (),
     ) -> Iterator[Callable[[Iterable[LockUse]], None]]:
-        """Hold the locks of all the GPUs. Yields a function that shows other uses, for the thread that holds
-        the locks.
+        """Hold the locks of all the GPUs. Yields a function that replaces the shown uses. Only the thread that holds
+        the locks may call it.
 
         While the caller waits for one lock it holds none of the others, so a busy GPU does not delay callers
         that need other GPUs. The lock files show `uses` until the block ends, unless the disk is full.
@@ -232,7 +231,7 @@ class ClaimGuard:
 class ClaimLocks:
     """Locks on claims by UID. A claim's lock is always taken before the locks of GPUs.
 
-    Each lock is one byte of a permanent file, because a file per claim would have to be removed at some time.
+    Each lock is one byte of a permanent file, because a file for each claim would have to be removed later.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -256,8 +255,8 @@ class ClaimLocks:
     ) -> Iterator[ClaimGuard]:
         """Hold the claim's lock.
 
-        Raises: RetryableError if another call keeps it for `timeout_s` seconds, or the kubelet cancels this
-        call (`is_cancelled`); StateError.
+        Raises: RetryableError if another call keeps the lock for `timeout_s` seconds, or the kubelet cancels this call
+        (`is_cancelled`); StateError.
         """
         deadline = time.monotonic() + timeout_s
         with self._lock:

@@ -95,8 +95,8 @@ class RecordStore(JsonStore[ClaimRecord]):
         boot_id: str | None = None,
         reader: Callable[[UnreadableFile], None] | None = None,
     ) -> None:
-        """With a `reader`, the store is read-only: `reader` receives the files that cannot be read, and every
-        file stays.
+        """With a `reader`, the store is read-only: `reader` receives the files that cannot be read, and no file is
+        moved or changed.
 
         Until the boot is known, records are returned as they were written.
         """
@@ -110,8 +110,8 @@ class RecordStore(JsonStore[ClaimRecord]):
                 unreadable_event="record_unreadable",
                 name="claim_uid",
                 remedy="the claim can still be prepared and unprepared; inspect the file, then remove it",
-                newer="the claim keeps its devices until it is unprepared; to prepare it again, install that release "
-                "again",
+                newer="the claim keeps its devices until it is unprepared; to prepare it again, install the newer "
+                "release again",
             ),
             is_name=is_uid,
             only_reads=reader is not None,
@@ -138,8 +138,8 @@ class RecordStore(JsonStore[ClaimRecord]):
         """Write the record.
 
         With `durable` it survives a power cut. With `whole`, a power cut leaves this version or the previous
-        one. With neither, it may leave a damaged file, which the first `open` of the next boot removes. Raises:
-        StateError.
+        one. With neither, a power cut may leave a damaged file, which the first `open` of the next boot removes.
+        Raises: StateError.
         """
         self.write(record.ref.uid, encode(record), durable=durable, whole=whole)
 
@@ -151,5 +151,5 @@ class RecordStore(JsonStore[ClaimRecord]):
     def _decode(self, uid: str, content: bytes) -> ClaimRecord:
         record = decode(content)
         if record.ref.uid != uid:
-            raise StateError(f"it is the record of claim UID {record.ref.uid}")
+            raise StateError(f"the file contains the record of claim UID {record.ref.uid}")
         return record if self._boot_id is None else record.as_of(self._boot_id)

@@ -11,25 +11,24 @@ after the instance is gone:
 
 | Step of a creation | A crash after it leaves | The next Prepare | The undo, if no claim needs the device |
 |---|---|---|---|
-| mode recorded as ours | a record, mode off | enables it | removes the record |
+| mode recorded as ours | a record, mode off | enables the mode | removes the record |
 | mode on | record, mode on | continues | disables the mode |
 | detail `creating` | only a detail | creates the GPU instance | removes the detail |
-| GPU instance | a detail, and a GPU instance at its slot | adopts it | destroys it |
-| its ID in the detail | the same | the same | the same |
+| GPU instance | a detail, and a GPU instance at its slot | adopts the instance | destroys the instance |
+| the instance's ID in the detail | as above | as above | as above |
 | compute instance | GPU instance with one compute instance | adopts both | destroys both |
 | detail `created` | everything | finds nothing to do | destroys everything |
 
 | Step of a destruction | A crash after it leaves | The next Prepare | The next undo |
 |---|---|---|---|
-| compute instance gone | detail, GPU instance | creates a new one in it | continues |
+| compute instance gone | detail, GPU instance | creates a new compute instance | continues |
 | GPU instance gone | detail | creates everything | removes the detail |
 | detail gone | mode on | creates everything | disables the mode |
-| mode off | a record | the same | removes the record |
+| mode off | a record | creates everything | removes the record |
 
-If a creation fails, the same call undoes what it created. If that or any other undo fails, cleanup is
-pending, as for any other step. A device in phase `unknown` is also pending cleanup, until its instance has
-appeared and is destroyed, or has not appeared for 30 s; after a crash the 30 s start at the first check.
-`MigMode` leaves the mode.
+If a creation fails, the same call destroys what it created. If this or any other undo fails, cleanup is pending, as for
+any other step. A device in phase `unknown` is also pending cleanup, until its instance has appeared and is destroyed,
+or has not appeared for 30 s; after a crash the 30 s start at the first check. `MigMode` leaves MIG mode later.
 
 An instance is ours if the ledger of this boot has its slot, and the GPU instance's ID and the MIG device's
 UUID match as far as they are known. All other instances are foreign and are never touched, even if a person
@@ -70,7 +69,7 @@ _PAUSE_FIRST_S, _PAUSE_MOST_S = 0.02, 0.1
 _BUSY_S = 0.5
 """How long an undo waits for the processes on its device to exit."""
 _EXPECTED_S = 30.0
-"""How long an instance may still appear after NVML did not report whether it created it."""
+"""How long an instance may still appear after a creation whose outcome NVML did not report."""
 
 
 class MayAppearError(RetryableError):
@@ -78,7 +77,7 @@ class MayAppearError(RetryableError):
 
 
 class MigDevices:
-    """Does and undoes `CreateMig` and `LeaveMigMode`. All calls are idempotent. Runs in the GPU's lane."""
+    """Runs and undoes `CreateMig` and `LeaveMigMode`. All calls are idempotent. Runs in the GPU's lane."""
 
     def __init__(self, context: MigContext, mode: MigMode, proc: str) -> None:
         """`proc` is the host's procfs."""
@@ -107,7 +106,7 @@ class MigDevices:
             ) from error
 
     def undo(self, step: CreateMig | LeaveMigMode, record: ClaimRecord) -> None:
-        """Destroys the device; `MigMode` leaves the mode later. Raises: the errors of `destroy`."""
+        """Destroys the device; `MigMode` leaves MIG mode later. Raises: the errors of `destroy`."""
         instance = self._instance(step) if isinstance(step, CreateMig) else None
         if instance is not None:
             patience = seconds_for(f"destroy MIG device {instance.device}", _BUSY_S)
@@ -132,8 +131,8 @@ class MigDevices:
         """Creates the device of a step, for a claim or for the node's layout, unless it exists.
 
         Raises: ClaimRefusedError if a foreign instance is in the way; DeviceBusyError; NvmlTransientError;
-        RetryableError; StateError. It then undoes what it created, except the MIG mode, which is left when
-        the claim ends.
+        RetryableError; StateError. After an error, everything that was created is destroyed again, but the GPU stays in
+        MIG mode until the claim ends.
         """
         with self._context.observed("create", step.device) as made:
             known, found = self._instance(step), self._hardware.instances(*step.gpu)
@@ -256,8 +255,8 @@ class MigDevices:
         return created
 
     def _roll_back(self, failed: CreateMig | OwnedInstance) -> None:
-        """Undoes what a failed creation created, according to the ledger. Errors are only logged, because the
-        caller raises the error of the creation.
+        """Destroys what a failed creation created, according to the ledger. Errors are only logged, because the caller
+        raises the error of the creation.
         """
         try:
             of_gpu = self._ledger.details(OwnedInstance, failed.gpu_uuid)
@@ -272,8 +271,8 @@ class MigDevices:
     def _clear(self, gpu: GpuAddress, in_the_way: Sequence[GpuInstance], wanted: str) -> None:
         """Destroys these instances if they are all ours and unused.
 
-        Raises: ClaimRefusedError if one is foreign, DeviceBusyError if one is in use; then it destroys
-        nothing.
+        Raises: ClaimRefusedError if one is foreign, DeviceBusyError if one is in use. In these cases, nothing is
+        destroyed.
         """
         if not in_the_way:
             return
@@ -316,7 +315,7 @@ class MigDevices:
         with self._context.observed("destroy", instance.device) as destroyed:
             outcome = self._destroy_patiently(instance, self._context.clock() + patience_s)
             if outcome == "destroyed":
-                # Before observers hear of it: they publish what the ledger has.
+                # Remove the detail before observers are called, because they publish the ledger's content.
                 self._ledger.remove(instance)
                 destroyed()
         if outcome == "missing" and instance.phase == "unknown":

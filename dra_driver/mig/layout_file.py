@@ -1,4 +1,4 @@
-"""The layout state of each GPU in a file, for the commands, which run in other processes."""
+"""Stores the layout state of each GPU in a file for the commands, because they run in other processes."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _SHAPE = Codec(GpuLayout)
 
 
 class LayoutFile:
-    """Written by the leading instance when the content changes."""
+    """The layout file. The leading instance writes it when the content changes."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._written: bytes | None = None
 
     def load(self) -> tuple[GpuLayout, ...]:
-        """Returns what an earlier instance of the plugin wrote; empty if it cannot be read, because the next
-        check finds it again.
+        """Returns the states that an earlier instance of the plugin wrote. Empty if the file cannot be read, because
+        the next check finds the states again.
         """
         try:
             return decode(read_plain(self._path))

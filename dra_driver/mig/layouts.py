@@ -6,16 +6,16 @@ A layout is desired state. It never takes a GPU away from a claim:
        ▲                         │ if a claim, process or reset is in the way: report it, check again later
        └──── refused: nothing was changed ◀── the layout does not fit, or a foreign instance is in the way
 
-The change is one operation in the GPU's lane, under the GPU's change lock, which is a file. Planning a claim
-happens under the GPU's planning lock and waits for the change lock. The change takes the change lock first,
-then checks under the planning lock whether a claim holds the GPU, and keeps the change lock until discovery
-has read the GPU again. The lock ends with the process, however that ends.
+The change is one operation in the GPU's lane, under the GPU's change lock, which is a file. A claim is planned under
+the GPU's planning lock, and waits while the change lock is held. The change takes the change lock first, then checks
+under the planning lock whether a claim holds the GPU, and keeps the change lock until discovery has read the GPU again.
+When the process ends in any way, the lock is released.
 
 | A crash after | leaves | then |
 |---|---|---|
 | the taint | the GPU unchanged | the next start taints it again, unless the old layout is back |
 | the destruction of an instance | its detail in the ledger, or nothing | the next check continues from there |
-| the mode | the mode, on or off | the same |
+| the mode change | the mode, on or off | the next check continues from there |
 | a detail `creating`, its GPU instance or compute instance | as in `devices` | the device is completed |
 | the last instance | everything | the next check finds the layout applied |
 
@@ -73,9 +73,9 @@ _CHECK_WAITING_S = 5.0
 class NodeLayouts(BackgroundWorker):
     """Checks in its own thread whether every GPU matches the layout, and changes those that do not.
 
-    A GPU is changed under its lock in `changing`. `labels` returns those of the own node, None if unknown.
-    While `leads` returns False, another instance of the plugin acts. `rescan` runs discovery and returns when
-    it has read the GPUs. `on_change` gets the states that changed.
+    A GPU is changed under its lock in `changing`. `labels` returns the labels of this node, None if unknown. While
+    `leads` returns False, another instance of the plugin acts. `rescan` runs discovery and returns when it has read the
+    GPUs. `on_change` gets the states that changed.
     """
 
     context: MigContext
@@ -138,7 +138,7 @@ class NodeLayouts(BackgroundWorker):
         return _CHECK_WAITING_S if is_waiting else _CHECK_EVERY_S
 
     def look(self) -> None:
-        """Brings every GPU to the layout as far as possible now. `states` has what is in the way."""
+        """Applies the layout to every GPU, as far as possible now. `states` then shows what is in the way."""
         inventory = self.inventory()
         try:
             if not self.leads() or inventory is None:
@@ -190,7 +190,7 @@ class NodeLayouts(BackgroundWorker):
             self.on_change(new)
 
     def _check(self, gpu: Gpu, gpu_name: str, index: int, name: str) -> GpuLayout | None:
-        """Checks one GPU in its lane; None if the layout does not mention it."""
+        """Checks one GPU in its lane. Returns None if the layout does not mention the GPU."""
         tainted_at = self._tainted_at.get((gpu.uuid, name))
         may_change = tainted_at is not None and self._clock() >= tainted_at + TAINTED_FIRST_S
 
@@ -200,17 +200,19 @@ class NodeLayouts(BackgroundWorker):
 
         try:
             self.lanes.refuse_unresponsive({gpu.uuid}, _HANGS_S)
-            done = self.lanes.submit({gpu.uuid}, f"the MIG layout {name}", alone)
+            done = self.lanes.submit({gpu.uuid}, f"the check of MIG layout {name}", alone)
             try:
                 state = done.result(_HANGS_S)
             finally:
-                done.cancel()  # if the lane did not get to it in time, the next check tries again
+                done.cancel()  # if the check did not start in time, the next check tries again
         except LayoutRefusedError as error:
             return self._state(gpu, name, "refused", str(error))
         except (TimeoutError, DraDriverError) as error:
-            # The GPU cannot be read now, which is no reason to change it.
+            # The GPU cannot be read now, so keep its last known state.
             _log.warning(
-                "mig_layout_not_seen", gpu_uuid=gpu.uuid, reason=str(error) or "it has not finished in time"
+                "mig_layout_not_seen",
+                gpu_uuid=gpu.uuid,
+                reason=str(error) or "the check did not finish in time",
             )
             known = self._states.get(gpu.uuid)
             return known if known is not None and known.layout == name else None
@@ -228,7 +230,7 @@ class NodeLayouts(BackgroundWorker):
     def _converged(
         self, gpu: Gpu, gpu_name: str, index: int, name: str, *, may_change: bool
     ) -> GpuLayout | None:
-        """Changes the GPU if it `may_change` and no claim holds it. Returns its layout state.
+        """Changes the GPU if `may_change` is True and no claim holds the GPU. Returns its layout state.
 
         Raises: LayoutRefusedError; DraDriverError if the GPU cannot be read.
         """

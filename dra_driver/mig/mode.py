@@ -1,4 +1,4 @@
-"""MIG mode of a GPU: enabled for the first MIG device, disabled after the last one if this plugin enabled it."""
+"""Switches a GPU's MIG mode: on for the first MIG device, off after the last one if this plugin switched it on."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ _NVML_S = 30.0
 
 MigAction = Literal["create", "destroy", "mode-on", "mode-off"]
 MigObserver = Callable[[MigAction, str, float, Exception | None], None]
-"""Receives the action, its object (the device, or for a mode the GPU's UUID), the duration in seconds, and the error
-if it failed."""
+"""Receives the action, its object (the device, or for a mode change the GPU's UUID), the duration in seconds, and the
+error if it failed.
+"""
 
 
 @dataclass(eq=False)
@@ -41,7 +42,7 @@ class MigHolders:
     lost_devices: Callable[[], Collection[str]]
 
     def by_device(self) -> Mapping[str, str]:
-        """Returns for each device in use a description of one claim that uses it.
+        """Returns each device in use, with a text that names one claim on it.
 
         A device is in use as soon as a record with its step is written. Raises: StateError.
         """
@@ -73,7 +74,7 @@ class MigHolders:
 
 @dataclass(frozen=True, slots=True)
 class MigContext:
-    """What the code for MIG modes, devices and layouts shares.
+    """Objects that the code for MIG modes, devices and layouts shares.
 
     `operation` keeps NVML initialised for a whole action. `clock` and `pause` use seconds.
     """
@@ -113,7 +114,7 @@ def mig_context(
 
     @contextmanager
     def whole_action() -> Iterator[None]:
-        # Removing a ledger detail does not need NVML; everything else fails with its own error.
+        # Removing a ledger detail does not need NVML; every other action fails with its own error.
         with ExitStack() as held:
             with suppress(NvmlUnavailableError):
                 held.enter_context(kept_open())
@@ -126,10 +127,10 @@ def mig_context(
 class MigMode:
     """Enters and leaves MIG mode. Runs in the GPU's lane.
 
-    Also a `Restorer` of the cleaner: leaves a mode that this plugin enabled and that no MIG device needs.
+    Also a `Restorer` of the cleaner: leaves MIG mode if this plugin enabled it and no MIG device needs it.
     """
 
-    what = "the switch of the MIG mode"
+    what = "the MIG mode change"
 
     def __init__(self, context: MigContext) -> None:
         self._context = context
@@ -165,15 +166,14 @@ class MigMode:
         if self.is_on(gpu):
             if not self._ledger.details(OwnedMode, gpu.uuid):
                 raise ClaimRefusedError(
-                    f"GPU {gpu.uuid} was switched to MIG mode by another program and cannot be used whole; switch "
+                    f"GPU {gpu.uuid} was switched to MIG mode by another program and cannot be used as a whole; switch "
                     f"MIG mode off with `nvidia-smi -i {gpu.uuid} -mig 0`, or delete the pod"
                 )
             self._switch(gpu, on=False)
         self._disown(gpu)
 
     def ensure(self, gpu: GpuAddress, on: bool) -> None:
-        """Sets the mode that a layout requires. Cleanup then never changes it, even while it waits for a
-        reset.
+        """Sets the mode that a layout requires. Cleanup never changes this mode, even while the mode waits for a reset.
 
         Raises: DeviceBusyError; RetryableError if the mode waits for a reset.
         """
@@ -182,7 +182,7 @@ class MigMode:
             return
         if mode == (not on, on):
             raise RetryableError(
-                f"MIG mode of GPU {gpu.uuid} is switched {'on' if on else 'off'} by the next reset of the GPU; stop "
+                f"MIG mode of GPU {gpu.uuid} turns {'on' if on else 'off'} at the next reset of the GPU; stop "
                 "everything that uses the GPU and run `nvidia-smi --gpu-reset`, or reboot the node"
             )
         if mode[0] != on:
@@ -190,7 +190,7 @@ class MigMode:
         self._disown(gpu)
 
     def gpus(self) -> set[str]:
-        """Returns the GPUs in a mode that this plugin enabled, without a device of ours or a claim for one.
+        """Returns the GPUs whose MIG mode this plugin enabled, and that have no device of ours and no claim for one.
         Raises: StateError.
         """
         ours = {mode.gpu_uuid for mode in self._ledger.details(OwnedMode)}
@@ -202,9 +202,7 @@ class MigMode:
         return ours
 
     def restore(self, gpu_uuid: str) -> None:
-        """Leaves the mode, unless there is a foreign GPU instance. Raises: DeviceBusyError, RetryableError,
-        StateError.
-        """
+        """Leaves MIG mode unless a foreign GPU instance exists. Raises: DeviceBusyError, RetryableError, StateError."""
         for mode in self._ledger.details(OwnedMode, gpu_uuid):
             gpu = GpuAddress(mode.gpu_uuid, mode.pci_bus_id)
             try:

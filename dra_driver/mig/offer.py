@@ -1,4 +1,4 @@
-"""Reduces a GPU as read to the devices that can be published, by who created what exists on it."""
+"""Decides which devices of a GPU can be published, depending on who created the instances on it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from dra_driver.model.record import CreateMig
 
 
 class MigOwnership(Protocol):
-    """Which GPU instances and MIG modes belong to this plugin: the running one, or one whose directory
-    another process reads.
+    """Knows which GPU instances and MIG modes the plugin created. A command reads this from the plugin's directory.
 
     All methods raise StateError.
     """
@@ -32,27 +31,27 @@ class MigOwnership(Protocol):
         """Returns the instances on a GPU that this plugin must not use for claims."""
 
     def mode_is_ours(self, gpu_uuid: str) -> bool:
-        """Whether this plugin enabled MIG mode, now or until a moment ago."""
+        """Whether this plugin enabled the GPU's MIG mode. Still True for a moment after the mode was switched off."""
 
 
 @dataclass(frozen=True, slots=True)
 class LedgerOwnership:
     """Ownership according to the ledgers.
 
-    Entries count for 30 s after their removal, because a reading of the hardware may have begun before it.
+    Entries count for 30 s after their removal, because a hardware scan may have begun before the removal.
     """
 
     ledger: Ledger
 
     def foreign_instances(self, gpu_uuid: str, existing: Sequence[GpuInstance]) -> tuple[GpuInstance, ...]:
-        """Returns the instances that must not be used for claims: foreign ones, and those of ours whose undo
+        """Returns the instances that must not be used for claims: foreign instances, and our own instances whose undo
         failed, which are marked `leaving`.
 
         Raises: StateError.
         """
         if not existing:
             return ()
-        # In this order, so that an entry that is removed between the two reads does not look foreign.
+        # Read in this order, so that the instance of an entry that is removed in between does not look foreign.
         now = self.ledger.details(OwnedInstance, gpu_uuid)
         ours = {one.slot for one in (*now, *self.ledger.recently_removed(OwnedInstance, gpu_uuid))}
         failed = (one for one in self.ledger.pending({gpu_uuid}) if one.cause is not None)
@@ -71,11 +70,11 @@ class MigOffer:
     """Determines the published devices of one GPU at a time."""
 
     def __init__(self, ownership: MigOwnership | None) -> None:
-        """Without an `ownership` everything that exists on the GPUs is foreign."""
+        """Without an `ownership`, every instance and MIG mode counts as foreign."""
         self._ownership = ownership
 
     def of(self, gpu: Gpu, read: Inventory, before: Inventory | None) -> Gpu:
-        """Returns the GPU of the inventory `read`, reduced to what can be published.
+        """Returns the GPU of the inventory `read`, reduced to the devices that can be published.
 
         If part of the GPU could not be read, the devices in the inventory `before` remain; if there are none,
         the GPU is published without our own instances. Raises: StateError.

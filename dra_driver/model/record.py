@@ -124,12 +124,12 @@ class WriteCdiSpec:
 
 
 STEP_TEXTS = {
-    LeaveMigMode: "the switch of the MIG mode",
-    CreateMig: "the creation of a MIG device",
-    SetTimeSlice: "the setting of the time slice",
-    RunMps: "the start of the MPS daemon",
-    BindVfio: "the binding to vfio",
-    StartMaintenance: "the closing of NVML for maintenance",
+    LeaveMigMode: "the MIG mode change",
+    CreateMig: "the MIG device creation",
+    SetTimeSlice: "the time slice change",
+    RunMps: "the MPS daemon start",
+    BindVfio: "the vfio binding",
+    StartMaintenance: "the NVML shutdown for maintenance",
     WriteDeviceMetadata: "the writing of device metadata",
     WriteCdiSpec: "the writing of the CDI spec",
 }

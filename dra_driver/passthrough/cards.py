@@ -1,4 +1,4 @@
-"""The node's PCI cards as discovery shows them: the kernel's view, combined with what this plugin did."""
+"""Reads the node's PCI cards for discovery: the kernel's view, combined with this plugin's ledger."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _log = structlog.get_logger(__name__)
 class KnownCards:
     """The selected cards, and all cards that this plugin has bound, even if they are no longer selected.
 
-    `selected` is None if passthrough is off. If the ledger of a card cannot be read, its claim records of
-    this boot are used instead.
+    `selected` is None if passthrough is off. If the ledger of a card cannot be read, the claim records of this boot are
+    used instead.
     """
 
     cards: VfioCards
@@ -68,8 +68,8 @@ class KnownCards:
 class Passthrough:
     """The GPUs for virtual machines, as discovery, health and readiness see them.
 
-    Also used if passthrough is switched off, because earlier claims may still need cleanup. It then reads
-    nothing on a node whose ledgers have no card.
+    Also used while passthrough is off, because earlier claims may still need cleanup. While it is off, nothing is read
+    on a node whose ledgers list no card.
     """
 
     def __init__(self, known: KnownCards) -> None:
@@ -115,8 +115,8 @@ class Passthrough:
 
 
 def _known(card: Card, ours: dict[str, str], gpu: Gpu | None, name: str | None) -> Card:
-    """Completes the kernel's card with its UUID, from NVML if possible and else from the ledger, its name and
-    its owner.
+    """Completes the kernel's card with its UUID (from NVML if possible, otherwise from the ledger), its name and its
+    owner.
 
     A card of ours without a driver is being rebound; treat it as bound.
     """

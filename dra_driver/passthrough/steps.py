@@ -1,5 +1,5 @@
-"""The step that gives a card to a virtual machine, with its undo. The GPU's lane runs both, and only this
-module changes the card's driver.
+"""Binds a card to vfio for a virtual machine, and undoes this. Both run in the GPU's lane, and only this module changes
+the card's driver.
 
     NVIDIA's driver ──detail──▶ persistence off ──▶ NVML closed ──▶ no driver ──▶ vfio driver, NVML open
           ▲                                                                             │
@@ -78,12 +78,12 @@ class _Rendezvous:
 
 @dataclass(eq=False)
 class VfioSteps:
-    """Does and undoes `BindVfio`. Neither runs within an NVML operation.
+    """Runs and undoes `BindVfio`. Call neither during an NVML operation.
 
     While `pause` is entered, NVML is closed in every process of the plugin; its arguments are a description
-    for logs and errors, and a function that returns how many seconds to wait for running NVML calls. `rescan`
-    starts a new discovery and waits that many seconds for it, or not at all for None. `detached` returns why
-    NVML must stay closed, None if it need not.
+    for logs and errors, and a function that returns how many seconds to wait for running NVML calls. `rescan` starts a
+    new discovery and waits for it: as many seconds as its argument says, or not at all for None. `detached` returns why
+    NVML must stay closed; None if it may be open.
     """
 
     cards: VfioCards
@@ -135,7 +135,7 @@ class VfioSteps:
         card = self._card(step)
         now = self._drivers(card)
         if are_bound(now, _vfio(step, card)):
-            return  # without a ledger entry: an administrator bound it after the claim was planned
+            return  # needs no ledger entry: an administrator bound the card after the claim was planned
         self._refuse(step, card)
         driver = self.cards.ready_driver(step.pci_bus_id, seconds_for("load a module", _MODULE_S))
         if not (card.has_iommufd and _prefers_iommufd(step, plan)):
@@ -157,8 +157,8 @@ class VfioSteps:
         self.rescan(None)
 
     def _refuse(self, step: BindVfio, card: Card) -> None:
-        """Refuses a card that cannot be bound, and one whose kernel write would block because a virtual
-        machine uses it.
+        """Refuses a card that cannot be bound, and a card that a virtual machine uses, because the kernel would block
+        the write.
 
         Raises: ClaimRefusedError, RetryableError.
         """
@@ -170,7 +170,7 @@ class VfioSteps:
         if users:
             raise RetryableError(
                 f"GPU {step.gpu_uuid} ({card.bus_id}) is being unbound from vfio or removed from the PCI bus, and "
-                f"the kernel waits until {', '.join(users)} closes it; stop that virtual machine"
+                f"the kernel waits until {', '.join(users)} closes the GPU; stop that virtual machine"
             )
         if users is None:
             raise RetryableError(
@@ -199,7 +199,7 @@ class VfioSteps:
                     raise RetryableError(_in_use(step, others))
             before = self._before(step)
             if before is None:
-                # A GPU without a driver lost its detail during an earlier move.
+                # If the GPU has no driver, its detail was lost during an earlier move.
                 had = {**now, step.pci_bus_id: now[step.pci_bus_id] or NVIDIA}
                 before = OwnedCard(
                     step.gpu_uuid,
@@ -222,7 +222,7 @@ class VfioSteps:
     def _override_before(self, bus_id: str, driver: str | None) -> str | None:
         """Returns the administrator's driver override.
 
-        A vfio override that is not in effect is ours, from a ledger that was lost during a move.
+        A vfio override that differs from the current driver is ours: the ledger was lost during a move.
         """
         override = self.cards.overridden_by(bus_id)
         return None if override is not None and is_vfio(override) and override != driver else override
@@ -231,8 +231,7 @@ class VfioSteps:
         """Raises RetryableError if programs still have the GPU open shortly after NVML was closed and
         persistence mode turned off, or if this is unknown.
 
-        It does not wait longer: while it waits NVML is closed for all GPUs, and a monitoring program never
-        exits.
+        The wait is short, because NVML is closed for all GPUs and a monitoring program never exits.
         """
         end = time.monotonic() + seconds_for("find the programs that have the GPU open", _RELEASE_S)
         while (users := self.cards.gpu_users(step.pci_bus_id)) and time.monotonic() < end:
@@ -249,8 +248,8 @@ class VfioSteps:
     def _rendezvous(self, plan: Plan) -> Iterator[Callable[[], None]]:
         """Yields a function that waits for the other binds of the claim, up to a limit.
 
-        The function raises RetryableError with the error of a failed bind, because binding the others would
-        close NVML for nothing.
+        The function raises RetryableError with the error of a failed bind, because binding the other cards would close
+        NVML for nothing.
         """
         uid, count = plan.claim.ref.uid, sum(isinstance(step, BindVfio) for step in plan.steps)
         with self._guard:
@@ -279,7 +278,7 @@ class VfioSteps:
     # --- back ----------------------------------------------------------------------------------
 
     def _roll_back(self, step: BindVfio) -> bool:
-        """Undoes what a failed bind did. Returns whether nothing is left of it."""
+        """Undoes a failed bind. Returns whether the undo succeeded."""
         try:
             with until(time.monotonic() + _UNDO_S):
                 self._return(step)
@@ -319,7 +318,7 @@ class VfioSteps:
                     f"not be restored to {override or 'empty'}; see the kernel log"
                 )
             _log.info("card_returned", device=step.device, gpu_uuid=step.gpu_uuid)
-        self.rescan(seconds_for("look at the card", _RESCAN_S))
+        self.rescan(seconds_for("check the card", _RESCAN_S))
         if entry is not None and entry.persistence:
             with suppress(NotSupportedError):  # the NVIDIA driver was replaced in between
                 self.persistence.set(step.gpu_uuid, step.pci_bus_id, on=True)
@@ -346,9 +345,9 @@ class VfioSteps:
         _refuse_users(step, users)
 
     def _restore_drivers(self, moves: Sequence[Move], step: BindVfio) -> None:
-        """Makes all moves, even if one fails: functions next to the GPU must not keep it bound.
+        """Makes all moves, even if one fails: another function of the card must not keep the GPU bound.
 
-        If a driver does not accept its function, the kernel chooses another.
+        If a driver does not accept its function, the kernel chooses another driver.
         """
         for move in moves:
             try:
@@ -400,7 +399,7 @@ class VfioSteps:
 
     def _wait_for_write(self, stuck: NotAnsweredError | None, step: BindVfio) -> None:
         """Waits until a blocked write has returned, however long it takes, because nothing else may touch the
-        card until then. Then raises its error.
+        card until then. Then raises the error of the write.
 
         NVML is open again, and the kernel may be waiting for NVML itself. So NVML is closed briefly from time
         to time, when no other process has the GPU open.

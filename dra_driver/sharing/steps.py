@@ -30,7 +30,7 @@ _MPS_STOP_S = 15.0
 
 
 class TimeSliceSteps:
-    """Does and undoes `SetTimeSlice`. A claim without an interval has no such step.
+    """Runs and undoes `SetTimeSlice`. A claim without an interval has no such step.
 
     Also a `Restorer` of the cleaner: restores time slices that a reload of the NVIDIA driver reset.
     """
@@ -57,7 +57,7 @@ class TimeSliceSteps:
             ) from error
 
     def undo(self, step: SetTimeSlice, record: ClaimRecord) -> None:
-        """Restores the default. Raises: RetryableError."""
+        """Restores the default time slice. Raises: RetryableError."""
         try:
             timeout = seconds_for(f"reset the time slice of GPU {step.gpu_uuid}", _TIME_SLICE_S)
             self._nvidia_smi.set_time_slice(step.gpu_uuid, 0, timeout)
@@ -68,15 +68,15 @@ class TimeSliceSteps:
             _log.info("time_slice_not_reset", gpu_uuid=step.gpu_uuid, reason=str(error))
 
     def in_place(self, step: SetTimeSlice, record: ClaimRecord) -> bool:
-        """Always True: the driver reports no current value."""
+        """Always True: the driver does not report the current time slice."""
         return True
 
     def driver_reloaded(self) -> None:
-        """The NVIDIA driver was reloaded or the GPUs changed, so every time slice may be lost."""
+        """Notes that the NVIDIA driver was reloaded or the GPUs changed, so every time slice may be lost."""
         self._reloads += 1
 
     def gpus(self) -> set[str]:
-        """The GPUs with lost time slices. Raises: StateError.
+        """Returns the GPUs with lost time slices. Raises: StateError.
 
         MPS daemons are not included: the MPS host restores them.
         """
@@ -89,7 +89,7 @@ class TimeSliceSteps:
         return {step.gpu_uuid for _, step in self._lost.copy()}
 
     def restore(self, gpu_uuid: str) -> None:
-        """Restores the lost time slice of a GPU. Runs in the GPU's lane. Logs each reason of a failure once.
+        """Restores the lost time slice of a GPU. Runs in the GPU's lane. Logs each failure reason once.
 
         Raises: RetryableError, StateError; the time slice then counts as lost until the next attempt.
         """
@@ -114,8 +114,8 @@ class TimeSliceSteps:
 
 @dataclass(eq=False)
 class MpsSteps:
-    """Does and undoes `RunMps`: one daemon for each device, or for several GPUs of one request, used by all
-    claims that share them.
+    """Runs and undoes `RunMps`: one daemon for each device, or for several GPUs of one request. All claims that share
+    the devices use the same daemon.
     """
 
     host: MpsHostFiles

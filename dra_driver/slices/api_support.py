@@ -1,18 +1,17 @@
-"""What the cluster's API server accepts and stores of the slices, and what is published if that is not
-everything.
+"""Finds out which slice fields the API server accepts and stores, and what can be published without the others.
 
-Servers silently drop fields whose feature gate is off, and older ones reject what newer ones accept. So the
-plugin tests the server with dry runs: before anything is published, after a rejected slice, and hourly while
-something is missing. It also compares the responses to writes, because several servers may differ.
+Servers silently drop fields whose feature gate is off, and older servers reject fields that newer servers accept. So
+the plugin tests the server with dry runs: before it publishes anything, after a rejected slice, and hourly while a
+feature is missing. It also compares the responses to writes, because several servers may differ.
 
-Partitions: MIG devices on demand and GPUs for virtual machines are safe only with counters. If a server
-dropped these, the scheduler would allocate the same part of a GPU many times.
+Partitions: MIG devices on demand and GPUs for virtual machines are safe only with counters. If a server dropped the
+counters, the scheduler would allocate the same part of a GPU many times.
 
-Compatibility groups: a scheduler without their feature gate skips every device that has some, and a server
-whose gate was switched off keeps existing ones. So they are published only if a new slice keeps them, which
-is tested hourly.
+Compatibility groups: a scheduler without their feature gate skips every device that has groups, and a server whose gate
+was switched off keeps the groups in existing slices. So groups are published only if an hourly test shows that the
+server keeps them in a new slice.
 
-Taints: if they are dropped, a device that must not be used has to be removed from the slices.
+Taints: if the server drops them, devices that must not be used are removed from the slices.
 """
 
 from __future__ import annotations
@@ -51,13 +50,13 @@ _log = structlog.get_logger(__name__)
 _RECHECK_AFTER_S = 3600.0
 _INVALID = 422
 _COUNTS_SHARES = (1, 36, 2)
-"""The first Kubernetes release whose scheduler counts what shares consume of counters; no 1.35 release does."""
+"""The first Kubernetes release whose scheduler counts the counters that shares consume; no 1.35 release does."""
 _NUMBERS = re.compile(r"v?(\d+)\.(\d+)\.(\d+)")
 _DISPENSABLE = frozenset({TAINTS_GATE, SHARES_GATE})
-"""Gates whose fields are omitted from the slices if they are off."""
+"""Feature gates. If one is off, its fields are omitted from the slices."""
 _REMEDY = (
     f"use Kubernetes 1.36 or newer, where the feature gate {PARTITIONS_GATE} is on by default, or 1.35 with the gate"
-    " switched on in API server and scheduler"
+    " switched on in the API server and the scheduler"
 )
 _COUNTERS: JsonObject = {"memory": {"value": "1Gi"}}
 _SET: JsonObject = {"name": "probe", "counters": _COUNTERS}
@@ -91,10 +90,10 @@ class Support:
 
 
 def ask_support(api: ApiClient, owner: Owner, known: Support, *, partitions: bool) -> Support:
-    """Tests the API server with dry runs. If it rejects the test itself, the `known` taints and shares
-    remain.
+    """Tests the API server with dry runs. If it rejects the test itself, the support for taints and shares stays as
+    `known`.
 
-    Raises: ApiUnavailableError; with `partitions` ApiRejectedError if it rejects the test (permissions,
+    Raises: ApiUnavailableError; with `partitions`, ApiRejectedError if the server rejects the test (permissions,
     admission).
     """
     missing, limits = _device_fields(api, owner) or (known.missing, known.taints)
@@ -125,11 +124,11 @@ def partitions_problem(api: ApiClient, owner: Owner) -> str | None:
     """Returns why the API server does not support partitionable devices, as a sentence with the remedy; None
     if it does.
 
-    A dry run creates the two slices of a partitioned pool, with counter sets and devices separate. Up to
-    Kubernetes 1.34 both had to be in one slice, so the server rejects this. If the feature gate is off, it
-    accepts the slices and drops the fields.
+    A dry run creates the two slices of a partitioned pool, with counter sets and devices separate. Up to Kubernetes
+    1.34, both must be in one slice, so the server rejects the slices. If the feature gate is off, the server accepts
+    the slices and drops the fields.
 
-    Raises: ApiUnavailableError; ApiRejectedError if it rejects the test (permissions, admission).
+    Raises: ApiUnavailableError; ApiRejectedError if the server rejects the test (permissions, admission).
     """
     contents = (SliceContent(shared_counters=(_SET,)), SliceContent(devices=(_COUNTED,)))
     lost = _lost_in_trial(
@@ -156,7 +155,7 @@ def _drops_counters(lost: Iterable[Drop]) -> str:
 def _lost_in_trial(
     api: ApiClient, owner: Owner, action: str, *contents: SliceContent
 ) -> tuple[Drop, ...] | ApiRejectedError:
-    """Returns the fields that the API server drops from the first slice that loses any; the error if it
+    """Returns the fields that the API server drops from the first slice that loses any; or the error if the server
     rejects a slice as invalid.
 
     Raises: the errors of `partitions_problem`.
@@ -178,7 +177,8 @@ def sharing_caution(client: ApiClient) -> str | None:
     """Returns why shares of devices with counters are allocated wrongly in this cluster, as a sentence with
     the remedy.
 
-    Also returns None if the release is unknown: a missing warning must not prevent publishing.
+    Returns None if they are allocated correctly, or if the release is unknown: a missing warning must not prevent
+    publishing.
     """
     try:
         release = server_version(client)
@@ -205,17 +205,17 @@ class SupportObserver(Protocol):
     """Receives missing capabilities in the publisher's thread. Must not block or raise."""
 
     def partitions_missing(self, reason: str) -> None:
-        """The API server does not support partitionable devices."""
+        """Called if the API server does not support partitionable devices."""
 
     def scheduler_outdated(self, reason: str) -> None:
-        """The API server supports partitionable devices, but the scheduler allocates shares of them wrongly."""
+        """Called if the API server supports partitionable devices, but the scheduler allocates their shares wrongly."""
 
 
 @dataclass(eq=False)
 class ApiSupport:
     """Remembers what the server accepts and stores, from dry runs and from its responses to writes.
 
-    For the publisher's thread; any thread may read `problem` and `drops_taints`.
+    Only the publisher's thread uses it, but any thread may read `problem` and `drops_taints`.
     """
 
     api: ApiClient
@@ -235,8 +235,8 @@ class ApiSupport:
 
     @property
     def problem(self) -> str | None:
-        """Why MIG devices on demand and GPUs for virtual machines are not published; None if they are, or if
-        there are none.
+        """Why MIG devices on demand and GPUs for virtual machines are not published; None if they are, or if the node
+        has none.
         """
         return self._known.no_partitions if self._matters else None
 
@@ -254,7 +254,7 @@ class ApiSupport:
     def of(self, inventory: Inventory, owner: Owner) -> Support:
         """Returns what the server accepts and stores of the inventory's devices.
 
-        Raises: the errors of `ask_support`; nothing must be published then.
+        Raises: the errors of `ask_support`. After an error, nothing must be published.
         """
         self._matters = bool(inventory.cards_by_gpu) or any(
             gpu.partitioning is not None and gpu.partitioning.possible for gpu in inventory.gpus
@@ -273,17 +273,19 @@ class ApiSupport:
         return self._known
 
     def refused(self, error: Exception) -> None:
-        """The server rejected a slice. If it is invalid, the server may have been downgraded, or one of
-        several may be older: it is tested again, and until then gets what every server accepts.
+        """Call this if the server rejected a slice. If the slice was invalid, the server may have been downgraded, or
+        one of several servers may be older. Then the server is tested again, and until then gets only taints that every
+        server accepts.
         """
         if isinstance(error, ApiRejectedError) and error.status == _INVALID:
             self._is_asked, self._known = False, replace(self._known, taints=OLDEST_TAINTS)
 
     def stored(self, sent: JsonObject, stored: JsonObject) -> tuple[Drop, ...]:
-        """Compares the response to a write with what was sent. Returns what the server dropped or changed.
+        """Compares the response to a write with the slice that was sent. Returns the fields that the server dropped or
+        changed.
 
-        Fields whose gate is off are not sent again until a test shows that the server stores them. Other
-        changed fields are sent again only if the slice no longer is what the server made of it.
+        Fields whose gate is off are not sent again until a test shows that the server stores them. Other changed fields
+        are sent again only if the slice no longer matches the server's response.
         """
         name = stored["metadata"]["name"]
         dropped = dropped_fields(sent, stored)
@@ -302,8 +304,8 @@ class ApiSupport:
         return dropped
 
     def as_sent(self, existing: Iterable[JsonObject]) -> list[JsonObject]:
-        """Returns all slices, but those that the server stored differently as they were sent, if they have
-        not changed since.
+        """Returns all slices. A slice that the server stored differently, and that has not changed since, is returned
+        as it was sent.
 
         Forgets slices that no longer exist.
         """
@@ -338,5 +340,5 @@ class ApiSupport:
         return ask_support(self.api, owner, known, partitions=self._matters)
 
     def _caution(self, inventory: Inventory) -> str | None:
-        """Returns the problem with counters for these devices on a server that stores them."""
+        """Returns the scheduler's problem with counters for these devices, on a server that stores counters."""
         return sharing_caution(self.api) if shares_counters(inventory, self.sharing) else None

@@ -1,9 +1,9 @@
-"""Decides which instance publishes and speaks for the node while an old and a new one run side by side: the
+"""Decides which instance publishes and reports for the node while an old and a new instance run side by side: the
 newest.
 
 Each instance that the kubelet has accepted keeps a file with its start time in the name, and holds an
-open-file-description lock on it. The kernel releases the lock however the process ends. So an unlocked file
-belongs to a dead instance: after a crash, or after a reboot, which resets the clock in the names.
+open-file-description lock on it. The kernel releases the lock when the process ends, even after a crash. So an unlocked
+file belongs to a dead instance: after a crash, or after a reboot, which resets the clock in the names.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _TRIES = 100
 
 
 class InstanceLeadership:
-    """Whether this instance leads those that share `directory`. Thread-safe.
+    """Decides whether this instance leads the instances that share `directory`. Thread-safe.
 
     `name` is the pod's UID if there is one, because two containers may have the same process ID.
     """
 
     def __init__(self, directory: Path, name: str | None = None) -> None:
         self._directory = directory
-        # Boot time: the same clock for all processes, which neither people nor NTP can set.
+        # Time since boot: all processes share this clock, and neither people nor NTP can set it.
         start = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
         called = re.sub(r"[^A-Za-z0-9-]", "-", name or str(os.getpid()))
         self._file = directory / f"{start:020d}-{called}.lock"
@@ -50,9 +50,9 @@ class InstanceLeadership:
         self._held: int | None = None
 
     def announce(self) -> None:
-        """The kubelet has accepted this instance, so older ones now stand by. Safe to call twice.
+        """Call this when the kubelet has accepted this instance, so that older instances stand by. Safe to call twice.
 
-        If it fails, the next `is_ours` retries. Raises: StateError.
+        After a failure, the next `is_ours` retries. Raises: StateError.
         """
         with self._guard:
             if not self._withdrawn:
@@ -67,14 +67,13 @@ class InstanceLeadership:
         """
         with self._guard:
             if self._registered:
-                # On a full disk this instance cannot announce itself; the announced one then continues to
-                # lead.
+                # On a full disk this instance cannot announce itself; the older instance then continues to lead.
                 with suppress(StateError):
                     self._hold_file()
             return not any(self._held is None or other > self._file.name for other in self._living())
 
     def speaks_for_node(self) -> bool:
-        """Like `is_ours`; True if unknown, because two speakers are better than none."""
+        """Like `is_ours`; True if unknown, because two reporting instances are better than none."""
         try:
             return self.is_ours()
         except StateError as error:
@@ -92,7 +91,7 @@ class InstanceLeadership:
                 self._held = None
 
     def _hold_file(self) -> None:
-        """Creates and locks our file in the directory; again if someone removed it."""
+        """Creates and locks our file in the directory; recreates the file if someone removed it."""
         if self._held is not None:
             if _is_at(self._file, self._held):
                 return
@@ -119,7 +118,7 @@ class InstanceLeadership:
         try:
             fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, WHOLE_FILE_WRITE_LOCK)
             os.link(temporary, self._file)
-        except (FileNotFoundError, BlockingIOError):  # someone removed it before it was locked
+        except (FileNotFoundError, BlockingIOError):  # someone removed the file before it was locked
             os.close(descriptor)
             return None
         except OSError as error:

@@ -1,7 +1,7 @@
-"""The only writer of ResourceSlices: level-triggered, one thread, no write without a difference.
+"""The only writer of ResourceSlices: one level-triggered thread, which writes only if something differs.
 
-Whatever has to wait (leadership, a refused deletion, the next answer to a competing writer) delays nothing
-else: the thread sleeps until the earliest is due, and any change wakes it earlier.
+Work that must wait (for leadership, to retry a refused deletion, or to overwrite a competing writer) does not delay
+other work: the thread sleeps until the earliest of these is due, and any change wakes the thread earlier.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _BACKOFF_MOST_S = 30.0
 _QUIET_AFTER_WRITE_S = 0.05
 _LEADERSHIP_AGAIN_S = 2.0
 _PROBLEM_AFTER_S = 30.0
-"""A shorter failure is not a problem of the node."""
+"""A shorter failure is not reported as a problem of the node."""
 
 _NOT_YET = "slices have not been published yet"
 _CONTESTED = "another program keeps changing the slices of this node; find it and remove it"
@@ -58,23 +58,23 @@ class PublishObserver(Protocol):
     """Receives the results of publishing in the publisher's thread. Must not block or raise."""
 
     def published(self, lag_s: float) -> None:
-        """Slices were written, `lag_s` seconds after the change that they show."""
+        """Called after slices were written, `lag_s` seconds after the change that caused the write."""
 
     def publish_failed(self, error: Exception) -> None:
-        """An update of the slices failed; the publisher retries."""
+        """Called after an update of the slices failed; the publisher retries."""
 
     def contested(self, reason: str) -> None:
-        """Another program changes our slices repeatedly."""
+        """Called if another program changes our slices repeatedly."""
 
     def device_left_out(self, fault: str) -> None:
-        """The slices omit a device because the API server would reject it."""
+        """Called if the slices omit a device because the API server would reject it."""
 
     def fields_dropped(self, gates: str) -> None:
-        """The API server dropped fields of a slice; `gates` names the disabled feature gates."""
+        """Called if the API server dropped fields of a slice; `gates` names the disabled feature gates."""
 
 
 class PublishedNode(Protocol):
-    """The source of what a node publishes; called by the publisher's thread in each round."""
+    """Provides what a node publishes. The publisher's thread calls it in each round."""
 
     def leads(self) -> bool:
         """Whether this instance publishes; otherwise another one on the node does."""
@@ -86,10 +86,10 @@ class PublishedNode(Protocol):
         """The publisher's identity, with the current UID of the Node object."""
 
     def taints(self, limits: TaintLimits) -> Taints:
-        """Returns a function for the current taints of a device, within the limits of the API server."""
+        """Returns a function that returns the current taints of a device, within the limits of the API server."""
 
     def left_out(self, dropped: bool) -> Callable[[OfferedDevice], bool]:
-        """Returns which devices to omit from the slices; `dropped` is whether the API server drops taints."""
+        """Returns a function that returns whether to omit a device. `dropped`: the API server drops taints."""
 
 
 @dataclass(eq=False)
@@ -111,7 +111,7 @@ class Publisher:
         self._marked_at: float | None = None
         self._behind_since: float | None = None  # used only by the publisher's thread
         self._published = threading.Event()
-        self._wrong: tuple[float, str] | None = (time.monotonic(), _NOT_YET)  # since when, and what
+        self._wrong: tuple[float, str] | None = (time.monotonic(), _NOT_YET)  # since when, and the problem
         self.standing_by = False
         """Whether this instance publishes nothing because another one on this node does."""
         self._known_faults: tuple[str, ...] = ()
@@ -138,7 +138,7 @@ class Publisher:
         return None if wrong is None else wrong[1]
 
     def problems(self) -> Sequence[NodeProblem]:
-        """Reports that the slices have not been current for half a minute, and who else writes them."""
+        """Reports slices that have not been current for half a minute, and other programs that write slices."""
         if self.standing_by:
             return []
         wrong, unseen, now = self._wrong, self.slices.failing, time.monotonic()
@@ -185,19 +185,19 @@ class Publisher:
         self._worker.stop()
 
     def mark_dirty(self) -> None:
-        """Devices, or slices in the API server, have changed."""
+        """Call this when devices, or slices in the API server, have changed."""
         if self._marked_at is None:
             self._marked_at = time.monotonic()
         self._worker.wake()
 
     def wait_published(self, timeout_s: float) -> bool:
-        """Whether a complete pool has been published since the start."""
+        """Waits up to `timeout_s` seconds until a complete pool has been published since the start; returns whether it
+        was.
+        """
         return self._published.wait(timeout_s)
 
     def _round(self) -> float:
-        """Publishes. Returns the seconds until something is due; after an error it waits itself and returns
-        0.
-        """
+        """Publishes. Returns the seconds until the next round is due; after an error, it waits itself and returns 0."""
         marked_at, self._marked_at = self._marked_at, None
         if self._behind_since is None:
             self._behind_since = marked_at
@@ -257,7 +257,7 @@ class Publisher:
             self._settle()
 
     def _wanted(self, inventory: Inventory, owner: Owner) -> Pool:
-        """Returns the pool, reduced to what the API server accepts and stores."""
+        """Returns the pool, reduced to the devices and fields that the API server accepts and stores."""
         support = self.support.of(inventory, owner)
         offered = inventory if support.no_partitions is None else inventory.without_partitions()
         taints = self.node.taints(support.taints)
@@ -273,7 +273,7 @@ class Publisher:
         self._report_faults(pool)
         lost = {gate for gate in support.missing if without_fields(pool, {gate}) != pool}
         if TAINTS_GATE in support.missing and any(taints(device) for device in offered.devices()):
-            lost.add(TAINTS_GATE)  # including devices that are withheld because of it
+            lost.add(TAINTS_GATE)  # including devices that are withheld because the gate is off
         self._report_drops("all", fields_of(lost - self._known_gates))
         return without_fields(pool, support.missing)
 
@@ -304,7 +304,7 @@ class Publisher:
         return True
 
     def _settle(self) -> None:
-        """Everything that the server accepts is published; slices that cannot be deleted may remain."""
+        """Notes that everything that the server accepts is published; slices that cannot be deleted may remain."""
         left = next(iter(self._undeleted.values()), None)
         refused = self._refused_slices.problem
         if refused is not None:
@@ -346,7 +346,7 @@ class Publisher:
             if self._stores(entry, pool, wanted, write):
                 done.append(entry)
                 continue
-            self.mark_dirty()  # other content takes its place
+            self.mark_dirty()  # the next round writes other content
             if pool.slices[slice_index(entry)].shared_counters:
                 break  # devices must not be published without their counters
         written = (*updated, *created)
@@ -368,7 +368,7 @@ class Publisher:
     def _stores(
         self, entry: JsonObject, pool: Pool, wanted: Pool, write: Callable[[JsonObject], JsonObject]
     ) -> bool:
-        """Whether the API server accepts a slice. A refused slice does not delay the others."""
+        """Writes a slice; returns whether the API server accepts it. A refused slice does not delay the others."""
         index = slice_index(entry)
         sent, meant = pool.slices[index], wanted.slices[index]
         try:
@@ -434,7 +434,7 @@ class Publisher:
             self.observer.fields_dropped(", ".join(sorted(gates)))
 
     def _report_faults(self, pool: Pool) -> None:
-        """Reports devices that are omitted or differ from the configuration, whenever these change."""
+        """Reports devices that are omitted or differ from the configuration, each time this changes."""
         if pool.faults != self._known_faults:
             for fault in pool.faults:
                 _log.error("device_not_publishable", reason=fault)

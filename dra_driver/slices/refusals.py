@@ -1,4 +1,4 @@
-"""Slices that the API server rejected: one must not delay the others, nor be sent again at once.
+"""Tracks slices that the API server rejected. A rejected slice must not delay the others, nor be sent again at once.
 
 The previously accepted content replaces a rejected slice so that the pool stays complete, because the
 scheduler allocates no device of an incomplete pool.
@@ -24,16 +24,17 @@ _log = structlog.get_logger(__name__)
 _FIRST_S = 1.0
 _MAX_S = 300.0
 _MAX_FORBIDDEN_S = 30.0
-"""Shorter, because an administrator fixes a missing permission without any change of the slice, and wants to see that
-it helped."""
+"""Shorter, because an administrator fixes a missing permission without changing the slice, and wants to see soon
+whether that helped.
+"""
 _REFUSALS: Final = frozenset({400, 403, 413, 422})
-"""HTTP status codes about the content, as opposed to a slice that is gone or was changed."""
+"""HTTP status codes that reject the content of a slice. Other codes mean, for example, that the slice is gone."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Refusal:
-    """The server rejects `wanted` until `due`; `before` is what it had accepted. `is_whole`: the server also
-    rejects the replacement.
+    """The server rejected `wanted`, which is retried at `due`. `before` is the content that the server had accepted.
+    `is_whole`: the server also rejects `before`.
     """
 
     wanted: SliceContent
@@ -48,8 +49,8 @@ class _Refusal:
 class Publishable:
     """A pool that can be written now.
 
-    `refused` are the indexes of rejected slices, whose retry needs no new generation. `hopeless` slices are
-    not written now in any form.
+    `refused` are the indexes of rejected slices, whose retry needs no new generation. Slices with an index in
+    `hopeless` are not written now at all.
     """
 
     pool: Pool
@@ -58,7 +59,7 @@ class Publishable:
 
 
 class RefusedSlices:
-    """The rejected slices of one pool, by index. For the publisher's thread."""
+    """The rejected slices of one pool, by index. Only the publisher's thread uses it."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -66,7 +67,7 @@ class RefusedSlices:
 
     @property
     def problem(self) -> str | None:
-        """The first rejection in the server's words; None without any."""
+        """The server's error for the first rejected slice; None if no slice is rejected."""
         return next((refusal.reason for refusal in self._refusals.values()), None)
 
     @property
@@ -75,9 +76,7 @@ class RefusedSlices:
         return min((refusal.due for refusal in self._refusals.values()), default=math.inf)
 
     def publishable(self, pool: Pool) -> Publishable:
-        """Returns the pool with replacements for rejected slices, except those that are due or have changed
-        since.
-        """
+        """Returns the pool with replacements for rejected slices, unless a slice is due or has changed since."""
         self._refusals = {
             index: refusal
             for index, refusal in self._refusals.items()
@@ -119,7 +118,7 @@ class RefusedSlices:
         return True
 
     def written(self, index: int, wanted: SliceContent, sent: SliceContent) -> None:
-        """A slice was written."""
+        """Call this after a slice was written."""
         if sent == wanted:
             self._refusals.pop(index, None)
 
@@ -132,8 +131,8 @@ def _content(stored: JsonObject | None) -> SliceContent:
 def with_stand_ins(pool: Pool, accepted: Mapping[int, SliceContent]) -> Pool:
     """Returns the pool with the last accepted content for rejected slices.
 
-    `accepted` has this content by slice index. What is no longer wanted of it is left out, and so are devices
-    without their counters.
+    `accepted` maps slice indexes to this content. Leaves out devices and counter sets that are no longer wanted, and
+    devices without their counters.
     """
     if not accepted:
         return pool

@@ -206,7 +206,7 @@ def test_hang_costs_a_moment_once_and_no_other_gpu() -> None:
     bench = Bench(wait_s=0.05)
     ended = bench.hangs[uuid(0)] = threading.Event()
     for _ in range(3):
-        with pytest.raises(RetryableError, match=f"NVML has not returned the processes on {GPU_0}"):
+        with pytest.raises(RetryableError, match=f"NVML did not return the processes on {GPU_0}"):
             bench.of(hold(GPU_0))
     assert bench.requested == [uuid(0)], "a query that hangs is not repeated"
     patient = bench.users._calls[uuid(0)]

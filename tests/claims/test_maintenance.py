@@ -82,7 +82,7 @@ def test_plan_has_each_gpu_once_and_locks_it() -> None:
         ),
         ((config("one"), config("two", timeout="1h")), MIXED, GPU_1, "need the same MaintenanceConfig"),
         ((config("one"), config("two", policy="Refuse")), MIXED, GPU_1, "need the same MaintenanceConfig"),
-        ((config(),), NODE_, ONE_0, "is created on demand, so MaintenanceConfig does not fit it"),
+        ((config(),), NODE_, ONE_0, "is created on demand, so it cannot have a MaintenanceConfig"),
     ],
 )
 def test_claim_that_is_not_for_maintenance_of_existing_devices_alone_is_refused(

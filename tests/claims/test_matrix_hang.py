@@ -40,7 +40,7 @@ from tests.fakes.waiting import eventually
 
 HURRY_S = 2.3
 """A kubelet deadline that leaves 0.3 s to the plugin."""
-_HANGS = re.compile("has not finished before the kubelet's deadline|Cleanup pending")
+_HANGS = re.compile("has not finished; the kubelet's deadline has passed|Cleanup pending")
 STEPS: dict[str, type] = {
     "time-slicing": SetTimeSlice,
     "MPS settings": RunMps,

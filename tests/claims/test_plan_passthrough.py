@@ -122,7 +122,7 @@ def test_whole_gpu_that_a_virtual_machine_has_is_held_and_not_unknown() -> None:
 def test_device_whose_gpu_comes_back_from_a_virtual_machine_is_retried(name: str) -> None:
     returned_and_not_in_nvml_yet = bound(0, driver="nvidia")
     cards = (returned_and_not_in_nvml_yet,) if name == GPU_0 else (bound(0),)
-    with pytest.raises(RetryableError, match=f"device {name} is on a GPU that a virtual machine used"):
+    with pytest.raises(RetryableError, match=f"the GPU of device {name} was passed to a virtual machine"):
         plan(claim(name), found=inventory(h100(1), cards=cards))
     for found in (inventory(h100(1), cards=(bound_by_hand(0),)), inventory(h100(0), cards=(bound(1),))):
         with pytest.raises(ClaimRefusedError, match="does not exist on this node"):
@@ -134,7 +134,7 @@ def test_monitor_goes_without_a_gpu_that_a_virtual_machine_has() -> None:
     found = inventory(h100(1), cards=(bound(0),))
     made = plan(claim(gone, other), record(HELD), found=found)
     assert [device.result for device in made.devices] == [other]
-    with pytest.raises(DeviceLostError, match=f"device {GPU_0} is on a GPU that a virtual machine used"):
+    with pytest.raises(DeviceLostError, match=f"the GPU of device {GPU_0} was passed to a virtual machine"):
         plan(claim(gone), record(HELD), found=found)
 
 

@@ -334,9 +334,9 @@ def test_device_that_something_computes_on_is_not_given_away(node: Node, logs: l
         f"Claim {problem.subject} was deleted",
     )
     reported = [line["reason"] for line in logs if line["event"] == "claim_still_in_use"]
-    assert [f"it {text}" for _, text in bench.reported.kept_claims] == reported
+    assert [f"the claim {text}" for _, text in bench.reported.kept_claims] == reported
     assert reported == [
-        f"it was deleted, but {pids} still use {GPU_0}; run `kill -9 {killed}` on the node, or if that does "
+        f"the claim was deleted, but {pids} still use {GPU_0}; run `kill -9 {killed}` on the node, or if that does "
         "not help, reset the GPU or reboot the node"
         for pids, killed in (("[4711]", "4711"), ("[4711, 4712]", "4711 4712"))
     ], "each process is told once"
@@ -366,7 +366,8 @@ def test_nothing_is_undone_while_it_is_not_sure_what_computes(node: Node, logs: 
     assert (bench.later(), bench.later(30), bench.held) == (30, 30, ["uid-1"])
     reported = [line["reason"] for line in logs if line["event"] == "claim_not_reconciled"]
     assert reported == [
-        "it was deleted; gpu-dra-driver cannot find out whether its devices are still in use: NVML does not answer"
+        "the claim was deleted; gpu-dra-driver cannot find out whether its devices are still in use: "
+        "NVML does not answer"
     ]
     hangs.append(False)
     assert (bench.later(30), bench.held, bench.reported.kept_claims) == (None, [], [])
@@ -527,7 +528,7 @@ def test_spec_of_a_claim_that_no_one_can_name_is_reported_and_kept(
     assert (sorted(bench.node.specs.list()), bench.node.claims.looks) == (["uid-1"], [])
     reported = [line["reason"] for line in logs if line["event"] == "claim_not_reconciled"]
     assert reported == [
-        "its CDI spec has no record, so its name is not known; remove the CDI spec if no pod uses it"
+        "the claim has a CDI spec but no record, so its name is unknown; remove the CDI spec if no pod uses it"
     ]
 
 
@@ -541,7 +542,7 @@ def test_claim_whose_record_cannot_be_read_is_reported_once_and_kept(
         bench.later()
     reported = [line for line in logs if line["event"] == "claim_not_reconciled"]
     assert [(line["claim_uid"], line["reason"].partition(",")[0]) for line in reported] == [
-        ("uid-1", "its record cannot be read")
+        ("uid-1", "the claim's record cannot be read")
     ]
     assert list(bench.node.specs.list()) == ["uid-1"]
 

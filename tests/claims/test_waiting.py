@@ -243,7 +243,9 @@ def test_holder_of_which_the_api_server_says_nothing_is_not_waited_for(
     monkeypatch.setattr(node.claims, "current", look)
     text = error_of(node.prepare(claim(GPU_0)))
     assert "held by claim default/claim-holder" in text
-    assert "gpu-dra-driver cannot find out whether that claim is ending: " in text
+    assert (
+        "gpu-dra-driver cannot find out whether claim default/claim-holder (UID holder) is ending: " in text
+    )
 
 
 def test_running_unprepare_is_waited_for_without_the_api_server(node: Node, calls: Calls) -> None:

@@ -116,7 +116,7 @@ def test_an_operation_that_does_not_end_makes_its_gpu_unresponsive(
     [taint] = eventually(tainted)[wanted]
     assert (taint["key"], taint["effect"]) == ("gpu.nvidia.com/unresponsive", "NoSchedule")
     assert list(tainted()) == [wanted]
-    reason = "the GPU does not respond: the setting of the time slice does not finish"
+    reason = "the GPU does not respond: the time slice change does not finish"
     text = f"GPU {uuid}: {reason}"
     concerned = ["Node/node-a"]  # the claim ended with its Prepare
     eventually(lambda: reported(node, "GPUUnhealthy") == concerned)
@@ -158,6 +158,6 @@ def test_gpu_on_which_the_older_instance_hangs_is_tainted_by_the_newer_one(
         eventually(newer.leadership.is_ours)
         eventually(lambda: tainted()[wanted] == ["gpu.nvidia.com/unresponsive"])
         assert tainted()[other] == []
-        assert any("the setting of the time slice" in note for note in newer.probes.notes())
+        assert any("the time slice change" in note for note in newer.probes.notes())
         older.kill()
     eventually(lambda: tainted()[wanted] == [])

@@ -138,9 +138,9 @@ def test_names_cannot_change_while_claims_hold_devices(make_node: MakeNode) -> N
     with pytest.raises(InvalidConfigError) as caught:
         node.start_driver(device_names="minor")
     assert str(caught.value) == (
-        "device names cannot change from uuid to minor on this node, because it still has 1 device of claims: "
-        f"default/held ({name}); set --device-names uuid again, drain the node, and change it when `gpu-dra-driver "
-        "claims` and `gpu-dra-driver cleanup` list nothing"
+        "device names cannot change from uuid to minor on this node, because claims still hold 1 device: "
+        f"default/held ({name}); set --device-names uuid again, drain the node, and change the flag when "
+        "`gpu-dra-driver claims` and `gpu-dra-driver cleanup` list nothing"
     )
     node.start_driver()
     node.must_unprepare(ref)

@@ -643,7 +643,9 @@ def test_only_one_of_two_processes_that_continue_with_nvml_pauses_the_other(
 ) -> None:
     detachments, own = Detachments(tmp_path, "boot-1"), UseMark(tmp_path / LOCK_FILE)
     own.hold()
-    refused = pytest.raises(NvmlTransientError, match="another process of gpu-dra-driver requests the same")
+    refused = pytest.raises(
+        NvmlTransientError, match="another process of gpu-dra-driver is already doing this"
+    )
     with refused, detachments.pause("tests", own=own):
         pytest.fail("it began")
     pausing.communicate()

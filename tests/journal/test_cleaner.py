@@ -321,7 +321,7 @@ def test_ledger_that_cannot_be_written_is_retried_after_pauses(bench: Bench) -> 
             eventually(lambda: not after.lanes.under_way())
             now[0] += 1
     assert [line["event"] for line in logged] == ["ledger_unreadable"]
-    assert "install that release again" in logged[0]["remedy"]
+    assert "install the newer release again" in logged[0]["remedy"]
     assert UUID_0 in after.cleaner._pauses
     assert (after.directory / LEDGER_0).read_text() == '{"version": 99}'
 
@@ -553,7 +553,7 @@ def test_command_says_what_it_leaves_to_the_daemon(bench: Bench) -> None:
     bench.ledger.add(LedgerEntry(record().ref, BOOT, made))
     with capture_logs() as logged:
         [left] = Cleaner(bench.ledger, bench.lanes, StepDispatcher({})).clean_all()
-    assert left.cause == "only gpu-dra-driver itself can do this; start it on the node"
+    assert left.cause == "only the running plugin can undo this step; start gpu-dra-driver on the node"
     assert [line for line in logged if line["log_level"] == "error"] == []
 
 

@@ -227,7 +227,7 @@ def test_step_that_begins_when_the_call_gives_up_is_undone(tmp_path: Path) -> No
     slice_step = SetTimeSlice("GPU-1", 2)
     plan = replace(planned(GPU_0), steps=(slice_step, *planned(GPU_0).steps))
     record = executor.intend(plan, None)
-    with pytest.raises(RetryableError, match="has not finished before the kubelet's deadline"):
+    with pytest.raises(RetryableError, match="has not finished; the kubelet's deadline has passed"):
         executor.change(plan, record, 0.51)
     assert [entry.step for entry in disk.entries] == [slice_step]
     disk.open.set()
@@ -240,7 +240,7 @@ def test_step_that_does_not_begin_is_not_undone(tmp_path: Path) -> None:
     plan = replace(planned(GPU_0), steps=(SetTimeSlice("GPU-1", 2), *planned(GPU_0).steps))
     record = executor.intend(plan, None)
     hangs = executor.lanes.submit({"GPU-1"}, "a step that hangs", lambda _: disk.open.wait(30))
-    with pytest.raises(RetryableError, match="has not finished before the kubelet's deadline"):
+    with pytest.raises(RetryableError, match="has not finished; the kubelet's deadline has passed"):
         executor.change(plan, record, 0.51)
     disk.open.set()
     hangs.result()

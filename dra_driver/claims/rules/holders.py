@@ -4,12 +4,12 @@
 |---|---|---|
 | does not exist, or its name has another UID | leaving | stale |
 | has no allocation | leaving | stale |
-| is allocated to other devices than the record's | leaving | stale |
-| is allocated to other devices, but not to the one in question | leaving | kept |
+| has none of the record's devices any more | leaving | stale |
+| has some of the record's devices, but not the one that the other claim needs | leaving | kept |
 | is being deleted, or reserved for no pod | leaving | kept: the kubelet is about to unprepare it |
 | is allocated and reserved | staying | kept |
 
-A record that does not say what was allocated to its claim (because the real record was lost) is never stale.
+The substitute for a lost record does not list allocated devices, and is never stale.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Wanted = tuple[str, HeldDevice]
 
 @dataclass(frozen=True, slots=True)
 class Conflict:
-    """A claim that keeps another claim from a device; `text` explains it in a sentence."""
+    """A claim holds a device that another claim needs. `text` explains the conflict in a sentence."""
 
     holder: ClaimRecord
     held: HeldDevice
@@ -41,8 +41,8 @@ class Conflict:
 class DeviceHeldError(ClaimRefusedError):
     """Other claims hold the devices that this claim needs.
 
-    `conflicts` is not empty; the message is the text of the first. `enough` is the number of conflicts that
-    must end: all of them, or fewer if a device is only full.
+    `conflicts` is not empty; the message is the text of the first. `enough` is the number of conflicts that must end:
+    all of them, or fewer if the conflicts only fill an MPS daemon.
     """
 
     def __init__(self, conflicts: Sequence[Conflict], enough: int | None = None) -> None:
@@ -70,8 +70,8 @@ def refuse_crowded(
 ) -> None:
     """Raise DeviceHeldError if the MPS daemon of a device already has its maximum number of clients.
 
-    `max_clients` is that maximum for each device with MPS. A claim counts as one client, even if its pods have
-    more. `enough` in the error is how many of these claims must end.
+    `max_clients` is that maximum for each device with MPS. A claim counts as one client, even if its pods run more.
+    `enough` in the error is how many of the daemon's claims must end.
     """
     records = list(others)
     for request, device in wanted:
@@ -94,8 +94,8 @@ def refuse_crowded(
 
 
 def claims_to_wait_for(step: StartMaintenance, others: Iterable[ClaimRecord]) -> tuple[str, ...]:
-    """Return `namespace/name` of each claim on these GPUs, except for other waiting maintenance claims. A claim with
-    adminAccess counts too: its pod has the GPU open. Raises: ClaimRefusedError if there is one and the policy
+    """Return `namespace/name` of each claim on the step's GPUs, except for other waiting maintenance claims. A claim
+    with adminAccess counts too: its pod has the GPU open. Raises: ClaimRefusedError if there are claims and the policy
     is Refuse.
     """
     users = tuple(
@@ -148,8 +148,8 @@ def _conflicts(wanted: Sequence[Wanted], record: ClaimRecord, held: HeldDevice) 
             )
         elif (reason := incompatibility(held.usage, device.usage)) is not None:
             text = (
-                f"request {request}: device {device.device} is shared with claim {record.ref}, and this claim "
-                f"cannot share it in its own mode: {reason}"
+                f"request {request}: claim {record.ref} already shares device {device.device}, and this claim's "
+                f"sharing mode does not fit: {reason}"
             )
         else:
             continue
@@ -191,7 +191,7 @@ def release_reason(record: ClaimRecord, now: ClaimNow | None, driver: str, devic
 
 
 def staleness(record: ClaimRecord, now: ClaimNow | None, driver: str) -> str | None:
-    """Return why the record's devices are no longer allocated to its claim; None if one still is."""
+    """Return why the record's devices are no longer allocated to its claim; None if at least one still is."""
     return _over(record, now, driver, None)
 
 

@@ -1,4 +1,4 @@
-"""Decides which IMEX channels a device of a claim gets, by the node's configuration."""
+"""Decides from the node's configuration which IMEX channels a claim's device gets."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def imex_of(
 
     On a node that gives no channels, a claim is prepared even if its GPU's fabric is not ready, because nothing
     that the claim gets depends on the fabric. A program that starts too early fails (CUDA error 802), and works
-    after its container restarts. A taint keeps new pods away, unless they tolerate it or it is switched off.
+    after its container restarts. A taint keeps new pods away, unless they tolerate the taint or it is switched off.
 
-    Raises: RetryableError if the NVIDIA driver has no channels, or like `gets_channels`; ClaimRefusedError if
-    it has too few.
+    Raises: like `gets_channels`; RetryableError if the NVIDIA driver has no channels; ClaimRefusedError if it lacks the
+    configured channel, or has more channels than a container can have.
     """
     if channels is None or not gets_channels(result, device):
         return None
@@ -54,11 +54,10 @@ def imex_of(
 def gets_channels(result: DeviceResult, device: OfferedDevice) -> bool:
     """Whether a device gets IMEX channels on a node that gives them.
 
-    It does if it can reach GPUs of other nodes over NVLink, which a MIG device cannot, and is not held with
-    adminAccess.
+    True for a whole GPU that can reach GPUs of other nodes over NVLink, unless it is held with adminAccess.
 
-    Raises: RetryableError while the GPU is not registered with its fabric, because that is not known until
-    then. A claim prepared without its channel would never get it.
+    Raises: RetryableError while the GPU is not registered with its fabric. Until then, it is unknown whether the claim
+    needs a channel, and a claim prepared without its channel would never get it.
     """
     if result.admin_access or not isinstance(device, WholeGpu):
         return False

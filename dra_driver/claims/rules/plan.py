@@ -7,9 +7,9 @@ States of a claim on this node, as its record shows them:
       └──── files and record removed (failed Prepare, Unprepare, recovery) ────┘
 
 A crash in `preparing` leaves a record that names every step that may have had an effect. The next Prepare runs
-the same steps again, which is safe. Unprepare removes files and record; the cleaner then undoes what the
-ledgers list. A Prepare in `prepared` also runs the steps again, because a reboot or a cleanup may have removed
-their results.
+the same steps again, which is safe. Unprepare removes files and record; the cleaner then undoes the changes in the
+ledgers. A Prepare of a prepared claim also runs the steps again, because a reboot or a cleanup may have removed their
+results.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def plan_claim(
         if maintenance is not None:
             waits_for = claims_to_wait_for(maintenance, records)
         elif known is None:
-            # A claim that has a record was there before: after a reboot the maintenance claim waits for it.
+            # A claim with a record came before the maintenance claim, which waits for it, also after a reboot.
             refuse_in_maintenance(wanted, records)
         most = {
             device.offered.name: max_clients(device.offered.gpu, inventory.versions)
@@ -145,8 +145,8 @@ def _maintenance(
 ) -> StartMaintenance | None:
     """Return the step of a maintenance claim with these devices and their parameters; None for any other claim.
 
-    A MIG device means its GPU. Raises: ClaimRefusedError if only some devices are for maintenance, their
-    parameters differ, or one is a MIG device on demand, because it may not exist.
+    For a MIG device, the step names its GPU. Raises: ClaimRefusedError if only some devices are for maintenance, if
+    their parameters differ, or if one is a MIG device on demand, which may not exist yet.
     """
     configs = [one.config for one in parameters if isinstance(one.config, MaintenanceConfig)]
     if not configs:
@@ -159,8 +159,8 @@ def _maintenance(
             )
         if isinstance(offered, DynamicMigDevice):
             raise ClaimRefusedError(
-                f"request {result.request}: device {offered.name} is created on demand, so MaintenanceConfig does "
-                "not fit it; request the whole GPU"
+                f"request {result.request}: device {offered.name} is created on demand, so it cannot have a "
+                "MaintenanceConfig; request the whole GPU"
             )
     gpus = tuple(sorted({offered.gpu.uuid for _, offered in found}))
     return StartMaintenance(gpus, configs[0].policy, configs[0].timeout_s)
@@ -271,7 +271,7 @@ def _parameters(
 
 
 def _manages(result: DeviceResult, resolved: ResolvedConfig) -> bool:
-    """Whether the claim manages the node through this device."""
+    """Whether the claim gets management access through this device."""
     return result.admin_access and manages(resolved.config)
 
 
@@ -281,8 +281,8 @@ def _with_extra_devices(
     inventory: Inventory,
     held: Sequence[HeldDevice] | None,
 ) -> tuple[PlannedDevice, ...]:
-    """Return the devices with their extra devices. A prepared claim keeps those of `held`, whatever the node
-    gives now.
+    """Add the extra devices to each device. A prepared claim keeps the extra devices in `held`, even if the node's
+    configuration has changed.
     """
     planned = []
     for number, device in enumerate(devices):
@@ -320,9 +320,7 @@ def _metadata(
 def _steps(
     devices: Sequence[PlannedDevice], metadata: Iterable[Step], known: ClaimRecord | None
 ) -> tuple[Step, ...]:
-    """Return the steps without duplicates: first devices, then settings and daemons, then files, the CDI spec
-    last.
-    """
+    """Return the steps without duplicates: MIG, then time slices, MPS daemons, VFIO and files. The CDI spec is last."""
     used = [device for device in devices if not device.result.admin_access]
     whole = {
         LeaveMigMode(offered.gpu.uuid, offered.gpu.pci_bus_id)
@@ -408,10 +406,10 @@ def _find(
         return withheld
     device = inventory.usable(result.device)
     if (device is None or result.admin_access) and _is_passed_through(result.device, inventory):
-        # A monitor is prepared without it, as without a lost GPU.
+        # A monitor's claim is prepared without this device, as it would be without a lost GPU.
         raise (DeviceLostError if result.admin_access else RetryableError)(
-            f"request {result.request}: device {result.device} is on a GPU that a virtual machine used and that is "
-            "not back with the NVIDIA driver yet; the kubelet retries"
+            f"request {result.request}: the GPU of device {result.device} was passed to a virtual machine and is not "
+            "back with the NVIDIA driver yet; the kubelet retries"
         )
     if device is not None:
         if device.gpu.uuid in inventory.lost_uuids and not (result.admin_access and is_maintenance):
@@ -495,7 +493,7 @@ def _overlap(one: OfferedDevice, other: OfferedDevice) -> bool:
 def lost_claim(uid: str, devices: Iterable[SpecDevice], inventory: Inventory) -> ClaimRecord | None:
     """Return a record for a claim whose own record was lost, with the devices that its CDI spec names.
 
-    Returns None if none of these devices is on offer.
+    Returns None if the node no longer has any of these devices.
     """
     held = tuple(
         replace(
@@ -518,7 +516,7 @@ def answer(
     """Return the answer to the kubelet for a prepared claim. It is the same for the first and every later
     Prepare.
 
-    `steps` and `devices` are those of the claim's record. The first device of each request also mounts the
+    `steps` and `devices` come from the claim's plan or record. The first device of each request also mounts the
     request's metadata file.
     """
     uid = claim.ref.uid

@@ -15,6 +15,7 @@ from dra_driver.model.health import PolledHealth
 from dra_driver.model.host import GpuFingerprint, HostFingerprint, NvmlFingerprint
 from dra_driver.model.ids import gpu_device_names
 from dra_driver.model.inventory import DiscoveryFault, Inventory
+from dra_driver.model.units import counted
 
 
 def unanswering(gpus: Sequence[Gpu], before: Inventory | None) -> tuple[Gpu, ...]:
@@ -30,7 +31,7 @@ def unanswering(gpus: Sequence[Gpu], before: Inventory | None) -> tuple[Gpu, ...
 
 
 def with_unready_since(gpu: Gpu, before: Inventory | None, now: int) -> Gpu:
-    """Return the GPU; if its fabric is not ready, with the time at which this state was first seen."""
+    """Return the GPU. If its fabric is not ready, add the time at which this state was first seen."""
     fabric = gpu.unready_fabric
     if fabric is None:
         return gpu
@@ -86,14 +87,14 @@ def _refuse_empty(faults: Sequence[DiscoveryFault], hidden: Sequence[str]) -> No
         raise NvmlUnavailableError(f"NVML cannot read any GPU: {causes}")
     if hidden:
         raise NvmlUnavailableError(
-            f"NVML shows no GPU, but the PCI bus has {len(hidden)} ({', '.join(hidden)}); they are not bound to "
-            "the NVIDIA driver (yet): see the kernel log, or wait for the driver's installer"
+            f"NVML shows no GPU, but the PCI bus has {counted(len(hidden), 'GPU')} ({', '.join(hidden)}) not (yet) "
+            "bound to the NVIDIA driver: see the kernel log, or wait for the driver's installer"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class HardwareFingerprint:
-    """What host and NVML show at one moment; `nvml` is None without NVML."""
+    """What the host and NVML show at one moment; `nvml` is None without NVML."""
 
     host: HostFingerprint
     nvml: NvmlFingerprint | None = None
@@ -144,10 +145,10 @@ def differs(now: Inventory, before: Inventory | None) -> bool:
 
 
 def is_other_nvlink(known: Inventory | None, gpu_uuid: str, polled: PolledHealth) -> bool:
-    """Whether a poll found another number of active NVLinks, or another fabric registration, than the inventory
+    """Whether a poll found a different number of active NVLinks, or a different fabric registration, than the inventory
     has.
 
-    Values that the poll could not read are ignored. A GPU that is partitioned on demand keeps both in the
+    Values that the poll could not read are ignored. A GPU that is partitioned on demand keeps both values in the
     inventory while it is in MIG mode, so for such a GPU only a different fabric counts.
     """
     gpu = next((gpu for gpu in known.gpus if gpu.uuid == gpu_uuid), None) if known is not None else None
@@ -186,9 +187,7 @@ Pair = frozenset[str]
 
 
 def with_nvlink_domains(found: Inventory) -> Inventory:
-    """Return the inventory with the NVLink domains of the pairs that NVML found reachable, in addition to its
-    own.
-    """
+    """Add NVLink domains to the inventory: those of the GPU pairs that NVML found reachable."""
     domains = nvlink_domains(found.gpus, found.reachable_pairs)
     return replace(found, nvlink_domains={**domains, **found.nvlink_domains})
 
@@ -197,12 +196,12 @@ def nvlink_domains(gpus: Sequence[Gpu], reachable: Mapping[Pair, int]) -> dict[s
     """Return the NVLink domain of each GPU that has one, by UUID.
 
     `reachable` maps pairs of UUIDs that reach each other over NVLink to a weight: the number of links between
-    them, or any positive number behind a switch. GPUs with an equal domain reach each other pairwise, so a
-    claim can use it as `matchAttribute`. A multi-node fabric names its own domains; if there are several, the
-    one with most of the GPUs is used.
+    them, or any positive number behind a switch. GPUs with an equal domain reach each other pairwise, so a claim can
+    use the domain as `matchAttribute`. A multi-node fabric names its own domains; if there are several, the one with
+    most of the GPUs is used.
 
-    A GPU in MIG mode has no domain, because MIG disables peer access. A GPU that leaves MIG mode for a claim
-    for the whole GPU is treated as if it were out of it. A single GPU is not a domain.
+    A GPU in MIG mode has no domain, because MIG disables peer access. A GPU that leaves MIG mode when a claim gets the
+    whole GPU is treated as if it were not in MIG mode. A single GPU is not a domain.
     """
     whole = [gpu for gpu in gpus if gpu.can_be_whole]
     domains = _fabric_domains({gpu.uuid: gpu.fabric.domains for gpu in whole if gpu.fabric is not None})
@@ -221,7 +220,7 @@ def nvlink_domains(gpus: Sequence[Gpu], reachable: Mapping[Pair, int]) -> dict[s
 def _fabric_domains(choices: Mapping[str, Sequence[str]]) -> dict[str, str]:
     """Return one domain for each GPU that has any, by UUID.
 
-    Among domains with equally many GPUs, the first that the first GPU names is used, so that nodes with equal
+    If several domains have equally many GPUs, the one that the first GPU names first is used, so that nodes with equal
     GPUs choose the same domain.
     """
     chosen: dict[str, str] = {}

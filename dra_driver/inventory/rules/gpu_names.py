@@ -1,4 +1,4 @@
-"""The device names of GPUs, and the names by which a person may refer to a GPU."""
+"""The device names of GPUs, and the names by which users may refer to a GPU."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def refuse_other_names(device_names: Literal["uuid", "minor"], records: Sequence
     if found:
         shown = [*found][:_MAX_NAMED] + (["…"] if len(found) > _MAX_NAMED else [])
         raise InvalidConfigError(
-            f"device names cannot change from {other} to {device_names} on this node, because it still has "
-            f"{counted(len(found), 'device')} of claims: {', '.join(shown)}; set --device-names {other} again, drain "
-            "the node, and change it when `gpu-dra-driver claims` and `gpu-dra-driver cleanup` list nothing"
+            f"device names cannot change from {other} to {device_names} on this node, because claims still "
+            f"hold {counted(len(found), 'device')}: {', '.join(shown)}; set --device-names {other} again, drain "
+            "the node, and change the flag when `gpu-dra-driver claims` and `gpu-dra-driver cleanup` list nothing"
         )
 
 
@@ -50,9 +50,8 @@ def named_gpus(
 ) -> frozenset[str]:
     """Return the UUIDs of the GPUs with these device names, UUIDs, indices or PCI bus IDs. Case is ignored.
 
-    `inventory` is what NVML shows; None if it was not queried. `known` maps other known names to UUIDs, such as
-    the name of a lost GPU. `is_whole` means that NVML shows every GPU on the bus; otherwise the indices may
-    have shifted.
+    `inventory` is what NVML shows; None if NVML was not queried. `known` maps other known names to UUIDs, such as the
+    name of a lost GPU. `is_whole` means that NVML shows every GPU on the bus; otherwise the indices may have shifted.
 
     Raises: InvalidConfigError for an unknown or ambiguous name.
     """

@@ -1,14 +1,13 @@
 """Decides which cleanups are pending: ledger entries whose claims no longer need them.
 
-| To undo | The device until then |
+| Step to undo | Its device until the cleanup |
 |---|---|
-| a time slice | is offered, and no claim waits for it |
+| a time slice | is offered, and no claim waits for the cleanup |
 | an MPS daemon and its compute mode | is withheld; a Prepare that needs the GPU does the cleanup first |
-| a MIG device | is withheld, with all that overlaps it; a Prepare that needs the GPU destroys it first |
-| a card in vfio, while a virtual machine runs | is withheld in every view; a Prepare returns the card first |
+| a MIG device | is withheld, and so is what overlaps it; a Prepare that needs the GPU destroys it first |
+| a card in vfio, while a virtual machine runs | is withheld, like all devices of the GPU; a Prepare returns it first |
 
-What a claim that has not ended has also set is not undone; that claim's own entry stays. A reboot undoes
-everything.
+A setting that an active claim also needs is not undone; the active claim's own entry stays. A reboot undoes everything.
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ CLEANUP_KINDS: tuple[CleanupKind, ...] = ("time-slice", "mps", "mig-device", "vf
 class LedgerEntry:
     """A step that was done, or is about to be done, for a claim in boot `boot_id`.
 
-    `ended` is when its claim had ended, in seconds since 1970, and `cause` why the last undo failed; both are
-    None before the first try.
+    `ended` is when the claim ended, in seconds since 1970, and `cause` is why the last undo failed; both are None
+    before the first try.
     """
 
     claim: ClaimRef
@@ -68,8 +67,8 @@ class LedgerEntry:
 class PendingCleanup:
     """What must still be undone for one ended claim. `name` is the claim's UID.
 
-    `record` contains what the ledgers know about the claim, `steps` are the steps to undo, and `since` is in
-    seconds since 1970. `cause` says why the last try failed; None before the first try.
+    `record` contains the claim's data from the ledgers, and `steps` are the steps to undo. `since` is when the claim
+    ended, in seconds since 1970. `cause` is why the last try failed; None before the first try.
     """
 
     name: str
@@ -80,7 +79,7 @@ class PendingCleanup:
 
     @property
     def kinds(self) -> tuple[CleanupKind, ...]:
-        """The kinds of what must be undone, without duplicates."""
+        """The kinds of the steps to undo, without duplicates."""
         return tuple(dict.fromkeys(map(kind_of, self.steps)))
 
     @property
@@ -110,8 +109,8 @@ def is_undone_in_lane(step: Step) -> bool:
 
 
 def counts(item: LedgerEntry | OwnedInstance | OwnedMode | OwnedCard, boot_id: str | None) -> bool:
-    """Whether an item of a ledger is still valid, because no reboot has undone it. MPS daemons leave
-    directories.
+    """Whether a ledger item is still valid: no reboot has undone it. A reboot does not remove the directory of an MPS
+    daemon.
 
     Without a `boot_id`, every item is valid.
     """
@@ -123,8 +122,8 @@ def counts(item: LedgerEntry | OwnedInstance | OwnedMode | OwnedCard, boot_id: s
 def has_ended(
     entry: LedgerEntry, records: Mapping[str, ClaimRecord], without_record: Collection[str]
 ) -> bool:
-    """Whether no claim still needs the entry: its claim's record does not name the step, and the claim is
-    not one of those `without_record`.
+    """Whether no claim still needs the entry: its claim's record does not name the step, and the claim is not in
+    `without_record`.
     """
     record = records.get(entry.claim.uid)
     return entry.claim.uid not in without_record if record is None else entry.step not in record.steps
@@ -135,7 +134,7 @@ def pending_cleanups(
 ) -> list[PendingCleanup]:
     """Return one pending cleanup for each ended claim, ordered by UID.
 
-    Steps that set the same as a `needed` step are left out, because another claim uses it.
+    Leaves out a step that sets the same thing as a `needed` step, because another claim still uses it.
     """
     ended: dict[str, list[LedgerEntry]] = {}
     for entry in entries:
@@ -160,7 +159,7 @@ def _pending(
 
 
 def record_of(entries: Sequence[LedgerEntry]) -> ClaimRecord:
-    """Return what the entries of one claim say, as a record."""
+    """Return a record with the data of one claim's entries."""
     steps = tuple(entry.step for entry in entries)
     devices = tuple(held for step in steps for held in _devices(step))
     claim = AllocatedClaim(entries[0].claim, (), ())
@@ -201,7 +200,7 @@ def gpus_of(step: Step) -> frozenset[str]:
 
 
 def by_gpus(steps: Iterable[Step]) -> list[tuple[frozenset[str], list[Step]]]:
-    """Group the steps that change GPUs by the GPUs that they change, in order.
+    """Group the steps by the GPUs that they change, in order. Leaves out steps that only write files.
 
     No GPU is in two groups, so groups can run in parallel. An MPS daemon of several GPUs merges their groups.
     """
@@ -256,7 +255,7 @@ def remedy(steps: Sequence[Step]) -> str:
 
 
 def _things(step: Step) -> frozenset[Thing]:
-    """Return what a step sets; empty if unknown. A device has at most one MPS daemon, whatever other GPUs it
+    """Return what a step sets; empty if unknown. A device has at most one MPS daemon, whatever other GPUs the daemon
     serves.
     """
     match step:

@@ -1,4 +1,4 @@
-"""MIG on demand as counters: which devices a GPU can have, and how the scheduler knows which fit together.
+"""Expresses MIG on demand as counters: which devices a GPU can have, and which of them fit together.
 
 Every GPU has a counter set with the amounts of all its engines and one counter for each memory slice. Each
 device consumes its part, and the whole GPU consumes everything. The names are those of NVIDIA's own driver,
@@ -21,17 +21,17 @@ Amounts = Mapping[str, int]
 _MIB = 1 << 20
 _MEMORY = "memory"
 _SHARED_OUT = ("multiprocessors", "copy-engines", _MEMORY)
-"""Counters of which profiles take rounded parts. The number of media engines is that of the largest profile; only this
-number prevents two profiles with a media extension at the same time."""
+"""Counters whose parts are rounded for each profile. For media engines, the total is the number in the largest profile;
+only this total prevents two profiles with a media extension at the same time.
+"""
 
 
 def partitioned(raw: Partitioning, withheld: Sequence[GpuInstance], *, offers_whole: bool) -> Partitioning:
-    """Returns the partitioning with everything that fits next to the `withheld` instances, in publishing
-    order.
+    """Returns the partitioning with all devices that fit next to the `withheld` instances, in publishing order.
 
     The scheduler takes the first suitable device. So small profiles come first, profiles with a media
-    extension after those without, and each profile from the end of the memory: large placements, which begin
-    at the front, stay free as long as possible.
+    extension after those without, and the placements of each profile begin at the end of the memory. Large placements,
+    which begin at the front, thus stay free as long as possible.
     """
     possible = _possible(raw.profiles, withheld)
     staying = [instance for instance in withheld if not instance.leaving]
@@ -66,7 +66,7 @@ def fits_beside(
     profile: MigProfile,
     placement: Placement,
 ) -> bool:
-    """Whether one more instance fits on the hardware next to these."""
+    """Whether one more instance fits on the hardware next to the `instances`."""
     left = _left(profiles, instances)
     return _fits(_use(profile, placement, left), left)
 
@@ -77,9 +77,7 @@ def has_counters(gpu: Gpu) -> bool:
 
 
 def is_counted(gpu: Gpu, inventory: Inventory) -> bool:
-    """Whether the GPU has a counter set: it `has_counters`, or both containers and virtual machines may get
-    it.
-    """
+    """Whether the GPU has a counter set: it `has_counters`, or both containers and virtual machines may get the GPU."""
     return has_counters(gpu) or (gpu.uuid in inventory.cards_by_gpu and gpu.uuid not in inventory.under_vfio)
 
 
@@ -97,7 +95,7 @@ def counter_set(gpu_name: str, gpu: Gpu) -> JsonObject:
 def consumed_counters(
     device: WholeGpu | DynamicMigDevice | VfioDevice, counters: JsonObject
 ) -> list[JsonObject]:
-    """Returns a device's `consumesCounters` of its GPU's `counter_set`; a whole GPU consumes everything."""
+    """Returns a device's `consumesCounters`: its part of its GPU's `counter_set`. A whole GPU consumes everything."""
     if isinstance(device, DynamicMigDevice):
         consumed = _wire(_use(device.profile, device.placement, counters["counters"]))
     else:
@@ -132,7 +130,7 @@ def _instances(profile: MigProfile) -> str:
 
 
 def _use(profile: MigProfile, placement: Placement, counters: Mapping[str, object]) -> Amounts:
-    """Returns what an instance consumes of a set with these `counters`; memory in MiB."""
+    """Returns the amounts that an instance consumes of a set with these `counters`; memory in MiB."""
     counted = {_instances(profile): 1} if _instances(profile) in counters else {}
     return {**_amounts(profile), **_slices(placement), **counted}
 
@@ -142,8 +140,8 @@ def _fits(use: Amounts, left: Amounts) -> bool:
 
 
 def _left(profiles: tuple[PlacedProfile, ...], withheld: Iterable[GpuInstance]) -> dict[str, int]:
-    """Returns the totals minus what the instances consume. An instance of an unknown profile consumes only
-    its slices.
+    """Returns the totals minus the amounts that the `withheld` instances consume. An instance of an unknown profile
+    consumes only its slices.
     """
     left = dict(_totals(profiles))
     known = {row.profile.profile_id: row.profile for row in profiles}
@@ -192,8 +190,8 @@ def _bounded(profile: MigProfile, totals: Amounts) -> bool:
 
 
 def _most_at_once(profiles: tuple[PlacedProfile, ...], scarce: frozenset[int], name: str) -> int:
-    """Returns the most of a counter that instances can use at the same time, with at most `max_instances` of
-    `scarce` profiles.
+    """Returns the largest amount of a counter that instances can use at the same time, with at most `max_instances`
+    instances of each `scarce` profile.
     """
     options: dict[int, list[tuple[int, MigProfile, int]]] = {}
     for row in profiles:
@@ -204,7 +202,7 @@ def _most_at_once(profiles: tuple[PlacedProfile, ...], scarce: frozenset[int], n
 
     @cache
     def best(position: int, spent: tuple[int, ...]) -> int:
-        """Returns the most from a memory slice on; `spent` are the scarce profiles used before it."""
+        """Returns the largest amount from slice `position` on; `spent` are the scarce profiles used before it."""
         start = next((entry for entry in starts if entry >= position), None)
         if start is None:
             return 0

@@ -24,8 +24,8 @@ _BALANCED_SLICES = (1, 1, 2, 3)
 
 @dataclass(frozen=True, slots=True)
 class LayoutTarget:
-    """The desired state of one GPU: its MIG mode, and an instance at each of these slots. With `only_mode`
-    the instances are not changed.
+    """The desired state of one GPU: its MIG mode, and an instance at each of the `slots`. With `only_mode` the
+    instances are not changed.
     """
 
     mode: bool
@@ -40,7 +40,7 @@ class LayoutRefusedError(ValueError):
 def entry_for(
     name: str, layouts: Layouts, index: int, pci_id: str | None, profiles: Sequence[PlacedProfile]
 ) -> LayoutEntry | None:
-    """Returns the entry of the named layout for the GPU with this PCI index and ID; None if it has none.
+    """Returns the entry of the named layout for the GPU with this PCI index and ID; None if no entry matches.
 
     Raises: LayoutRefusedError if there is no such layout.
     """
@@ -86,8 +86,8 @@ def _in_name(profile: str) -> str:
 
 
 def _balanced(profiles: Sequence[PlacedProfile]) -> Mapping[str, int]:
-    """Returns two of the smallest profile, one with two slices and one with three, as far as the GPU has
-    these.
+    """Returns two instances of the smallest profile, one with two slices and one with three, as far as the GPU has such
+    profiles.
     """
     plain = [row.profile for row in profiles if row.profile.name.partition("gb")[2] == ""]
     smallest = {
@@ -108,8 +108,8 @@ def target_of(
 ) -> LayoutTarget:
     """Returns the placements of an entry's instances on a GPU.
 
-    Matching instances keep their place if the others then still fit; instances at the `fixed` slots always
-    keep theirs. Raises: LayoutRefusedError that names the nearest layout that fits.
+    Matching instances keep their place if the remaining instances then still fit. Instances at the `fixed` slots always
+    keep their place. Raises: LayoutRefusedError that names the nearest layout that fits.
     """
     if not profiles and entry.mode:
         raise LayoutRefusedError("the GPU does not support MIG")
@@ -187,7 +187,7 @@ def _placed(
     kept: Sequence[GpuInstance],
     must_keep: Sequence[GpuInstance] = (),
 ) -> tuple[tuple[PlacedProfile, Placement], ...] | None:
-    """Returns a placement for each wanted instance, and uses matching `kept` instances unchanged.
+    """Returns a placement for each wanted instance. Matching `kept` instances keep their placement.
 
     None if there is no solution, or if one of `must_keep` would not be used.
     """

@@ -1,5 +1,5 @@
-"""Which devices of a GPU can be published, and which GPU instances belong to this plugin. What this plugin
-created itself never affects the published devices.
+"""Which devices of a GPU can be published, and which GPU instances belong to this plugin. An instance that this plugin
+created affects the published devices only after a failed undo.
 """
 
 from __future__ import annotations
@@ -33,9 +33,7 @@ def is_ours(entry: OwnedInstance, instance: GpuInstance, inside: Sequence[tuple[
 def instances_to_withhold(
     existing: Iterable[GpuInstance], ours: Container[Slot], leaving: Container[Slot]
 ) -> tuple[GpuInstance, ...]:
-    """Returns the instances that must not be used for claims: foreign ones, and those of ours that are
-    `leaving`.
-    """
+    """Returns the instances that must not be used for claims: foreign instances, and our own instances in `leaving`."""
     return tuple(
         replace(instance, leaving=instance.slot in ours and instance.slot in leaving)
         for instance in existing

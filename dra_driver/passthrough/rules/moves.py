@@ -1,6 +1,6 @@
-"""The order in which the functions of a card change drivers. No I/O.
+"""Decides the order in which the functions of a card change drivers. No I/O.
 
-A virtual machine can use an IOMMU group only if no other driver has any of its functions. So all functions
+A virtual machine can use an IOMMU group only if no other driver is bound to a function of the group. So all functions
 are first unbound, then bound to vfio. On return, each function goes to its earlier driver.
 """
 
@@ -29,12 +29,12 @@ class Move:
 
 
 def are_bound(now: Mapping[str, str | None], vfio_drivers: Collection[str]) -> bool:
-    """Whether every function has one of these drivers; `now` has the current driver of each."""
+    """Whether every function has one of these drivers; `now` maps each function to its current driver."""
     return all(driver in vfio_drivers for driver in now.values())
 
 
 def to_vfio(now: Mapping[str, str | None], gpu: str, vfio_driver: str) -> Sequence[Move]:
-    """Returns the moves that bind the functions to vfio; `now` has the current driver of each, in bus order.
+    """Returns the moves that bind the functions to vfio; `now` maps each to its current driver, in bus order.
 
     The function with bus ID `gpu` gets `vfio_driver`, the others plain vfio-pci.
     """
@@ -53,11 +53,10 @@ def back(
     overrides: Mapping[str, str | None],
     vfio_drivers: Collection[str],
 ) -> Sequence[Move]:
-    """Returns the moves that restore the driver of each function in `before`, and its override in
-    `overrides`.
+    """Returns the moves that restore each function's driver from `before` and its override from `overrides`.
 
-    For a function that is not in `before` the kernel chooses the driver. Overrides come last, because an
-    override need not name the driver that the function had.
+    The kernel chooses the driver of a function that is not in `before`. Overrides come last, because an override need
+    not name the driver that the function had.
     """
     moving = [bus_id for bus_id in now if bus_id not in before or now[bus_id] != before[bus_id]]
     taken = [bus_id for bus_id in moving if now[bus_id] in vfio_drivers]

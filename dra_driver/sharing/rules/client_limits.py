@@ -1,13 +1,13 @@
-"""How many clients and users an MPS daemon serves, sharing rules limited to that, and notes on running
-daemons.
+"""Decides how many clients and users an MPS daemon serves, limits sharing rules to these numbers, and describes
+problems of running daemons.
 
 A client is a CUDA context of one process. The numbers come from NVIDIA's MPS manual: 16 on a GPU before
-Volta, 48 from Volta on, and 60 from CUDA 13.1 (driver R590) on. A MIG device has fewer, but NVIDIA documents
+Volta, 48 from Volta on, and 60 from CUDA 13.1 (driver R590) on. A MIG device allows fewer clients, but NVIDIA documents
 no number, so the GPU's number is used.
 
-A daemon serves one user at a time: the clients of another user ID wait until those of the first have exited.
-From R555 on, `nvidia-cuda-mps-control -multiuser-server` serves all users at once, on Volta and newer; older
-programs exit on this option.
+A daemon serves one user at a time: the clients of a second user ID wait until all clients of the first have exited.
+From R555 on, `nvidia-cuda-mps-control -multiuser-server` serves all users at once, on Volta and newer; older versions
+of the program reject this option and exit.
 """
 
 from __future__ import annotations
@@ -62,8 +62,7 @@ def _is_before(branch: int, versions: DriverVersions) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class BoundedRule:
-    """The rule of a device, with at most as many shares as its MPS daemon serves clients, and that number of
-    clients.
+    """A device's rule, with at most as many shares as its MPS daemon serves clients (`max_clients`).
 
     `note` is a sentence with the remedy if the device has fewer shares than configured.
     """
@@ -92,20 +91,20 @@ def bounded_rule(
 
 
 def notes_of(status: MpsDaemonStatus) -> Iterator[tuple[EventReason, str]]:
-    """Yields an event reason and a sentence for each condition that users of the daemon should know."""
+    """Yields an event reason and a sentence for each problem that users of the daemon should know about."""
     devices = ", ".join(status.spec.devices)
     if status.not_exclusive:
         yield (
             "MpsNotExclusive",
             f"GPU {', '.join(status.not_exclusive)} does not support the compute mode EXCLUSIVE_PROCESS: a program "
-            f"that does not reach the MPS daemon of {devices} runs on it without the limits of its claim; use another "
-            "GPU if the limits must be enforced",
+            f"that does not reach the MPS daemon of {devices} runs on that GPU without the limits of its claim; use "
+            "another GPU if the limits must be enforced",
         )
     if len(status.users) > 1 and not status.spec.multi_user:
         users = ", ".join(map(str, status.users))
         yield (
             "MpsUsersWait",
-            f"processes of the users {users} have the MPS daemon of {devices}, which serves one user at a time: CUDA "
+            f"processes of the users {users} use the MPS daemon of {devices}, which serves one user at a time: CUDA "
             "calls of one user wait until all CUDA programs of the other user have stopped; run the pods as one user "
             "(runAsUser), or use multiUser, which needs NVIDIA driver R555 or newer",
         )

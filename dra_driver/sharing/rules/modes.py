@@ -4,8 +4,8 @@ combinations a claim may have.
 A CUDA process that is a client of an MPS daemon sees only the devices of that daemon. A daemon has one
 device, or the whole GPUs of one request. A container gets all devices of each request that it names, or of
 the whole claim if it names none. So a mix within one request can never work. A mix of requests works if each
-container names its own request; the plugin cannot refuse it, because only pods say which requests they name,
-and claims for several containers look like this.
+container names its own request; the plugin cannot refuse it, because only pods say which requests they name, and a
+claim for several containers needs several requests.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _Wanted:
 
     @property
     def enforced(self) -> SharingRule | None:
-        """The rule of a share that MPS enforces; None for others."""
+        """The rule of a share that MPS enforces; None for any other device."""
         has_rule = self.result.share_id is not None and self.rule is not None and self.rule.enforce == "mps"
         return self.rule if has_rule else None
 
@@ -68,11 +68,11 @@ def sharing_modes_of(
     policy: SharingPolicy,
     versions: DriverVersions,
 ) -> list[SharingMode]:
-    """Returns how each device is used, in the order of `devices`, whose opaque parameters are `parameters`.
-    `versions` are those of the NVIDIA driver.
+    """Returns the sharing mode of each of the `devices`, in order. `parameters` are the opaque parameters of the
+    devices, and `versions` the versions of the NVIDIA driver.
 
-    Opaque parameters take precedence; if they do not mention sharing, a share that the node's policy enforces
-    through MPS gets its limits. Raises: ClaimRefusedError.
+    Opaque parameters take precedence; if they do not mention sharing, a share that the node's policy enforces through
+    MPS gets the policy's limits. Raises: ClaimRefusedError.
     """
     for (result, _), resolved in zip(devices, parameters, strict=True):
         _refuse_parameters(result, resolved)
@@ -96,7 +96,7 @@ def _grouped(devices: Sequence[Allocated], usages: Sequence[SharingMode]) -> lis
     """Adds up the limits of shares of one device in one request, and gives several GPUs of one request a
     common daemon.
 
-    Both are necessary because the same containers get them.
+    Both are necessary because the same containers get all devices of a request.
     """
     shares: dict[str, dict[str, list[MpsShared]]] = {}
     for (result, device), usage in zip(devices, usages, strict=True):
@@ -113,8 +113,8 @@ def _grouped(devices: Sequence[Allocated], usages: Sequence[SharingMode]) -> lis
 
 
 def _together(members: Mapping[str, MpsShared], device: str) -> MpsShared:
-    """Returns the mode of one device of a request whose daemon serves all its devices. MPS has only one
-    percentage for all.
+    """Returns the mode of one device if a daemon serves all devices of the request. MPS has only one percentage for all
+    GPUs of a daemon.
     """
     if len(members) == 1:
         return members[device]
@@ -178,7 +178,7 @@ def _same_entry(
 
 
 def _identity(device: OfferedDevice) -> str:
-    """Returns the UUID by which parameters name a device, or its name if its UUID changes each time it is
+    """Returns the UUID by which parameters name a device, or its name if the device gets a new UUID each time it is
     created.
     """
     return device.uuid or device.name
@@ -212,8 +212,8 @@ def _mps(config: MpsConfig, one: _Wanted, group: Sequence[str]) -> MpsShared:
     percentage = config.active_thread_percentage
     spec = _neutral_spec(one.device, _multi_user(config, one))
     if one.result.share_id is None:
-        # No other claim uses the daemon, so the claim's limits also apply to clients that lost their
-        # environment.
+        # No other claim uses the daemon, so the claim's limits also apply to clients that lost their environment
+        # variables.
         own = replace(spec, default_active_thread_percentage=percentage, default_memory_limit_mib=memory)
         return MpsShared(own, memory, percentage)
     if one.rule is None:
@@ -230,7 +230,7 @@ def _multi_user(config: MpsConfig, one: _Wanted) -> bool:
     """Returns the value in the parameters. Without a value, a share uses the setting of the device's other
     shares.
 
-    Raises: ClaimRefusedError if MPS does not support it there.
+    Raises: ClaimRefusedError if MPS cannot serve several users on the device.
     """
     if config.multi_user is None:
         return one.serves_users
@@ -250,7 +250,9 @@ def _neutral_spec(device: OfferedDevice, multi_user: bool) -> MpsDaemonSpec:
 
 
 def _memory_limit(config: MpsConfig, one: _Wanted, group: Sequence[str]) -> int | None:
-    """Returns the limit for this device in whole MiB; keys are identities, or indexes into the sorted group."""
+    """Returns the limit for this device in whole MiB; in the parameters, keys are identities, or indexes into the
+    sorted group.
+    """
     by_uuid = _limits_by_uuid(config.per_device_memory_limits, one.result, group)
     limit = by_uuid.get(_identity(one.device), config.memory_limit)
     if limit is None:
@@ -259,7 +261,7 @@ def _memory_limit(config: MpsConfig, one: _Wanted, group: Sequence[str]) -> int 
     if total is not None and limit // _MIB > total:
         raise ClaimRefusedError(
             f"request {one.result.request}: the MPS memory limit of {limit // _MIB}Mi is above the {total}Mi of "
-            f"device {one.device.name}; lower it"
+            f"device {one.device.name}; lower the limit"
         )
     return limit // _MIB
 
@@ -293,9 +295,9 @@ def _refuse_rival_shares(devices: Sequence[Allocated], usages: Sequence[SharingM
 
 
 def incompatibility(held: SharingMode, wanted: SharingMode) -> str | None:
-    """Returns why two claims cannot use one device in these ways at the same time; None if they can.
+    """Returns why two claims cannot use one device in these modes at the same time; None if they can.
 
-    A claim without a time slice accepts the one that another claim set.
+    A claim without a time slice accepts the time slice that another claim set.
     """
     match held, wanted:
         case MpsShared(spec=mine), MpsShared(spec=theirs):
@@ -306,7 +308,7 @@ def incompatibility(held: SharingMode, wanted: SharingMode) -> str | None:
                 else None
             )
         case LostMps(), MpsShared():
-            return None  # the MPS host knows the daemon's settings, and rejects others
+            return None  # the MPS host knows the daemon's settings, and rejects different ones
         case (MpsShared() | LostMps(), _) | (_, MpsShared() | LostMps()):
             return f"one uses {usage_kind(held)} and the other {usage_kind(wanted)}; MPS excludes other modes"
         case TimeSliced(interval=int(mine)), TimeSliced(interval=int(theirs)) if mine != theirs:

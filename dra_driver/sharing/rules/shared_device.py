@@ -1,12 +1,12 @@
 """A device that several claims may hold at the same time, in the form of resource.k8s.io/v1.
 
-If a claim does not request a capacity, the scheduler counts the default of its policy, or all of it without a
-policy. So every capacity of a shared device has a policy. The capacity that the rule divides, MPS clients and
-memory have a default above 0, all others 0. Memory has one in every mode because quotas count memory: a share
-that consumes none would cost nothing.
+If a claim does not request a capacity, the scheduler counts the default of the capacity's policy, or the whole capacity
+if there is no policy. So every capacity of a shared device has a policy. The capacity that the rule divides, MPS
+clients and memory have a default above 0; all other defaults are 0. The default memory is above 0 in every mode because
+quotas count memory: a share without memory would cost nothing.
 
-Limits are rounded so that shares that fit on a device never add up to more than it has. The rule's `enforce`
-decides whether they are enforced.
+Limits are rounded so that shares that fit on a device never add up to more than the device has. The rule's `enforce`
+decides whether the limits are enforced.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _MIB = 1 << 20
 
 
 def shared_capacity(amounts: Mapping[str, int], device: OfferedDevice, bound: BoundedRule) -> JsonObject:
-    """Returns the capacities of a device under a rule, each with a policy; `amounts` is what the device has,
+    """Returns the capacities of a device under a rule, each with a policy. `amounts` are the capacities of the device,
     memory in bytes.
 
-    If the device's memory is unknown, it is not counted. If MPS enforces the rule, the scheduler counts
-    clients, one for each claim; in mode shares the shares are the clients.
+    If the device's memory is unknown, it is not counted. If MPS enforces the rule, the scheduler counts clients, one
+    for each claim; in mode shares, it counts the shares instead.
     """
     rule = bound.rule
     capacity: JsonObject = {}
@@ -59,7 +59,7 @@ def shared_capacity(amounts: Mapping[str, int], device: OfferedDevice, bound: Bo
 
 
 def multiprocessors_of(device: OfferedDevice) -> int | None:
-    """Returns the multiprocessors of a device; None if unknown."""
+    """Returns the number of multiprocessors of a device; None if unknown."""
     match device:
         case WholeGpu(_, gpu):
             return gpu.multiprocessors
@@ -81,17 +81,16 @@ def memory_mib_of(device: OfferedDevice) -> int | None:
 
 
 def multiprocessor_step(total: int) -> int:
-    """Returns the fewest multiprocessors that are a whole percent, because MPS limits are percentages: 2 of
-    132.
+    """Returns the smallest number of multiprocessors that is at least one percent of `total`, because MPS limits are
+    whole percentages. For example, 2 of 132.
     """
     return -(-total // 100)
 
 
 def default_memory(total: int, rule: SharingRule) -> int:
-    """Returns the bytes that the scheduler counts for a share without a memory request, of `total` in the
-    device.
+    """Returns how many bytes the scheduler counts for a share without a memory request. The device has `total` bytes.
 
-    All shares of the device fit together. The result is 0 if a share would have less than 1 MiB.
+    In mode shares, all shares fit on the device. The result is 0 if a share would have less than 1 MiB.
     """
     if rule.mode == "memory":
         return total // _MIB * _MIB
@@ -150,9 +149,9 @@ class ShareLimits:
 def limits_of(result: DeviceResult, device: OfferedDevice, rule: SharingRule) -> ShareLimits:
     """Returns the limits of an allocated share.
 
-    They are the tighter of two: the memory and multiprocessors that the claim requested, and in mode shares
-    its fraction of both. A value that was not requested or is unknown means unlimited. So does the default
-    memory that the scheduler counts, except in mode memory.
+    Each limit is the tighter of two: the amount that the claim requested, and in mode shares the claim's fraction of
+    the device. A value that was not requested or is unknown means unlimited. So does the default memory that the
+    scheduler counts, except in mode memory.
 
     Raises: InvalidConfigError if the allocation has an amount that is not a quantity.
     """
@@ -182,14 +181,13 @@ def _thread_limits(result: DeviceResult, device: OfferedDevice, rule: SharingRul
         limits.append(_percentage(asked / total))
     part = _part(result, rule)
     if part:
-        # MPS rounds a percentage up to whole multiprocessors, so it must correspond to a whole number of
-        # them.
+        # MPS rounds a percentage up to whole multiprocessors, so the percentage must correspond to a whole number.
         limits.append(_percentage(Fraction(int(total * part), total) if total else part))
     return limits
 
 
 def _part(result: DeviceResult, rule: SharingRule) -> Fraction:
-    """Returns the fraction of the whole device that this allocation's shares are.
+    """Returns this allocation's shares as a fraction of the whole device.
 
     At most 1: the claim may have been allocated when the device had more shares than now.
     """
@@ -201,7 +199,7 @@ def _percentage(part: Fraction) -> int:
 
 
 def _consumed(result: DeviceResult, name: str) -> Fraction:
-    """Returns an amount of the allocation; its name may include the driver's domain."""
+    """Returns the allocated amount of a capacity, whose name in the allocation may include the driver's domain."""
     consumed = result.consumed_capacity
     text = consumed.get(name, consumed.get(f"{result.driver}/{name}"))
     return Fraction(0) if text is None else parse_quantity(text)

@@ -1,7 +1,7 @@
-"""A device in the form of resource.k8s.io/v1: its attributes and capacities.
+"""Converts a device to the form of resource.k8s.io/v1: its attributes and capacities.
 
 Names and types are those of NVIDIA's own driver, because users' CEL selectors and other schedulers depend on
-them. Every attribute but `type` and `uuid` is best effort: unknown values are omitted, never 0 or "N/A".
+them. Every attribute except `type` and `uuid` is best effort: unknown values are omitted, never 0 or "N/A".
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def _vfio_attributes(device: VfioDevice) -> dict[str, JsonObject | None]:
 
 
 def _minor(gpu: Gpu) -> JsonObject | None:
-    """None with MIG on demand: MIG mode changes the number, and each claim changes the mode."""
+    """Returns None with MIG on demand: MIG mode changes the minor number, and claims change the mode."""
     return _int(gpu.minor) if gpu.partitioning is None else None
 
 

@@ -39,9 +39,9 @@ Taints = Callable[[OfferedDevice], Sequence[JsonObject]]
 
 @dataclass(frozen=True, slots=True)
 class TaintLimits:
-    """The API server's limits for the taints of a device; it rejects the whole slice beyond them.
+    """The API server's limits for the taints of a device. It rejects the whole slice if a device exceeds them.
 
-    `informational`: taints without an effect are allowed. `most`: the maximum number.
+    `informational`: taints without an effect are allowed. `most`: the maximum number of taints.
     """
 
     informational: bool = True
@@ -49,7 +49,7 @@ class TaintLimits:
 
 
 NEWEST_TAINTS = TaintLimits()
-"""For Kubernetes 1.35 and newer. All other limits of a slice are those of the strictest release."""
+"""For Kubernetes 1.35 and newer. The other limits in this module are those of the strictest release."""
 OLDEST_TAINTS = TaintLimits(informational=False, most=_MAX_TAINTS_BEFORE)
 
 
@@ -59,7 +59,7 @@ def untainted(device: OfferedDevice) -> Sequence[JsonObject]:
 
 
 def none_withheld(device: OfferedDevice) -> bool:
-    """Withholds no device."""
+    """Returns False for every device."""
     return False
 
 
@@ -75,9 +75,9 @@ class SliceContent:
 class Pool:
     """The desired state of one pool: its slices in index order.
 
-    There is at least one slice, even if it is empty, to distinguish "no devices" from "no driver". `faults`
-    are the omitted devices, `notes` the deviations from the node's sharing policy, `withheld` the names of
-    devices that must not be used.
+    There is at least one slice, even if it is empty, to distinguish "no devices" from "no driver". `faults` describe
+    the devices that the API server would reject, and `notes` the deviations from the node's sharing policy. `withheld`
+    are the names of devices that must not be used.
     """
 
     name: str
@@ -107,12 +107,11 @@ def build_pool(
     """Returns the pool of a node: counter sets, then devices in PCI order, in slices within the API's limits.
     The result is deterministic.
 
-    Devices with a rule in `sharing` can be allocated several times; others do not change. `taints` returns
-    the taints of a device in API form; devices for which `withheld` is True are omitted. A device that the
-    API server would reject is omitted and reported in `faults`, so that it never costs the node its other
-    devices. Devices are published together with their counters. With `compatibility_groups` each device also
-    states which devices of its counter set can be allocated next to it, so that the scheduler separates GPUs
-    from MIG devices.
+    Devices with a rule in `sharing` can be allocated several times. `taints` returns the taints of a device in API
+    form; devices for which `withheld` is True are omitted. A device that the API server would reject is omitted and
+    reported in `faults`, so that it never costs the node its other devices. Devices are published together with their
+    counters. With `compatibility_groups` each device also states which devices of its counter set can be allocated next
+    to it, so that the scheduler separates GPUs from MIG devices.
     """
     faults: list[str] = []
     counters, refused = _counter_sets(inventory, faults)
@@ -185,7 +184,7 @@ def _within_limit(device: JsonObject) -> JsonObject:
     """Removes entries from a shared device that exceeds the limit, for example a MIG device as large as its
     GPU.
 
-    First removes capacities of 0, which no claim can request, then the attribute that it is shared.
+    First removes capacities of 0, which no claim can request, then the attribute `shareable`.
     """
     attributes, capacity = device["attributes"], device.get("capacity", {})
     if len(attributes) + len(capacity) > MAX_ATTRIBUTES_AND_CAPACITIES:
@@ -216,8 +215,8 @@ def _group(device: OfferedDevice) -> str:
 def _blocks(gpu: Gpu, devices: Sequence[JsonObject], *, has_card: bool) -> Iterator[_Block]:
     """Yields a block for each device without counters, and one for all devices of a counter set.
 
-    The latter reserves room for every device that the GPU could have, so that a change of one GPU never moves
-    a device of another GPU to another slice.
+    The block of a counter set reserves room for every device that the GPU could have, so that a change to one GPU never
+    moves a device of another GPU to another slice.
     """
     profiles = gpu.partitioning.profiles if gpu.partitioning is not None and has_counters(gpu) else ()
     if not profiles and not has_card:
@@ -234,23 +233,25 @@ def _chunks(items: Sequence[T], size: int) -> Iterator[tuple[T, ...]]:
 
 
 def device_faults(device: JsonObject) -> list[str]:
-    """Returns the limits that this device exceeds."""
+    """Returns a text for each limit that this device exceeds."""
     name = device["name"]
     faults = [] if is_dns_label(name) else [f"device {name!r}: the name is not a DNS label"]
     count = len(device.get("attributes", {})) + len(device.get("capacity", {}))
     if count > MAX_ATTRIBUTES_AND_CAPACITIES:
         faults.append(
-            f"device {name}: {count} attributes and capacities, at most {MAX_ATTRIBUTES_AND_CAPACITIES} are allowed"
+            f"device {name}: {count} attributes and capacities, but only {MAX_ATTRIBUTES_AND_CAPACITIES} are allowed"
         )
     return faults
 
 
 def counter_set_faults(entry: JsonObject) -> list[str]:
-    """Returns the limits that this counter set exceeds."""
+    """Returns a text if this counter set exceeds a limit."""
     count = len(entry["counters"])
     if 0 < count <= MAX_COUNTERS_PER_SET:
         return []
-    return [f"counter set {entry['name']}: {count} counters, 1 to {MAX_COUNTERS_PER_SET} are allowed"]
+    return [
+        f"counter set {entry['name']}: {count} counters, but only 1 to {MAX_COUNTERS_PER_SET} are allowed"
+    ]
 
 
 def has_its_counters(device: JsonObject, counter_sets: Iterable[JsonObject]) -> bool:

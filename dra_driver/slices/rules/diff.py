@@ -2,7 +2,7 @@
 fields that an API server dropped because a feature gate is off.
 
 The rules match those of the upstream publishing helper, so no slice is rewritten when one driver takes over from
-another. The index is in the object's name. A pool keeps its generation if no slice is created and at most one
+another. A slice's index is in the object's name. A pool keeps its generation if no slice is created and at most one
 changes. Obsolete slices are deleted before anything is written.
 """
 
@@ -71,13 +71,12 @@ def slice_changes(
     refused: Container[int] = (),
     hopeless: Container[int] = (),
 ) -> SliceChanges:
-    """Returns the writes after which the node's slices are exactly the pool.
+    """Returns the writes after which the node's slices match the pool exactly.
 
-    `existing` are all slices of this driver on this node, of any pool; those of other pools are obsolete.
-    `undeletable` are UIDs of slices that the API server does not delete. If such an obsolete slice has the
-    current generation, it would count as part of the pool, so the pool moves to a new generation. `refused`
-    are the indexes of rejected slices: they are retried without a new generation. `hopeless` slices are not
-    written.
+    `existing` are all slices of this driver on this node, of any pool; slices of other pools are obsolete.
+    `undeletable` are UIDs of slices that the API server does not delete. If such an obsolete slice has the current
+    generation, it would count as part of the pool, so the pool moves to a new generation. `refused` are the indexes of
+    rejected slices: they are retried without a new generation. Slices with an index in `hopeless` are not written.
     """
     ours = [entry for entry in existing if entry["spec"]["pool"]["name"] == pool.name]
     foreign = [entry for entry in existing if entry["spec"]["pool"]["name"] != pool.name]
@@ -106,7 +105,7 @@ def slice_changes(
 
 
 def slice_index(entry: JsonObject) -> int:
-    """Returns the index in the pool of a slice to write."""
+    """Returns the pool index of a slice that will be written."""
     metadata = entry["metadata"]
     return int((metadata.get("name") or metadata["generateName"]).partition("-")[0], 16)
 
@@ -233,8 +232,8 @@ def differences(
 ) -> Iterator[Path]:
     """Yields the paths at which `existing` differs from `wanted`.
 
-    Quantities are compared by value; the order of lists matters; absent and empty are equal. A `timeAdded` of
-    a taint that only the server set is not a difference, nor is one second, because the server rounds.
+    Quantities are compared by value; the order of lists matters; absent and empty are equal. Ignores the `timeAdded` of
+    a taint if only the server set it, or if it differs by at most one second, because the server rounds.
     `are_quantities`: every text is a quantity.
     """
     if _is_empty(existing) and _is_empty(wanted):
@@ -280,8 +279,8 @@ def _is_same_second(existing: Any, wanted: Any) -> bool:
 
 
 def dropped_fields(sent: dict[str, Any], returned: dict[str, Any]) -> tuple[Drop, ...]:
-    """Returns everything in `sent` that `returned` lacks or has changed, both v1 ResourceSlices. Empty if all
-    was stored.
+    """Returns the fields of `sent` that are missing or different in `returned`, which are both v1 ResourceSlices. Empty
+    if the server stored everything.
     """
     sent_spec, returned_spec = sent.get("spec") or {}, returned.get("spec") or {}
     found = (
@@ -320,8 +319,8 @@ def _without(fields: dict[str, Any], gates: Set[str]) -> dict[str, Any]:
 
 
 def _text(path: Path) -> str:
-    """Returns `spec.devices[0].taints`; names with dots or slashes are in brackets, as in the API's own field
-    paths.
+    """Returns the path as text, such as `spec.devices[0].taints`. Names with dots or slashes are in brackets, as in the
+    API's own field paths.
     """
     parts = (
         f".{part}" if isinstance(part, str) and part.replace("_", "").isalnum() else f"[{part}]"

@@ -14,8 +14,12 @@ from dra_driver.slices.rules.build import Pool
 _ONE_TIME_S = 2.0
 """A driver writes its slices one after the other, so all writes within this time of the first count as one."""
 _CALM_S = 180.0
-"""Other writers may pause for a long time: upstream's helper waits 30 s, and so does our slowest answer."""
-_PROMPT_ANSWERS = 10  # to others who change our slices, such as a restarted kubelet, which deletes them
+"""How long a writer must be quiet to count as gone. A writer may pause for a while: upstream's helper waits 30 s, as we
+do.
+"""
+_PROMPT_ANSWERS = (
+    10  # immediate rewrites after others change our slices; a restarted kubelet, for example, deletes them
+)
 _CALM_AFTER_S = 60.0
 _LONGEST_WAIT_S = 30.0
 
@@ -44,11 +48,11 @@ class OtherWriters:
         self._writer: OtherWriter | None = None
 
     def settled(self, slices: Iterable[JsonObject]) -> None:
-        """These slices are correct, no matter who wrote them."""
+        """Note that these slices are correct, no matter who wrote them."""
         self._seen = frozenset(map(_version, slices))
 
     def differing(self, slices: Iterable[JsonObject], now: float) -> None:
-        """These slices are not correct."""
+        """Note that these slices are not correct, and who wrote them."""
         for entry in slices:
             manager = None if _version(entry) in self._seen else self._other(entry)
             self._seen |= {_version(entry)}
@@ -68,8 +72,8 @@ class OtherWriters:
     def _other(self, entry: JsonObject) -> str | None:
         """Returns who wrote this version, if not us.
 
-        Times are whole seconds: of several writers in one second it is the other one, because our own write
-        would not differ.
+        Times are whole seconds. If we and another manager wrote in the same second, it was the other manager, because
+        our own write would not differ.
         """
         fields = entry["metadata"].get("managedFields") or ()
         newest = max((str(field.get("time") or "") for field in fields), default="")
@@ -83,7 +87,7 @@ def _version(entry: JsonObject) -> tuple[str, str]:
 
 
 class WritePacing:
-    """When a write may follow the previous one. Times are seconds of a monotonic clock.
+    """Decides when a write may follow the previous one. Times are seconds of a monotonic clock.
 
     A write of an unchanged pool reverts a change by another writer. The first such writes are immediate. Each
     later one waits twice as long as the one before, until the slices have not been changed for a minute. Our
@@ -102,7 +106,7 @@ class WritePacing:
         return self._answers >= _PROMPT_ANSWERS
 
     def lately(self, now: float) -> bool:
-        """Whether the last write is so recent that others may follow."""
+        """Whether the last write is so recent that more writes may follow."""
         return now - self._wrote < _CALM_AFTER_S
 
     def not_needed(self) -> None:
@@ -121,7 +125,7 @@ class WritePacing:
         return max(0.0, self._needed + delay - now)
 
     def wrote(self, pool: Pool, now: float) -> None:
-        """The pool was written."""
+        """Note that the pool was written."""
         if pool == self._pool:
             self._answers += 1
         self._pool, self._wrote, self._needed = pool, now, None
