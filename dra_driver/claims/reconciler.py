@@ -280,7 +280,7 @@ class Reconciler(BackgroundWorker):
             self.records.save(replace(record, claim=replace(record.claim, pods=pods)), durable=False)
 
     def _reclaim_due(self, stale: Sequence[_Stale]) -> bool:
-        """Unprepare the stale claims whose grace time is over; returns whether any of them failed.
+        """Unprepare the stale claims whose grace time is over; returns whether an Unprepare failed.
 
         Raises: DraDriverError if the API server does not know this node.
         """

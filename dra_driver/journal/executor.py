@@ -262,7 +262,7 @@ class Executor:
         self.cleaner.finish(uid, time_left(_UNDO_WAIT_S))
 
     def lost(self, claim_uid: str) -> ClaimRecord:
-        """Return a substitute record, for `end`, for a claim that has no readable record. Raises: StateError."""
+        """Return a substitute record, so that `end` can end a claim without a readable record. Raises: StateError."""
         if self.records.delete(claim_uid):
             _log.warning(
                 "newer_record_removed",

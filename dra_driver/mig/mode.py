@@ -190,7 +190,8 @@ class MigMode:
         self._disown(gpu)
 
     def gpus(self) -> set[str]:
-        """Returns the GPUs whose MIG mode this plugin enabled, and that have no device of ours and no claim for one.
+        """Returns the GPUs whose MIG mode this plugin enabled and no longer needs: no device of ours exists, and no
+        claim names one.
         Raises: StateError.
         """
         ours = {mode.gpu_uuid for mode in self._ledger.details(OwnedMode)}

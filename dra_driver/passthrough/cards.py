@@ -79,7 +79,7 @@ class Passthrough:
         self._cards: tuple[Card, ...] = ()
 
     def open(self) -> None:
-        """Checks whether passthrough has any work. Call it after the ledger is open. Raises: StateError."""
+        """Checks whether passthrough has any work. Call this after the ledger is open. Raises: StateError."""
         ledger = self._known.ledger
         self._is_on = self._is_wanted or bool(ledger.details(OwnedCard)) or bool(ledger.unreadable())
 

@@ -145,8 +145,8 @@ def _maintenance(
 ) -> StartMaintenance | None:
     """Return the step of a maintenance claim with these devices and their parameters; None for any other claim.
 
-    For a MIG device, the step names its GPU. Raises: ClaimRefusedError if only some devices are for maintenance, if
-    their parameters differ, or if one is a MIG device on demand, which may not exist yet.
+    For a MIG device, the step names the GPU that has the device. Raises: ClaimRefusedError if only some devices are for
+    maintenance, if their parameters differ, or if one is a MIG device on demand, which may not exist yet.
     """
     configs = [one.config for one in parameters if isinstance(one.config, MaintenanceConfig)]
     if not configs:

@@ -62,7 +62,7 @@ def _is_before(branch: int, versions: DriverVersions) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class BoundedRule:
-    """A device's rule, with at most as many shares as its MPS daemon serves clients (`max_clients`).
+    """A device's sharing rule, limited to as many shares as its MPS daemon serves clients (`max_clients`).
 
     `note` is a sentence with the remedy if the device has fewer shares than configured.
     """

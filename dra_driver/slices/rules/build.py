@@ -49,7 +49,7 @@ class TaintLimits:
 
 
 NEWEST_TAINTS = TaintLimits()
-"""For Kubernetes 1.35 and newer. The other limits in this module are those of the strictest release."""
+"""For Kubernetes 1.35 and newer. The other limits in this module are those of the strictest Kubernetes release."""
 OLDEST_TAINTS = TaintLimits(informational=False, most=_MAX_TAINTS_BEFORE)
 
 
