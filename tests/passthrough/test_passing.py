@@ -445,7 +445,8 @@ def test_card_that_is_pulled_out_under_a_virtual_machine_names_that(node: KindNo
     site.machine.remove_gpu(gpu.uuid)
     try:
         refused(
-            in_a_hurry(node, wanted(site)), "the kernel waits until qemu-system-x86 (process 900) closes the GPU"
+            in_a_hurry(node, wanted(site)),
+            "the kernel waits until qemu-system-x86 (process 900) closes the GPU",
         )
         assert node.unprepare(wanted(site)) is None
         [left] = node.cleaner.outstanding()
