@@ -1,9 +1,9 @@
 """Device nodes of the host: the directory of the NVIDIA nodes, links to them in /dev/char, and nodes for RDMA,
 GPUDirect Storage, GDRCopy and NVSwitches.
 
-systemd looks up a device by `/dev/char/<major>:<minor>` when it sets which devices a container may open. udev
-creates these links, but not for the NVIDIA driver's nodes. Without the links, `systemctl daemon-reload` takes
-GPUs away from running containers: with runc 1.1.3 to 1.1.6, and with systemd before 240.
+systemd looks up a device by `/dev/char/<major>:<minor>` when it sets which devices a container may open. udev creates
+these links, but not for the NVIDIA driver's nodes. Without the links, a `systemctl daemon-reload` cuts running
+containers off from their GPUs, with runc 1.1.3 to 1.1.6 or systemd before 240.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class DeviceNodeReader(Protocol):
 
 
 class LstatDeviceNodeReader:
-    """Reads device nodes of the file system. Symbolic links are not followed."""
+    """Reads device nodes in the file system. Does not follow symbolic links."""
 
     def read(self, path: str) -> DeviceNode | None:
         """Return the node at the path; None if there is no device node."""
@@ -104,7 +104,7 @@ def _node_type(mode: int) -> NodeType | None:
 
 
 class DevRoot:
-    """The host's nodes, which containers can get; never those in this process's own `/dev`."""
+    """The host's device nodes, which containers can get; never the nodes in this process's own `/dev`."""
 
     def __init__(self, paths: HostPaths, reader: DeviceNodeReader) -> None:
         self._paths = paths
@@ -114,8 +114,8 @@ class DevRoot:
     def root(self) -> str:
         """The directory that contains `dev`, as this process sees it.
 
-        If the driver root has its own `dev`, it is used even while NVIDIA nodes are missing there: NVML creates
-        nodes in a private `/dev`, but no container ever gets those.
+        A `dev` in the driver root is used even while NVIDIA nodes are missing there, because this process's own
+        `/dev` may be private: NVML creates nodes in it, but no container gets them.
         """
         if self._paths.dev_root is not None:
             return self._paths.dev_root
@@ -136,7 +136,7 @@ class DevRoot:
         )
 
     def _host_root(self, root: str) -> str:
-        """Return the dev root as the runtime sees it: the driver root if that has `dev`, else the host's `/`."""
+        """Return the dev root as the runtime sees it: the driver root if it has `dev`, else the host's `/`."""
         driver_root = self._paths.driver_root.rstrip("/")
         root = root.rstrip("/")
         if root != driver_root and not root.startswith(driver_root + "/"):
@@ -145,7 +145,7 @@ class DevRoot:
 
 
 class DevCharLinks:
-    """Links in the host's /dev/char. Only links to device nodes of the NVIDIA driver are ever written."""
+    """Links in the host's /dev/char. Writes only links to the NVIDIA driver's device nodes."""
 
     def __init__(self, paths: HostPaths, nodes: DeviceNodeReader) -> None:
         self._dev = DevRoot(paths, nodes)
@@ -156,10 +156,10 @@ class DevCharLinks:
         self._lock = threading.Lock()
 
     def missing(self, paths: Iterable[str] | None = None) -> dict[str, str]:
-        """Return the target of each link that is missing or wrong, by a name such as `195:0`.
+        """Return the targets of the links that are missing or wrong, by link name, such as `195:0`.
 
-        `paths` are nodes as containers see them; None means all nodes of the NVIDIA driver. A link that leads
-        to the right node by another path is right, and anything that is not a link is left alone.
+        `paths` are nodes as containers see them; None means all nodes of the NVIDIA driver. A link that leads to the
+        right node by a different path is kept, and so is any file that is not a link.
         """
         found = {}
         for path in self._all() if paths is None else paths:
@@ -171,7 +171,7 @@ class DevCharLinks:
         return found
 
     def make(self, paths: Iterable[str] | None = None) -> None:
-        """Create missing links and replace wrong ones. `paths` is as for `missing`.
+        """Create missing links and replace wrong ones. `paths` has the same meaning as in `missing`.
 
         A failure is logged once for each reason, because containers work without the links.
         """
@@ -212,23 +212,21 @@ class DevCharLinks:
         return there is not None and (there.major, there.minor) == (wanted.node.major, wanted.node.minor)
 
     def _target(self, node: HostNode) -> str:
-        """Return the link's target: relative for a node in the host's own /dev, as udev does it."""
+        """Return the link's target, which is relative for a node in the host's own /dev, as in udev's links."""
         own = f"{join_root(self._root, '/dev')}/"
         return f"../{node.host_path.removeprefix(own)}" if node.host_path.startswith(own) else node.host_path
 
 
 @dataclass(frozen=True, slots=True)
 class FoundHostDevice:
-    """The nodes and files of one kind on the host; empty if the host has no such nodes."""
+    """The host's nodes and files of one kind of extra device; empty if the host has no such nodes."""
 
     nodes: tuple[HostNode, ...] = ()
     mounts: tuple[CdiMount, ...] = ()
 
 
 class HostDeviceFinder:
-    """Finds extra devices. It reads the host at each call, because kernel modules may be loaded and unloaded at
-    any time.
-    """
+    """Finds extra devices. Reads the host's nodes at each call, because kernel modules come and go at any time."""
 
     def __init__(self, paths: HostPaths, *, nodes: DeviceNodeReader | None = None) -> None:
         reader = nodes or LstatDeviceNodeReader()

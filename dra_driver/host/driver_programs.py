@@ -1,5 +1,5 @@
-"""Programs of the installed NVIDIA driver, set up to run in a container with another C library; and
-nvidia-smi, for settings that NVML cannot change.
+"""The NVIDIA driver's programs, set up to run in a container with a different C library; and nvidia-smi, for settings
+that NVML cannot change.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ BINARY_DIRS = (
     "/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin",
     "/usr/local/nvidia/bin", "/opt/nvidia/current/usr/bin", "/opt/bin", "/usr/libexec/nvidia/tesla/bin",
 )  # fmt: skip
-"""In search order: the directories of every system, then those in which GKE, driver installers, Flatcar and
-Bottlerocket keep the NVIDIA driver's programs. Their libraries are in `UNUSUAL_DIRS`.
+"""In search order: directories that every system has, then those of GKE, driver installers, Flatcar and Bottlerocket.
+`UNUSUAL_DIRS` has the library directories of these systems.
 """
 _TIMEOUT_S = 20.0
 _MIN_S = 0.1
 _ABSENT_CODES = (6, 9, 15)
-"""No such GPU, driver not loaded, GPU is lost."""
+"""nvidia-smi's exit codes for: no such GPU, driver not loaded, GPU lost."""
 _ABSENT = (
     "gpu is lost",
     "unable to determine the device handle",
@@ -54,9 +54,8 @@ _ABSENT = (
 class InstalledPrograms:
     """Finds the NVIDIA driver's programs at each call.
 
-    If the NVIDIA driver is not installed in `/`, its programs find its libraries through a directory of links.
-    The other system's library directories themselves would also provide its C library, and then no program
-    starts.
+    If the NVIDIA driver is not installed in `/`, its programs load their libraries from a directory of links. The
+    driver root's own library directories also contain a C library, with which no program would start.
     """
 
     def __init__(
@@ -64,8 +63,8 @@ class InstalledPrograms:
     ) -> None:
         """Find the programs `names` below `root`, as this process sees it.
 
-        `links` is the directory for links to libraries. Its mode is `links_mode`, because programs that run as
-        another user need access.
+        `links` is the directory for links to libraries, and `links_mode` its mode: programs that run as another user
+        need access to it.
         """
         self._root = root
         self._links = links
@@ -88,7 +87,7 @@ class InstalledPrograms:
         return DriverPrograms(self._root, paths, self._search_path, str(self._links) if elsewhere else None)
 
     def _link(self, paths: Mapping[str, str]) -> None:
-        """Create the links, again if programs or anything in the directories of their libraries changed.
+        """Create the links, and create them again if programs or their library directories have changed.
 
         A new directory is scanned twice, so that a change during the first scan is noticed.
         """
@@ -113,7 +112,7 @@ class InstalledPrograms:
 
 
 def find_program(look: Callable[[str], str | None], name: str) -> tuple[str, str] | None:
-    """Return where a program was found and the resolved file, both inside the tree that `look` searches."""
+    """Return the path of a program and its resolved file, both inside the tree that `look` searches."""
     for directory in BINARY_DIRS:
         resolved = look(f"{directory}/{name}")
         if resolved is not None:
@@ -122,7 +121,7 @@ def find_program(look: Callable[[str], str | None], name: str) -> tuple[str, str
 
 
 def _libraries(tree: RootedTree) -> dict[str, str]:
-    """Return the file of each library name that the loader needs."""
+    """Return the file for each library name that the dynamic linker looks for."""
     scanned = scan_libraries(tree, None)
     files = dict(scanned.files)
     names = files | {path: files[leads_to] for path, _, leads_to in scanned.links}
@@ -137,8 +136,8 @@ def _libraries(tree: RootedTree) -> dict[str, str]:
 class NvidiaSmi:
     """The NVIDIA driver's nvidia-smi, looked up at each call.
 
-    It opens NVML, so it runs only inside `using_nvml`, which waits for at most the given seconds and raises
-    NvmlDetachedError while NVML must stay closed.
+    nvidia-smi opens NVML, so it runs only inside `using_nvml`, which waits at most the given number of seconds, and
+    raises NvmlDetachedError while NVML must stay closed.
     """
 
     find: FindPrograms
@@ -148,9 +147,8 @@ class NvidiaSmi:
         """Set the length of a GPU's time slices: 0 default, 1 short, 2 medium, 3 long. Takes at most
         `timeout_s` seconds.
 
-        Raises: NotSupportedError if the GPU does not have this setting; NvmlUnavailableError if the NVIDIA
-        driver or the GPU is missing; StateError if the NVIDIA driver's libraries do not fit or cannot be
-        linked; otherwise RetryableError.
+        Raises: NotSupportedError if the GPU does not have this setting; NvmlUnavailableError if the NVIDIA driver or
+        the GPU is missing; StateError if the NVIDIA driver's libraries cannot be linked; otherwise RetryableError.
         """
         action = f"set the time slice of GPU {gpu_uuid}"
         until = time.monotonic() + timeout_s

@@ -42,8 +42,8 @@ _SOCKETS = tuple(
 )
 _FIRMWARE = re.compile(r"^(?:gsp|ucodes).*\.bin\Z")
 
-# Containers get these files where the loaders of all images search, wherever the host has them. GKE has
-# Vulkan's files in the driver root itself.
+# Wherever these files are on the host, containers get them in the directories that the loaders of all images search.
+# On GKE, Vulkan's files are in the driver root itself.
 _CONFIGS = [(group["files"], group["on_host"], group["in_container"]) for group in INSTALLATION["configs"]]
 _XORG_TOPS = ("/usr/lib/xorg", "/usr/lib64/xorg", "/usr/X11R6/lib", "/usr/X11R6/lib64")
 _XORG_TAILS = tuple(
@@ -60,12 +60,12 @@ _JETSON_DIRS = tuple(f"/usr/lib/aarch64-linux-gnu/{name}" for name in ("tegra", 
 _UNSUPPORTED = (
     (
         "WSL2",
-        "its GPUs have no device nodes of their own, and the NVIDIA driver is the one of Windows",
+        "its GPUs have no device nodes of their own, and their driver is the NVIDIA driver for Windows",
         ("/dev/dxg", "/usr/lib/wsl/lib"),
     ),
     (
         "Jetson or another Tegra system",
-        "its GPU is not a PCI device, and its driver (nvgpu) has other device nodes and libraries",
+        "its GPU is not a PCI device, and its driver (nvgpu) has different device nodes and libraries",
         ("/etc/nv_tegra_release", *(f"{directory}/libnvrm_gpu.so" for directory in _JETSON_DIRS)),
     ),
 )
@@ -79,8 +79,8 @@ _WATCHED = (
 
 
 _FRESH_S = 0.05
-"""Pods that start together, for example eight, share one reading. If the toolkit is replaced in that time, their
-containers fail anyway.
+"""How long a check stays valid, so that pods that start together share one. If the toolkit is replaced within this
+time, their containers fail anyway.
 """
 
 
@@ -107,10 +107,11 @@ class DriverRoot:
         self._read_at = 0.0
 
     def files(self, nvml_version: str | None) -> DriverFiles:
-        """Like `scan`, but return the last result while nothing has changed. The calls of one burst check once.
+        """Like `scan`, but return the last result while nothing has changed. Calls in quick succession check only
+        once.
 
-        Errors are not cached. Neither are results while an installation may be running, because two changes
-        within one tick of the file system's clock have the same time.
+        Errors are not cached. Results are not cached while an installation may be running, because two changes within
+        one tick of the file system's clock have the same time.
         """
         with self._lock:
             known = self._known
@@ -122,7 +123,7 @@ class DriverRoot:
             with self._lock:
                 self._read_at = time.monotonic()
             return known[2]
-        # Checked before the scan, so that later changes have another time.
+        # Checked before the scan, so that changes during the scan get a later time.
         is_quiet = all(is_settled(mark[2]) for mark in fingerprint if isinstance(mark, tuple))
         files = self.scan(nvml_version)
         with self._lock:
@@ -145,8 +146,8 @@ class DriverRoot:
     def scan(self, nvml_version: str | None) -> DriverFiles:
         """Return the installed NVIDIA driver.
 
-        Raises: RetryableError if a required part is missing, if the installed files have another version than
-        the loaded driver (`nvml_version`), or if the configured hook does not exist.
+        Raises: RetryableError if a required part is missing, if the installed files have a different version than the
+        loaded driver (`nvml_version`), or if the configured hook does not exist.
         """
         tree = RootedTree(self._paths.driver_root)
         libraries, found, version = self._libraries(tree, nvml_version)
@@ -180,9 +181,7 @@ class DriverRoot:
         )
 
     def problem(self, nvml_version: str | None) -> str | None:
-        """Return why no claim can be prepared, as `scan` would report it, except for the hook; None if
-        everything is there.
-        """
+        """Return the error that `scan` would raise; None if claims can be prepared. Does not check the hook."""
         try:
             self._libraries(RootedTree(self._paths.driver_root), nvml_version)
             self._common_nodes()
@@ -214,7 +213,7 @@ class DriverRoot:
         )
 
     def _found(self, tree: RootedTree, paths: Iterable[str]) -> tuple[DriverFile, ...]:
-        """Return those paths that are regular files."""
+        """Return the files for those paths that lead to regular files."""
         resolved = ((path, tree.file(path)) for path in paths)
         return tuple(self._file(file, path) for path, file in resolved if file is not None)
 
@@ -232,7 +231,7 @@ class DriverRoot:
             )
         if nvml_version is not None and nvml_version not in libraries.versions:
             raise RetryableError(
-                f"driver half upgraded: version {nvml_version} is loaded but the files below {root} are of "
+                f"driver half upgraded: version {nvml_version} is loaded, but the files below {root} have "
                 f"version {', '.join(libraries.versions)}; reload the NVIDIA kernel modules or reboot"
             )
         return libraries.versions[0]
@@ -290,8 +289,8 @@ class DriverRoot:
     ) -> tuple[list[DriverFile], list[DriverLink], dict[str, str]]:
         """Return the X server's modules, the GLX link, and the modules for other architectures.
 
-        Each module is from the first directory that has it for this architecture. An X server loads the GLX
-        module by that link, which hosts have elsewhere or not at all.
+        Each module is from the first directory that has it for this architecture. An X server loads the GLX module
+        through the link, which a host may have in another directory or not at all.
         """
         places: list[str] = []
         for directory in driver_dirs:
@@ -332,7 +331,7 @@ def unsupported_system(tree: RootedTree, root: str) -> str | None:
     """Return a sentence that names an unsupported system below the driver root; None if the system is
     supported.
 
-    WSL2 and Jetson have another kind of NVIDIA driver, whose libcuda always has version 1.1.
+    WSL2 and Jetson have a different kind of NVIDIA driver, whose libcuda always has version 1.1.
     """
     for name, reason, signs in _UNSUPPORTED:
         sign = next((path for path in signs if tree.resolve(path) is not None), None)
@@ -345,7 +344,7 @@ def unsupported_system(tree: RootedTree, root: str) -> str | None:
 
 
 def find_nvml_library(driver_root: str, machine: str = MACHINE) -> str:
-    """Return the path, for this process, of the NVML library for `machine` below a driver root.
+    """Return the path of the NVML library for `machine` below a driver root, as this process sees it.
 
     Raises: DriverGoneError that names the searched directories; NvmlLibraryError if all libraries found are for
     another architecture.
@@ -361,7 +360,7 @@ def find_nvml_library(driver_root: str, machine: str = MACHINE) -> str:
     if foreign:
         raise NvmlLibraryError(
             f"{note_of_left_out(driver_root, foreign, machine)}; install the NVIDIA driver for this machine, set the "
-            "driver root to where it is, or remove these libraries if this node has no GPU"
+            "driver root to where it is installed, or remove these libraries if this node has no GPU"
         )
     unsupported = unsupported_system(tree, driver_root)
     if unsupported is not None:
@@ -374,7 +373,7 @@ def find_nvml_library(driver_root: str, machine: str = MACHINE) -> str:
 
 
 def _mark(tree: RootedTree, path: str) -> tuple[int, int, int, int] | None:
-    """Return the stamp and the file system. Different images of the driver may have the same inodes and times."""
+    """Return the stamp and the file system: files in different driver images may have the same inode and time."""
     resolved = tree.resolve(path)
     if resolved is None:
         return None

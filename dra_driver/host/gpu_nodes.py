@@ -1,8 +1,8 @@
 """The device nodes through which a container accesses a GPU or MIG device.
 
-Nodes of MIG devices are read from /proc, so they need not exist on the host; they are created if programs on
-the host need them. NVML creates a MIG device without nodes: they appear when someone runs nvidia-smi or
-nvidia-modprobe on the host, and again after each reboot.
+The numbers of a MIG device's nodes are read from /proc, so the nodes need not exist on the host. `CapabilityNodes`
+creates them for programs on the host: NVML does not, nvidia-smi and nvidia-modprobe do so only when someone runs
+them, and a reboot removes the nodes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class MigCaps:
         self._proc = Path(proc)
 
     def majors(self) -> dict[str, int]:
-        """Return the character device majors by driver name. The first one is used if a name has several."""
+        """Return the major numbers of character devices by driver name; the first one if a name has several."""
         text = text_of(self._proc / "devices")
         majors: dict[str, int] = {}
         for line in text.partition("Block devices:")[0].splitlines():
@@ -47,7 +47,7 @@ class MigCaps:
     def nodes(
         self, gpu_minor: int, gpu_instance: int, compute_instance: int
     ) -> tuple[DeviceNode, DeviceNode]:
-        """Return the nodes that open a GPU instance and a compute instance in it.
+        """Return the nodes that give access to a GPU instance and to a compute instance in it.
 
         Raises: RetryableError if the instance or the NVIDIA driver's capability interface does not exist.
         """
@@ -63,7 +63,7 @@ class MigCaps:
         """Return the nodes of all existing GPU and compute instances, with their capability paths below
         `capabilities`.
 
-        Nodes that the NVIDIA driver leaves to the administrator are skipped.
+        Skips nodes that the NVIDIA driver leaves to the administrator.
 
         Raises: RetryableError if there are instances, but no major number for their nodes.
         """
@@ -82,7 +82,7 @@ class MigCaps:
         return nodes
 
     def management_nodes(self) -> list[DeviceNode]:
-        """Return the nodes that configure and monitor MIG, and those of all instances, which they require.
+        """Return the nodes that configure and monitor MIG, and the nodes of all instances, which both tasks require.
 
         Empty if the driver has no MIG capabilities. Raises: RetryableError if there are capabilities, but no
         major number for their nodes.
@@ -127,7 +127,7 @@ class MigCaps:
         mode = _MODE.search(text)
         if minor is None or mode is None:
             raise RetryableError(
-                f"the MIG capability {capability} does not name a device file in {self._path(capability)}"
+                f"the MIG capability {capability} is not usable: {self._path(capability)} does not name a device file"
             )
         return DeviceNode(
             path=f"/dev/nvidia-caps/nvidia-cap{minor[1]}",
@@ -139,8 +139,8 @@ class MigCaps:
 
 
 class CapabilityNodes:
-    """The MIG device nodes below `root`. Containers do not need them, because CDI specifies the numbers of each
-    node; CUDA programs on the host do.
+    """The MIG device nodes below `root`. CUDA programs on the host need these nodes; containers do not, because CDI
+    specifies the numbers of each node.
     """
 
     def __init__(self, caps: MigCaps, root: str, maker: DeviceNodeMaker) -> None:
@@ -152,8 +152,8 @@ class CapabilityNodes:
     def make_missing(self) -> None:
         """Create a node for every existing GPU and compute instance, as nvidia-smi does.
 
-        A node with the right numbers is kept; one with other numbers is from before a reload of the NVIDIA
-        driver, and is replaced. Raises: RetryableError if a missing node cannot be created.
+        Keeps nodes with the right numbers. Replaces nodes with other numbers, which are from before a reload of the
+        NVIDIA driver. Raises: RetryableError if a missing node cannot be created.
         """
         with self._lock:
             for capability, node in self._caps.all_nodes():
@@ -167,14 +167,14 @@ class CapabilityNodes:
                     ) from error
 
     def _have(self, path: str, node: DeviceNode) -> None:
-        """Create or replace a node. Raises: RetryableError if the path is something else; OSError."""
+        """Create or replace a node. Raises: RetryableError if another kind of file has this path; OSError."""
         try:
             self._maker.make(path, node)
         except FileExistsError:
             there = self._maker.read(path)
             if there is None or there.type != node.type:
                 raise RetryableError(
-                    f"cannot create the device node {_named(node)}: another file is there; remove it from the node, "
+                    f"cannot create the device node {_named(node)}: another file has this path; remove that file, "
                     "and find out what created it"
                 ) from None
             if (there.major, there.minor) != (node.major, node.minor):
@@ -187,7 +187,7 @@ def _named(node: DeviceNode) -> str:
 
 
 class GpuNodes:
-    """Looks up nodes on the host at each call. A missing node that the device needs is an error."""
+    """Looks up device nodes on the host at each call. Raises an error if a node that the device needs is missing."""
 
     def __init__(self, paths: HostPaths, *, nodes: DeviceNodeReader | None = None) -> None:
         self._dev = DevRoot(paths, nodes or LstatDeviceNodeReader())
@@ -217,8 +217,8 @@ class GpuNodes:
         *,
         graphics: bool = False,
     ) -> CdiDevice:
-        """Return the CDI device `name` of a MIG device. `minor` and `bus_id` are its GPU's; `graphics` is for
-        `+gfx` profiles.
+        """Return the CDI device `name` of a MIG device. `minor` and `bus_id` belong to its GPU; `graphics` adds
+        graphics nodes, for `+gfx` profiles.
 
         Raises: RetryableError if the GPU's node or the instance is missing.
         """
@@ -233,12 +233,11 @@ class GpuNodes:
     def management(
         self, minors: Iterable[int | None], *, has_mig: bool
     ) -> tuple[tuple[HostNode, ...], tuple[str, ...]]:
-        """Return the nodes through which an agent manages GPUs and their MIG devices, and a list of what the
-        host lacks.
+        """Return the nodes through which an agent manages GPUs and their MIG devices, and the paths of missing nodes.
 
-        Missing nodes are not an error, because an agent is also needed on a node with a bad GPU. `has_mig` says
-        whether one of the GPUs can have MIG devices. Raises: RetryableError if the NVIDIA driver is being
-        loaded or unloaded.
+        Missing nodes are not an error, because an agent is needed even if the machine has a bad GPU. `has_mig` says
+        whether one of the GPUs can have MIG devices. Raises: RetryableError if the NVIDIA driver is being loaded or
+        unloaded.
         """
         wanted = [f"/dev/nvidia{minor}" for minor in minors if minor is not None]
         found = [(path, self._dev.node(path)) for path in wanted]

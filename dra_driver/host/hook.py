@@ -48,7 +48,7 @@ _NONE = (
 
 @dataclass(frozen=True, slots=True)
 class Hook:
-    """`host_path` is what the runtime runs; None if there is no usable hook. `notes` explain why, or what was
+    """`host_path` is the program that the runtime runs; None if no hook is usable. `notes` say why not, or what was
     not checked.
     """
 
@@ -59,8 +59,8 @@ class Hook:
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """A part of the host: `root` as this process sees it, `prefix` as the runtime does. The hook may be at
-    `places`.
+    """A directory of the host: `root` is its path for this process, `prefix` its path for the runtime. The hook may
+    be at one of `places`.
     """
 
     root: str
@@ -74,8 +74,8 @@ class _View:
 
 
 class HookFinder:
-    """Searches for the hook in the usual places below the host's `/`, then in the plugin's own directory, where
-    the chart installs one (`cdiHook.enabled`), then in the driver root.
+    """Searches for the hook in the usual places below the host's `/`, then in the plugin's own directory, where the
+    chart installs it (`cdiHook.enabled`), then in the driver root.
 
     The hook runs on the host with the host's libraries, so a copy in a driver container is the last choice.
     """
@@ -109,7 +109,7 @@ class HookFinder:
                     yield view.root, inside
 
     def expirations(self) -> int:
-        """Return a number that grows when results of `find` have expired without any change of a file."""
+        """Return a number that grows when results of `find` have expired although no file has changed."""
         with self._lock:
             due = [path for path, (_, answer) in self._answers.items() if answer.is_due]
             for path in due:
@@ -158,8 +158,8 @@ class HookFinder:
     def _checked(self, host_path: str, view: _View, resolved: str) -> Hook:
         """Return the hook with its verbs.
 
-        The program runs once, and again if its file was replaced, or some time after a failure; one thread at a
-        time.
+        Runs the program once, and again if its file was replaced or a failure has expired. Only one thread runs it at
+        a time.
         """
         local = join_root(view.root, resolved)
         with self._lock:
@@ -183,9 +183,9 @@ class HookFinder:
     def _answer(self, host_path: str, view: _View, resolved: str) -> _Answer:
         """Run the program to read its verbs.
 
-        First it is run directly, which works for static programs and most others. If that fails, it is run with
-        its root as `/`, because toolkits of operators are scripts that call a program by its host path. The
-        program that `cdiHook.enabled` installs comes from an image, so it is checked on the host: the host must
+        Runs it directly first, which works for static programs and most others. If that fails, runs it with its root
+        as `/`, because the toolkits that operators install are scripts that call a program by its host path. The
+        program that `cdiHook.enabled` installs comes from an image, so it runs with the host's `/`: the host must
         have the loader and the libraries, and the directory must not be mounted noexec.
         """
         arguments = ["hook", "--help"] if host_path.endswith("/nvidia-ctk") else ["--help"]
@@ -203,8 +203,7 @@ class HookFinder:
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """The verbs that are safe to use; else why they could not be read, and the program's exit code (0 if it did
-    not exit).
+    """The verbs that are safe to use, and if the program failed, why, and its exit code (0 if it did not exit).
 
     The answer is valid until `due_at` (time.monotonic()).
     """
@@ -220,7 +219,7 @@ class _Answer:
 
 
 def _answer_of(commands: Sequence[list[str]]) -> _Answer:
-    """Return the answer of the first command that succeeds, else the fault of the first command."""
+    """Return the answer of the first command that succeeds; if none does, the fault of the first command."""
     deadline = time.monotonic() + _BOUND_S
     faults: list[_Answer] = []
     for command in commands:
@@ -257,6 +256,6 @@ def _listed_verbs(text: str) -> set[str]:
 
 
 def _last_line(said: str) -> str:
-    """Return the last line, in which the loader or chroot says why a program does not run."""
+    """Return the last line, in which the loader or chroot reports why a program does not run."""
     lines = said.strip().splitlines()
     return "".join(filter(str.isprintable, lines[-1]))[:_LONGEST_CAUSE].strip() if lines else ""

@@ -1,7 +1,7 @@
 """The IMEX channels of the NVIDIA driver, and the host's nvidia-imex, which connects the nodes of a fabric.
 
 The protocol of the daemon's control socket is not public, so the plugin runs the daemon's own client:
-`nvidia-imex-ctl -q -u SOCKET` prints READY. The daemon's configuration file has the path of the socket. A TCP
+`nvidia-imex-ctl -q -u SOCKET` prints READY. The daemon's configuration file contains the path of the socket. A TCP
 port would not help: the daemon binds it to addresses that a pod cannot reach, and it has no authentication.
 """
 
@@ -34,8 +34,8 @@ _SETTING = re.compile(r"^[ \t]*(IMEX_CMD_[A-Z_]+)[ \t]*=[ \t]*(.*?)[ \t\r]*$", r
 _READY = "READY"
 _TIMEOUT_S = 4.0
 _FRESH_S = 1.0
-"""Pods that start together are one burst, for which the daemon is queried once."""
-_SUPPORTED = "load an NVIDIA driver that has them (`modprobe nvidia`; 550 or newer)"
+"""How long an answer of the daemon stays valid, so that pods that start together cause only one query."""
+_SUPPORTED = "load an NVIDIA driver that supports IMEX channels (`modprobe nvidia`; version 550 or newer)"
 
 
 class ImexChannelNodes:
@@ -81,7 +81,7 @@ class ImexDaemon:
         until = time.monotonic() + min(timeout_s, _TIMEOUT_S)
         if not self._lock.acquire(timeout=max(0.0, until - time.monotonic())):
             raise _unready(
-                f"does not answer: an earlier query has waited for {min(timeout_s, _TIMEOUT_S):.3g} s"
+                f"does not answer: an earlier query is still waiting after {min(timeout_s, _TIMEOUT_S):.3g} s"
             )
         try:
             if time.monotonic() < self._ready_until:
@@ -121,7 +121,7 @@ class ImexDaemon:
                 found = settings(Path(tree.local(file)).read_text("utf-8", errors="replace"))
             except OSError as error:
                 raise RetryableError(
-                    f"cannot read {CONFIG} below {root}: {error.strerror}; this file says where nvidia-imex listens"
+                    f"cannot read {CONFIG} below {root}: {error.strerror}; it names nvidia-imex's control socket"
                 ) from error
             path = found.get("IMEX_CMD_UNIX_DOMAIN_PATH", "")
             if found.get("IMEX_CMD_ENABLED") != "1" or not path.startswith("/"):
@@ -147,5 +147,5 @@ def settings(text: str) -> Mapping[str, str]:
 
 def _unready(what: str) -> RetryableError:
     return RetryableError(
-        f"nvidia-imex of this node {what}; see `systemctl status nvidia-imex` and `nvidia-imex-ctl -N` on the node"
+        f"nvidia-imex on this node {what}; see `systemctl status nvidia-imex` and `nvidia-imex-ctl -N` on the node"
     )

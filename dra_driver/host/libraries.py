@@ -15,7 +15,7 @@ from dra_driver.model.driver_files import DriverLink
 from dra_driver.model.units import counted
 
 INSTALLATION: Final = json.loads(Path(__file__).with_name("installation.json").read_bytes())
-"""Names of files of the NVIDIA driver."""
+"""The names of the NVIDIA driver's files."""
 _ARCHES = ("x86_64-linux-gnu", "aarch64-linux-gnu")
 _PER_ARCH = tuple(
     f"/{top}/{arch}{tail}"
@@ -31,11 +31,12 @@ UNUSUAL_DIRS = (
     "/usr/lib", "/usr/local/glibc/usr/lib", "/usr/local/nvidia/lib64", "/opt/nvidia/current/usr/lib64",
     "/usr/lib/nvidia/tesla", "/run/opengl-driver/lib",
 )  # fmt: skip
-"""A directory of many systems, then those of Talos, GKE and driver installers, Flatcar, Bottlerocket and NixOS.
+"""First a directory that many systems have, then the directories of Talos, GKE and driver installers, Flatcar,
+Bottlerocket and NixOS.
 
-They are searched only if no usual directory has libcuda, because on many systems `/usr/lib` has 32-bit
-libraries. Containers get the files under these names, not the resolved ones, because programs made for NixOS
-search `/run/opengl-driver/lib`.
+They are searched only if no usual directory has libcuda, because on many systems `/usr/lib` has 32-bit libraries.
+Containers get the files at these paths, not at the resolved ones, because programs made for NixOS search
+`/run/opengl-driver/lib`.
 """
 
 _LD_CACHE = "/etc/ld.so.cache"
@@ -52,9 +53,9 @@ MACHINE = os.uname().machine
 _ELF64 = b"\x7fELF\x02"
 _ELF_MACHINES = {"x86_64": 62, "aarch64": 183, "i386": 3, "arm": 40, "ppc64le": 21}
 _ELF_MACHINE = slice(18, 20)
-"""The place of the architecture in the header of an ELF file."""
+"""The bytes of an ELF file's header that specify the architecture."""
 
-# The name under which programs load a library if it is not `<library>.so.1`; None: its full name.
+# The name under which programs load a library if it is not `<library>.so.1`; None means its full name.
 _LOADED_AS: dict[str, str | None] = INSTALLATION["loaded_as"]
 
 # Links that programs need although no package creates them: (library, link below its directory, target).
@@ -63,8 +64,8 @@ _EXTRA_LINKS: list[tuple[str, str, str]] = INSTALLATION["extra_links"]
 
 @dataclass(frozen=True, slots=True)
 class Libraries:
-    """Paths inside the tree, as containers have them. `versions` lists every libcuda version found, in search
-    order.
+    """The libraries of one driver version. Each file has the same path inside the tree and in containers. `versions`
+    lists every libcuda version found, in search order.
     """
 
     versions: tuple[str, ...]
@@ -76,7 +77,7 @@ class Libraries:
     driver_directories: tuple[str, ...] = ()
     """The directories with libraries of the driver's version, without their subdirectories."""
     left_out: Mapping[str, str] = field(default_factory=dict)
-    """Files for another architecture than this machine's, with that architecture."""
+    """Files for another architecture than this machine's, each with its architecture."""
 
     def driver_links(self, host_path: dict[str, str]) -> tuple[DriverLink, ...]:
         """Return the links, with the host path of the file that each leads to."""
@@ -85,7 +86,7 @@ class Libraries:
 
 @dataclass(slots=True)
 class _Listing:
-    """`directory` is resolved, `shown` is its path in containers. `files` has the resolved file of each name."""
+    """`directory` is resolved, `shown` is its path in containers. `files` maps each name to its resolved file."""
 
     directory: str
     shown: str
@@ -111,11 +112,10 @@ def versioned_nvml_libraries(tree: RootedTree, directories: Iterable[str]) -> li
 
 
 def foreign_files(tree: RootedTree, paths: Iterable[str], machine: str = MACHINE) -> dict[str, str]:
-    """Return those files that are for another architecture than `machine`, or for 32-bit programs, with that
-    architecture.
+    """Return the files for another architecture than `machine` or for 32-bit programs, each with its architecture.
 
-    Files that are not ELF files are never foreign, such as those of a simulated machine, or a file that is
-    still being written.
+    Files that are not ELF files never count as foreign, for example the files of a simulated machine, or a file that
+    is still being written.
     """
     return {path: made_for for path in paths if (made_for := _foreign_architecture(tree, path, machine))}
 
@@ -189,7 +189,9 @@ def scan_libraries(tree: RootedTree, version: str | None, machine: str = MACHINE
 
 
 def linker_directories(paths: Iterable[str], machine: str = MACHINE) -> tuple[str, ...]:
-    """Return the default directories of images' dynamic linkers: Debian's, and that of other distributions."""
+    """Return the directories that the dynamic linkers in images search by default: Debian's, then that of other
+    distributions.
+    """
     libcuda = next((path for path in paths if _LIBCUDA.match(path.rpartition("/")[2])), "")
     arch = next((arch for arch in _ARCHES if f"/{arch}/" in libcuda), f"{machine}-linux-gnu")
     return f"/usr/lib/{arch}", "/usr/lib64"
@@ -199,8 +201,8 @@ def _search(tree: RootedTree, machine: str, left_out: dict[str, str]) -> list[_L
     """List the NVIDIA driver's files in each directory. A libcuda of another architecture is added to
     `left_out`.
 
-    Links that lead out of their directory are followed only if no directory has libcuda itself: hosts with such
-    links usually have the files in another of these directories.
+    Links that lead out of their directory are followed only if no directory has libcuda itself: hosts with such links
+    usually have the files themselves in another of these directories.
     """
     everywhere = False
     for follow in (False, False, True):
@@ -228,7 +230,7 @@ def _drop_foreign_libcuda(
 
 
 def _list(tree: RootedTree, directory: str, shown: str, *, follow: bool = False) -> _Listing:
-    """List a resolved directory; with `follow`, include files of other directories to which its links lead."""
+    """List a resolved directory; with `follow`, include the files in other directories that its links lead to."""
     listing = _Listing(directory, shown, {}, [])
     for entry in tree.entries(directory):
         name = entry.name
@@ -273,7 +275,7 @@ def _all_directories(tree: RootedTree) -> list[str]:
 
 
 def _cached_directories(tree: RootedTree) -> list[str]:
-    """Return the directories in which the dynamic linker's cache has NVIDIA libraries."""
+    """Return the directories of the NVIDIA libraries in the dynamic linker's cache."""
     cache = tree.file(_LD_CACHE)
     if cache is None:
         return []
@@ -285,7 +287,7 @@ def _cached_directories(tree: RootedTree) -> list[str]:
 
 
 def _vdpau(tree: RootedTree, listing: _Listing, suffix: str) -> dict[str, str]:
-    """Return the paths in containers, by resolved file."""
+    """Return the paths of the VDPAU libraries in containers, by resolved file."""
     directory = tree.directory(_join(listing.directory, "vdpau"))
     if directory is None:
         return {}
@@ -296,9 +298,9 @@ def _vdpau(tree: RootedTree, listing: _Listing, suffix: str) -> dict[str, str]:
 def _links(
     tree: RootedTree, listings: Iterable[_Listing], shown: Mapping[str, str], version: str
 ) -> list[tuple[str, str, str]]:
-    """Return the host's links to the files, and links that programs need even if the host lacks them.
+    """Return the host's links to the files, and the links that programs need even if they are missing on the host.
 
-    `shown` has the paths in containers, by resolved file.
+    `shown` maps each resolved file to its path in containers.
     """
     paths = set(shown.values())
     stems = {path.rpartition("/")[2].partition(".so")[0] for path in paths}

@@ -1,4 +1,4 @@
-"""Finds the owner of a process, as far as its cgroup shows it."""
+"""Finds the programs that use GPUs, and the pod to which a process belongs, by its cgroup."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ _IS_GONE = " (deleted)"
 
 _GPU_NODE = re.compile(r"/dev/nvidia(ctl|\d+)\Z")
 _ALWAYS_THERE = frozenset({"nvidia-persiste", "nv-fabricmanage", "nvidia-cuda-mps"})
-"""Names as the kernel truncates them: nvidia-persistenced and nv-fabricmanager, which yield to the NVIDIA
-driver, and the daemons and servers of MPS, which stop with their claims.
+"""Names as the kernel truncates them: nvidia-persistenced and nv-fabricmanager, which release a GPU when the NVIDIA
+driver requests it, and MPS daemons and servers, which stop with their claims.
 """
 _OWN_NAMES = ("gpu-dra-driver", "dra_driver")
 _INITIAL_PID_NAMESPACE = "pid:[4026531836]"
 """The host's PID namespace: its number is the same on every Linux kernel."""
 _START_TIME = 18
-"""Its place in `stat` after the state."""
+"""The position of the start time in `stat`, counted after the state."""
 
 
 def any_runs(proc: str, pod_uids: Collection[str]) -> bool | None:
     """Whether a process of one of these pods runs on this host.
 
-    None if unknown: this process does not see all processes, no process shows its pod, or `pod_uids` is empty.
+    None if unknown: this process does not see all processes, no process has a pod's cgroup, or `pod_uids` is empty.
     """
     if not pod_uids:
         return None
@@ -58,9 +58,9 @@ def gpu_users(proc: str, pod_uids: Collection[str], below: str | None = None) ->
     """Return the programs that have a GPU's device file open, such as `nv-hostengine (process 812)`, sorted by
     PID.
 
-    gpu-dra-driver itself, programs that must run on every node, and processes of the given pods are left out.
-    `below` restricts the device files to a directory of this process. Returns None if this process does not see
-    all processes.
+    gpu-dra-driver itself, programs that must run on every node, and processes of the given pods are left out. With
+    `below`, only device files below this directory count, as this process sees it. Returns None if this process does
+    not see all processes.
     """
     pids = _all_processes(proc)
     if pids is None:
@@ -108,7 +108,7 @@ def _has_open(proc: str, pid: int, is_wanted: Callable[[str], bool]) -> bool:
     for name in names_in(directory):
         with suppress(OSError):
             file = os.readlink(f"{directory}/{name}")  # noqa: PTH115  avoids Path objects
-            # A process keeps a deleted node open.
+            # A node may have been deleted while a process has it open.
             if is_wanted(file.removesuffix(_IS_GONE)):
                 return True
     return False
@@ -116,8 +116,8 @@ def _has_open(proc: str, pid: int, is_wanted: Callable[[str], bool]) -> bool:
 
 def _is_of_this_driver(proc: str, pid: int) -> bool:
     command = text_of(f"{proc}/{pid}/cmdline")
-    # This process may have another name, such as a test's. So does a child process before it runs another
-    # program.
+    # In tests, the command line of this process has another name. A child process has the same command line until it
+    # runs another program.
     is_own = command != "" and command == text_of(f"{proc}/self/cmdline")
     return is_own or any(name in word for word in command.split("\0")[:4] for name in _OWN_NAMES)
 
@@ -165,7 +165,7 @@ def _is_of_pods(cgroup: str, pod_uids: Collection[str]) -> bool:
 
 
 def is_of_the_host(proc: str, pid: int) -> bool:
-    """Whether a process is in a service or login session of the host and in no pod, such as a display server;
+    """Whether a process belongs to a service or login session of the host and not to a pod, such as a display server;
     False if unknown.
     """
     paths = _cgroup_paths(proc, pid)

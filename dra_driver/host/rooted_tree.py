@@ -1,4 +1,6 @@
-"""Reads files of the host that may disappear at any time, and trees whose symbolic links stay inside the tree."""
+"""Reads host files that may disappear at any time, and directory trees whose symbolic links cannot lead out of the
+tree.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ def join_root(root: str, path: str) -> str:
 
 
 class RootedTree:
-    """Looks up files below a root. As after chroot, no link leads out of it.
+    """Looks up files below a root. As in a chroot, no link leads out of the root.
 
     All paths given and returned are absolute inside the tree; `local` converts them to paths of this process.
     An instance caches resolved directories, so use it for one scan only.

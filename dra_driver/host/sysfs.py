@@ -1,7 +1,6 @@
-"""Reads sysfs and procfs: PCI functions, their place in the machine, memory, the boot, and a fingerprint of it
-all.
+"""Reads sysfs and procfs: PCI functions, their place in the machine, the boot ID, and a fingerprint of the host.
 
-A value that cannot be read is None or empty; it is never an error.
+A value that cannot be read is None or empty. Only `this_boot` raises an error.
 """
 
 from __future__ import annotations
@@ -34,17 +33,17 @@ class Sysfs:
         self._sys = Path(sys)
         self._proc = Path(proc)
         self._devices = self._sys / "bus/pci/devices"
-        self._vendors: dict[str, str] = {}  # of the functions at the last `fingerprint`
+        self._vendors: dict[str, str] = {}  # by function, from the last `fingerprint`
 
     def fingerprint(self) -> HostFingerprint:
         """Return a value that changes with the hardware, the NVIDIA driver and its MIG devices.
 
-        It takes a few directory listings, under a millisecond on a node with eight GPUs. The vendor of each
-        function is read once.
+        Costs a few directory listings, under a millisecond on a node with eight GPUs. The vendor of each function is
+        read once.
         """
         gpus, functions = names_in(self._proc / "driver/nvidia/gpus"), self._names_of_nvidia()
-        # While the kernel waits for a program to close a GPU that is being unbound, the NVIDIA driver still
-        # lists it.
+        # While the kernel waits for a program to close a GPU that is being unbound, the NVIDIA driver still lists the
+        # GPU.
         bound = tuple(filter(self.is_bound, functions))
         return HostFingerprint((gpus, functions, bound), self.loaded_driver(), _instances(self._proc))
 
@@ -166,7 +165,7 @@ class Sysfs:
 
     def _names_of_nvidia(self) -> tuple[str, ...]:
         present = names_in(self._devices)
-        # A name that reappears may be another card.
+        # A bus ID that reappears may be a different card.
         self._vendors = {name: self._vendors[name] for name in present if name in self._vendors}
         return tuple(name for name in present if self._vendor(name) == _NVIDIA)
 
@@ -202,7 +201,7 @@ def _number(text: str, base: int) -> int | None:
 
 
 def _instances(proc: Path) -> Mapping[int, Hashable]:
-    """Return what the NVIDIA driver shows of the MIG instances on each GPU, by its minor number."""
+    """Return the MIG instances that the NVIDIA driver lists for each GPU, by the GPU's minor number."""
     capabilities = proc / "driver/nvidia/capabilities"
     found: dict[int, Hashable] = {}
     for name in names_in(capabilities):

@@ -1,9 +1,8 @@
 """GPUs as PCI functions for virtual machines: their state in sysfs, and the writes that change their driver.
 
-A write may block for as long as a program uses the function, and no signal ends it. A blocked thread would keep
-all sockets and locks of a killed daemon open, so a small process does each write (`HostPciControl`). A thread
-waits for that process, and is left behind at the time limit; `NotAnsweredError.answer` completes if the write
-ends later.
+A write may block for as long as a program uses the function, and no signal ends it. A blocked thread would keep all
+sockets and locks of a killed daemon open, so a small process does each write (`HostPciControl`). A thread waits for
+that process, and is abandoned at the time limit; `NotAnsweredError.answer` completes if the write ends later.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ NVIDIA = "nvidia"
 IOMMU_NODE = "/dev/iommu"
 CONTAINER_NODE = "/dev/vfio/vfio"
 _BRIDGES = frozenset({0x0600, 0x0604})
-"""Host and PCI bridges stay with the kernel; vfio does not count them. NVSwitches have another class."""
+"""Host and PCI bridges keep their kernel driver, and vfio ignores them. NVSwitches have a different class."""
 _COMPANIONS = frozenset({0x0403, 0x0C03, 0x0C80})
 """The other functions of a graphics card: audio, USB, and the controller of its USB-C socket."""
 _KINDS = {
@@ -103,7 +102,7 @@ class PciControl(Protocol):
 
 
 class HostPciControl:
-    """The kernel of this node. `host_root` is where this process sees the host's `/`."""
+    """`PciControl` for this node's kernel. `host_root` is where this process sees the host's `/`."""
 
     def __init__(self, host_root: str) -> None:
         self._root = host_root
@@ -134,7 +133,7 @@ class HostPciControl:
             raise RetryableError(f"modprobe reports {' '.join(said.split())!r} ({exit_text(code)})")
 
     def maps_memory(self) -> bool:
-        """As in `PciControl`. A kernel without the module returns 0."""
+        """As in `PciControl`. If the module is not loaded, the kernel returns 0."""
         file = os.open(CONTAINER_NODE, os.O_RDWR | os.O_CLOEXEC)
         try:
             return any(
@@ -149,7 +148,7 @@ class HostPciControl:
 
 
 class VfioCards(Sysfs):
-    """The node's GPUs as cards. Bus IDs are in sysfs form; each `wait_s` is a time limit in seconds."""
+    """The node's GPUs as cards. Bus IDs are in sysfs form. `wait_s` is always a time limit in seconds."""
 
     def __init__(self, paths: HostPaths, nodes: DeviceNodeReader, control: PciControl) -> None:
         super().__init__(paths.sys, paths.proc)
@@ -164,8 +163,8 @@ class VfioCards(Sysfs):
     def cards(self) -> tuple[Card, ...]:
         """Return every NVIDIA GPU on the bus, in bus order, whatever its driver.
 
-        `gpu_uuid` is the UUID that the NVIDIA driver reported to the kernel, else derived from the bus ID.
-        `by_us` is not set.
+        `gpu_uuid` is the UUID that the NVIDIA driver reported to the kernel, else derived from the bus ID. Leaves
+        `by_us` unset.
         """
         uuids = self.gpus_of_the_nvidia_driver()
         has_iommufd = self.node(IOMMU_NODE) is not None
@@ -216,7 +215,7 @@ class VfioCards(Sysfs):
         return self._control.users_of(nodes)
 
     def closed_by(self, card: Card) -> str | None:
-        """Return why no virtual machine can open the group of a card in vfio; None if one can."""
+        """Return why a virtual machine cannot open the IOMMU group of a card bound to vfio; None if it can."""
         for bus_id in card.functions:
             driver = self.bound_driver(bus_id)
             if driver is not None and not is_vfio(driver):
@@ -228,7 +227,7 @@ class VfioCards(Sysfs):
         return None
 
     def has_driver(self, driver: str) -> bool:
-        """Whether the kernel has the driver now."""
+        """Whether the driver is registered in the kernel now."""
         return self._modules.has_driver(driver)
 
     # --- changes -------------------------------------------------------------------------------
@@ -250,8 +249,8 @@ class VfioCards(Sysfs):
     def ready_container(self, wait_s: float | None) -> None:
         """Make sure that the kernel can map a virtual machine's memory through the node of an IOMMU group.
 
-        That requires a separate module, unlike iommufd. It is loaded within `wait_s` seconds; with None, it
-        must already be loaded. Raises: RetryableError.
+        Unlike iommufd, this requires a separate module, which is loaded within `wait_s` seconds; with None, the
+        module must already be loaded. Raises: RetryableError.
         """
         if self._maps_memory():
             return
@@ -321,8 +320,8 @@ class VfioCards(Sysfs):
         self._write(f"find a driver for PCI function {bus_id}", path, bus_id, wait_s)
 
     def verify(self, card: Card, driver: str, wait_s: float) -> None:
-        """Wait until vfio drivers have all functions of the card, `driver` has the GPU, and the group has its
-        node.
+        """Wait until `driver` is bound to the GPU, vfio drivers to the card's other functions, and the group's node
+        exists.
 
         Raises: RetryableError that says what is missing after `wait_s` seconds.
         """
@@ -424,7 +423,7 @@ class VfioCards(Sysfs):
 
 def _missing(module: str) -> str:
     return (
-        f"the kernel module {module} is not installed on the node; install the package of the kernel's modules, then "
+        f"the kernel module {module} is not installed on the node; install the package with the kernel's modules, then "
         f"run `modprobe {module}` there"
     )
 
@@ -459,8 +458,8 @@ class VfioModules:
         return max(fitting, default=(0, _VFIO_MODULE))[1]
 
     def driver_of(self, module: str) -> str:
-        """Return the name of the module's driver, which may differ from the module's. It is only a guess before
-        loading.
+        """Return the name of the module's driver, which may differ from the module's name. Before the module is
+        loaded, this is a guess.
         """
         for name in names_in(self._sys / "module" / module / "drivers"):
             if name.startswith("pci:"):
@@ -468,7 +467,7 @@ class VfioModules:
         return VFIO_PCI if module == _VFIO_MODULE else module
 
     def has_driver(self, driver: str) -> bool:
-        """Whether the kernel has the driver now."""
+        """Whether the driver is registered in the kernel now."""
         return (self._sys / "bus/pci/drivers" / driver).is_dir()
 
     def is_installed(self, module: str) -> bool:
@@ -493,7 +492,7 @@ class VfioModules:
         return None if found is None else tree.local(found)
 
 
-# The lists have about a megabyte, and change when a module is installed.
+# Cached, because each list has about a megabyte, and changes only when a module is installed.
 @lru_cache(maxsize=8)
 def _vfio_aliases(path: str, _changed: Stamp | None) -> tuple[tuple[str, str], ...]:
     return tuple((found[1], found[2]) for found in _ALIAS.finditer(text_of(path)))

@@ -4,16 +4,16 @@ any point.
 | Step of a start | A crash after it leaves | The next host | A stop |
 |---|---|---|---|
 | record | a record | continues | removes it |
-| directories, tmpfs | these too | continues | removes them too |
-| compute modes of all GPUs recorded | the same | continues, and keeps the recorded modes | the same |
-| GPUs exclusive, in parallel | some GPUs exclusive | makes the others exclusive | restores those that are exclusive |
+| directories, tmpfs | the directories too | continues | removes them too |
+| compute modes of all GPUs recorded | the modes in the record | continues, and keeps the modes | removes all |
+| GPUs exclusive, in parallel | some GPUs exclusive | makes the other GPUs exclusive | restores exclusive GPUs |
 | daemon started | a daemon without a recorded process | finds it by its pipe directory | stops it |
 | process recorded, limits set | everything | finds it ready | stops it |
 
 | Step of a stop | A crash after it leaves | The next host, if the daemon is still unwanted |
 |---|---|---|
 | processes stopped | directories, modes | continues |
-| compute modes restored, in parallel | some GPUs exclusive | restores the others |
+| compute modes restored, in parallel | some GPUs exclusive | restores these GPUs |
 | directories removed | the record | removes it |
 | record removed | the status | removes it |
 """
@@ -63,14 +63,14 @@ _log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 _UNANSWERED = 3
-"""A daemon that does not respond once or twice may only be busy."""
+"""A daemon that misses one or two queries may only be busy."""
 _GPUS_AT_ONCE = 16
 _STOP_AGAIN_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class HostTools:
-    """What all daemons of a host share.
+    """The settings and tools that all daemons of a host share.
 
     `make_capability_nodes` creates a device node for each MIG device, or raises RetryableError.
     """
@@ -92,7 +92,7 @@ class HostTools:
 
 
 class Daemon:
-    """The daemon of one device. Calls wait for each other; `status` never waits."""
+    """The daemon of one device. Only one call runs at a time, and the others wait; reading `status` never waits."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class Daemon:
         self._backoff = Backoff(tools.timings.first_backoff, tools.timings.longest_backoff)
         self._retry_at = 0.0
         self.ending = False
-        """Whether the daemon is being stopped, which cannot be cancelled."""
+        """Whether the daemon is being stopped. A stop cannot be cancelled."""
         self.gone = False
         """Whether the daemon was stopped; the object is then no longer used."""
         self._unanswered = 0
@@ -147,17 +147,17 @@ class Daemon:
                 elif not self._is_up():
                     self._bring_up()
             except StartCancelledError:
-                pass  # the next host process continues, or `stop` does
+                pass  # the next host process continues the start, or `stop` undoes it
             except Exception as error:  # noqa: BLE001  retried later, and shown in the status
                 if not isinstance(error, DraDriverError):
                     _log.exception("mps_request_failed")
                 self._failed(error)
 
     def stop(self, is_over: Callable[[], bool]) -> None:
-        """Stops the daemon and removes everything that it created, unless `is_over` then returns False.
+        """Stops the daemon and removes everything that it created, unless `is_over` returns False.
 
-        `is_over` is called after the status says that the daemon no longer serves. Never raises: `keep`
-        retries what failed.
+        `is_over` is called once the status says that the daemon no longer serves. Never raises; a failed stop is
+        retried.
         """
         with self._lock:
             before = self.status
@@ -182,10 +182,10 @@ class Daemon:
         return False
 
     def probe(self, users: Collection[int] = ()) -> None:
-        """Queries servers in FAULT and the number of clients, keeps the GPU exclusive, and truncates logs.
+        """Queries which servers are in FAULT and the number of clients, keeps the GPUs exclusive, and truncates logs.
         Never raises.
 
-        `users` are the user IDs of the processes that use its pipe directory.
+        `users` are the user IDs of the processes that use the daemon's pipe directory.
         """
         before = self.status
         if before.state not in ("ready", "fault") or before.pid is None:
@@ -253,7 +253,7 @@ class Daemon:
         )
 
     def _find_running(self) -> ProcessId | None:
-        """Returns a running daemon: the recorded one, or one that was started but not recorded."""
+        """Returns the running daemon: the recorded process, or one that was started but not recorded."""
         recorded = self._recorded()
         if recorded is not None and processes.is_control_daemon(recorded, self.directories.pipe):
             return recorded
@@ -287,9 +287,9 @@ class Daemon:
     def _make_gpus_exclusive(self, *, again: bool = False) -> None:
         """Makes each GPU exclusive to MPS. Records the earlier modes on disk before it changes the first one.
 
-        `again` is for a running daemon: a GPU reset or driver reload sets the default mode, which is then
-        corrected; any other mode was set on purpose and is kept. In this case a GPU that does not respond
-        does not affect the others.
+        `again` is for a running daemon: a GPU reset or driver reload sets the default mode, which is then corrected;
+        any other mode was set on purpose and is kept. With `again`, a GPU that does not respond does not affect the
+        others.
         """
         tools, spec = self._tools, self._record.spec
         self._check_gpus_at = time.monotonic() + tools.timings.exclusive
@@ -318,7 +318,9 @@ class Daemon:
             raise problem
 
     def _make_gpus_exclusive_in_time(self, deadline: float) -> None:
-        """Like `_make_gpus_exclusive`. Also raises RetryableError if no time is left to start the daemon."""
+        """Like `_make_gpus_exclusive`. Also raises RetryableError if the deadline passes before the daemon can be
+        started.
+        """
         began = time.monotonic()
         self._make_gpus_exclusive()
         now = time.monotonic()
@@ -326,7 +328,7 @@ class Daemon:
         if gpus and now >= deadline:
             whose = f"modes of {len(gpus)} GPUs" if len(gpus) > 1 else f"mode of GPU {gpus[0]}"
             raise RetryableError(
-                f"no time is left to start the MPS daemon of {self._record.spec.device}: reading and setting the "
+                f"the MPS daemon of {self._record.spec.device} was not started in time: reading and setting the "
                 f"compute {whose} took {now - began:.1f} s; enable persistence mode on the node "
                 "(nvidia-persistenced, or `nvidia-smi -pm 1`) so that nvidia-smi does not have to initialise each GPU"
             )
@@ -334,7 +336,7 @@ class Daemon:
     def _where_supported(self, ask: Callable[[str], T], gpu_uuid: str) -> T | None:
         """Returns the result of the call; None if the GPU has no compute mode, which is logged once.
 
-        Nothing then prevents a program on that GPU from bypassing MPS. Raises: RetryableError.
+        Without a compute mode, programs on the GPU can bypass MPS. Raises: RetryableError.
         """
         try:
             return ask(gpu_uuid)
@@ -351,13 +353,15 @@ class Daemon:
         try:
             self._make_gpus_exclusive(again=True)
         except NvmlDetachedError:
-            self._check_gpus_at = 0.0  # check as soon as NVML is back, since the mode may be lost
+            self._check_gpus_at = 0.0  # check as soon as NVML is open again, because the mode may be lost
         except DraDriverError as error:
             self._check_gpus_at = time.monotonic() + self._tools.timings.exclusive
             _log.warning("compute_mode_not_kept", device=self._record.spec.device, error=str(error))
 
     def _clear_pipes(self) -> None:
-        """Removes servers of a dead daemon, and files that would make a new daemon believe that it is alive."""
+        """Stops the servers of a dead daemon, and removes files that would make a new daemon believe that the dead
+        one is alive.
+        """
         processes.end(processes.users_of(self.directories.pipe), self._tools.timings.patience)
         _clear_directory(Path(self.directories.pipe))
 
@@ -393,7 +397,7 @@ class Daemon:
         """Restores the compute modes and verifies them. A GPU that does not respond does not affect the
         others.
 
-        Raises: the first error, after all GPUs.
+        Raises: the first error, after trying all GPUs.
         """
         mode, before = self._tools.compute_mode, self._record.modes_before
 
@@ -432,13 +436,13 @@ class Daemon:
     def _failed(self, error: Exception) -> None:
         self._show("failed", problem=" ".join(str(error).split()))
         pause = self._backoff.step()
-        # The plugin withholds the GPU until nothing of the daemon is left.
+        # The plugin withholds the GPU until the daemon is completely removed.
         self._retry_at = time.monotonic() + (min(pause, _STOP_AGAIN_S) if self.ending else pause)
         _log.warning("mps_daemon_failed", device=self.status.device, error=str(error))
 
     def _probed(self, problem: str | None, clients: int | None, users: Collection[int]) -> None:
-        """Shows FAULT while there is a problem. Does not restart the daemon: clients may still be running,
-        and MPS recovers.
+        """Shows FAULT while there is a problem. Does not restart the daemon, because clients may still be running,
+        and MPS recovers by itself.
         """
         if problem and self.status.problem != problem:
             _log.warning("mps_fault", device=self.status.device, problem=problem)
@@ -461,7 +465,7 @@ def _on_each(
 ) -> tuple[dict[str, T], BaseException | None]:
     """Returns the action's result for each GPU on which it succeeds, and the first error.
 
-    Runs on all GPUs in parallel: without persistence mode nvidia-smi takes seconds for each.
+    Runs on all GPUs in parallel: without persistence mode nvidia-smi takes seconds for each GPU.
     """
     uuids = list(gpu_uuids)
     futures = run_in_parallel([partial(action, uuid) for uuid in uuids], _GPUS_AT_ONCE)

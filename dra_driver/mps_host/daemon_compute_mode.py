@@ -43,8 +43,8 @@ class ComputeMode:
     nvidia-smi opens NVML, so it runs only within `using_nvml`, which raises NvmlDetachedError while NVML must
     stay closed.
 
-    Each nvidia-smi process holds the lock of its GPU in the file `locks`, even after this process is killed.
-    So the next host does not read or set a mode that an older nvidia-smi process is about to change.
+    Each nvidia-smi process holds the lock of its GPU in the file `locks`, even after the MPS host is killed. So the
+    next MPS host does not read or set a mode that an older nvidia-smi process is about to change.
     """
 
     def __init__(

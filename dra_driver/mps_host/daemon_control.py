@@ -1,5 +1,5 @@
-"""The NVIDIA driver's `nvidia-cuda-mps-control`: it runs as the daemon of a device, and as a client that
-sends the daemon commands.
+"""The NVIDIA driver's `nvidia-cuda-mps-control`, which runs as the daemon of a device, and as a client that sends
+commands to the daemon.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _UUIDS = {"gpu": re.compile(r"GPU-[0-9A-Fa-f-]{1,64}"), "mig": re.compile(r"MIG-
 _SIZE = re.compile(r"(?<!\d)(\d{1,18})(?!\d)\s*([KMGT]?)(?:i?B)?")
 _MIB = {"": 1 / 1048576, "K": 1 / 1024, "M": 1, "G": 1024, "T": 1048576}
 CONTROL_SOCKET = "control"
-"""Created by a daemon in its pipe directory just before it can respond. R470 and R535 create no pid file."""
+"""A daemon creates this socket in its pipe directory just before it can respond. R470 and R535 create no pid file."""
 OUTPUT = "host.out"
 LOGS = ("control.log", OUTPUT)
 MULTI_USER = "-multiuser-server"
-"""An option of all programs from R555 on; older ones have no equivalent."""
+"""An option of the MPS control program from R555 on; older programs have no equivalent."""
 
 ALWAYS_ANSWERED = "get_default_active_thread_percentage"
 
@@ -51,8 +51,9 @@ _CUDA_ENDS: Mapping[int, str] = {
     244: "CUDA error 500, not found: CUDA's library libcuda.so.1 is missing; install the NVIDIA driver package "
     "that contains it, or set the driver root to where the NVIDIA driver is installed",
 }
-"""Exit codes of control daemons from R580 on, which initialise CUDA first. If that fails they print nothing and exit
-with the CUDA error modulo 256. Older ones exit with 1."""
+"""Exit codes of control daemons from R580 on. They initialise CUDA first; if that fails, they print nothing and exit
+with the CUDA error modulo 256. Older daemons exit with 1.
+"""
 
 _NO_SOCKET = (
     "it has not created its socket; from R580 on it initialises CUDA first, which takes seconds for each "
@@ -61,7 +62,7 @@ _NO_SOCKET = (
 _NO_DAEMON = "Cannot find MPS control daemon"
 _BUSY = "cannot send command"
 _LARGEST_LOG, _KEPT_OF_LOG = 4 << 20, 1 << 20
-"""In bytes. The probes alone add 3 MB a day."""
+"""In bytes. The probes alone add 3 MB a day to a log."""
 _BLOCK = 512
 _OF_QUESTIONS = ("Accepting connection", "NEW UI", "Cmd:", "UI closed")
 _TAIL_BYTES = 16384
@@ -73,12 +74,12 @@ _BUSY_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Durations in seconds. `patience` is how long a process may take to exit after `quit`, and again after
-    SIGTERM. `start` includes the start of CUDA.
+    """Durations in seconds. `patience` is how long a process may take to exit after `quit`, and again after SIGTERM.
+    `start` includes CUDA's initialisation.
 
-    `look` is the interval for reading the wanted daemons, `idle` the same if there are none, `tick` for
-    checking the processes of daemons, `probe` for querying servers and clients, `sign` for the sign of life,
-    `exclusive` the least interval for checking compute modes.
+    The others are intervals: `look` for reading the wanted daemons, `idle` for the same while no daemon exists,
+    `tick` for checking the daemons' processes, `probe` for querying servers and clients, `sign` for touching
+    `host.alive`, `exclusive` (a minimum) for checking compute modes.
     """
 
     start: float = 20.0
@@ -96,11 +97,13 @@ class Timings:
 
 
 class BusyError(RetryableError):
-    """The daemon was serving another program at that moment."""
+    """The daemon was serving another program."""
 
 
 class StartCancelledError(Exception):
-    """Not a failure: this process is exiting, or the daemon is no longer wanted; the next process continues."""
+    """Not a failure: the daemon is no longer wanted, or this process is exiting, and the next one continues the
+    start.
+    """
 
 
 @dataclass(eq=False)
@@ -117,7 +120,7 @@ class DaemonControl:
         self._turn = threading.Lock()
 
     def start(self) -> ProcessId:
-        """Starts it in the foreground of a new session. Raises: RetryableError."""
+        """Starts the daemon as a foreground process in a new session. Raises: RetryableError."""
         programs = self.find()
         arguments = [programs.path(CONTROL_PROGRAM), "-f"]
         if self.spec.multi_user and os.geteuid() == 0:
@@ -137,7 +140,7 @@ class DaemonControl:
     def wait_ready(self, process: ProcessId, is_unwanted: Callable[[], bool]) -> None:
         """Returns when the daemon responds. Waits for its socket first, because each query starts a process.
 
-        Raises: RetryableError with the end of its log, StartCancelledError.
+        Raises: RetryableError with the end of the daemon's log, StartCancelledError.
         """
         control = Path(self.directories.pipe, CONTROL_SOCKET)
         began = time.monotonic()
@@ -166,9 +169,7 @@ class DaemonControl:
         raise StartCancelledError("the MPS host is being stopped")
 
     def apply_limits(self) -> None:
-        """Sets the default limits and verifies them. Raises: PermanentError if the daemon reports another
-        value.
-        """
+        """Sets and verifies the default limits. Raises: PermanentError if the daemon reports a different value."""
         for setter, getter, wanted in limit_commands(self.spec):
             lines = self.query(setter, getter)
             if not lines or not is_answer(wanted, lines[-1]):
@@ -178,7 +179,7 @@ class DaemonControl:
                 )
 
     def query_servers(self) -> tuple[str | None, int]:
-        """Returns (what is wrong with the servers, number of clients of all servers). Raises: RetryableError."""
+        """Returns (the servers' fault or None, the number of clients of all servers). Raises: RetryableError."""
         faulty, clients = [], 0
         for server in filter(str.isdigit, self.query("get_server_list")):
             if "FAULT" in " ".join(self.query(f"get_server_status {server}")).upper():
@@ -214,9 +215,9 @@ class DaemonControl:
     def query_once(self, *questions: str, timeout_s: float) -> list[str]:
         """Returns the daemon's answer, as lines.
 
-        A daemon serves one program at a time: other programs get no answer, often with exit code 0. So a
-        query that always has an answer comes last. Raises: BusyError if that answer is missing,
-        RetryableError if there is no daemon or it does not respond.
+        A daemon serves one program at a time: other programs get no answer, often with exit code 0. So the last query
+        is one that always gets an answer. Raises: BusyError if that answer is missing, RetryableError if there is no
+        daemon or it does not respond.
         """
         asked = (*questions, ALWAYS_ANSWERED)
         lines = self._pass(asked, timeout_s)
@@ -257,7 +258,7 @@ class DaemonControl:
         lines = [line.strip() for line in output.splitlines() if line.strip()]
         if code != 0 or any(_NO_DAEMON in line for line in lines):
             reason = f"{lines[-1]} ({exit_text(code)})" if lines else exit_text(code)
-            if not lines or _BUSY in reason.lower():  # without a daemon, the program prints a message
+            if not lines or _BUSY in reason.lower():  # if there is no daemon, the program prints a message
                 raise BusyError(f"the MPS daemon does not answer {questions[0]!r}: {reason}")
             raise RetryableError(f"the MPS daemon does not answer {questions[0]!r}: {reason}")
         return lines
@@ -282,13 +283,13 @@ class DaemonControl:
 
 @cache
 def _log_one_user(uid: int) -> None:
-    """Logs it once, not at each start of a daemon."""
+    """Logs this once, not at each start of a daemon."""
     _log.warning("mps_serves_one_user", uid=uid, reason="multi-user mode needs root")
 
 
 def status_text(code: int | None) -> str:
     """Returns how a control daemon exited, with the remedy if its exit code is a CUDA error."""
-    if code is None:  # an earlier MPS host started it
+    if code is None:  # an earlier MPS host started the daemon
         return "an unknown exit status"
     cause = _CUDA_ENDS.get(code)
     if cause is None and code > 1:
@@ -321,10 +322,10 @@ def _is_about_query(line: str) -> bool:
 
 
 def bound_logs(directories: MpsDirectories) -> None:
-    """Truncates each log that is too large to its last part, even while a daemon writes it.
+    """Truncates each log that is too large, and keeps its end. This works even while a daemon writes to the log.
 
-    Daemons append, so they continue after the kept part. A writer that does not append leaves a hole, which
-    uses no space and is not counted here.
+    Daemons append, so they continue after the end that was kept. A process that does not append leaves a hole in the
+    file, which uses no space and does not count as size.
     """
     with suppress(OSError), os.scandir(directories.log) as entries:
         for entry in entries:
@@ -357,7 +358,7 @@ def check_spec(spec: MpsDaemonSpec) -> None:
 def limit_commands(spec: MpsDaemonSpec) -> tuple[tuple[str, str, str], ...]:
     """Returns (setter, getter, expected answer) for each default limit of the spec.
 
-    Devices are named by their number in the daemon, which every driver supports.
+    The commands name devices by their number in the daemon, which every NVIDIA driver supports.
     """
     commands = []
     percentage = spec.default_active_thread_percentage
@@ -373,9 +374,9 @@ def limit_commands(spec: MpsDaemonSpec) -> tuple[tuple[str, str, str], ...]:
 
 
 def is_answer(wanted: str, text: str) -> bool:
-    """Whether the getter's output means the wanted value: `25 %` as `25.0`, `4096 MiB` as `4G` or `4096M`.
+    """Whether the getter's output equals the wanted value: `25 %` as `25.0`, `4096 MiB` as `4G` or `4096M`.
 
-    NVIDIA's program rounds sizes down to the displayed unit: 1536 MiB are `1G`.
+    NVIDIA's program rounds sizes down to the displayed unit: 1536 MiB is shown as `1G`.
     """
     number, unit = wanted.split()
     if unit == "%":

@@ -1,4 +1,4 @@
-"""What a daemon and its clients share: a tmpfs that each of them has at /dev/shm, with SELinux labels.
+"""The files that a daemon and its clients share: a tmpfs that each of them sees at /dev/shm, and SELinux labels.
 
 With SELinux, containers may open only files with the label of container files.
 """
@@ -31,8 +31,8 @@ _CLONE_NEWNS = 0x20000
 class KernelMounter:
     """Mounts with mount(2), and gives each daemon a mount namespace; needs CAP_SYS_ADMIN.
 
-    `root` contains all shared-memory directories. A daemon's namespace keeps only its own one; otherwise it
-    would keep the memory of stopped daemons.
+    `root` contains all shared-memory directories. A daemon's namespace keeps only its own mount; other mounts would
+    keep the memory of stopped daemons.
     """
 
     def __init__(self, root: Path, labels: SelinuxLabels) -> None:
@@ -41,8 +41,7 @@ class KernelMounter:
         self._libc = ctypes.CDLL(None, use_errno=True)
 
     def mount(self, path: Path) -> None:
-        """Mounts a tmpfs on `path` with the kernel's default size, half of the host's memory, unless there is
-        one.
+        """Mounts a tmpfs on `path`, unless one is mounted, with the kernel's default size, half of the host's memory.
 
         Raises: RetryableError.
         """
@@ -58,7 +57,7 @@ class KernelMounter:
             raise _failed(f"mount a tmpfs on {path}")
 
     def unmount(self, path: Path) -> None:
-        """Undoes `mount`; does nothing without a mount. Raises: RetryableError."""
+        """Undoes `mount`; does nothing if nothing is mounted. Raises: RetryableError."""
         while is_tmpfs(path):
             if self._libc.umount2(os.fsencode(path), _DETACH):
                 raise _failed(f"unmount {path}")
@@ -67,7 +66,7 @@ class KernelMounter:
         """Runs the action, and the processes that it spawns, with `path` mounted at /dev/shm. Raises:
         RetryableError.
         """
-        # Only the thread that enters the namespace moves to it, so it must end afterwards.
+        # Only the thread that enters the namespace moves to it, so a separate thread does this, and ends afterwards.
         with ThreadPoolExecutor(1, "mps-namespace") as own_thread:
             try:
                 entered = own_thread.submit(self._enter, path)
@@ -100,7 +99,7 @@ class KernelMounter:
 
 
 class MountsWherePossible(KernelMounter):
-    """Mounts if the kernel allows it; otherwise logs it once, and clients and daemon do not share a tmpfs."""
+    """Mounts if the kernel allows it; if not, logs this once, and clients and daemon do not share a tmpfs."""
 
     _logged = False
 
@@ -117,7 +116,7 @@ class MountsWherePossible(KernelMounter):
 
 
 def is_tmpfs(path: Path) -> bool:
-    """Whether something is mounted on the directory."""
+    """Whether a file system is mounted on the directory."""
     try:
         return path.lstat().st_dev != path.parent.lstat().st_dev
     except OSError:
@@ -141,7 +140,9 @@ def _failed(action: str) -> RetryableError:
 
 
 CONTAINER_FILE = "system_u:object_r:container_file_t:s0"
-"""A label that every container can access, whatever its categories. Files inherit it from their directory."""
+"""A label for files that every container can access, whatever its categories. Files inherit the label from their
+directory.
+"""
 
 _ATTRIBUTE = "security.selinux"
 
@@ -149,7 +150,7 @@ _ATTRIBUTE = "security.selinux"
 def has_selinux(filesystems: Path = Path("/proc/filesystems")) -> bool:
     """Whether SELinux is on in this kernel, enforcing or not.
 
-    Uses the same file as libselinux: /sys/fs/selinux is not mounted in containers, not even in privileged
+    Reads the same file as libselinux, because /sys/fs/selinux is not mounted in containers, not even in privileged
     ones.
     """
     try:
@@ -159,7 +160,7 @@ def has_selinux(filesystems: Path = Path("/proc/filesystems")) -> bool:
 
 
 class SelinuxLabels:
-    """Labels what containers share with MPS daemons. Does nothing without SELinux."""
+    """Labels the files that containers share with MPS daemons. Does nothing without SELinux."""
 
     def __init__(
         self, *, enabled: bool, set_attribute: Callable[[Path, str, bytes], None] = os.setxattr
@@ -170,12 +171,12 @@ class SelinuxLabels:
 
     @property
     def mount_option(self) -> str | None:
-        """The option that labels all of a mounted file system."""
+        """The mount option that labels a whole file system."""
         return f'context="{CONTAINER_FILE}"' if self._enabled else None
 
     def label(self, path: Path) -> None:
-        """Labels the file or directory. A failure is logged once and ignored, because clients still work if
-        SELinux is permissive or the administrator has own policies.
+        """Labels the file or directory. A failure is logged once and ignored, because clients still work if SELinux
+        is permissive or the administrator has installed a policy.
         """
         if not self._enabled or _has_label(path):
             return
@@ -192,9 +193,7 @@ class SelinuxLabels:
 
 
 def _has_label(path: Path) -> bool:
-    """Whether the file has the label. A file system mounted with a label shows it, and does not allow
-    changes.
-    """
+    """Whether the file has the label. If a file system is mounted with a label, all its files have it."""
     try:
         return os.getxattr(path, _ATTRIBUTE).rstrip(b"\0") == CONTAINER_FILE.encode()
     except OSError:

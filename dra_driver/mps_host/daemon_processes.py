@@ -17,7 +17,7 @@ from dra_driver.errors import StateError
 PIPE_VARIABLE = "CUDA_MPS_PIPE_DIRECTORY"
 
 _PROC = "/proc"
-_START_TIME_FIELD = 19  # index after the command name, which ends with ")"
+_START_TIME_FIELD = 19  # position after the command name, which ends with ")"
 _THREADS_FIELD = 17
 _GONE = "ZX"
 _ENDING = "D"
@@ -26,7 +26,7 @@ _POLL_MS = 200
 
 @dataclass(frozen=True, slots=True, order=True)
 class ProcessId:
-    """One process of this boot; `start_time` is in clock ticks since the boot."""
+    """A process of the current boot; `start_time` is in clock ticks since the boot."""
 
     pid: int
     start_time: int
@@ -47,12 +47,12 @@ def identify(pid: int) -> ProcessId | None:
 
 
 def is_alive(process: ProcessId) -> bool:
-    """Whether exactly this process runs."""
+    """Whether exactly this process is running."""
     return identify(process.pid) == process
 
 
 def spawn(arguments: Sequence[str], environment: Mapping[str, str], output: Path) -> ProcessId:
-    """Starts a program in a new session, with output appended to a file. It outlives this process.
+    """Starts a program in a new session, with output appended to a file. The program outlives this process.
 
     Uses posix_spawn, so that the child gets the mount namespace of the calling thread. Raises: OSError.
     """
@@ -76,7 +76,7 @@ def spawn(arguments: Sequence[str], environment: Mapping[str, str], output: Path
 def reap(pid: int) -> int | None:
     """Returns the exit code of a child that has exited, negative after a signal.
 
-    None if it runs, is not a child, or was reaped before.
+    None if the process is running, is not a child, or was reaped before.
     """
     with suppress(ChildProcessError):
         ended, status = os.waitpid(pid, os.WNOHANG)
@@ -111,7 +111,9 @@ def send_signal(process: ProcessId, number: signal.Signals) -> None:
 
 
 def wait_gone(processes: Iterable[ProcessId], timeout_s: float) -> tuple[ProcessId, ...]:
-    """Waits until all have exited, and returns those that have not in time. Reaps children of this process."""
+    """Waits until all processes have exited, and returns those that have not exited in time. Reaps children of this
+    process.
+    """
     deadline = time.monotonic() + timeout_s
     left = tuple(processes)
     for process in left:
@@ -133,8 +135,8 @@ def end(processes: Collection[ProcessId], patience_s: float) -> None:
 def users_of(pipe_directory: str) -> tuple[ProcessId, ...]:
     """Returns the control daemon and the servers of a pipe directory, oldest first.
 
-    They are found by their environment, so neither a crash of the host nor of the daemon can hide one.
-    Clients do not count, nor do the short-lived programs that query a daemon.
+    The processes are found by their environment, even after a crash of the host or of the daemon. Clients do not
+    count, nor do the short-lived programs that query a daemon.
     """
     found = [
         identity
@@ -150,8 +152,8 @@ def users_of(pipe_directory: str) -> tuple[ProcessId, ...]:
 def users_by_directory(pipe_directories: Iterable[str]) -> dict[str, set[int]]:
     """Returns the user IDs of the clients of each pipe directory.
 
-    A client is a process whose environment leads to the directory in its own view of the file system, which
-    is that of its container. The control daemon and the servers do not count.
+    A client is a process whose environment names the directory by a path in its container's file system. The control
+    daemon and the servers do not count.
     """
     wanted = {}
     for directory in pipe_directories:
@@ -180,8 +182,8 @@ def is_control_daemon(process: ProcessId, pipe_directory: str) -> bool:
 
 
 def _mps_program(pid: int) -> Literal["control", "server"] | None:
-    """Returns which MPS program the process runs, or a script that is about to run it; None for others and
-    for queries to a daemon.
+    """Returns which MPS program the process is, or is about to run from a script; None for other programs and for
+    queries to a daemon.
     """
     arguments = _read(f"{_PROC}/{pid}/cmdline").split(b"\0")
     names = {argument.rpartition(b"/")[2] for argument in arguments}
@@ -192,7 +194,7 @@ def _mps_program(pid: int) -> Literal["control", "server"] | None:
 
 
 def _variable(pid: int, name: str) -> str | None:
-    """Returns a variable of the environment with which the process was started."""
+    """Returns an environment variable with which the process was started."""
     prefix = f"{name}=".encode()
     entries = _read(f"{_PROC}/{pid}/environ").split(b"\0")
     return next((os.fsdecode(entry[len(prefix) :]) for entry in entries if entry.startswith(prefix)), None)

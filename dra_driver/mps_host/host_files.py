@@ -1,43 +1,43 @@
-"""The files by which the plugin requests MPS daemons, and the MPS host reports them.
+"""The files with which the plugin requests MPS daemons, and the MPS host reports them.
 
 | File below `mps/` | Written by | Content |
 |---|---|---|
 | `host.wanted/<device>.json` | the plugin, in the lane of the device's GPU | this daemon should run, with this spec |
 | `host.status/<device>.json` | the host | the state of the daemon |
-| `<device>.json`, a directory | the host | what it created, and the earlier compute modes (`daemon`) |
-| `host.lock` | the host, which holds its lock | a host runs; the format version of these files |
-| `host.modes` | no one: it is empty | each nvidia-smi process of the host locks the byte of its GPU |
-| `host.alive` | the host, every ten seconds | it is running, and all status files are current |
+| `<device>.json`, a directory | the host | the daemon's record and files (`daemon`) |
+| `host.lock` | the host, which locks it while it runs | the format version of these files |
+| `host.modes` | no one: it is empty | each nvidia-smi process of the host locks one byte for its GPU |
+| `host.alive` | the host, every ten seconds | nothing; its time shows that all status files are current |
 
-A daemon should run while its file is in `host.wanted`. The host starts and stops daemons accordingly, and
-retries with pauses. The plugin waits: for a start until the status is `ready` or shows a problem, for a stop
-until the host's record is gone too.
+A daemon should run while its file is in `host.wanted`. The host starts and stops daemons accordingly, and retries
+failures with a backoff. For a start, the plugin waits until the status is `ready` or shows a problem; for a stop,
+until both the status and the host's record are gone.
 
     not wanted ──file written──▶ starting ──▶ ready ──file removed──▶ stopped ──▶ no record, no status
 
-The host never changes the `host.wanted` files. If it cannot read or list them, for example because they are
-from another release, it keeps running daemons and starts none. So it creates the directory only if it has no
-daemon.
+The host never changes the `host.wanted` files. If the host cannot read or list them, for example because they are
+from another release, it keeps running daemons and starts none. So the host creates the directory only if no daemon
+exists.
 
-A file may be created or removed while the host checks, so each side writes first and checks afterwards. The
-host withdraws `ready`, checks that the daemon is still unwanted, then stops it; the plugin writes the wanted
-file, then relies on `ready`. The host writes its record, and cancels the start if the daemon is no longer
-wanted; the plugin removes the wanted file, then checks for the record.
+A file may be created or removed while the host is checking, so each side writes first and checks afterwards. To stop
+a daemon, the host withdraws `ready`, checks that the daemon is still unwanted, then stops it; the plugin writes the
+wanted file, and only then relies on `ready`. To start a daemon, the host writes its record, then cancels the start if
+the daemon is no longer wanted; the plugin removes the wanted file, then checks for the record.
 
 | Event | Result |
 |---|---|
 | the host dies | daemons keep running; the next host adopts them, and applies the wanted files |
-| the plugin dies before it wrote or removed a file | nothing has changed; its ledger has the step or its undo |
-| the plugin dies after that | the host continues; the next call of the plugin finds it done, or waits |
+| the plugin dies before it writes or removes a file | nothing changes; its ledger has the step or its undo |
+| the plugin dies after that | the host continues; the plugin's next call waits until the host is done |
 | a stop while no host runs | the next host stops the daemon; the GPU is withheld until then |
 | a stop while the daemon starts | the start is cancelled and undone |
 | wanted again while it stops | the host completes the stop, then starts the daemon |
-| wanted with another spec | the host stops it first; the plugin refuses this while a claim needs the daemon |
+| wanted with a different spec | the host stops it first; the plugin refuses while a claim needs the daemon |
 | a start fails | the host undoes it, reports the problem, and retries while the file exists |
-| full disk | no new daemons; stops work |
+| full disk | no daemon can start; daemons can still be stopped |
 | reboot | the host starts the wanted daemons again |
-| host with another format | it keeps its daemons; the plugin requests none, and reports it |
-| the host's record is lost | with the spec in its status the daemon is stopped and the GPU restored |
+| host with another format | it keeps its daemons; the plugin requests none, and reports this |
+| the host's record is lost | the host stops the daemon and restores the GPU, by the spec in the status |
 """
 
 from __future__ import annotations
@@ -98,10 +98,10 @@ LONGEST_SOCKET = 106
 LONGEST_SOCKET_NAME = "control_privileged"
 """The longest name of a control daemon's sockets in its pipe directory."""
 _PLAIN_CHARACTERS = 12
-"""MicroK8s has the longest known kubelet root; below it there is room for 13."""
+"""MicroK8s has the longest known kubelet root, which leaves room for 13 characters."""
 _POLL_S = 0.015
 _SILENT_S = 30.0
-"""Three times the interval of the host's sign of life."""
+"""Three times the interval at which the host touches `host.alive`."""
 _ASKED_AGAIN_S = 600.0
 _SEE_PODS = "see its pod: `kubectl get pods -A -o wide -l app.kubernetes.io/component=mps`"
 _REPLACE = (
@@ -114,17 +114,17 @@ _STATUS = Codec(MpsDaemonStatus, since=required(Kind(NUMBER.read, int)))
 
 
 class NoMpsHostError(RetryableError):
-    """No MPS host that understands this release is running."""
+    """No compatible MPS host is running."""
 
     has_no_effect = True
 
 
 class MpsHostFiles:
-    """The plugin's side, for use by many threads and processes.
+    """The plugin's access to the files, for many threads and processes.
 
-    `wait_s` is how long to wait for a host that restarts, `is_expected` whether the node's configuration
-    requires a host. `sees_daemons` returns whether this process sees the host's daemons; a process in another
-    PID namespace can only use the status files.
+    `wait_s` is how long to wait for a host that is restarting, `is_expected` whether the node's configuration
+    requires a host. `sees_daemons` returns whether this process sees the MPS daemons; a process in another PID
+    namespace knows them only from the status files.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class MpsHostFiles:
         self._wanted, self._statuses = wanted_files(layout), status_files(layout)
 
     def ensure(self, spec: MpsDaemonSpec, timeout_s: float = 20.0) -> MpsDaemonStatus:
-        """Waits until the daemon is ready or in FAULT, and returns its status. Returns at once if it runs.
+        """Starts the daemon if necessary, waits until it is ready or in FAULT, and returns its status.
 
         Raises: PermanentError if the request cannot be satisfied, RetryableError if the daemon failed or was
         not ready in time, NoMpsHostError, StateError.
@@ -168,13 +168,13 @@ class MpsHostFiles:
                 return status
             if (refusal := self._refusal(spec.device)) is not None:
                 raise RetryableError(refusal)
-            self._pause(deadline, f"started the MPS daemon of {spec.device}", timeout_s, status)
+            self._pause(deadline, f"start the MPS daemon of {spec.device}", timeout_s, status)
 
     def stop(self, device: str, timeout_s: float = 20.0) -> None:
-        """Waits until no process of the device's daemon runs and its GPUs have their earlier compute modes.
-        Does nothing if there was no daemon.
+        """Stops the device's daemon, and waits until its processes have exited and its GPUs have their earlier
+        compute modes. Does nothing if there is no daemon.
 
-        Raises: NoMpsHostError if a daemon exists but no host runs; the next host then stops it;
+        Raises: NoMpsHostError if a daemon exists but no host runs (the next host then stops the daemon);
         RetryableError, StateError.
         """
         layout, deadline = self._layout, time.monotonic() + timeout_s
@@ -195,13 +195,13 @@ class MpsHostFiles:
                 status is not None
                 and status.state == "failed"
                 and status != before
-                and layout.record(device).exists()  # otherwise it is a start that failed and is undone
+                and layout.record(device).exists()  # otherwise a failed start is being undone
             ):
                 raise RetryableError(status.problem or "")
-            self._pause(deadline, f"stopped the MPS daemon of {device}", timeout_s, status)
+            self._pause(deadline, f"stop the MPS daemon of {device}", timeout_s, status)
 
     def statuses(self) -> tuple[MpsDaemonStatus, ...]:
-        """Returns all daemons of the node, by name; none if no host runs. Raises: StateError."""
+        """Returns the status of each daemon of the node, sorted by name; none if no host runs. Raises: StateError."""
         if not is_locked(self._layout.lock) or not self._layout.statuses.is_dir():
             return ()
         return tuple(self._statuses.all().values())
@@ -215,7 +215,7 @@ class MpsHostFiles:
         return is_ready and self._wanted.get(spec.device) == spec
 
     def unseen(self) -> list[str]:
-        """Returns the devices whose daemon does not match what is wanted, or not yet. Raises: StateError."""
+        """Returns the devices whose daemon differs from the wanted one, or is missing. Raises: StateError."""
         wanted, found = self._wanted.all(), self._statuses.all()
         return sorted(
             device
@@ -243,7 +243,7 @@ class MpsHostFiles:
         return found
 
     def _host_trouble(self) -> str | None:
-        """Returns what has been wrong with the host for 30 s. The problem clears only when the host writes
+        """Returns the host's problem if it has lasted for 30 s. The problem clears only when the host touches
         `host.alive` again.
         """
         reason, sign = self.host_problem(), stamp_or_none(self._layout.alive)
@@ -256,19 +256,19 @@ class MpsHostFiles:
         if reason is not None:
             return f"{reason[0].upper()}{reason[1:]}"
         return (
-            f"The MPS host of this node has not reported for more than {_SILENT_S:.0f} s: it hangs, or it cannot write "
+            f"The MPS host on this node has not reported for more than {_SILENT_S:.0f} s: it hangs, or it cannot write "
             f"its files below {self._layout.root}; {_SEE_PODS}, and its log"
         )
 
     def _is_needed(self) -> bool:
         """Whether the configuration requires a host, or a claim has, had or recently requested a daemon.
 
-        The kubelet retries every two minutes while the pod exists.
+        The kubelet repeats a request every two minutes while the pod exists.
         """
         return self._is_expected or self._clock() - self._missed_at < _ASKED_AGAIN_S or self.is_in_use()
 
     def is_in_use(self) -> bool:
-        """Whether anything is left of a daemon that a claim has or had."""
+        """Whether any daemon has a wanted file or a status file."""
         return any(
             is_device_name(path.name.removesuffix(SUFFIX))
             for directory in (self._layout.wanted_directory, self._layout.statuses)
@@ -282,16 +282,16 @@ class MpsHostFiles:
             return f"the MPS host is not running on this node; if MPS is enabled, {_SEE_PODS}, otherwise {enable}"
         content = read_or_none(self._layout.lock)
         if not content:
-            return f"the MPS host of this node is starting; {_SEE_PODS}, and its log"
+            return f"the MPS host on this node is starting; {_SEE_PODS}, and its log"
         with suppress(StateError):
             parse_file(content, "lock file", dict, known=FORMAT, field="format")
             return None
-        return f"the MPS host on this node has another release than gpu-dra-driver; {_REPLACE}"
+        return f"the MPS host on this node is from a different release than gpu-dra-driver; {_REPLACE}"
 
     def _want(self, spec: MpsDaemonSpec) -> None:
         """Requests the daemon from the host.
 
-        Raises: PermanentError if other claims use this daemon with other settings, or still use another device that
+        Raises: PermanentError if other claims use this daemon with different settings, or still use the device that
         had this name before; StateError.
         """
         device = spec.device
@@ -299,15 +299,15 @@ class MpsHostFiles:
         is_in_use = status is not None and status.state in ("ready", "fault") and status.clients != 0
         if found is not None and found != spec and (found.uuid == spec.uuid or is_in_use):
             raise PermanentError(
-                f"the MPS daemon of {device} runs with other settings ({'; '.join(found.differences(spec))}); "
+                f"the MPS daemon of {device} runs with different settings ({'; '.join(found.differences(spec))}); "
                 "the daemon stops when the claims that use it are gone"
             )
         if found != spec:
-            # A file damaged by a power failure is written again by the next Prepare, which finds no daemon.
+            # If a power failure damages the file, the next Prepare finds no daemon and writes the file again.
             write_atomically(self._layout.wanted(device), encode_wanted(spec), durable=False)
 
     def _refusal(self, device: str) -> str | None:
-        """Returns why a wanted daemon does not run; None while the host may still start it."""
+        """Returns why the start of a wanted daemon failed; None while the host may still start it."""
         status = self._statuses.get(device)
         has_none = (
             status is not None and status.state == "failed" and not self._layout.record(device).exists()
@@ -336,11 +336,11 @@ class MpsHostFiles:
             return
         problem = status.problem if status is not None else None
         reason = self.host_problem() or problem or "see `kubectl logs` of its pod"
-        raise RetryableError(f"the MPS host has not {what} within {timeout_s:.3g} s; {reason}")
+        raise RetryableError(f"the MPS host did not {what} within {timeout_s:.3g} s; {reason}")
 
 
 def _of_daemon(device: str, problem: str) -> str:
-    """The sentence about a daemon that does not work; it names the daemon once."""
+    """Returns a sentence about a daemon that does not work, which names the daemon once."""
     if problem.startswith(f"the MPS daemon of {device} "):
         return f"T{problem[1:]}"
     return f"The MPS daemon of {device} does not work: {problem}"
@@ -384,24 +384,24 @@ class MpsLayout:
     """Paths of the MPS files: `<root>/<device>.json` is a daemon's record; `directory(device)` has `pipe`,
     `log` and `shm`.
 
-    A device name has no dot, so no file of the host collides with a device's directory.
+    A device name contains no dot, so a device's directory never has the name of a host file.
     """
 
     root: Path
 
     @property
     def lock(self) -> Path:
-        """Held by the single host process of this directory; contains the format version of its files."""
+        """Locked by the single host process of this directory; contains the format version of the files."""
         return self.root / "host.lock"
 
     @property
     def modes(self) -> Path:
-        """Empty; holds the locks of GPUs whose compute mode is being read or set."""
+        """Empty; processes that read or set a GPU's compute mode lock a byte of it."""
         return self.root / "host.modes"
 
     @property
     def alive(self) -> Path:
-        """Empty; the host updates its time while it runs and can write its status files."""
+        """Empty; the host updates this file's time while it runs and can write its status files."""
         return self.root / "host.alive"
 
     @property
@@ -442,11 +442,10 @@ class MpsLayout:
         return self.root / f"{_checked(device)}{SUFFIX}"
 
     def directory(self, device: str) -> Path:
-        """The directory of everything that exists as long as the daemon does.
+        """The directory with the daemon's files, which exists as long as the daemon.
 
-        It has the device's name if that is short, like a GPU's; otherwise `gpu_` and a hash of the name. So
-        its length is limited, it depends only on the name, and it never collides with another name: device
-        names have no `_`.
+        Its name is the device name if that is short, like a GPU's; otherwise `gpu_` and a hash of the device name. So
+        its length is limited, and it never equals another device name, because device names have no `_`.
         """
         name = _checked(device)
         if len(name) > _PLAIN_CHARACTERS:
@@ -461,7 +460,7 @@ class MpsLayout:
         if excess > 0:
             raise PermanentError(
                 f"no MPS daemon can run for {device}: the path of its socket {path} has {LONGEST_SOCKET + excess} "
-                f"bytes, but NVIDIA's program accepts at most {LONGEST_SOCKET}; use a plugins directory of the kubelet "
+                f"bytes, but NVIDIA's program accepts at most {LONGEST_SOCKET}; use a kubelet plugins directory "
                 f"whose path is {counted(excess, 'byte')} shorter"
             )
 
@@ -471,7 +470,7 @@ class MpsLayout:
         return MpsDirectories(pipe=str(top / "pipe"), log=str(top / "log"), shm=str(top / "shm"))
 
     def has_traces(self, device: str) -> bool:
-        """Whether a daemon exists that is not completely stopped, or the host still reports one."""
+        """Whether a daemon, or a record or status of one, still exists for the device."""
         return (
             self.record(device).exists()
             or self.status(device).exists()
@@ -485,7 +484,7 @@ def mps_layout(plugin_directory: Path) -> MpsLayout:
 
 
 def is_device_name(name: str) -> bool:
-    """Whether this can be a device's name."""
+    """Whether the name is valid as a device name."""
     return is_dns_label(name)
 
 
@@ -518,7 +517,7 @@ _RECORD = Codec(DaemonRecord)
 class DaemonRecords(JsonStore[DaemonRecord]):
     """The record files of one layout, by device; only the host of the layout writes them.
 
-    A record of a newer release is also set aside: claims then request the daemon again.
+    A record from a newer release is also set aside, because claims then request the daemon again.
     """
 
     def __init__(self, layout: MpsLayout) -> None:
@@ -538,10 +537,10 @@ class DaemonRecords(JsonStore[DaemonRecord]):
     def forget(self, device: str) -> None:
         """Removes the record; does nothing if there is none. Raises: StateError.
 
-        An unreadable record that was moved aside is not removed.
+        Unreadable records that were set aside are kept.
         """
         self.remove(device, durable=False)
-        # The directories removed before must not come back without the record.
+        # After a power failure, the removed directories must not come back without the record.
         sync_removals(self.directory)
 
 
@@ -549,7 +548,7 @@ def _decode_record(device: str, content: bytes) -> DaemonRecord:
     try:
         record = parse_file(content, "MPS record", _RECORD.decode, known=RECORD_FORMAT, field="format")
     except NewerFormatError as error:
-        raise StateError(str(error)) from error  # so that the file is set aside
+        raise StateError(str(error)) from error  # the store then sets the file aside
     if record.spec.device != device:
         raise StateError(f"it is the record of {record.spec.device}")
     return record

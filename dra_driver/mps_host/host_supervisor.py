@@ -1,4 +1,4 @@
-"""The MPS host: starts and stops the control daemons that the plugin wants on a node, and reports them
+"""The MPS host: starts and stops the control daemons that the plugin requests on a node, and reports their status
 (`host_files`).
 """
 
@@ -48,7 +48,7 @@ _LOCK_S = 1.0
 
 
 class Supervisor:
-    """Manages the daemons of one directory; starts and stops those of different devices in parallel."""
+    """Manages the daemons of one directory; starts and stops daemons of different devices in parallel."""
 
     def __init__(self, tools: HostTools) -> None:
         self._tools = tools
@@ -65,14 +65,14 @@ class Supervisor:
         self._held = ExitStack()
 
     def open(self) -> None:
-        """Adopts existing daemons and starts to monitor.
+        """Adopts existing daemons and starts monitoring.
 
-        Raises: FatalError if another process does so already, StateError if the directory cannot be used.
+        Raises: FatalError if another host serves the directory, StateError if the directory cannot be used.
         """
         layout = self._layout
         try:
             layout.root.mkdir(parents=True, exist_ok=True)
-            layout.root.chmod(0o711)  # servers may run as other users; the files are closed
+            layout.root.chmod(0o711)  # servers may run as other users, which must reach their directories
             for path in (layout.lock, layout.modes, layout.alive):
                 _free(path, Path.is_file)
             for path in (layout.statuses, layout.libraries):
@@ -80,7 +80,7 @@ class Supervisor:
             descriptor = self._held.enter_context(
                 hold_file(layout.lock, threading.Lock(), time.monotonic() + _LOCK_S, "the MPS host")
             )
-            os.ftruncate(descriptor, 0)  # stays empty until all daemons are adopted
+            os.ftruncate(descriptor, 0)  # empty until all daemons are adopted
             self._take_over()
             os.pwrite(descriptor, json.dumps({"format": host_files.FORMAT}).encode(), 0)
         except LockBusyError as error:
@@ -92,9 +92,7 @@ class Supervisor:
         self._watch.start()
 
     def close(self) -> None:
-        """Stops monitoring. Daemons keep running, and the next host process continues starts that are in
-        progress.
-        """
+        """Stops monitoring. Daemons keep running, and the next host process continues unfinished starts."""
         self._tools.closing.set()
         if self._watch is not None:
             self._watch.join()
@@ -103,7 +101,7 @@ class Supervisor:
         self._held.close()
 
     def status(self) -> tuple[MpsDaemonStatus, ...]:
-        """Returns all daemons, the oldest first."""
+        """Returns the status of all daemons, oldest first."""
         return tuple(daemon.status for daemon in [*self._daemons.values()] if not daemon.gone)
 
     def _take_over(self) -> None:
@@ -129,8 +127,8 @@ class Supervisor:
             self._publish(device)
 
     def _specs(self, devices: Iterable[str]) -> Iterable[MpsDaemonSpec]:
-        """Returns what is known, without the host's records, about these daemons and all that have or had a
-        file.
+        """Returns the specs of these daemons, and of all daemons with a wanted file or status file, as far as they
+        are known without the host's records.
         """
         found = {device: MpsDaemonSpec(device, "", "mig", "") for device in filter(is_device_name, devices)}
         with suppress(StateError):
@@ -140,8 +138,8 @@ class Supervisor:
         ).values()
 
     def _has_remains(self, device: str) -> bool:
-        """Whether anything is left of a daemon besides its record. A compute mode alone does not count: an
-        administrator may have set it.
+        """Whether a directory or process of a daemon is left. A compute mode alone does not count: an administrator
+        may have set it.
         """
         directory, pipe = self._layout.directory(device), self._layout.directories(device).pipe
         return directory.exists() or bool(processes.users_of(pipe))
@@ -174,7 +172,7 @@ class Supervisor:
             self._tools.closing.wait(timings.look if self._daemons or self._unwritten else timings.idle)
 
     def _look(self) -> None:
-        """Starts daemons that are wanted, and stops those that are not wanted or have another spec."""
+        """Starts wanted daemons, and stops daemons that are not wanted or have a different spec."""
         for device, daemon in [*self._daemons.items()]:
             if daemon.gone:
                 del self._daemons[device]
@@ -219,15 +217,15 @@ class Supervisor:
             self._publish(device)
 
     def _touch_alive(self) -> None:
-        """Shows the plugin that this host is running. Ignores failures, because the plugin then notices the
-        old time of the file.
+        """Shows the plugin that this host is running. Ignores failures, because the plugin then notices that the
+        file's time is old.
         """
         with suppress(OSError):
             self._layout.alive.touch(mode=0o600)
 
     def _refuse_overlap(self, spec: MpsDaemonSpec) -> None:
-        """Raises RetryableError while an older daemon uses one of the GPUs: two daemons would restore its
-        compute mode while the other still needs it.
+        """Raises RetryableError while an older daemon uses one of the GPUs: the first daemon to stop would restore
+        the GPU's compute mode while the other still needs it.
         """
         for other in self.status():
             if other.device == spec.device:
@@ -243,7 +241,7 @@ class Supervisor:
     # --- what runs -----------------------------------------------------------------------------
 
     def _publish(self, device: str) -> bool:
-        """Updates the device's status file; returns False if that failed, and the next check retries."""
+        """Updates the device's status file. Returns False after a failure, which the next check retries."""
         with self._publishing:
             daemon = self._daemons.get(device)
             status = None if daemon is None or daemon.gone else daemon.status
@@ -277,7 +275,7 @@ class Supervisor:
         return name in self._workers and self._workers[name].is_alive()
 
     def _work(self, name: str, action: Callable[[], object]) -> None:
-        """Runs the action in a new thread, unless the last one of this name is still running."""
+        """Runs the action in a new thread, unless the last thread with this name is still running."""
         if self._is_busy(name):
             return
         thread = threading.Thread(target=_logged, args=(action,), name=f"mps-{name}")
@@ -289,8 +287,8 @@ class Supervisor:
 
 
 def _free(path: Path, is_right: Callable[[Path], bool]) -> None:
-    """Sets aside a file of the wrong type in the place of a file or directory of this host, which would block
-    all devices.
+    """Sets aside a file of the wrong type that occupies the path of a file or directory of this host, because it
+    would block all devices.
 
     Raises: StateError.
     """

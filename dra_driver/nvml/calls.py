@@ -1,4 +1,4 @@
-"""Calling NVML: translation of its return codes to our errors, and calls that a silent GPU cannot block."""
+"""Calls NVML: translates its return codes to our errors, and continues if a GPU does not answer."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _ABSENT = frozenset(
         getattr(pynvml, "NVML_ERROR_ARGUMENT_VERSION_MISMATCH", 25),
     }
 )
-# Conditions that pass within seconds. For those in `_UNSURE` the call may have had its effect.
+# Errors that pass within seconds. After an error in `_UNSURE`, the call may still have had its effect.
 _PASSING = frozenset(
     {
         pynvml.NVML_ERROR_MEMORY,
@@ -67,11 +67,12 @@ _REMEDIES = {
     ),
 }
 ANSWERS_WITHIN_S = 15.0
-"""A GPU without persistence mode is initialised first, which takes seconds."""
-NOT_ANSWERED = f"it has not answered within {ANSWERS_WITHIN_S:.0f} s"
+"""The limit for one call. A GPU without persistence mode is initialised first, which takes seconds."""
+NOT_ANSWERED = f"it did not answer within {ANSWERS_WITHIN_S:.0f} s"
 _OTHERS_ANSWER_WITHIN_S = 1.0
-"""The limit after one GPU has not answered. A call that hangs may block all others of the process, and then eight
-GPUs must not take eight times as long."""
+"""The limit for further calls after one GPU has not answered. A hanging call may block all other calls of the
+process, and eight GPUs should not take eight times as long.
+"""
 
 
 def translated(error: pynvml.NVMLError, action: str) -> DraDriverError:
@@ -152,7 +153,7 @@ def query(
 
 
 class GpuWalk:
-    """Calls NVML for GPUs by their NVML index in a separate thread. For one caller at a time.
+    """Calls NVML for GPUs by their NVML index in a separate thread. Only one caller may use it at a time.
 
     If a call for a GPU does not return in time, the thread is abandoned, and the GPU is not called again
     until its call has returned. So each GPU has at most one outstanding call. The `session` is not closed
@@ -191,9 +192,7 @@ class GpuWalk:
         return answers
 
     def _begun(self, indexes: Sequence[int], read: Callable[[int], T]) -> dict[int, Future[T]]:
-        """Reads the GPUs in this order in one thread, which exits at the first call that was cancelled before
-        it began.
-        """
+        """Starts a thread that reads the GPUs in this order, and exits at the first cancelled call."""
         calls: dict[int, Future[T]] = {index: Future() for index in indexes}
 
         def run() -> None:

@@ -1,7 +1,7 @@
 """What keeps a GPU or MIG device in use: its processes, and persistence mode.
 
-In persistence mode the NVIDIA driver keeps a GPU open that no process uses. No other driver can bind the GPU
-before persistence mode is off.
+In persistence mode the NVIDIA driver keeps a GPU open even if no process uses it. No other driver can bind the GPU
+until persistence mode is off.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from dra_driver.model.units import named
 from dra_driver.nvml.calls import Handle, nvml_errors, supported
 from dra_driver.nvml.mig_reading import gpu_handle
 
-# Compute, compute through MPS, graphics; newest version first. A driver has the first or the second of each
-# kind.
+# Compute, compute through MPS, graphics; newest version first. Each driver has one version of each kind.
 PROCESS_LISTS = (
     ("nvmlDeviceGetComputeRunningProcesses_v3", "nvmlDeviceGetComputeRunningProcesses_v2"),
     ("nvmlDeviceGetMPSComputeRunningProcesses_v3", "nvmlDeviceGetMPSComputeRunningProcesses_v2"),
@@ -87,7 +86,7 @@ def process_text(pid: int, name: str) -> str:
 
 
 def listed(handle: Handle, uuid: str, versions: Sequence[str]) -> Sequence[Any]:
-    """Lists one kind of processes with the first function that the NVIDIA driver has."""
+    """Lists one kind of process with the newest function that the NVIDIA driver has."""
     for name in versions:
         try:
             with nvml_errors(f"list the processes on {uuid}"):
@@ -121,8 +120,8 @@ def busy_error(action: str, holders: Sequence[str], subject: str, look_at: str) 
     """
     if not holders:
         return DeviceBusyError(
-            f"{action}: {subject} is in use, but NVML shows no process on it; it may be a monitor such as DCGM "
-            f"or a process that has the device file open: check with {look_at}"
+            f"{action}: {subject} is in use, but NVML shows no process on it; a monitor such as DCGM or "
+            f"another process may have the device file open: check with {look_at}"
         )
     return DeviceBusyError(
         f"{action}: {subject} is in use by {named(holders, _MAX_NAMED)}; stop the process, or wait "
@@ -131,7 +130,7 @@ def busy_error(action: str, holders: Sequence[str], subject: str, look_at: str) 
 
 
 class PersistenceModes:
-    """Reads and sets persistence mode through NVML, which notifies nvidia-persistenced if that runs.
+    """Reads and sets persistence mode through NVML, which notifies nvidia-persistenced if it is running.
 
     All methods raise DeviceLostError if the GPU is gone or replaced, NvmlUnavailableError, RetryableError.
     """
@@ -141,7 +140,7 @@ class PersistenceModes:
         self._operation = operation
 
     def get(self, gpu_uuid: str, pci_bus_id: str | None) -> bool | None:
-        """Whether persistence mode is on; None if the GPU has none."""
+        """Whether persistence mode is on; None if the GPU does not support it."""
         with self._operation():
             mode = supported(pynvml.nvmlDeviceGetPersistenceMode, gpu_handle(gpu_uuid, pci_bus_id))
         return None if mode is None else bool(mode)

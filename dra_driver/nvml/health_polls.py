@@ -1,4 +1,4 @@
-"""One health poll of a GPU: every health signal of NVML, each best effort."""
+"""One health poll of a GPU. A query that fails does not affect the other health signals."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ _FABRIC_FLAGS: tuple[tuple[int, int, str, FabricState], ...] = (
     (0, _TRUE, "its bandwidth is reduced", "limited"),
     (2, _TRUE, "its routes are being recovered", "limited"),
     (4, _TRUE, "a route is unhealthy", "broken"),
-    (6, _TRUE, "it recovers from an access timeout", "limited"),
+    (6, _TRUE, "it is recovering from an access timeout", "limited"),
     (12, _FALSE, "no partition is assigned to it", "broken"),
     (14, _FALSE, "its fabric manager is disconnected", "limited"),
 )
 _CONFIGURATION_SHIFT, _CONFIGURATION_MASK, _CONFIGURATION_CORRECT = 8, 0xF, 1
 _CONFIGURATIONS = {
     2: "its system GUID is wrong", 3: "its chassis serial number is wrong", 4: "it has no partition",
-    5: "it has too few NVLinks", 6: "its firmware does not fit", 7: "its location is not valid",
+    5: "it has too few NVLinks", 6: "its firmware is not compatible", 7: "its location is not valid",
     8: "the state of the GPU is not valid",
 }  # fmt: skip
 _ERRORS_OF_ALL = (
@@ -58,7 +58,7 @@ _SUMMARIES: Mapping[int, FabricState] = {2: "broken", 3: "limited"}
 
 
 class _Queries:
-    """Runs the queries of one poll and records how they ended."""
+    """Runs the queries of one poll and records which of them failed."""
 
     def __init__(self) -> None:
         self.failed: set[str] = set()
@@ -92,15 +92,15 @@ class _Queries:
 def read_health(uuid: str, handle: Handle | None = None, before: PolledHealth | None = None) -> PolledHealth:
     """Returns all health signals of one GPU; `handle` is optional and must be of this session.
 
-    With an earlier poll in `before`, signals that rarely change are not queried: those that decide about
-    reasons of events, and the NVLinks, are copied, and the rest is None.
+    With an earlier poll in `before`, signals that rarely change are not queried. The repair signals (`_RARE_REPAIRS`)
+    and the NVLinks are copied from `before`; the other rare signals are None.
 
     Raises: DeviceLostError if the GPU fell off the bus; NvmlUnavailableError; RetryableError if it cannot be
     found for another reason.
     """
     handle = gpu_handle(uuid, None) if handle is None else handle
     queries = _Queries()
-    # The kernel driver answers this from its own memory, except for a GPU that fell off the bus.
+    # The kernel driver answers this query from its own memory, unless the GPU fell off the bus.
     query_nvml(pynvml.nvmlDeviceGetMinorNumber, handle)
     rows = queries.query_gpu("remap_pending", pynvml.nvmlDeviceGetRemappedRows, handle)
     pages = queries.query_gpu("pages_pending", pynvml.nvmlDeviceGetRetiredPagesPendingStatus, handle)
@@ -120,7 +120,7 @@ def read_health(uuid: str, handle: Handle | None = None, before: PolledHealth | 
     action = queries.query("recovery_action", _recovery_action, handle)
     accepts = _accepts_work(queries)
     if before is None:
-        # Only a GPU that is known to be busy is judged by its PCIe generation.
+        # The PCIe generation is checked only while the GPU is known to be busy.
         more = _rare(queries, handle, is_working=clocks is not None and not clocks & _IDLE)
     else:
         more = {name: getattr(before, name) for name in (*_RARE_REPAIRS, "nvlinks")}
@@ -157,7 +157,7 @@ def _rare(queries: _Queries, handle: Handle, *, is_working: bool) -> dict[str, A
 
 
 def _accepts_work(queries: _Queries) -> bool | None:
-    """Queries the whole machine, so a failure says nothing about this GPU."""
+    """Queries the whole machine, so a failure does not mean that this GPU has a fault."""
     try:
         return queries.query("accepts_work", accepts_work)
     except DeviceLostError:
@@ -191,7 +191,7 @@ def read_instances(uuid: str, handle: Handle | None = None) -> Mapping[tuple[int
 
 
 def _recovery_action(handle: Handle) -> int | None:
-    """Returns None if the library does not know the field. Raises: pynvml.NVMLError."""
+    """Returns the recovery action; None if the library does not know the field. Raises: pynvml.NVMLError."""
     (entry,) = pynvml.nvmlDeviceGetFieldValues(handle, [_RECOVERY_ACTION_FIELD])
     if entry.nvmlReturn == pynvml.NVML_ERROR_INVALID_ARGUMENT:
         return None
@@ -201,7 +201,7 @@ def _recovery_action(handle: Handle) -> int | None:
 
 
 def _nvlinks(handle: Handle) -> NvLinks | None:
-    """Returns None for a GPU without NVLink, or in MIG mode. Raises: DraDriverError."""
+    """Returns the state of the NVLinks; None for a GPU without NVLink, or in MIG mode. Raises: DraDriverError."""
     states = link_states(handle)
     if states and not any(states):
         mode = supported(pynvml.nvmlDeviceGetMigMode, handle)
@@ -221,8 +221,8 @@ def _nvlinks(handle: Handle) -> NvLinks | None:
 
 
 def _nvlink_errors(handle: Handle, links: Sequence[int]) -> Mapping[str, int] | None:
-    """Returns the error counts by kind, without unsupported ones. GPUs before Blackwell count for all links
-    together.
+    """Returns the error counts by kind, without unsupported kinds. GPUs before Blackwell have one count for all
+    links.
 
     Raises: pynvml.NVMLError.
     """
@@ -239,7 +239,7 @@ def _nvlink_errors(handle: Handle, links: Sequence[int]) -> Mapping[str, int] | 
 
 
 def _sram_exceeded(handle: Handle) -> bool:
-    """Raises: pynvml.NVMLError, like the functions below."""
+    """Whether SRAM errors exceed NVIDIA's limit. Raises: pynvml.NVMLError, like the functions below."""
     status = pynvml.c_nvmlEccSramErrorStatus_v1_t()
     status.version = pynvml.nvmlEccSramErrorStatus_v1
     pynvml.nvmlDeviceGetSramEccErrorStatus(handle, byref(status))
@@ -267,11 +267,11 @@ _RARE_REPAIRS: Mapping[str, Callable[[Handle], Any]] = {
     "bank_remap_pending": _bank_remap_pending,
     "repairs_pending": _repairs_pending,
 }
-"""Queries whose values decide about reasons of events."""
+"""The repair signals that rarely change. They decide whether a health reason set by an event may end."""
 
 
 def _pcie_narrow(handle: Handle) -> bool:
-    """Compares with NVML's maximum, which is what the GPU and the machine support together."""
+    """Compares with NVML's maximum: the most lanes that both the GPU and the machine support."""
     lanes, most = pynvml.nvmlDeviceGetCurrPcieLinkWidth(handle), pynvml.nvmlDeviceGetMaxPcieLinkWidth(handle)
     return bool(lanes < most)
 

@@ -1,4 +1,4 @@
-"""The health monitor's view of NVML: events of all GPUs through one event set, and polls of each GPU."""
+"""NVML for the health monitor: events of all GPUs through one event set, and polls of each GPU."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ class _EventSet:
 
 
 class HealthSource:
-    """The health monitor's use of NVML.
+    """Waits for NVML's health events, and polls GPUs.
 
     One thread opens event sets and waits for events. Each GPU has its own thread, which registers and polls
     it: no call involves two GPUs. NVML cannot remove a GPU from a set, so each change of the monitored GPUs
     needs a new set. An older set is read until all its GPUs are registered in a newer one.
 
-    A shutdown of the session never interrupts a call. Event sets are freed before it; `set_number` is then
-    None, and `open_events` must be called.
+    A shutdown of the session never interrupts a call. Event sets are freed before the shutdown. Then `set_number`
+    returns None, and `open_events` must be called.
     """
 
     def __init__(self, session: NvmlSession) -> None:
@@ -74,8 +74,8 @@ class HealthSource:
 
     @property
     def driver_loads(self) -> int:
-        """How often the NVIDIA driver answered again after NVML reported that it is not loaded. May count one
-        reload more than once.
+        """How often the NVIDIA driver answered again after NVML had reported it as not loaded. May count one reload
+        more than once.
         """
         return self._driver_loads + self._session.driver_loads
 
@@ -141,7 +141,7 @@ class HealthSource:
                 one.members.discard(gpu_uuid)
 
     def wait(self, timeout_s: float) -> HealthEvent | None:
-        """Returns the next event, None if there was none in time.
+        """Returns the next event, or None if none came in time.
 
         Raises: DeviceLostError if a GPU was lost, but NVML does not say which one;
         NvmlUnavailableError, RetryableError.
@@ -164,8 +164,8 @@ class HealthSource:
                 raise
 
     def _drain(self, old: _EventSet) -> None:
-        """Takes the remaining events from an older set, and frees it if no GPU needs it. New events may also
-        be in the newer set, so some are delivered twice, but none is lost.
+        """Takes the remaining events from an older set, and frees the set if no GPU needs it. New events may also be
+        in the newer set, so some are delivered twice, but none is lost.
         """
         with self._guard:
             is_needed = bool(old.members)

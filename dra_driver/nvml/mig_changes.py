@@ -51,7 +51,7 @@ _LOOK_AT_CAPS = "`fuser -v /dev/nvidia-caps/*` on the node"
 def _whole(
     method: Callable[Concatenate[MigHardware, P], T],
 ) -> Callable[Concatenate[MigHardware, P], T]:
-    """Runs the method as one NVML operation, so that NVML is not shut down before it ends."""
+    """Runs the method as one NVML operation, so that NVML is not shut down before the method returns."""
 
     @wraps(method)
     def as_operation(self: MigHardware, /, *arguments: P.args, **options: P.kwargs) -> T:
@@ -72,7 +72,7 @@ class MigHardware:
     caller must ensure that only one thread changes a GPU at a time.
 
     All methods raise DeviceLostError if the GPU is gone or replaced, NvmlUnavailableError, NotSupportedError,
-    NvmlTransientError if it may work a moment later (NvmlUnknownOutcomeError if it may have worked),
+    NvmlTransientError if the call may work a moment later (NvmlUnknownOutcomeError if it may have worked),
     RetryableError.
     """
 
@@ -83,8 +83,8 @@ class MigHardware:
     ) -> None:
         """`operation` waits for NVML and keeps it initialised; it is reentrant.
 
-        While `closed_elsewhere` is entered, no other process of the plugin has NVML open; its arguments are
-        the UUID of the GPU to change, and a description of the change for messages.
+        Inside `closed_elsewhere`, no other process of the plugin has NVML open; its arguments are the UUID of the GPU
+        to change, and a description of the change for messages.
         """
         self._operation = operation
         self._closed_elsewhere = closed_elsewhere
@@ -102,8 +102,8 @@ class MigHardware:
     def set_mode(self, gpu_uuid: str, pci_bus_id: str | None, on: bool) -> None:
         """Switches MIG mode and verifies it. The GPU's minor number may change.
 
-        Raises: DeviceBusyError while a process uses the GPU; RetryableError if the mode needs a reset, or
-        another process of the plugin does not close NVML.
+        Raises: DeviceBusyError while a process uses the GPU; RetryableError if the change needs a reset, or another
+        process of the plugin does not close NVML.
         """
         handle = gpu_handle(gpu_uuid, pci_bus_id)
         action = f"switch MIG mode of GPU {gpu_uuid} {'on' if on else 'off'}"
@@ -113,7 +113,7 @@ class MigHardware:
         if before == (on, on):
             return
         waits = RetryableError(
-            f"{action}: the mode takes effect with the next reset of the GPU; stop everything that uses the GPU "
+            f"{action}: the mode takes effect at the next reset of the GPU; stop everything that uses the GPU "
             "and run `nvidia-smi --gpu-reset`, or reboot the node or virtual machine"
         )
         try:
@@ -144,8 +144,8 @@ class MigHardware:
 
     @_whole
     def cuts(self, gpu: Gpu) -> tuple[str, tuple[PlacedProfile, ...]]:
-        """Returns the GPU's PCI ID of device and vendor, such as `0x233010de`, and every profile with its
-        placements, in either MIG mode.
+        """Returns the GPU's PCI device and vendor ID, such as `0x233010de`, and every profile with its placements,
+        whether MIG mode is on or off.
 
         Raises: RetryableError if the table is incomplete.
         """
@@ -163,7 +163,7 @@ class MigHardware:
         """Returns every GPU instance of the GPU sorted by placement, with or without compute instances; none
         while MIG mode is off.
 
-        Raises: RetryableError rather than omit one.
+        Raises: RetryableError if an instance cannot be read.
         """
         return self._instances(gpu_handle(gpu_uuid, pci_bus_id), gpu_uuid)
 
@@ -232,7 +232,7 @@ class MigHardware:
             if inside and not holders:
                 left = ", ".join(f"{number} ({uuid})" for number, uuid, _ in inside)
                 raise DeviceBusyError(
-                    f"{action}: compute instances are in it, {left}; destroy them first"
+                    f"{action}: it contains compute instances: {left}; destroy them first"
                 ) from error
             raise busy_error(action, holders, "it", _LOOK_AT_CAPS) from error
 
@@ -260,8 +260,8 @@ class MigHardware:
 
     @_whole
     def create_compute(self, gpu_uuid: str, pci_bus_id: str | None, gpu_instance_id: int) -> tuple[int, str]:
-        """Creates the compute instance that covers a whole GPU instance; returns (ID, UUID of the MIG
-        device). A failure leaves nothing behind.
+        """Creates the compute instance that covers a whole GPU instance; returns (ID, UUID of the MIG device). A
+        failure leaves nothing behind, except with NvmlUnknownOutcomeError.
 
         Raises: NvmlTransientError if the GPU instance is gone or already has compute instances.
         """
@@ -338,8 +338,8 @@ class MigHardware:
     def _no_room(
         self, action: str, handle: Handle, gpu_uuid: str, profile_id: int, placement: Placement
     ) -> RetryableError:
-        """Returns why the NVIDIA driver has no space. All reasons are transient, unless an instance is in the
-        way.
+        """Returns why the NVIDIA driver has no space. The error is transient unless existing instances are the
+        reason.
         """
         try:
             found = self._instances(handle, gpu_uuid)
@@ -385,13 +385,13 @@ def _slices(placement: Placement) -> str:
 
 
 def _destroy_again(error: DraDriverError, destroy: Callable[[Handle], object], made: Handle) -> None:
-    """Destroys what was created before `error`.
+    """Destroys the instance that was created before `error`.
 
-    Raises: NvmlUnknownOutcomeError if that fails; if the GPU or driver is gone, `error` with a text that says
-    so.
+    Raises: if this fails, NvmlUnknownOutcomeError, or an error of the same type as `error` if the GPU or driver is
+    gone.
     """
     try:
-        with nvml_errors("destroy it again"):
+        with nvml_errors("destroy the new instance"):
             destroy(made)
     except DraDriverError as second:
         is_gone = isinstance(error, DeviceLostError | NvmlUnavailableError)
@@ -400,7 +400,7 @@ def _destroy_again(error: DraDriverError, destroy: Callable[[Handle], object], m
 
 
 def _compute_instances_in(instance: Handle) -> list[tuple[int, str, Handle]]:
-    """Returns (ID, UUID, handle of the MIG device) as far as they can be read; used only to explain an error."""
+    """Returns (ID, UUID, handle of the MIG device) of the compute instances that can be read, to explain an error."""
     found = []
     try:
         for compute in compute_instance_handles(instance):

@@ -22,7 +22,7 @@ from dra_driver.nvml.calls import Handle, collected, nvml_errors, supported
 from dra_driver.nvml.readings import FaultLog, read_gpu
 
 _COMPUTE_PROFILE_COUNT = getattr(pynvml, "NVML_COMPUTE_INSTANCE_PROFILE_COUNT", 0x9)
-# Variants of a size, used only if they alone have all multiprocessors of the GPU instance.
+# Variants of a profile size, used only if no plain profile has all multiprocessors of the GPU instance.
 _COMPUTE_VARIANTS = frozenset({0x7, 0x8})
 _SHARED_ENGINES = pynvml.NVML_COMPUTE_INSTANCE_ENGINE_PROFILE_SHARED
 T = TypeVar("T")
@@ -42,10 +42,10 @@ _GIB = 1 << 30
 
 
 def gpu_handle(gpu_uuid: str, pci_bus_id: str | None) -> Handle:
-    """Returns the handle of a GPU, found by its address if known, because NVML's search by UUID is slow under
+    """Returns the handle of a GPU, found by its PCI bus ID if known, because NVML's search by UUID is slow under
     load.
 
-    Raises: DeviceLostError if there is no GPU or another one; the errors of `nvml_errors`.
+    Raises: DeviceLostError if NVML does not find the GPU, or finds a different one; the errors of `nvml_errors`.
     """
     action = f"find GPU {gpu_uuid}"
     where = "" if pci_bus_id is None else f" at {pci_bus_id}"
@@ -204,11 +204,11 @@ def read_mig_devices(
     profiles: Mapping[int, MigProfile],
     wanted: Container[int] | None = None,
 ) -> tuple[tuple[MigDevice, ...], list[DiscoveryFault]]:
-    """Returns the MIG devices of a GPU in MIG mode, and faults for what could not be read.
+    """Returns the MIG devices of a GPU in MIG mode, and a fault for each failed read.
 
     GPU instances without a compute instance are not devices. Devices destroyed during the call are omitted.
-    `profiles` is the GPU's table by profile ID; `wanted` limits the result to these GPU instance IDs, None
-    means all. Raises: DeviceLostError, NvmlUnavailableError; RetryableError if the devices cannot be counted.
+    `profiles` is the GPU's table by profile ID. `wanted` limits the result to these GPU instance IDs; None means all.
+    Raises: DeviceLostError, NvmlUnavailableError; RetryableError if the devices cannot be counted.
     """
     faults: list[DiscoveryFault] = []
     devices: list[MigDevice] = []
@@ -238,8 +238,8 @@ def _mig_handle(handle: Handle, index: int, gpu: Gpu) -> Handle | None:
 def _mig_device_at(
     index: int, handle: Handle, gpu: Gpu, profiles: Mapping[int, MigProfile], wanted: Container[int] | None
 ) -> MigDevice | None:
-    """Returns None for a gap, an unwanted device, and a device destroyed during the call; reads its
-    replacement if there is one.
+    """Returns None for a gap, an unwanted device, and a device destroyed during the call. Reads the device that
+    replaced it if there is one.
     """
     for tries_left in reversed(range(_TRIES)):
         mig = _mig_handle(handle, index, gpu)
@@ -303,8 +303,8 @@ def read_profiles(handle: Handle, gpu: Gpu, faults: list[DiscoveryFault]) -> dic
 
 
 def read_placed_profiles(handle: Handle, gpu: Gpu, faults: list[DiscoveryFault]) -> tuple[PlacedProfile, ...]:
-    """Returns the GPU instance profiles of a GPU sorted by profile ID, with every placement, in either MIG
-    mode.
+    """Returns the GPU instance profiles of a GPU sorted by profile ID, with every placement, whether MIG mode is on
+    or off.
 
     Omits profiles without placements; adds read failures to `faults`. Raises: DeviceLostError,
     NvmlUnavailableError.
@@ -416,13 +416,12 @@ class PartitionReader:
     def read(
         self, handle: Handle, gpu: Gpu, driver_version: str | None
     ) -> tuple[Partitioning | None, list[DiscoveryFault]]:
-        """Returns the GPU's partitioning, and faults for what could not be read. All existing GPU instances
-        are `withheld`, and `possible` is still empty.
+        """Returns the GPU's partitioning, and a fault for each failed read. All existing GPU instances are
+        `withheld`, and `possible` is still empty.
 
-        None if MIG devices cannot be created on the GPU: it has no MIG, is a vGPU guest, or its mode is off
-        and needs a reset to change. If the table or the GPU instances cannot be read completely, the GPU is
-        added to `unread` and the result is the last known one or None: no placement is safe next to an unseen
-        instance.
+        None if MIG devices cannot be created on the GPU: it has no MIG, is a vGPU guest, or its mode is off and needs
+        a reset to change. If the table or the GPU instances cannot be read completely, the GPU is added to `unread`,
+        and the result is the last known partitioning or None: no placement is safe next to an unseen instance.
 
         Raises: DeviceLostError, NvmlUnavailableError.
         """
@@ -469,7 +468,7 @@ class PartitionReader:
 def read_what_exists(gpu: Gpu) -> tuple[bool, tuple[GpuInstance, ...]]:
     """Returns whether a partitioned GPU is currently in MIG mode, and every GPU instance on it.
 
-    Raises: DeviceLostError, NvmlUnavailableError; RetryableError rather than omit one.
+    Raises: DeviceLostError, NvmlUnavailableError; RetryableError if an instance cannot be read.
     """
     handle = gpu_handle(gpu.uuid, gpu.pci_bus_id)
     if not is_mig_on(handle, gpu.uuid):
@@ -492,8 +491,7 @@ def _mode_is_changeable(log: FaultLog, handle: Handle) -> bool:
 
 
 def read_machine_profiles() -> tuple[list[MigProfile], list[DiscoveryFault]]:
-    """Returns the profiles of all GPUs that answer, without duplicates, and faults for what could not be
-    read.
+    """Returns the profiles of all GPUs that answer, without duplicates, and a fault for each failed read.
 
     Raises: NvmlUnavailableError if NVML itself does not answer.
     """

@@ -25,13 +25,13 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class NvmlReader:
-    """NVML as discovery and the commands use it.
+    """Reads NVML for discovery and the commands.
 
-    `on_demand` selects the GPUs on which MIG devices can be created on demand; None selects none.
-    `foreign_instances` returns the instances on such a GPU that this plugin did not create, and only these
-    are read in detail; None means all. If GPUs are named by minor number, `kept_names` returns the names, by
-    UUID, that must not change; None means names by UUID. `loader` returns the NVML library, and is called at
-    each `reopen`. `mark` is held while NVML is open.
+    `on_demand` selects the GPUs on which MIG devices can be created on demand; None selects none. `foreign_instances`
+    returns the instances on such a GPU that this plugin did not create, and only these are read in detail; None means
+    all. If GPUs are named by minor number, `kept_names` returns the names, by UUID, that must not change; None means
+    that GPUs are named by UUID. `loader` returns the NVML library, and is called at each `reopen`. `mark` is held
+    while NVML is open.
     """
 
     loader: Callable[[], object]
@@ -82,7 +82,7 @@ class NvmlReader:
             return read_processes(uuid)
 
     def health_source(self) -> HealthSource:
-        """Returns health events and signals through the same session."""
+        """Returns a source of health events and signals for the same session."""
         from dra_driver.nvml.health_source import HealthSource
 
         return HealthSource(self.session)

@@ -54,7 +54,7 @@ _FORMS: Final = (
     ("nvmlDeviceGetGpuFabricInfoV", pynvml.c_nvmlGpuFabricInfo_v2_t),
     ("nvmlDeviceGetGpuFabricInfo", pynvml.c_nvmlGpuFabricInfo_t),
 )
-"""Newest first. R535 has only the last one, later branches v2, newer ones v3, and R615 v4."""
+"""Newest first. R535 has only the last form; later branches added v2, then v3, and R615 added v4."""
 _SETTINGS_ABSENT = (
     pynvml.NVMLError_NotSupported,
     pynvml.NVMLError_FunctionNotFound,
@@ -72,8 +72,8 @@ class FaultLog:
     def read(
         self, what: str, call: Callable[..., Any], *args: object, to: Callable[[Any], object] | None = None
     ) -> Any:
-        """Returns the call's result converted by `to`; None if not supported, and None with a fault if it
-        failed.
+        """Returns the call's result converted by `to`; None if the call is not supported, or if it failed, which adds
+        a fault.
 
         Raises: DeviceLostError, NvmlUnavailableError, because nothing else can be read after these.
         """
@@ -84,7 +84,7 @@ class FaultLog:
 
 
 def read_gpu(index: int) -> tuple[Handle, Gpu, list[DiscoveryFault]]:
-    """Returns the NVML handle and the values of GPU number `index`, and faults for what could not be read.
+    """Returns the NVML handle and the values of GPU number `index`, and a fault for each failed read.
 
     MIG devices and topology are read elsewhere. Raises: DeviceLostError, RetryableError if the handle or the
     UUID cannot be read.
@@ -167,8 +167,8 @@ def _memory_numa_node(log: FaultLog, handle: Handle, addressing: str | None) -> 
 
 
 def link_states(handle: Handle) -> list[bool]:
-    """Returns for each NVLink number whether the link is up; an empty list for a GPU without NVLink. A board
-    may lack a link in between.
+    """Returns for each NVLink number whether the link is up; an empty list for a GPU without NVLink. A board may skip
+    link numbers.
 
     Raises: the errors of `nvml_errors` if a link cannot be read, because a partial result would look like a
     GPU with fewer links.
@@ -202,8 +202,8 @@ def _fabric(log: FaultLog, handle: Handle) -> FabricRegistration:
 def fabric_info(handle: Handle) -> Any:
     """Returns NVML's structure, or None if the GPU has no fabric or the library does not support fabrics.
 
-    It has `state`, `status` and `clusterUuid`; from v2 on `healthMask`, from v3 on also `healthSummary`; in
-    v4 `cliques` and `numCliques`, before that `cliqueId`. Raises: DeviceLostError, NvmlUnavailableError,
+    The structure has `state`, `status` and `clusterUuid`; from v2 on `healthMask`, from v3 on also `healthSummary`;
+    in v4 `cliques` and `numCliques`, before v4 `cliqueId`. Raises: DeviceLostError, NvmlUnavailableError,
     RetryableError.
     """
     for name, struct in _FORMS:
@@ -217,18 +217,18 @@ def fabric_info(handle: Handle) -> Any:
             is_unknown = isinstance(error.__cause__, pynvml.NVMLError_InvalidArgument)
             if not isinstance(error, NotSupportedError) and not is_unknown:
                 raise
-            # Older versions report no more than this one. The newest may not be supported on every GPU with a
-            # fabric.
+            # If a GPU does not support this version, it does not support older ones. Only the newest version may be
+            # unsupported on a GPU with a fabric.
             if struct is not _FORMS[0][1] and isinstance(error.__cause__, pynvml.NVMLError_NotSupported):
                 return None
     return None
 
 
 def fabric_registration(info: Any) -> FabricRegistration:
-    """Returns the registration in the structure of `fabric_info`.
+    """Returns the registration from the structure that `fabric_info` returned.
 
-    A single board also completes its registration, with a cluster UUID of zeros. Until then it is unknown
-    whether the fabric leaves the board.
+    A single board also completes its registration, with a cluster UUID of zeros. Until then it is unknown whether the
+    fabric extends beyond the board.
     """
     state, status = int(info.state), int(info.status)
     if state == ABSENT:
@@ -257,7 +257,7 @@ def _unicast_cliques(info: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def confidential_mode() -> ConfidentialMode:
-    """Returns the GPUs' mode. Raises: NVMLError; ValueError for an unknown mode."""
+    """Returns the GPUs' confidential computing mode. Raises: NVMLError; ValueError for an unknown mode."""
     feature, has_tools, several_gpus = _settings()
     if several_gpus == pynvml.NVML_CC_SYSTEM_MULTIGPU_PROTECTED_PCIE:
         return "ppcie"  # the feature itself is off then
@@ -269,8 +269,8 @@ def confidential_mode() -> ConfidentialMode:
 
 
 def accepts_work() -> bool | None:
-    """Whether programs can use the GPUs: always without confidential computing, otherwise after the ready
-    state was set.
+    """Whether programs can use the GPUs: always without confidential computing, otherwise only once the ready state
+    is set.
 
     None if NVML does not support the queries. Raises: the errors of `nvml_errors`; ValueError for an unknown
     mode.

@@ -30,11 +30,11 @@ _SWITCH = "switch"
 
 
 class PeerMemory:
-    """The last reading of each GPU while its MIG mode was off.
+    """The last NVLink reading of each GPU while its MIG mode was off.
 
-    MIG mode disables peer access. Without this memory a GPU that is only temporarily in MIG mode would
-    repeatedly leave and rejoin its NVLink domain. The mode may change at any moment, so a reading counts only
-    if the mode was off before and after it.
+    MIG mode disables peer access. Without this memory a GPU that is only temporarily in MIG mode would repeatedly
+    leave and rejoin its NVLink domain. The mode may change at any moment, so a reading counts only if MIG mode was
+    off before and after it.
     """
 
     def __init__(self) -> None:
@@ -91,14 +91,14 @@ def read_reachable_pairs(
     silent: Sequence[Gpu],
     walk: GpuWalk,
 ) -> tuple[Pairs, list[DiscoveryFault]]:
-    """Returns pairs of GPU UUIDs with NVLink peer access and the number of links between them, and faults for
-    what could not be read.
+    """Returns pairs of GPU UUIDs with NVLink peer access and the number of links between them, and a fault for each
+    failed read.
 
-    `gpus` is by NVML index; `walk` is the walk that `read_gpus` used. The NVIDIA driver's report on peer
-    access takes precedence, because it accounts for switch partitions; without a report, the links decide.
-    Behind a switch the count is 1, because all pairs are equal there. The result in `memory` is used for GPUs
-    that are in MIG mode but can be whole again, for `silent` GPUs, which are not called, and for pairs whose
-    query fails or does not return. A pair that was never read has no peer access, and is a fault.
+    The keys of `gpus` are NVML indexes; `walk` must be the walk that `read_gpus` used. The NVIDIA driver's report on
+    peer access takes precedence, because it accounts for switch partitions; without a report, the links decide.
+    Behind a switch the count is 1, because all pairs are equal there. The result in `memory` is used for GPUs that
+    are in MIG mode but can be whole again, for `silent` GPUs, which are not called, and for pairs whose query fails
+    or does not return. A pair that was never read counts as without peer access, and is reported as a fault.
     """
     linked = {
         index: (handle, gpu) for index, (handle, gpu) in gpus.items() if gpu.nvlink_links and gpu.can_be_whole
@@ -246,10 +246,10 @@ ForeignInstances = Callable[[str, Sequence[GpuInstance]], Sequence[GpuInstance]]
 
 @dataclass(frozen=True, slots=True)
 class ScanMemory:
-    """What one scan keeps for the next. For one thread at a time.
+    """The values that one scan keeps for the next. Only one thread may use it at a time.
 
-    `known` is the last reading of each GPU, by UUID; `uuids` and `fingerprints` are by NVML index in the
-    current opening. They stand in for a GPU that does not answer.
+    `known` is the last reading of each GPU, by UUID; `uuids` and `fingerprints` are by NVML index in the current
+    opening. These values are used for a GPU that does not answer.
     """
 
     partitions: PartitionReader = field(default_factory=PartitionReader)
@@ -274,12 +274,12 @@ def read_gpus(
 ) -> Inventory:
     """Returns all GPUs in PCI order, without NVLink domains.
 
-    A GPU that does not answer is a fault and does not delay others; it is returned as last read, if ever, and
-    so is every value that cannot be read now. GPUs that `on_demand` selects (None: none) and that support it
-    have their partitioning, with all existing GPU instances as `withheld`; their MIG devices are those in the
+    A GPU that does not answer is reported as a fault and does not delay others. GPUs and values that cannot be read
+    now are returned as last read, if they were read before. GPUs that `on_demand` selects (None: none) and that
+    support it get a `partitioning`, with all existing GPU instances as `withheld`. Their MIG devices are those in the
     instances that `foreign_instances` returns (None: all). `memory` must be the same object in each scan.
 
-    Raises: NvmlUnavailableError if NVML itself does not answer; what `foreign_instances` raises.
+    Raises: NvmlUnavailableError if NVML itself does not answer; the errors of `foreign_instances`.
     """
     log = FaultLog("NVML")
     versions = _read_versions(log)
@@ -462,7 +462,7 @@ def _fingerprint_of(index: int) -> GpuFingerprint | None:
 
 
 def _confidential_mode(log: FaultLog) -> ConfidentialMode | None:
-    """Also returns None if NVML reports a lost GPU: it does not say which one, and the others can be read."""
+    """Also returns None if NVML reports a lost GPU: NVML does not say which one, and the others can be read."""
     try:
         mode: ConfidentialMode | None = log.read("confidential computing", confidential_mode)
         return mode

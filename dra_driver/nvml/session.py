@@ -35,7 +35,9 @@ _CALL_HANGS_AFTER_S = 10.0
 _CHECK_EVERY_S = 1.0
 """How often to check whether a call hangs."""
 _SHUTDOWN_S, _OPENING_S = 10.0, 15.0
-"""How long a pause waits for them. Without persistence mode they take a second for each GPU."""
+"""How long a pause waits for NVML's shutdown and initialisation. Without persistence mode each takes a second per
+GPU.
+"""
 _DEVICE_FILES = "/dev/nvidia"
 _REMEDY = "a GPU may need a reset: check the kernel log for Xid errors"
 
@@ -72,9 +74,9 @@ class NvmlSession:
                               ▲          └── a call hangs, or the wait is too long: refused, no change   │
                               └────────────────────── the last pause ends ◀──────────────────────────────┘
 
-    `opening` and `closing` may hang in the NVIDIA driver. A pause is refused after some seconds and leaves
-    the call in its thread; operations wait no longer than their patience; when the call returns, NVML is
-    opened again.
+    `opening` and `closing` may hang in the NVIDIA driver. A pause is then refused after some seconds, and leaves the
+    hanging call in its thread. Operations wait no longer than their patience. When the call returns, NVML is opened
+    again.
     """
 
     def __init__(
@@ -83,8 +85,8 @@ class NvmlSession:
         clock: Callable[[], float] = time.monotonic,
         mark: UseMark | None = None,
     ) -> None:
-        """`mark` is held while NVML is initialised, and the mark after it while an operation runs, so that
-        other processes can see this.
+        """`mark` is held while NVML is initialised, and the mark that follows it while an operation runs. Other
+        processes can see both marks.
         """
         self._loader = loader
         self.mark = mark
@@ -96,7 +98,7 @@ class NvmlSession:
         self.openings = 0
         self.pauses = 0
         self._driver_absent = False
-        # How often NVML could be initialised after the driver had been missing.
+        # How often NVML was initialised after the driver had been missing.
         self.driver_loads = 0
         # Called before each shutdown, which does not close the device files of objects that still exist.
         self.before_shutdown: list[Callable[[], None]] = []
@@ -135,9 +137,9 @@ class NvmlSession:
         """Keeps NVML initialised until the operation ends, however long a change to a GPU takes. Reentrant in
         the same thread.
 
-        Waits while NVML is being initialised or is about to be, unless that hangs; `patience` returns the
-        limit in seconds, and is called only in this case. Raises: NvmlUnavailableError, or the error of the
-        last `reopen`; what `patience` raises.
+        Waits while NVML is being initialised or is about to be, unless that hangs; `patience` returns the limit in
+        seconds, and is called only in this case. Raises: NvmlUnavailableError, or the error of the last `reopen`; the
+        errors of `patience`.
         """
         thread = threading.get_ident()
         if thread in self._operations:
@@ -215,10 +217,10 @@ class NvmlSession:
     def closed(self, patience: Callable[[], float]) -> Iterator[None]:
         """Closes NVML in this process, so that another kernel driver can bind a GPU.
 
-        The first caller closes it, others join, and the last one initialises it again; operations wait for
-        that. `patience` returns how many seconds to wait for running calls, and then for the shutdown. Must
-        not be used within an operation. Raises: NvmlInUseError, if a call takes longer or hangs (then nothing
-        has changed) or if the shutdown hangs; the errors of `patience`.
+        The first caller closes NVML, and the last one initialises it again; operations wait until then. `patience`
+        returns how many seconds to wait for running calls, and then for the shutdown. Must not be used within an
+        operation. Raises: NvmlInUseError, if a call takes longer or hangs (then nothing has changed) or if the
+        shutdown hangs; the errors of `patience`.
         """
         if threading.get_ident() in self._operations:
             raise RuntimeError("NVML cannot be closed within an operation of the same thread")
@@ -259,7 +261,7 @@ class NvmlSession:
         return self._is_first or self._reopens or bool(self._pausing) or self._change is not None
 
     def _wait_until_free(self, what: str, wait_s: float) -> None:
-        """Waits until no call is running. Raises: NvmlInUseError if that takes longer, or a call hangs."""
+        """Waits until no call is running. Raises: NvmlInUseError if a call hangs, or still runs after `wait_s`."""
         until = time.monotonic() + wait_s
         self._waiting += 1
         try:
@@ -280,10 +282,11 @@ class NvmlSession:
     def _in_the_way(self) -> tuple[str, float, float] | None:
         """Returns a running call, its duration in seconds, and the duration at which it counts as hanging."""
         if self._change is not None:
-            return f"NVML is being {self._change[0]}, which", self.change_lasts_s(), _HANGS_AFTER_S
+            what = "shutdown" if self._change[0] == "shut down" else "initialisation"
+            return f"the {what} of NVML", self.change_lasts_s(), _HANGS_AFTER_S
         for text, begun, hangs_after_s in (
             ("a change to a GPU", self._operations, _HANGS_AFTER_S),
-            ("a call of NVML", self._calls, _CALL_HANGS_AFTER_S),
+            ("an NVML call", self._calls, _CALL_HANGS_AFTER_S),
         ):
             if begun:
                 return text, self._clock() - min(begun.values()), hangs_after_s
@@ -320,7 +323,7 @@ class NvmlSession:
     def _changed(
         self, work: Callable[[], None], wait_s: float, then: Callable[[], None] = lambda: None
     ) -> bool:
-        """Does `work`, which may hang, in a new thread, ends the change, then calls `then`.
+        """Runs `work`, which may hang, in a new thread, then ends the change and calls `then`.
 
         Returns whether the work ended within `wait_s` seconds.
         """
@@ -344,7 +347,7 @@ class NvmlSession:
         return False
 
     def _hang_text(self, what: str) -> str:
-        return f"NVML is being {what}, and that has not finished for {self.change_lasts_s():.0f} s; {_REMEDY}"
+        return f"NVML is being {what}, which has taken {self.change_lasts_s():.0f} s so far; {_REMEDY}"
 
     def _end(self) -> None:
         with self._turn:
@@ -363,7 +366,7 @@ class NvmlSession:
         try:
             self._open_counted()
         except NvmlPausedError:
-            return  # another process pauses NVML; the next `reopen` or pause end opens it
+            return  # another process pauses NVML; `reopen`, or the end of the next pause, opens it
         except DraDriverError as error:
             _log.warning("nvml_not_opened_again", reason=str(error))
 
@@ -384,18 +387,19 @@ class NvmlSession:
         self.is_open = True
 
     def _open(self) -> None:
-        # The loader is called while the mark is held: a process that requests all others to close NVML, and
-        # then sees no mark, can be sure that none is about to open it.
+        # The loader is called while the mark is held: a process that requests all others to close NVML, and then sees
+        # no mark, can be sure that no process is about to open it.
         with nvml_errors("initialise NVML"), self._marked():
             pynvml.nvmlLib = self._loader()
             pynvml._nvmlGetFunctionPointer_cache.clear()
-            # Without this flag a node without bound GPUs fails here, and later GPUs would never appear.
+            # Without this flag, initialisation fails on a node without bound GPUs, and GPUs bound later would never
+            # appear.
             pynvml.nvmlInitWithFlags(pynvml.NVML_INIT_FLAG_NO_GPUS)
 
     @contextmanager
     def _marked(self) -> Iterator[None]:
-        """Holds the mark from before the initialisation on, unless that fails. A failure to lock does not
-        prevent the use of NVML.
+        """Holds the mark from before the initialisation, and releases it if the initialisation fails. A failure to
+        lock does not prevent the use of NVML.
         """
         if self.mark is not None:
             with suppress(StateError):

@@ -1,8 +1,7 @@
-"""Usage of GPUs and MIG devices for people and metrics, each value best effort.
+"""Reads the usage of GPUs and MIG devices for commands and metrics, each value best effort.
 
-NVML has no utilisation for MIG devices, only samples of their GPU instances (GPM), from Hopper on: the
-utilisation is the difference of two samples. So the first reading of a device has none, and each later
-reading takes one sample.
+NVML has no utilisation for MIG devices. From Hopper on it has samples of their GPU instances (GPM), and two samples
+give a utilisation. So the first reading of a device has no utilisation, and each reading takes one sample.
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ class _Sample:
 
 
 class UsageSource:
-    """NVML as the metrics use it. Different GPUs may be read at the same time, but each GPU only once.
+    """Reads usage for the metrics. Different GPUs may be read at the same time, but each GPU by only one thread.
 
     `sees_all` is whether this process is in the host's PID namespace. In other namespaces NVML does not show
     the processes of other containers.
@@ -107,7 +106,7 @@ class UsageSource:
             _free(one)
 
     def _processes(self, gpu: GpuAddress, handle: Handle, load: GpuLoad) -> Sequence[GpuProcess] | None:
-        """Returns None if this process cannot see those of others."""
+        """Returns None if this process cannot see the processes of other containers."""
         if not self.sees_all:
             return None
         return with_utilisation(handle, read_gpu_processes(gpu.uuid, handle), load.utilisation_percent)
@@ -162,8 +161,8 @@ class UsageSource:
 def with_utilisation(
     handle: Handle, processes: Sequence[GpuProcess], gpu_percent: int | None
 ) -> Sequence[GpuProcess]:
-    """Returns the processes on a GPU with their utilisation, if NVML reports it. `gpu_percent` is the GPU's
-    own.
+    """Returns the processes on a GPU with their utilisation, if NVML reports it. `gpu_percent` is the utilisation of
+    the whole GPU.
 
     NVML has samples only of processes that ran a kernel in the last seconds. A process without a sample was
     idle if another process has a sample, or if the GPU was idle. Otherwise NVML may have no samples of the
@@ -195,7 +194,7 @@ def _process_samples(handle: Handle) -> Sequence[Any]:
     try:
         samples: Sequence[Any] = pynvml.nvmlDeviceGetProcessUtilization(handle, since)
     except pynvml.NVMLError as error:
-        # The binding also raises for success if there are no samples.
+        # If there are no samples, the binding raises an error even for NVML_SUCCESS.
         if error.value not in (pynvml.NVML_ERROR_NOT_FOUND, pynvml.NVML_SUCCESS):
             raise
         return ()

@@ -1,8 +1,8 @@
 """Simulated machines with GPUs, for tests and for clusters without GPUs.
 
-`create_machine` writes a host root and keeps the machine's state in a locked file. `SimulatedLibrary`
-replaces the NVML library in the binding, `SimulatedDeviceNodes` reads the machine's device nodes, real or
-described. See machines/README.md for the format.
+`create_machine` writes a host root and keeps the machine's state in a locked file. `SimulatedLibrary` replaces the
+NVML library in the binding. `SimulatedDeviceNodes` reads the machine's device nodes: real nodes, or files that
+describe nodes. See machines/README.md for the format of machine files.
 """
 
 from __future__ import annotations
@@ -33,20 +33,21 @@ __all__ = [
 HOSTILE = "SIMULATE_HOSTILE"
 """An environment variable that makes new machines behave like difficult real ones; the project's tests set it."""
 ELF = "SIMULATE_ELF"
-"""With HOSTILE: a directory of ELF files that replace the scripts, on machines of this architecture."""
+"""With HOSTILE: a directory of ELF files that replace the scripts, on simulated machines of this host's architecture.
+"""
 _OWN_FILES = ("machine.", "rendered", "root", ".")
-"""Prefixes of a machine's own files; some of them exist before machine.json."""
+"""Prefixes of a machine's own files, some of which exist before machine.json."""
 
 
 def create_machine(
     name: str, directory: Path, *, device_nodes: str = "auto", cdi_hook: bool | None = None
 ) -> Machine:
-    """Creates a machine, or opens it if the directory holds one of the same name.
+    """Creates a machine, or opens it if the directory already contains a machine of this name.
 
     `name` is one of `machine_names()` or a path to a YAML file. `device_nodes` is "real" (needs root),
     "described" or "auto". `cdi_hook` adds an nvidia-cdi-hook to the NVIDIA driver's programs.
 
-    Raises: InvalidConfigError for an unknown name or an invalid file, StateError for a directory that holds
+    Raises: InvalidConfigError for an unknown name or an invalid file, StateError for a directory that contains
     another machine or other files.
     """
     state = catalogue.build(name)
@@ -77,13 +78,13 @@ def create_machine(
 
 
 def _make_hostile(state: State) -> None:
-    """Enables difficult but legal behaviour of real machines, which first-time users do not need.
+    """Enables difficult but valid behaviour of real machines, which first-time users do not need.
 
     Capability nodes of MIG devices exist only after someone creates them, and the first GPU has virtual
     functions (SR-IOV) if its product supports them.
     """
     state.system["cap_nodes"] = False
-    has_some = any(item.physical for item in state.functions)  # of a recorded machine
+    has_some = any(item.physical for item in state.functions)  # a recorded machine may have virtual functions
     for gpu in [] if has_some else state.present[:1]:
         if state.model_of(gpu).compute >= FIRST_SRIOV and not gpu.virtualization:
             state.functions += virtual_functions(state, gpu, 2)

@@ -39,8 +39,9 @@ _SYSTEM = {
     "vfio_modules": _VFIO_MODULES,
     "vfio_loaded": _VFIO_MODULES,
 }
-"""Valid values for `system`. `stopped` removes the socket of nvidia-imex; `killed` leaves a socket on which no process
-listens."""
+"""Valid values in `system`. `stopped` removes nvidia-imex's socket; `killed` leaves a socket on which no process
+listens.
+"""
 _REMOTE_PCI = ("real", "placeholder", "not-supported")
 _NAMESPACE = uuid.UUID("0f0c8c0e-5a70-5f0e-9a53-53696d4e5643")
 
@@ -61,7 +62,7 @@ _GPU_KEYS = {
 
 
 def machine_names() -> list[str]:
-    """Returns the machines that ship with the package."""
+    """Returns the names of the machines that ship with the package."""
     return sorted(path.stem for path in MACHINES.glob("*.yaml") if not path.stem.startswith("_"))
 
 
@@ -82,16 +83,14 @@ def _read(path: Path) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=64)
 def _parsed(text: str) -> bytes:
-    """Returns the values of a YAML text, pickled, so that every reader gets a copy ten times as fast as by
-    parsing.
-    """
+    """Returns the values of a YAML text, pickled: unpickling a copy is ten times as fast as parsing the text."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     return pickle.dumps(yaml.load(text, Loader=loader))  # noqa: S506 - both loaders are the safe ones
 
 
 @functools.cache
 def driver_facts() -> dict[str, Any]:
-    """Returns what the NVIDIA driver installs and reports on every machine."""
+    """Returns the files and values that the NVIDIA driver has on every machine."""
     return _read(MACHINES / "_driver.yaml")
 
 
@@ -111,7 +110,7 @@ def locate(name: str) -> Path:
 
 
 def load_models(extra: dict[str, Any] | None = None, only: set[str] | None = None) -> dict[str, Model]:
-    """Returns GPU products by key; `extra` overrides or adds fields, like a machine's `models:`."""
+    """Returns GPU products by key; `extra`, such as a machine's `models:`, overrides or adds fields."""
     catalogue = _read(MACHINES / "_models.yaml")
     for key, fields in (extra or {}).items():
         catalogue[key] = {**catalogue.get(key, {}), **fields}
@@ -190,7 +189,7 @@ def _check_keys(machine: str, where: str, item: dict[str, Any], known: set[str])
 
 
 def check_system(facts: Mapping[str, Any]) -> None:
-    """Raises: InvalidConfigError. In YAML, on and off without quotes are not strings."""
+    """Raises: InvalidConfigError for an invalid value. In YAML, on and off without quotes are not strings."""
     for name, choices in _SYSTEM.items():
         values = facts.get(name, [])
         for value in values if isinstance(values, list) else [values]:
@@ -200,7 +199,7 @@ def check_system(facts: Mapping[str, Any]) -> None:
 
 
 def cuda_of_driver(version: str, otherwise: int) -> int:
-    """Returns the CUDA version of a driver branch."""
+    """Returns the CUDA version of a driver version's branch; `otherwise` if the branch is unknown."""
     return int(driver_facts()["cuda_of_branch"].get(int(version.partition(".")[0]), otherwise))
 
 
@@ -278,7 +277,7 @@ def _wire(state: State) -> None:
 
 
 def _switches(state: State) -> list[str]:
-    """Returns the bus IDs of the switches at the ends of links; empty if links join GPUs directly."""
+    """Returns the bus IDs of the switches to which the links lead; empty if links connect GPUs directly."""
     if state.nvlink.get("topology") != "switched":
         return []
     switches = [item.bus_id for item in state.functions if item.pci_class == 0x068000]
@@ -299,9 +298,7 @@ def lay_out_mig(gpu: Gpu, model: Model, layout: list[str]) -> None:
 
 
 def new_gpu(state: State, model_key: str) -> tuple[Gpu, Model]:
-    """Returns a GPU to add: with the next free minor number, a bus after the others, and links to the
-    machine's switches.
-    """
+    """Returns a new GPU with the next free minor number, an unused bus number, and links to the machine's switches."""
     models = load_models(None, {model_key}) if model_key not in state.models else state.models
     model = models[model_key]
     minors = {gpu.minor for gpu in state.gpus if gpu.present}

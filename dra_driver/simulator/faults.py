@@ -18,7 +18,7 @@ _PREFIX = "NVML_ERROR_"
 
 
 WRITES = ("driver_override", "unbind", "bind", "drivers_probe", "modprobe")
-"""Writes that change the driver of a PCI function. Their faults have an errno, or one of the following codes."""
+"""Writes that change the driver of a PCI function. The code of their faults is an errno, or one of the following."""
 NO_EFFECT, HANG, LATE_USER = -1, -2, -3
 _BEHAVIOURS = {"no-effect": NO_EFFECT, "hang": HANG, "late-user": LATE_USER}
 _LANES = 16
@@ -53,8 +53,8 @@ def error_code(value: int | str) -> int:
 
 
 def _write_code(value: int | str) -> int:
-    """Returns an errno by number or name, such as `EBUSY`; or `no-effect`, `hang` (until the fault is
-    cleared), or `late-user` (a program opens the GPU just before).
+    """Returns the code for an errno (number or name, such as `EBUSY`), `no-effect`, `hang` (until the fault is
+    cleared), or `late-user` (a program opens the GPU just before the write).
     """
     if isinstance(value, int) or value.isdigit():
         return int(value)
@@ -76,7 +76,8 @@ def make_fault(
     count: int | None = None,
     blocks_all: bool = False,
 ) -> Fault:
-    """Returns a fault of this function, for one GPU if `gpu` is a UUID, `count` times or until it is cleared.
+    """Returns a fault of this function. It affects one GPU if `gpu` is a UUID, and lasts for `count` calls or until
+    it is cleared.
 
     With `blocks_all` no NVML call of the process returns during the delay.
     """
@@ -97,7 +98,7 @@ def make_fault(
 
 
 def fault_text(fault: Fault) -> str:
-    """Describes the effect on calls or writes, such as `gpu is lost, 3 times`."""
+    """Describes the fault's effect on calls or writes, such as `gpu is lost, 3 times`."""
     parts = [
         *([] if fault.code is None else [code_text(fault)]),
         *([f"after {fault.delay_s:g} s"] if fault.delay_s else []),
@@ -167,7 +168,7 @@ _WELL: Mapping[str, Any] = {field: getattr(_NEW, field) for field, _ in _SIGNALS
 
 
 def signal_facts(signals: Iterable[str], model: Model) -> Mapping[str, Any]:
-    """Returns all fields of `Gpu` that signals set, for a GPU with exactly these signals.
+    """Returns the values of all signal fields of `Gpu`, for a GPU that has exactly these signals.
 
     Raises: InvalidConfigError.
     """
@@ -185,5 +186,5 @@ def signal_facts(signals: Iterable[str], model: Model) -> Mapping[str, Any]:
 
 
 def signal_names(gpu: Gpu) -> list[str]:
-    """Returns the GPU's signals."""
+    """Returns the names of the GPU's active signals."""
     return [name for name, (field, _) in _SIGNALS.items() if getattr(gpu, field) != _WELL[field]]

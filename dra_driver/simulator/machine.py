@@ -34,7 +34,7 @@ XID_RECOVERY_ACTION = 154
 
 
 class Machine:
-    """A simulated machine, whose state is in a directory. Several processes may use it at the same time.
+    """A simulated machine, whose state is stored in a directory. Several processes may use it at the same time.
 
     GPUs are selected by index (in bus order, like NVML), UUID or PCI bus ID.
     """
@@ -72,8 +72,8 @@ class Machine:
         return self._find(self.current(), selector)
 
     def called(self, selector: Selector) -> str:
-        """Returns a GPU's display name: `GPU 1 (gpu-cbe0e302)`. Indices change when an earlier GPU is
-        removed; names do not.
+        """Returns a GPU's display name: `GPU 1 (gpu-cbe0e302)`. The index changes when a GPU before it is removed;
+        the device name does not.
         """
         state = self.current()
         gpu = self._find(state, selector)
@@ -98,7 +98,7 @@ class Machine:
     # --- who has it open -----------------------------------------------------------------------
 
     def open_session(self, name: str) -> Session:
-        """Initialises NVML for a process, which is then a client of every GPU."""
+        """Opens an NVML session for a process, which is then a client of every GPU."""
         with self._store.locked():
             for gpu in self.current().present:
                 if self._policies.take_reset(gpu.uuid):
@@ -106,9 +106,9 @@ class Machine:
             return self._sessions.open(name)
 
     def close_session(self, session: Session) -> None:
-        """Shuts NVML down for a process.
+        """Closes the NVML session of a process.
 
-        After the last client, the NVIDIA driver releases GPUs without persistence mode and forgets their
+        When the last session is closed, the NVIDIA driver releases GPUs without persistence mode and forgets their
         settings.
         """
         with self._store.locked():
@@ -133,7 +133,7 @@ class Machine:
         self._host.elf.keep(source)
 
     def setup(self, state: State) -> None:
-        """Writes a new machine, or accepts an existing identical one."""
+        """Writes a new machine, or keeps an existing machine of the same name."""
         with self._store.locked():
             if self._store.exists():
                 known = self._store.current()
@@ -149,7 +149,7 @@ class Machine:
             self._store.write(state)
 
     def heal(self) -> None:
-        """Writes the tree again if a process died while changing it."""
+        """Writes the host root again if a process died while changing it."""
         if self._host.is_current(self.current()):
             return
         with self._store.locked():
@@ -177,14 +177,14 @@ class Machine:
                 state.add_event(gpu, pynvml.nvmlEventTypeXidCriticalError, XID_OFF_THE_BUS)
 
     def restore_gpu(self, selector: Selector) -> None:
-        """The GPU answers again. Sessions opened without it must be reopened."""
+        """The GPU answers again. Sessions that were opened while it was lost must be reopened."""
         with self._change() as state:
             gpu = self._find(state, selector)
             gpu.lost = False
             gpu.recovery_action = 0
 
     def add_gpu(self, model: str) -> str:
-        """Adds a GPU, which sessions see after shutdown and init. Returns its UUID."""
+        """Adds a GPU, which processes see once they shut down and initialise NVML again. Returns its UUID."""
         with self._change() as state:
             gone = next((gpu for gpu in state.gpus if not gpu.present and gpu.model == model), None)
             if gone is not None:
@@ -198,8 +198,8 @@ class Machine:
             return gpu.uuid
 
     def remove_gpu(self, selector: Selector) -> None:
-        """Removes a GPU without warning. While a virtual machine has it open, the kernel waits: the GPU has
-        no driver until then.
+        """Removes a GPU without warning. If a virtual machine has the GPU open, the kernel waits until the virtual
+        machine closes it; meanwhile the GPU has no driver.
         """
         with self._change() as state:
             gpu = self._find(state, selector)
@@ -226,7 +226,7 @@ class Machine:
         gpu_instance: int | None = None,
         compute_instance: int | None = None,
     ) -> None:
-        """Queues an Xid event, or one of another `kind`, for every event set registered before."""
+        """Queues an Xid event, or an event of another `kind`, for every event set in which the GPU is registered."""
         with self._change() as state:
             state.add_event(self._find(state, selector), kind, xid, gpu_instance, compute_instance)
 
@@ -277,14 +277,14 @@ class Machine:
                 gpu.fabric = {**gpu.fabric, **facts}
 
     def hold_gpu(self, selector: Selector, pid: int, name: str, **more: Any) -> None:
-        """A process uses the GPU or one of its instances, so changes are refused with IN_USE; `more` as in
-        `Holder`.
+        """Starts a process that uses the GPU or one of its instances, so changes are refused with IN_USE; `more` as
+        in `Holder`.
         """
         with self._change() as state:
             self._find(state, selector).holders.append(Holder(pid, name, **more))
 
     def release_gpu(self, selector: Selector, pid: int | None = None) -> None:
-        """Ends the process; without a PID ends all processes."""
+        """Stops the process; without a PID stops all processes of the GPU."""
         with self._change() as state:
             gpu = self._find(state, selector)
             gpu.holders = [] if pid is None else [item for item in gpu.holders if item.pid != pid]
@@ -296,7 +296,7 @@ class Machine:
     def set_fault(self, function: str, *, gpu: Selector | None = None, **more: Any) -> str:
         """Makes the next calls of an NVML function (shell pattern) fail with `code`, respond late, or both.
 
-        The same for writes to sysfs if `function` is one of `faults.WRITES`. `more` as in `make_fault`.
+        If `function` is one of `faults.WRITES`, the fault applies to writes to sysfs. `more` as in `make_fault`.
         Clearing the faults ends a delay. Returns a description.
         """
         with self._change() as state:
@@ -337,7 +337,7 @@ class Machine:
         with self._change() as state:
             gpu = self._find(state, selector)
             if module is not None:
-                # modprobe also loads the installed module for memory mapping
+                # modprobe also loads the module for memory mapping, if it is installed
                 after = {pci.MAPS_MEMORY}.intersection(state.system.get("vfio_modules", []))
                 loaded = dict.fromkeys([*state.system.get("vfio_loaded", []), module, *after])
                 state.system["vfio_loaded"] = list(loaded)
@@ -363,7 +363,7 @@ class Machine:
                 self._forgotten(item)
 
     def _forgotten(self, gpu: Gpu) -> None:
-        """Another driver has bound the GPU, so the NVIDIA driver's settings are lost."""
+        """Clears the GPU's settings, which the NVIDIA driver loses when it releases the GPU."""
         gpu.persistence = 0
         self._policies.forget(gpu.uuid)
 
@@ -438,7 +438,7 @@ class Machine:
     # --- MIG and settings ----------------------------------------------------------------------
 
     def set_mig_mode(self, selector: Selector, on: bool) -> int:
-        """Switches MIG mode regardless of open sessions; returns NVML's activation status (0: in effect)."""
+        """Switches MIG mode even if sessions are open; returns NVML's activation status (0: in effect)."""
         gpu = self.gpu(selector)
         try:
             return self.change_mig_mode(gpu.uuid, int(on))
@@ -446,7 +446,7 @@ class Machine:
             raise _refused("switch MIG mode", gpu, refusal) from refusal
 
     def change_mig_mode(self, gpu_uuid: str, on: int, *, has_clients: bool = False) -> int:
-        """Like `nvmlDeviceSetMigMode`; with `has_clients` other sessions are open, which makes the GPU busy."""
+        """Like `nvmlDeviceSetMigMode`. `has_clients` means that other sessions are open, which makes the GPU busy."""
         with self._change() as state:
             gpu = state.by_uuid[gpu_uuid]
             before = gpu.mig_mode
@@ -460,9 +460,7 @@ class Machine:
             return status
 
     def create_mig(self, selector: Selector, profile: str, start: int) -> tuple[int, int, str]:
-        """Creates a MIG device as an administrator would; returns (GPU instance ID, compute instance ID,
-        UUID).
-        """
+        """Creates a MIG device, as an administrator would; returns (GPU instance ID, compute instance ID, UUID)."""
         with self._change() as state:
             gpu = self._find(state, selector)
             try:
@@ -494,7 +492,7 @@ class Machine:
 
 
 def virtual_functions(state: State, gpu: Gpu, count: int) -> list[Function]:
-    """Returns virtual PCI functions of the GPU, without a driver."""
+    """Returns `count` virtual PCI functions of the GPU, without a driver."""
     model, place = state.model_of(gpu), gpu.bus_id.partition(".")[0]
     return [
         Function(
@@ -506,4 +504,4 @@ def virtual_functions(state: State, gpu: Gpu, count: int) -> list[Function]:
 
 def _refused(action: str, gpu: Gpu, refusal: mig.Refusal) -> InvalidConfigError:
     reason = error_text(refusal.code)
-    return InvalidConfigError(f"cannot {action} on GPU {gpu.bus_id}: the driver answers {reason}")
+    return InvalidConfigError(f"cannot {action} on GPU {gpu.bus_id}: the NVIDIA driver returns {reason}")

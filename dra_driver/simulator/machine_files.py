@@ -1,15 +1,14 @@
 """The files of a machine: its state, its open NVML sessions, and the settings that nvidia-smi changes.
 
-The machine file is changed under a lock shared by all processes. Readers take no lock: a rename replaces the
-file, and its modification time grows with every change. So one stat() shows whether the parsed copy is
-current.
+The machine file is changed under a lock shared by all processes. Readers take no lock: a rename replaces the file,
+and its modification time grows with every change. So one stat() shows whether a process's parsed copy is current.
 
-The real driver counts a session as a client of every GPU. While one is open, it refuses to be unloaded, to
-reset a GPU, and to switch the MIG mode for another session. Here each session is a locked file, so that
-sessions end with their process.
+The real driver counts a session as a client of every GPU. While a session is open, the driver refuses to be unloaded,
+to reset a GPU, and to switch the MIG mode for another session. Here each session is a locked file, so that sessions
+end with their process.
 
-The settings are small files inside the host root, one for each GPU: nvidia-smi, here a shell script, finds
-them relative to its own path, even after a chroot. The same applies to the sessions, and to resets by
+The settings are small files inside the host root, one for each GPU: nvidia-smi, here a shell script, finds them
+relative to its own path, even after a chroot. The host root also contains the files of the sessions, and of resets by
 nvidia-smi, which the machine applies at the next session.
 """
 
@@ -59,7 +58,7 @@ class Store:
         return self.path.is_file()
 
     def current(self) -> State:
-        """Returns the current machine. Costs one stat() while nothing changes."""
+        """Returns the machine's current state. Costs one stat() while nothing changes."""
         try:
             mtime = os.stat(self._path).st_mtime_ns  # noqa: PTH116 - the hot path of every NVML call
         except FileNotFoundError as error:
@@ -94,7 +93,7 @@ class Store:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Holds a lock over threads and processes; reentrant."""
+        """Holds the machine's lock, which excludes other threads and processes; reentrant."""
         with self._lock:
             if self._depth == 0:
                 self.directory.mkdir(parents=True, exist_ok=True)
@@ -111,7 +110,7 @@ class Store:
 
     @contextmanager
     def change(self, before_write: AfterChange | None = None) -> Iterator[State]:
-        """Yields a private copy to change, which is written if the block succeeds.
+        """Yields a private copy of the state to change, which is written if the block succeeds.
 
         `before_write(old, new)` runs under the lock, before other processes can see the new state.
         """
@@ -127,13 +126,13 @@ class Store:
             self.write(new)
 
     def write(self, state: State) -> None:
-        """Replaces the file. The caller holds the lock."""
+        """Replaces the machine file. The caller holds the lock."""
         temporary = self.path.with_suffix(".json.new")
         temporary.write_text(encode(state))
         before = self._cached[0] if self._cached is not None else 0
         mtime = max(time.time_ns(), before + _MTIME_STEP_NS)
         os.utime(temporary, ns=(mtime, mtime))
-        if temporary.stat().st_mtime_ns <= before:  # for file systems with timestamps in whole seconds
+        if temporary.stat().st_mtime_ns <= before:  # on file systems with timestamps in whole seconds
             os.utime(temporary, ns=(mtime, before + _COARSE_STEP_NS))
         mtime = temporary.stat().st_mtime_ns
         temporary.replace(self.path)
@@ -141,14 +140,14 @@ class Store:
 
 
 class Session:
-    """One open session. Also ends when the object is garbage-collected."""
+    """One open NVML session. Also ends when the object is garbage-collected."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._descriptor: int | None = None
 
     def begin(self) -> None:
-        """Creates and locks the file; does nothing if the directory is not writable."""
+        """Creates and locks the session's file; does nothing if the directory is not writable."""
         with suppress(OSError):
             self.path.parent.mkdir(exist_ok=True)
             self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -167,7 +166,7 @@ class Session:
 
 
 class Sessions:
-    """The files in a directory, named `<mark of the process>.<process>.<number>.<name>`."""
+    """The session files in a directory, named `<mark of the process>.<process ID>.<number>.<name>`."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -179,7 +178,7 @@ class Sessions:
         return session
 
     def names(self, *, with_own: bool) -> list[str]:
-        """Returns name and process of every open session of other processes, such as `dcgm (process 4711)`.
+        """Returns the name and process of every open session of other processes, such as `dcgm (process 4711)`.
 
         `with_own` also includes this process.
         """
@@ -247,7 +246,7 @@ class Policies:
             self.set(setting, uuid, 0)
 
     def reset(self) -> None:
-        """Restores all defaults, like a driver reload or a reboot."""
+        """Restores all defaults, as a driver reload or a reboot does."""
         for setting in (COMPUTE_MODE, TIMESLICE, RESET):
             shutil.rmtree(self.directory / setting, ignore_errors=True)
         self.prepare()

@@ -1,8 +1,7 @@
-"""The state of a simulated machine: plain values that are stored in one JSON file, and values derived from
-its wiring.
+"""The state of a simulated machine: plain values, stored in one JSON file, and functions for its NVLinks.
 
-Constant facts (models, buses, wiring) and variable state (MIG, loss, faults, events) are in the same
-document, so a second process needs only the file.
+The file contains both constant facts (models, buses, wiring) and variable state (MIG, loss, faults, events), so a
+second process needs only this file.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ class Model:
 
 @dataclass(slots=True)
 class ComputeInstance:
-    """`index` is the MIG device's index, which does not change when others come and go, so indexes have gaps."""
+    """`index` is the MIG device's index, which does not change when other devices come and go, so indexes have gaps."""
 
     id: int
     index: int
@@ -101,7 +100,7 @@ class GpuInstance:
 
 @dataclass(slots=True)
 class Holder:
-    """A process that uses a GPU or an instance, and keeps it busy for `utilisation` percent of the time."""
+    """A process that uses a GPU or an instance, and keeps the GPU busy for `utilisation` percent of the time."""
 
     pid: int
     name: str
@@ -114,8 +113,8 @@ class Holder:
 
 @dataclass(slots=True)
 class Gpu:
-    """A GPU. `driver` is its current kernel driver while that is loaded, `boot_driver` the one after a boot,
-    `override` the only driver that may bind it, `vfio` the number of its vfio device.
+    """A GPU. `driver` is its kernel driver (if that is loaded), `boot_driver` its driver after a boot, `override` the
+    only driver that may bind it, `vfio` the number of its vfio device.
     """
 
     uuid: str
@@ -179,10 +178,10 @@ class Gpu:
 
 @dataclass(slots=True)
 class Fault:
-    """The effect on the next matching NVML calls or writes to sysfs.
+    """A fault of the next matching NVML calls or writes to sysfs.
 
-    With `blocks_all` no other NVML call of the process returns during the delay, as if the kernel driver held
-    its lock.
+    With `blocks_all` no other NVML call of the process returns during the delay, as if a call held the kernel
+    driver's lock.
     """
 
     function: str
@@ -205,10 +204,10 @@ class Event:
 
 @dataclass(slots=True)
 class Function:
-    """Another PCI function, such as an NVSwitch, an audio function, or a virtual function of the GPU with bus
-    ID `physical`.
+    """A PCI function that is not a GPU, such as an NVSwitch, an audio function, or a virtual function of the GPU with
+    bus ID `physical`.
 
-    `beside` is the bus ID of a GPU that shares its IOMMU group; functions of the same slot always do. For
+    `beside` is the bus ID of a GPU that shares its IOMMU group; functions in the GPU's slot always share it. For
     other fields see `Gpu`.
     """
 
@@ -341,7 +340,7 @@ def parse_pairs(pairs: dict[str, int]) -> Wiring:
 
 
 def switch_links(gpu: Gpu, model: Model, switches: list[str]) -> None:
-    """Connects all links of the GPU to switches; `switches` are their addresses, or one placeholder."""
+    """Connects all links of the GPU to switches; `switches` are the switches' addresses, or one placeholder."""
     gpu.links = [[REMOTE_SWITCH, switches[link % len(switches)]] for link in range(model.nvlinks)]
 
 
@@ -371,7 +370,7 @@ def active_links(gpu: Gpu) -> list[tuple[int, int, str | None]]:
 
 
 def nvlink_count(state: State, first: Gpu, second: Gpu) -> int:
-    """Returns the number of NVLinks between two GPUs; through switches, the link count of the GPU with fewer
+    """Returns the number of NVLinks between two GPUs; through switches, the number of links of the GPU with fewer
     links.
     """
     ours, theirs = active_links(first), active_links(second)

@@ -20,7 +20,7 @@ COMPUTE_SLICES = {0: 1, 1: 2, 2: 3, 3: 4, 4: 7, 5: 8, 6: 6}
 
 
 class Refusal(Exception):  # noqa: N818 - a return code of the NVIDIA driver, not our error
-    """The NVIDIA driver refuses with this NVML return code."""
+    """The NVIDIA driver refuses the call with this NVML return code."""
 
     def __init__(self, code: int) -> None:
         super().__init__(code)
@@ -71,7 +71,7 @@ def compute_profiles(model: Model, profile: MigProfile) -> list[ComputeProfile]:
 
 
 def free_placements(gpu: Gpu, model: Model, profile: MigProfile) -> list[int]:
-    """Returns the starts at which one more instance of this profile fits."""
+    """Returns the start slices at which one more instance of this profile fits."""
     same = sum(item.profile_id == profile.id for item in gpu.instances)
     if same >= profile.max_instances or not _engines_left(gpu, model, profile):
         return []
@@ -80,7 +80,7 @@ def free_placements(gpu: Gpu, model: Model, profile: MigProfile) -> list[int]:
 
 
 def _engines_left(gpu: Gpu, model: Model, wanted: MigProfile) -> bool:
-    """Whether enough slices and engines are free. Only media extensions can run out before the memory."""
+    """Whether enough slices and engines are free. Only JPEG and OFA engines can run out before the memory."""
     rows = [wanted]
     for item in gpu.instances:
         row = profile_by_id(model, item.profile_id)
@@ -189,7 +189,7 @@ def destroy_compute_instance(gpu: Gpu, gi: int, ci: int) -> None:
 
 
 def set_mode(gpu: Gpu, model: Model, on: int, *, has_clients: bool = False) -> int:
-    """Changes the mode, and returns the activation status, which may be an error code."""
+    """Changes MIG mode, and returns the activation status, which may be an error code."""
     if not model.mig:
         raise Refusal(pynvml.NVML_ERROR_NOT_SUPPORTED)
     if on not in (0, 1):
@@ -212,7 +212,7 @@ def set_mode(gpu: Gpu, model: Model, on: int, *, has_clients: bool = False) -> i
 
 
 def after_reboot(gpu: Gpu, model: Model) -> None:
-    """Applies a reboot: no instance survives, and the mode only if the board stores it."""
+    """Applies a reboot: removes all instances, and keeps MIG mode only if the board stores it."""
     gpu.instances = []
     gpu.holders = []
     gpu.mig_mode = 0 if model.resetless_mig else gpu.mig_pending
@@ -226,9 +226,7 @@ def cap_minor(gpu_minor: int, gi: int, ci: int | None = None) -> int:
 
 
 def make_device(gpu: Gpu, model: Model, name: str, start: int) -> tuple[GpuInstance, ComputeInstance]:
-    """Creates a MIG device as an administrator would. Raises: InvalidConfigError for an unknown profile;
-    Refusal.
-    """
+    """Creates a MIG device, as an administrator would. Raises: InvalidConfigError for an unknown profile; Refusal."""
     row = next((profile for profile in model.mig if profile.name == name), None)
     if row is None:
         known = ", ".join(item.name for item in model.mig) or "none"

@@ -20,7 +20,7 @@ _FIRST_GROUP, _FIRST_OTHER_GROUP = 20, 60
 
 
 def functions(state: State) -> dict[str, Gpu | Function]:
-    """Returns everything on the bus, by bus ID."""
+    """Returns all PCI functions on the bus, by bus ID."""
     found: list[Gpu | Function] = [*state.present, *state.functions]
     return {item.bus_id: item for item in found}
 
@@ -38,7 +38,7 @@ def groups(state: State) -> dict[str, int]:
 
 
 def gpu_of(state: State, bus_id: str) -> Gpu | None:
-    """Returns the GPU that is the function, or shares its IOMMU group."""
+    """Returns the GPU with this bus ID, or the GPU in the function's IOMMU group."""
     known = groups(state)
     group = known.get(bus_id, bus_id)
     return next((gpu for gpu in state.present if group in (known.get(gpu.bus_id), gpu.bus_id)), None)
@@ -62,13 +62,13 @@ def driver_of(state: State, bus_id: str) -> str:
 def is_leaving(item: Gpu | Function) -> bool:
     """Whether the function is being removed and the kernel waits for the virtual machine that has it open.
 
-    Until then every write to the function waits too.
+    Meanwhile every write to the function waits too.
     """
     return item.vfio is not None and not item.driver
 
 
 def after_boot(state: State) -> None:
-    """Binds each function to its boot driver, and loads the modules that this needs."""
+    """Binds each function to its boot driver, and loads the required modules."""
     everything = functions(state).values()
     wanted = {item.boot_driver for item in everything}
     state.system["vfio_loaded"] = [
@@ -81,14 +81,14 @@ def after_boot(state: State) -> None:
 
 
 def come_up(state: State, item: Gpu | Function) -> None:
-    """Resets a function as after a boot."""
+    """Binds a function to its boot driver, as at a boot."""
     item.driver, item.override, item.vfio = "", "", None
     if item.boot_driver:
         _take(state, item, item.boot_driver)
 
 
 def after_load(state: State) -> None:
-    """Gives the newly loaded NVIDIA driver all functions without a driver."""
+    """Lets the newly loaded NVIDIA driver bind all GPUs without a driver."""
     for gpu in state.present:
         probe(state, gpu.bus_id)
 
@@ -99,7 +99,7 @@ def override(state: State, bus_id: str, driver: str) -> None:
 
 
 def unbind(state: State, bus_id: str, driver: str) -> None:
-    """Detaches the function from this driver, which forgets the GPU's settings."""
+    """Unbinds the function from this driver."""
     item = _known(state, bus_id)
     _registered(state, driver)
     if driver_of(state, bus_id) != driver:
@@ -108,7 +108,7 @@ def unbind(state: State, bus_id: str, driver: str) -> None:
 
 
 def bind(state: State, bus_id: str, driver: str) -> None:
-    """Attaches the function to this driver."""
+    """Binds the function to this driver."""
     item = _known(state, bus_id)
     _registered(state, driver)
     if (item.override or _natural(item)) != driver:
@@ -119,9 +119,7 @@ def bind(state: State, bus_id: str, driver: str) -> None:
 
 
 def probe(state: State, bus_id: str) -> None:
-    """Attaches the function to a matching driver, if there is one; like the kernel, it does not report the
-    result.
-    """
+    """Binds the function to a matching driver, if there is one; like the kernel, does not report the result."""
     item = _known(state, bus_id)
     wanted = item.override or _natural(item)
     if not driver_of(state, bus_id) and wanted in drivers(state):

@@ -1,6 +1,4 @@
-"""Writes to a machine's sysfs with the kernel's behaviour, including writes that block, fail or have no
-effect.
-"""
+"""Writes to a machine's sysfs, which behave as in a real kernel, and may block, fail or have no effect."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ _OURS = ("gpu-dra-driver", "main.py", program())
 
 
 class SimulatedPciControl:
-    """The kernel of a machine."""
+    """`PciControl` for a simulated machine."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
@@ -45,7 +43,7 @@ class SimulatedPciControl:
                     self._do("drivers_probe", text.strip(), "")
                 case _:
                     raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))
-        except (ValueError, StateError) as error:  # not of this machine, or the machine is gone
+        except (ValueError, StateError) as error:  # the path is not of this machine, or the machine is gone
             raise OSError(errno.ENOENT, os.strerror(errno.ENOENT)) from error
 
     def load_module(self, module: str, timeout_s: float) -> None:
@@ -67,8 +65,8 @@ class SimulatedPciControl:
         return pci.MAPS_MEMORY in self._machine.current().system.get("vfio_loaded", [])
 
     def users_of(self, nodes: Sequence[str], *, others_only: bool = False) -> list[str] | None:
-        """Returns name and process of each program that has one of these nodes open. NVML opens those of all
-        GPUs.
+        """Returns the name and process of each program that has one of these nodes open. Programs with NVML open have
+        the nodes of all GPUs open.
 
         `others_only` excludes nvidia-persistenced and processes of this program.
         """
@@ -86,8 +84,8 @@ class SimulatedPciControl:
         return list(dict.fromkeys(found))
 
     def _users(self, state: State, gpu: Gpu) -> list[str]:
-        """Returns the programs that prevent the driver from releasing the GPU: its users, and for the NVIDIA
-        driver also nvidia-persistenced and all open NVML sessions.
+        """Returns the programs that prevent the driver from releasing the GPU: the GPU's users, and with the NVIDIA
+        driver also nvidia-persistenced and all programs with NVML open.
         """
         found = [f"{holder.name} (process {holder.pid})" for holder in gpu.holders]
         if pci.driver_of(state, gpu.bus_id) == NVIDIA:
@@ -121,8 +119,8 @@ class SimulatedPciControl:
         return isinstance(item, Gpu) and has_it and bool(self._users(state, item))
 
     def _fault(self, word: str, bus_id: str | None) -> Fault | None:
-        """Returns the fault that applies to this write, and decrements its count. A fault that hangs applies
-        until it is cleared.
+        """Returns the fault that applies to this write, and decrements its count. A `hang` fault applies until it is
+        cleared.
         """
         state = self._machine.current()
         gpu = None if bus_id is None else pci.gpu_of(state, bus_id)

@@ -21,9 +21,9 @@ Rows = list[dict[str, str]]
 def done(machine: Machine, method: str, said: str, values: Mapping[str, Any], held_by: str = "") -> str:
     """Calls a method of the machine with these values as arguments, and returns a message.
 
-    `said` is a format string with the names of values, `called` for the GPU of `selector`, `made` for the
-    method's result, and `machine`. An operation that open NVML sessions can prevent is then refused, unless
-    `force` is among the values; `held_by` describes it.
+    `said` is a format string with the names of values, `called` for the GPU of `selector`, `made` for the method's
+    result, and `machine`. `held_by` describes an operation that open NVML sessions prevent: it is refused while one
+    is open, unless `force` is set.
     """
     called = machine.called(values["selector"]) if "selector" in values else ""
     if held_by:
@@ -117,7 +117,7 @@ def vfio(
     now = machine.current().system
     said = {
         "IOMMU": "on" if now["iommu"] else "off",
-        "iommufd": "there" if now["iommufd"] else "missing",
+        "iommufd": "present" if now["iommufd"] else "missing",
         "modules": ", ".join(now["vfio_modules"]) or "none",
         "loaded": ", ".join(now["vfio_loaded"]) or "none",
     }

@@ -285,7 +285,7 @@ class RecordedMpsHost:
     def ensure(self, spec: MpsDaemonSpec, timeout_s: float) -> MpsDaemonStatus:
         known = self.daemons().get(spec.device)
         if known is not None and known.spec.uuid == spec.uuid and known.spec != spec:
-            raise PermanentError(f"the MPS daemon of {spec.device} runs with other settings")
+            raise PermanentError(f"the MPS daemon of {spec.device} runs with different settings")
         if known is None or known.spec != spec or known.boot_id != self._boot_id:
             before = dict.fromkeys(spec.gpu_uuids, DEFAULT) if spec.kind == "gpu" else {}
             self._records.save(DaemonRecord(spec, self._boot_id, ProcessId(4242, 99), before))

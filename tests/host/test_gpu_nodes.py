@@ -195,8 +195,8 @@ def test_existing_file_is_kept_if_it_is_not_a_character_device(
     with pytest.raises(RetryableError) as caught:
         CapabilityNodes(MigCaps(str(proc)), str(tmp_path / "root"), Mknod()).make_missing()
     assert str(caught.value) == (
-        "cannot create the device node /dev/nvidia-caps/nvidia-cap12 (c 237:12): another file is there; "
-        "remove it from the node, and find out what created it"
+        "cannot create the device node /dev/nvidia-caps/nvidia-cap12 (c 237:12): another file has this path; "
+        "remove that file, and find out what created it"
     )
     assert os.path.lexists(place)
 
@@ -214,7 +214,7 @@ def test_a_stale_node_in_the_file_system_is_recreated_and_a_block_device_is_not(
     block = root / "dev/nvidia-caps/nvidia-cap84"
     block.unlink()
     os.mknod(block, stat.S_IFBLK | 0o600, os.makedev(237, 84))
-    with pytest.raises(RetryableError, match=r"nvidia-cap84 \(c 237:84\): another file is there"):
+    with pytest.raises(RetryableError, match=r"nvidia-cap84 \(c 237:84\): another file has this path"):
         nodes.make_missing()
 
 

@@ -118,11 +118,11 @@ PROBLEMS: dict[str, tuple[Callable[[Machine], None], str]] = {
     "SR-IOV": (lambda machine: machine.set_virtual_functions(0, 2), "it has 2 virtual functions (SR-IOV); remove them"),
     "no module that maps memory": (
         lambda machine: machine.set_system(vfio_modules=["vfio_pci"]),
-        "the kernel module vfio_iommu_type1 is not installed on the node; install the package of the",
+        "the kernel module vfio_iommu_type1 is not installed on the node; install the package with the",
     ),
     "no module": (
         lambda machine: machine.set_system(vfio_modules=[]),
-        "the kernel module vfio_pci is not installed on the node; install the package of the",
+        "the kernel module vfio_pci is not installed on the node; install the package with the",
     ),
 }  # fmt: skip
 

@@ -152,7 +152,7 @@ def test_the_compute_modes_are_blamed_when_they_leave_no_time_for_a_start(
         supervisor.ensure(host.group_spec(), 10)
     said = str(refused.value)
     assert (
-        "no time is left to start the MPS daemon of gpu-2: reading and setting the compute modes of 3 GPUs took"
+        "the MPS daemon of gpu-2 was not started in time: reading and setting the compute modes of 3 GPUs took"
         in said
     )
     assert "enable persistence mode on the node" in said

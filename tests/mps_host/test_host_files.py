@@ -132,16 +132,16 @@ def test_differences_name_both_sides() -> None:
     ("lock", "text"),
     [
         (None, r"the MPS host is not running on this node; .*helm upgrade .*--set mps\.enabled=true`"),
-        (b"", "the MPS host of this node is starting"),
+        (b"", "the MPS host on this node is starting"),
         (
             b'{"format": 4}',
-            r"has another release than gpu-dra-driver; delete the pod of .*gpu-dra-driver-mps",
+            r"is from a different release than gpu-dra-driver; delete the pod of .*gpu-dra-driver-mps",
         ),
         (
             b'{"format": 2}',
-            r"has another release than gpu-dra-driver; delete the pod of .*gpu-dra-driver-mps",
+            r"is from a different release than gpu-dra-driver; delete the pod of .*gpu-dra-driver-mps",
         ),
-        (b"\0", "has another release than gpu-dra-driver; delete the pod"),
+        (b"\0", "is from a different release than gpu-dra-driver; delete the pod"),
     ],
     ids=["absent", "starting", "newer", "older", "rubbish"],
 )
@@ -282,7 +282,7 @@ def test_host_that_reports_nothing_for_30_s_is_a_problem_until_its_next_sign(
     [problem] = files.problems()
     assert problem == NodeProblem(
         "mps-host-missing",
-        "The MPS host of this node has not reported for more than 30 s: it hangs, or it cannot write its files below "
+        "The MPS host on this node has not reported for more than 30 s: it hangs, or it cannot write its files below "
         f"{fake.layout.root}; {SEE_PODS}, and its log",
     )
     os.utime(fake.layout.alive, (99, 99))
@@ -297,7 +297,7 @@ def test_host_of_another_release_is_a_problem(fake: FakeHost, clock: SteppedCloc
     clock.passed(30)
     [problem] = files.problems()
     assert problem.text.startswith(
-        "The MPS host on this node has another release than gpu-dra-driver; delete"
+        "The MPS host on this node is from a different release than gpu-dra-driver; delete"
     )
     fake.close()
 
@@ -364,10 +364,10 @@ def test_daemons_are_known_while_a_host_runs(fake: FakeHost) -> None:
 
 def test_a_host_that_does_nothing_is_named(fake: FakeHost) -> None:
     fake.open()
-    with pytest.raises(RetryableError, match=r"has not started .* gpu-1 within 0\.1 s; see `kubectl logs`"):
+    with pytest.raises(RetryableError, match=r"did not start .* gpu-1 within 0\.1 s; see `kubectl logs`"):
         fake.files.ensure(SPEC, 0.1)
     fake.answer(SPEC)
-    with pytest.raises(RetryableError, match=r"has not stopped the MPS daemon of gpu-1 within 0\.1 s"):
+    with pytest.raises(RetryableError, match=r"did not stop the MPS daemon of gpu-1 within 0\.1 s"):
         fake.files.stop("gpu-1", 0.1)
     fake.close()
     with pytest.raises(NoMpsHostError):
@@ -394,7 +394,7 @@ def test_only_for_a_daemon_that_runs_as_wanted_nothing_waits(host: Host, fake: F
     if which == "runs":
         assert fake.files.ensure(spec, 0.0) == first
     else:
-        with pytest.raises(RetryableError, match="the MPS host has not started the MPS daemon of gpu-2"):
+        with pytest.raises(RetryableError, match="the MPS host did not start the MPS daemon of gpu-2"):
             fake.files.ensure(spec, 0.0)
     fake.close()
 
@@ -415,7 +415,7 @@ def test_daemon_that_is_not_wanted_any_more_does_not_count_as_running(host: Host
 def test_a_start_is_cancelled_when_the_daemon_should_stop(host: Host) -> None:
     host.behave(**NEVER_READY)
     supervisor = host.supervisor(start=60)
-    with pytest.raises(RetryableError, match="has not started the MPS daemon of gpu-2 within"):
+    with pytest.raises(RetryableError, match="did not start the MPS daemon of gpu-2 within"):
         supervisor.ensure(host.spec(), 1)
     assert host.daemons()
     supervisor.stop("gpu-2", 20)
@@ -447,7 +447,7 @@ def test_a_daemon_that_is_wanted_again_while_it_stops_is_recreated(host: Host) -
     supervisor = host.supervisor(patience=0.5)
     first = supervisor.ensure(host.spec(), 10)
     os.kill(first.pid, 19)  # so that its exit takes a while
-    with pytest.raises(RetryableError, match="has not stopped"):
+    with pytest.raises(RetryableError, match="did not stop"):
         supervisor.stop("gpu-2", 0.1)
     second = supervisor.ensure(host.spec(), 20)
     assert [daemon.pid for daemon in host.daemons()] == [second.pid]
@@ -517,7 +517,7 @@ def test_start_that_is_withdrawn_before_the_host_has_a_record_leaves_no_daemon(
         save(records, record)
 
     monkeypatch.setattr(DaemonRecords, "save", withdraw_and_save)
-    with pytest.raises(RetryableError, match="has not started"):
+    with pytest.raises(RetryableError, match="did not start"):
         supervisor.ensure(spec, 1)
     assert withdrawn == ["gpu-2"]
     eventually(lambda: not host.layout.has_traces("gpu-2"))
@@ -658,7 +658,7 @@ def test_refusal_that_could_not_be_written_is_written_later(
 
     with monkeypatch.context() as full:
         full.setattr(host_supervisor, "write_atomically", refuse_write)
-        with pytest.raises(RetryableError, match="has not started the MPS daemon of gpu-2 within"):
+        with pytest.raises(RetryableError, match="did not start the MPS daemon of gpu-2 within"):
             supervisor.ensure(host.spec(), 1.0)
         eventually(lambda: "gpu-2" in supervisor._unwritten)
     eventually(lambda: "stopped during its start" in text_of(host.layout.status("gpu-2")))

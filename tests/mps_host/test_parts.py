@@ -76,7 +76,7 @@ def test_path_that_is_too_long_for_a_socket_is_refused_with_its_length_and_the_l
     assert len(path) == 108
     assert str(refused.value) == (
         f"no MPS daemon can run for gpu-1234: the path of its socket {path} has 108 bytes, but NVIDIA's program "
-        "accepts at most 106; use a plugins directory of the kubelet whose path is 2 bytes shorter"
+        "accepts at most 106; use a kubelet plugins directory whose path is 2 bytes shorter"
     )
 
 

@@ -296,7 +296,7 @@ def test_the_callers_time_is_kept(host):
     host.behave(**NEVER_READY)
     supervisor = host.supervisor()
     began = time.monotonic()
-    with pytest.raises(RetryableError, match=r"has not started the MPS daemon of gpu-2 within 0\.3 s"):
+    with pytest.raises(RetryableError, match=r"did not start the MPS daemon of gpu-2 within 0\.3 s"):
         supervisor.ensure(host.spec(), 0.3)
     assert time.monotonic() - began < 9
 
@@ -790,7 +790,7 @@ def test_daemon_that_a_wrapper_starts_slowly_is_ended_while_it_starts(host, tmp_
     slow = replace(installed, paths={**installed.paths, "nvidia-cuda-mps-control": str(program)})
     host.tools = replace(host.tools, programs=lambda: slow)
     first = host.supervisor()
-    with pytest.raises(RetryableError, match="has not started"):
+    with pytest.raises(RetryableError, match="did not start"):
         first.ensure(host.spec(), 0.1)
     eventually(lambda: '"pid"' in text_of(host.layout.record("gpu-2")))
     found = host.tools.records.get("gpu-2").process

@@ -381,7 +381,7 @@ def test_compute_instance_keeps_its_gpu_instance(bench: Bench) -> None:
     with pytest.raises(DeviceBusyError) as caught:
         bench.hardware.destroy(*bench.where, made)
     assert str(caught.value) == (
-        f"destroy GPU instance {made} of GPU {bench.gpu.uuid}: compute instances are in it, {compute} ({uuid}); "
+        f"destroy GPU instance {made} of GPU {bench.gpu.uuid}: it contains compute instances: {compute} ({uuid}); "
         "destroy them first"
     )
     bench.machine.hold_gpu(0, 4711, "trainer", gpu_instance=made)
@@ -406,9 +406,7 @@ def test_holder_that_nvml_does_not_show_is_searched_on_the_node(
     if "Compute" in function:
         bench.hardware.create_compute(*bench.where, made)
     bench.machine.set_fault(function, code="in-use", count=1)
-    with pytest.raises(
-        DeviceBusyError, match=r"no process on it; it may be a monitor such as DCGM .* `fuser -v"
-    ):
+    with pytest.raises(DeviceBusyError, match=r"no process on it; a monitor such as DCGM .* `fuser -v"):
         act(bench, made)
     act(bench, made)
 
@@ -464,7 +462,7 @@ def test_mode_that_the_call_refuses_names_a_monitor(bench: Bench) -> None:
         ("NVML_ERROR_RESET_REQUIRED", RetryableError, "nvidia-smi --gpu-reset"),
         ("NVML_ERROR_UNKNOWN", NvmlUnknownOutcomeError, "Unknown Error"),
         ("NVML_ERROR_NOT_READY", NvmlTransientError, ""),
-        ("NVML_SUCCESS", RetryableError, "takes effect with the next reset"),
+        ("NVML_SUCCESS", RetryableError, "takes effect at the next reset"),
     ],
 )
 def test_mode_is_in_effect_only_if_the_status_says_so_and_it_reads_so(

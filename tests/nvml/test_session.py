@@ -174,7 +174,7 @@ def test_operation_is_not_cut_off_by_a_new_session_and_others_begin_in_between(b
     ("kind", "lasts_s", "text"),
     [
         ("operation", 60, "a change to a GPU has been in progress for more than 60 s"),
-        ("look", 10, "a call of NVML has been in progress for more than 10 s"),
+        ("look", 10, "an NVML call has been in progress for more than 10 s"),
     ],
 )
 def test_nvml_is_never_shut_down_under_a_call_and_a_hang_is_refused_at_once(
@@ -277,7 +277,7 @@ def test_operation_reports_why_nvml_could_not_be_initialised(bench: Bench) -> No
         pass
 
 
-@pytest.mark.parametrize("kind", ["a change to a GPU", "a call of NVML"])
+@pytest.mark.parametrize("kind", ["a change to a GPU", "an NVML call"])
 def test_process_that_ends_leaves_nvml_open_while_a_call_is_running(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, logs: list, kind: str
 ) -> None:
@@ -375,25 +375,23 @@ def test_shutdown_that_hangs_is_left_behind_and_reported_until_it_ends(
             ):
                 pytest.fail("it is not closed")
             [line] = logs
-            assert (line["event"], line["reason"].partition(" for ")[0]) == (
+            assert (line["event"], line["reason"].partition(" taken")[0]) == (
                 "nvml_hangs",
-                "NVML is being shut down, and that has not finished",
+                "NVML is being shut down, which has",
             )
             with pytest.raises(NvmlUnavailableError, match="being shut down"), of_a_moment(session):
                 pass
-            with pytest.raises(NvmlInUseError, match="being shut down"), session.closed(lambda: 0.0):
+            with pytest.raises(NvmlInUseError, match="the shutdown of NVML"), session.closed(lambda: 0.0):
                 pass
             bench.now += 60
             assert session.change_lasts_s() == 60
             with (
-                pytest.raises(
-                    NvmlUnavailableError, match="being shut down, and that has not finished for 60 s"
-                ),
+                pytest.raises(NvmlUnavailableError, match="being shut down, which has taken 60 s so far"),
                 session.operation(lambda: pytest.fail("nobody waits for it")),
             ):
                 pass
             with pytest.raises(
-                NvmlInUseError, match="shut down, which has been in progress for more than 60 s"
+                NvmlInUseError, match="the shutdown of NVML has been in progress for more than 60 s"
             ):
                 session.reopen()
         eventually(lambda: session.is_open)

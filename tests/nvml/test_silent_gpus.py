@@ -53,7 +53,7 @@ def test_gpu_that_hangs_stays_as_it_was_and_is_called_once(node: SimulatedNode) 
         found = read_inventory(memory=memory)
         assert without_faults(found) == without_faults(whole)
         assert [fault.subject for fault in found.faults] == [f"GPU {whole.gpus[THIRD].uuid}"]
-        assert found.faults[0].text.startswith("the plugin shows its last known state: it has not answered")
+        assert found.faults[0].text.startswith("the plugin shows its last known state: it did not answer")
     assert sum(thread.name == "gpu-walk" for thread in threading.enumerate()) == 1
 
 

@@ -63,7 +63,7 @@ def test_a_life(simulate, tmp_path):
     simulate("recovery-action", "5", "1")
     assert "recovery action 1" in simulate("show")
     assert "is on, its GPUs are ready" in simulate("confidential", "on", "--ready")
-    assert "iommufd: there; modules: vfio_pci, vfio_iommu_type1; loaded: none" in simulate(
+    assert "iommufd: present; modules: vfio_pci, vfio_iommu_type1; loaded: none" in simulate(
         "vfio", "--iommufd"
     )
     assert "IOMMU: off" in simulate("vfio", "--no-iommu", "--installed", "vfio_pci", "--loaded", "vfio_pci")

@@ -72,10 +72,10 @@ def test_commands_speak_of_drivers_modules_and_writes(make: Callable[..., Machin
     said = simulate_commands.vfio(machine, iommu=None, iommufd=True, installed=None, loaded=None)
     assert (
         said
-        == "IOMMU: on; iommufd: there; modules: vfio_pci, vfio_iommu_type1; loaded: vfio_pci, vfio_iommu_type1"
+        == "IOMMU: on; iommufd: present; modules: vfio_pci, vfio_iommu_type1; loaded: vfio_pci, vfio_iommu_type1"
     )
     said = simulate_commands.vfio(machine, iommu=False, iommufd=None, installed="", loaded="")
-    assert said == "IOMMU: off; iommufd: there; modules: none; loaded: none"
+    assert said == "IOMMU: off; iommufd: present; modules: none; loaded: none"
     with pytest.raises(
         InvalidConfigError, match=r"vfio_modules can be vfio_pci, nvgrace_gpu_vfio_pci, .*, not 'vfio'"
     ):

@@ -1,6 +1,4 @@
-"""The files, links and device nodes that represent a host's GPUs: a directory tree that is kept in line with
-the machine.
-"""
+"""The files, links and device nodes that represent a host's GPUs: a directory tree that follows the machine's state."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ _PATHS = "rendered.paths"
 class HostRoot:
     """`<directory>/root`. The caller of each method holds the machine's lock.
 
-    The marker names the machine version that the tree shows. A process that dies during a change leaves no
+    The marker file contains the machine version that the tree shows. A process that dies during a change leaves no
     marker; the next process then writes the whole tree again.
     """
 
@@ -50,7 +48,7 @@ class HostRoot:
             return False
 
     def render(self, old: State | None, new: State) -> None:
-        """Shows `new`; if the tree shows `old`, writes only the differences."""
+        """Makes the tree show `new`. If it shows `old`, writes only the differences."""
         wanted = self.entries(new)
         known = self._shown(old) if old is not None and self.is_current(old) else None
         stale: list[str] = []

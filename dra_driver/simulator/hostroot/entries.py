@@ -1,4 +1,4 @@
-"""The kinds of entries of the tree, written with as few system calls as possible."""
+"""The kinds of entries in the host root, and the tree that writes them with as few system calls as possible."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A character device, or without privileges a file that describes it."""
+    """A character device, or, without privileges, a file that describes the device."""
 
     major: int
     minor: int
@@ -55,7 +55,7 @@ Entries = dict[str, Entry]
 
 
 class Tree:
-    """A directory that is kept equal to a set of entries. Foreign files in it are not touched."""
+    """A directory that is kept equal to a set of entries. Other files in it are left alone."""
 
     def __init__(self, root: Path, *, real_nodes: bool) -> None:
         self.root = root
@@ -82,7 +82,7 @@ class Tree:
             os.chmod(full, entry.mode)  # noqa: PTH101
             return
         self._directory(full.rpartition("/")[0])
-        # Not next to it, where a program that lists the directory would see it.
+        # A new file is written elsewhere, because programs that list the directory would see it.
         new = full if self._fresh else f"{self.root}/.new~"
         if not self._fresh:
             _unlink(new)

@@ -1,10 +1,10 @@
 """The NVIDIA driver's installation: libraries by name, programs, firmware, sockets; nvidia-smi with its data;
 the MPS programs; and nvidia-imex with its configuration and control socket, on machines in a fabric.
 
-A machine may have its programs and libraries as ELF files (`SIMULATE_ELF`), like real ones, which need the
-NVIDIA driver's libraries and a C library that differs from the container's. All programs are copies of
-`program`, which runs the simulator's script: the script follows the ELF file, or is the file of its name in
-usr/libexec. `library` is libnvidia-ml and libcuda, `libc` a C library that does not work in containers.
+The programs and libraries of a machine may be ELF files (`SIMULATE_ELF`). Like real ones, they need the NVIDIA
+driver's libraries and a C library that differs from the container's. All programs are copies of `program`, which runs
+the simulator's script: the script is appended to the ELF file, or is the file of the same name in usr/libexec.
+`library` is libnvidia-ml and libcuda, `libc` a C library that does not work in containers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SCRIPTS = Path(__file__).parent.parent / "scripts"
 _PROGRAM = "#!/bin/sh\nprintf '%s\\n' \"{name} of the simulated driver {version}\"\n"
 _IMEX_SOCKET = "etc/nvidia-imex/imex_ctrl.sock"
 _IMEX_CONFIG = f"""\
-# Of the simulated nvidia-imex.
+# Configuration of the simulated nvidia-imex.
 SERVER_PORT=50000
 IMEX_NODE_CONFIG_FILE=/etc/nvidia-imex/nodes_config.cfg
 IMEX_CMD_ENABLED=1
@@ -33,7 +33,7 @@ IMEX_CMD_UNIX_DOMAIN_PATH=/{_IMEX_SOCKET}
 """
 _FILES = ("program", "library", "libc")
 _ALONE = "nvidia-smi"
-"""Also runs in containers, which have no other file of it."""
+"""The script is appended, because a container that runs nvidia-smi gets only this file."""
 _IN_LIBEXEC = ("nvidia-cuda-mps-control", "nvidia-cuda-mps-server")
 
 
@@ -181,20 +181,20 @@ def imex(state: State) -> Entries:
 
 
 class ElfFiles:
-    """The ELF files in a machine's directory; without them, programs are scripts and libraries placeholders."""
+    """The ELF files in a machine's directory. Without them, programs are scripts, and libraries are placeholders."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory / "elf"
         self._known: dict[str, bytes] = {}
 
     def keep(self, source: Path) -> None:
-        """Copies them to the machine, which other containers may open."""
+        """Copies the ELF files to the machine's directory, so that other containers can use them."""
         self._directory.mkdir(exist_ok=True)
         for name in _FILES:
             shutil.copy(source / name, self._directory / name)
 
     def replace_in(self, entries: Entries, state: State) -> None:
-        """Replaces scripts and placeholders with them."""
+        """Replaces scripts and placeholders with ELF files."""
         if not self._known:
             if not self._directory.is_dir():
                 return

@@ -130,7 +130,7 @@ def _information(state: State, gpu: Gpu) -> str:
 
 
 def sysfs(state: State) -> Entries:
-    """The entries below sys, and the module lists below lib."""
+    """Returns the entries below sys, and the module lists below lib."""
     entries: Entries = {
         "sys/module/firmware_class/parameters/path": Text("\n"),
         **{f"sys/bus/pci/drivers/{driver}": Directory() for driver in pci.drivers(state)},
@@ -220,7 +220,7 @@ def host_devices(state: State) -> list[str]:
 
 
 def host_device_nodes(state: State) -> Entries:
-    """Returns a few storage nodes, and an adapter for each GPU."""
+    """Returns the nodes for GPUDirect Storage, RDMA (one adapter for each GPU) and GDRCopy."""
     kinds = host_devices(state)
     entries: Entries = {}
     if "gds" in kinds:
@@ -238,7 +238,7 @@ def host_device_nodes(state: State) -> Entries:
 
 
 def vfio_nodes(state: State) -> Entries:
-    """The entries below dev. A group has a node while vfio has one of its functions."""
+    """Returns vfio's nodes. A group has a node while one of its functions is bound to a vfio driver."""
     groups = pci.groups(state)
     bound = [item for item in pci.functions(state).values() if item.vfio is not None]
     entries: Entries = {
@@ -289,8 +289,8 @@ def _module_lists(state: State) -> Entries:
 
 
 def _regions(state: State, gpu: Gpu) -> str:
-    """Returns registers below 4 GiB, then the memory and a small region above: start, end, flags, in the
-    kernel's format.
+    """Returns a GPU's memory regions in the kernel's format (start, end, flags): registers below 4 GiB, then the GPU
+    memory and a small region.
     """
     memory = state.model_of(gpu).memory_bytes or 0
     size = 1 << (memory - 1).bit_length() if memory else 0
@@ -312,7 +312,7 @@ _NO_REGION = " ".join(["0x" + "0" * 16] * 3)
 
 
 def devices(state: State) -> Entries:
-    """While the NVIDIA driver is unloaded, its nodes remain, as on a real host; those of the DRM subsystem
+    """As on a real host, the NVIDIA driver's nodes remain while the driver is unloaded, and the DRM subsystem's nodes
     disappear.
     """
     system = state.system
@@ -352,7 +352,7 @@ def devices(state: State) -> Entries:
 class SimulatedDeviceNodes:
     """Reads device nodes below the host root, real or described.
 
-    It has the interface of the reader in `host`. A path may be below the host root, or as containers see it
+    Has the interface of the readers in `host`. A path may be below the host root, or as containers see it
     (`/dev/nvidia0`).
     """
 

@@ -21,8 +21,8 @@ class _Topics(System, Device, Gpm, Instances, Links, Waiting):
 class SimulatedLibrary:
     """Replaces the ctypes library in the binding.
 
-    A function that the driver version lacks is not an attribute, like a missing symbol. The version is fixed
-    when the object is created; after a driver upgrade a new object is needed.
+    A function that the driver version does not have is a missing attribute, like a missing symbol. The version is
+    fixed when the object is created, so create a new object after a driver upgrade.
     """
 
     def __init__(self, machine: Any) -> None:

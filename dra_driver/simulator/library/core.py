@@ -49,7 +49,7 @@ def text(argument: Any) -> str:
 
 
 def target(argument: Any) -> Any:
-    """Returns the object that an out argument points to."""
+    """Returns the object that an output argument points to."""
     inner = getattr(argument, "_obj", None)
     if inner is not None:
         return inner
@@ -157,7 +157,7 @@ class Core:
         return int(pynvml.NVML_SUCCESS)
 
     def state(self) -> State:
-        """Returns the machine, if this session may use its driver."""
+        """Returns the machine's state. Refuses if this session cannot use the machine's driver."""
         if self._references == 0:
             raise Refusal(pynvml.NVML_ERROR_UNINITIALIZED)
         state = self._read()
@@ -189,14 +189,14 @@ class Core:
         return gpu
 
     def gpu(self, handle: Any) -> tuple[State, Gpu]:
-        """Returns a full GPU; like the real library, it refuses handles of MIG devices."""
+        """Returns the state and the GPU of a handle; like the real library, refuses handles of MIG devices."""
         state, gpu, parsed = self.device(handle)
         if parsed.kind != KIND_GPU:
             raise Refusal(pynvml.NVML_ERROR_NOT_SUPPORTED)
         return state, gpu
 
     def device(self, handle: Any) -> tuple[State, Gpu, Handle]:
-        """Returns a GPU or a MIG device, with its GPU."""
+        """Returns the state, the GPU of a handle for a GPU or MIG device, and the parsed handle."""
         state = self.state()
         parsed = self.parse(handle)
         gpu = self.gpu_of(state, parsed.gpu)
@@ -216,7 +216,7 @@ class Core:
     # --- entry ---------------------------------------------------------------------------------
 
     def entry(self, name: str, method: Callable[..., int | None]) -> Callable[..., Any]:
-        """Returns the exported function: applies faults, converts refusals to return codes."""
+        """Returns the exported function, which applies faults and converts refusals to return codes."""
 
         def call(*arguments: Any) -> int:
             try:
@@ -243,7 +243,7 @@ class Core:
         until = time.monotonic() + fault.delay_s
         while (left := until - time.monotonic()) > 0:
             time.sleep(min(_CHECK_S, left))
-            # A counted fault no longer applies when its last call has begun.
+            # A counted fault is removed when its last call begins.
             if fault.remaining is None and fault not in self._read().faults:
                 break
         if fault.code:

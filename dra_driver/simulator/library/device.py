@@ -37,13 +37,15 @@ _RECOVERY_ACTION_SINCE = 570
 _LAST_FIELD = 512
 _BLACKWELL = 10
 _NVLINK_ERRORS = {38: "crc", 45: "crc data", 52: "replay", 59: "recovery"}
-"""Totals over all links, on GPUs before Blackwell; later GPUs count for each link."""
+"""Totals over all links, on GPUs before Blackwell; later GPUs have a count for each link."""
 _LINK_RECOVERIES = 215
 _HOPPER = 9
 _UNLIKE = 4711.0
 
 _Read = Callable[[Model, Gpu], int | Sequence[int] | Mapping[str, int] | None]
-"""Returns the value, several out arguments, or the fields of a struct; None if the GPU does not support the call."""
+"""Returns one value, the values of several output arguments, or the fields of a struct; None if the GPU does not
+support the call.
+"""
 _OF_GPUS: Mapping[str, _Read] = {
     "nvmlDeviceGetCurrPcieLinkGeneration": lambda _, gpu: gpu.pcie_link[2],
     "nvmlDeviceGetCurrPcieLinkWidth": lambda _, gpu: gpu.pcie_link[0],
@@ -87,11 +89,11 @@ _VERSIONS = {
     "nvmlDeviceGetAddressingMode": pynvml.nvmlDeviceAddressingMode_v1,
     "nvmlDeviceGetSramEccErrorStatus": pynvml.nvmlEccSramErrorStatus_v1,
 }
-"""Versions of the structs whose version the library checks."""
+"""The structs whose version the library checks, with the only valid version."""
 
 
 def busy(holders: Iterable[Holder]) -> int:
-    """Returns the percentage of the time."""
+    """Returns the percentage of time in which the GPU is busy."""
     return min(100, sum(holder.utilisation for holder in holders))
 
 
@@ -257,7 +259,7 @@ class Device(Core):
         if model.nvlinks and model.architecture < _BLACKWELL and field in _NVLINK_ERRORS:
             return gpu.nvlink_errors.get(_NVLINK_ERRORS[field], 0)
         if scope < model.nvlinks and model.architecture >= _BLACKWELL and field == _LINK_RECOVERIES:
-            # The values were totals, reported for the first link.
+            # The state has only totals, which are reported for the first link.
             return gpu.nvlink_errors.get("recovery", 0) if scope == 0 else 0
         raise Refusal(
             pynvml.NVML_ERROR_INVALID_ARGUMENT if field >= _LAST_FIELD else pynvml.NVML_ERROR_NOT_SUPPORTED
@@ -265,14 +267,14 @@ class Device(Core):
 
 
 class _Taken(NamedTuple):
-    """The content of a sample: the MIG devices of the GPU instance, and their utilisation."""
+    """The content of a GPM sample: the MIG devices of the GPU instance, and the instance's utilisation."""
 
     devices: tuple[str, ...]
     percent: int
 
 
 class Gpm(Core):
-    """nvmlGpm*. Two samples of different instances with the same ID give an impossible metric."""
+    """nvmlGpm*. Two samples of different instances that have the same ID give an impossible value."""
 
     def __init__(self, machine: Any) -> None:
         super().__init__(machine)
@@ -443,7 +445,7 @@ def _first_clique(fabric: dict[str, Any]) -> int:
 
 
 def _health(fabric: dict[str, Any]) -> tuple[int, int]:
-    """Returns the mask and the summary."""
+    """Returns the health mask and the health summary."""
     summary = fabric.get("health_summary", 0)
     is_complete = fabric.get("state") == pynvml.NVML_GPU_FABRIC_STATE_COMPLETED
     return fabric.get("health_mask", 0), summary or int(is_complete)

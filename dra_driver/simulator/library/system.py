@@ -1,5 +1,5 @@
-"""The whole machine: versions of library and driver, enumeration, identity, and events, including those that
-other processes raise.
+"""The whole machine: driver and CUDA versions, enumeration, identity, and events, including events that other
+processes raise.
 """
 
 from __future__ import annotations
@@ -33,15 +33,16 @@ from dra_driver.simulator.mig import Refusal
 _SET_BASE = 0x7E10_0000_0000
 _set_numbers = itertools.count(1)
 _device_files: dict[int, Session] = {}
-"""By event set. The real driver keeps a GPU's device file open from its registration until the set is freed. A shutdown
-does not close it."""
+"""By event set. The real driver keeps a GPU's device file open from its registration until the set is freed, even
+after a shutdown.
+"""
 _POLL_S = 0.2
 
 
 class System(Core):
     """nvmlInit, nvmlSystem*, and the functions that return handles."""
 
-    # the names below are C symbols, looked up by name
+    # the method names are C symbols, which the binding looks up by name
     def nvmlInit_v2(self) -> int:  # noqa: N802
         return self.init()
 
@@ -76,14 +77,14 @@ class System(Core):
         put(out, int(self.state().system.get("confidential_ready", False)))
 
     def _confidential(self, architecture: int) -> str:
-        """Returns the mode; refused unless a GPU has this architecture or a newer one."""
+        """Returns the mode. Refuses unless a GPU has this architecture or a newer one."""
         state = self.state()
         if all(state.model_of(gpu).architecture < architecture for gpu in state.present):
             raise Refusal(pynvml.NVML_ERROR_NOT_SUPPORTED)
         return str(state.system.get("confidential_compute", "off"))
 
     def _put_confidential(self, out: Any, mode: str) -> None:
-        """With protected PCIe the feature itself is off, as on real GPUs."""
+        """With protected PCIe, the confidential computing feature is off, as on real GPUs."""
         out.environment = (
             pynvml.NVML_CC_SYSTEM_ENVIRONMENT_UNAVAILABLE
             if mode == "off"
@@ -166,8 +167,8 @@ class System(Core):
 
 @dataclass(slots=True)
 class _EventSet:
-    """An event set. For each GPU, `masks` has the event types, the last event before its registration, and
-    its number of resets at that time. `checked` is the last checked version of the machine.
+    """An event set. For each GPU, `masks` has the event types, the last event before its registration, and its number
+    of resets at registration. `checked` is the machine version that was last searched for events.
     """
 
     masks: dict[str, tuple[int, int, int]] = field(default_factory=dict)
@@ -179,8 +180,8 @@ class _EventSet:
 class Waiting(Core):
     """nvmlEventSet*, nvmlDeviceRegisterEvents.
 
-    A reset of a GPU, or a change of its MIG mode, which resets it, silently ends its registrations. After a
-    GPU is lost, the wait returns GPU_IS_LOST once for each set and GPU, after the earlier events.
+    A reset of a GPU, including one by a change of its MIG mode, silently ends its registrations. After a GPU is lost,
+    a wait first returns the earlier events, then GPU_IS_LOST once for each set and GPU.
     """
 
     def __init__(self, machine: Any) -> None:

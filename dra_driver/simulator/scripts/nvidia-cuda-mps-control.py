@@ -3,9 +3,9 @@
 """The MPS control program of a simulated machine: the daemon (-f), and the command line to it (no option).
 
 It supports only the queries of the plugin and the MPS host, and has no limits for clients;
-tests/mps_host/test_real_programs.py uses NVIDIA's own program. It needs only Python's standard library. A
-file of the machine overrides its behaviour, for "*" or a device's UUID: `say` lines, `sleep_s`, `exit` with a
-code instead of serving; `answers` by command; or be `silent`.
+tests/mps_host/test_real_programs.py uses NVIDIA's own program. It needs only Python's standard library. A file of the
+machine overrides its behaviour, for "*" or a device's UUID: it can `say` lines, sleep for `sleep_s`, `exit` with a
+code instead of serving, give `answers` by command, or be `silent`.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def log(text: str) -> None:
 
 
 class Daemon:
-    """The default limits, and one server with its clients, which does no work."""
+    """The daemon's state: the default limits, and one server with its clients, which does no work."""
 
     def __init__(self) -> None:
         self.percentage = 100.0
@@ -206,8 +206,8 @@ def daemon() -> int:
 
 
 def main(options: list[str]) -> int:
-    """Returns the exit code. Before R555 the program accepts one option; with others it looks for a daemon
-    and exits.
+    """Returns the exit code. Before R555 the program accepts only one option; with more it searches for a daemon and
+    exits.
     """
     if options == ["-f"] or (options == ["-f", "-multiuser-server"] and BRANCH >= 555):
         return daemon()
