@@ -121,7 +121,7 @@ class ImexDaemon:
                 found = settings(Path(tree.local(file)).read_text("utf-8", errors="replace"))
             except OSError as error:
                 raise RetryableError(
-                    f"cannot read {CONFIG} below {root}: {error.strerror}; it names nvidia-imex's control socket"
+                    f"cannot read {CONFIG} below {root}: {error.strerror}; this file names nvidia-imex's control socket"
                 ) from error
             path = found.get("IMEX_CMD_UNIX_DOMAIN_PATH", "")
             if found.get("IMEX_CMD_ENABLED") != "1" or not path.startswith("/"):

@@ -160,7 +160,7 @@ def _cgroup_paths(proc: str, pid: int) -> list[str]:
 
 
 def _is_of_pods(cgroup: str, pod_uids: Collection[str]) -> bool:
-    """Whether the text of a process's cgroups names one of the pods. With systemd, runtimes write `_` for `-`."""
+    """Whether a process's cgroups name one of the pods. With systemd, runtimes write `_` instead of `-`."""
     return any(f"pod{name}" in cgroup for uid in pod_uids for name in (uid, uid.replace("-", "_")))
 
 

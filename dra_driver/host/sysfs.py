@@ -27,7 +27,7 @@ _GPU = "gpu"
 
 
 class Sysfs:
-    """Reads below a `/sys` and a `/proc`. Bus IDs are in sysfs form, such as `0000:1b:00.0`."""
+    """Reads the files below a `/sys` and a `/proc` directory. Bus IDs are in sysfs form, such as `0000:1b:00.0`."""
 
     def __init__(self, sys: str = "/sys", proc: str = "/proc") -> None:
         self._sys = Path(sys)

@@ -66,8 +66,8 @@ else:
 """
 """Prints the error number, 0 for success. The kernel requires a single write. The process starts in about 10 ms."""
 _NO_IOMMU = (
-    "the kernel has no IOMMU group for it; enable the IOMMU in the firmware, and on Intel processors with "
-    "intel_iommu=on on the kernel's command line"
+    "the kernel has no IOMMU group for it; enable the IOMMU in the firmware, and on Intel processors also add "
+    "intel_iommu=on to the kernel's command line"
 )
 _NOIOMMU_GROUP = "vfio-noiommu"
 """The name that vfio gives to the group of a function without an IOMMU."""
@@ -94,8 +94,7 @@ class PciControl(Protocol):
         """
 
     def users_of(self, nodes: Sequence[str], *, others_only: bool = False) -> list[str] | None:
-        """Return name and PID of each program that has one of these nodes of the host's /dev open; None if
-        unknown.
+        """Return the names and PIDs of the programs that have one of these host device nodes open; None if unknown.
 
         With `others_only`, programs that release a GPU on request are left out, such as gpu-dra-driver itself.
         """
@@ -122,7 +121,9 @@ class HostPciControl:
                 raise OSError(number, os.strerror(number))
             return
         last = said.strip().rpartition("\n")[2] or "it printed nothing"
-        raise OSError(errno.EIO, f"the writing process failed with {exit_text(writer.returncode)}: {last}")
+        raise OSError(
+            errno.EIO, f"the process that writes to sysfs failed with {exit_text(writer.returncode)}: {last}"
+        )
 
     def load_module(self, module: str, timeout_s: float) -> None:
         """Load a module with the host's own modprobe, which knows the host's settings."""

@@ -271,7 +271,7 @@ _RARE_REPAIRS: Mapping[str, Callable[[Handle], Any]] = {
 
 
 def _pcie_narrow(handle: Handle) -> bool:
-    """Compares with NVML's maximum: the most lanes that both the GPU and the machine support."""
+    """Whether the link has fewer lanes than NVML's maximum, which both the GPU and the machine support."""
     lanes, most = pynvml.nvmlDeviceGetCurrPcieLinkWidth(handle), pynvml.nvmlDeviceGetMaxPcieLinkWidth(handle)
     return bool(lanes < most)
 

@@ -256,7 +256,7 @@ class MigHardware:
             except pynvml.NVMLError_NotFound as error:
                 if gpu_instance_handle(handle, gpu_uuid, gpu_instance_id) is None:
                     return ()
-                raise RetryableError(f"{action}: one of them was destroyed") from error
+                raise RetryableError(f"{action}: one of the instances was destroyed") from error
 
     @_whole
     def create_compute(self, gpu_uuid: str, pci_bus_id: str | None, gpu_instance_id: int) -> tuple[int, str]:
@@ -356,7 +356,7 @@ class MigHardware:
             )
         return NvmlTransientError(
             f"{action}: {_NO_SPACE}, although nothing is in the way; the NVIDIA driver may still be scrubbing the "
-            f"memory of the previous instance (GPU instances there: {_listed(found) or 'none'})"
+            f"memory of the previous instance (existing GPU instances: {_listed(found) or 'none'})"
         )
 
 

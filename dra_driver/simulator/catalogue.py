@@ -194,7 +194,7 @@ def check_system(facts: Mapping[str, Any]) -> None:
         values = facts.get(name, [])
         for value in values if isinstance(values, list) else [values]:
             if value not in choices:
-                quotes = "; in YAML keep the quotes" if isinstance(value, bool) else ""
+                quotes = "; in YAML put it in quotes" if isinstance(value, bool) else ""
                 raise InvalidConfigError(f"{name} can be {', '.join(choices)}, not {value!r}{quotes}")
 
 

@@ -277,8 +277,8 @@ class Machine:
                 gpu.fabric = {**gpu.fabric, **facts}
 
     def hold_gpu(self, selector: Selector, pid: int, name: str, **more: Any) -> None:
-        """Starts a process that uses the GPU or one of its instances, so changes are refused with IN_USE; `more` as
-        in `Holder`.
+        """Starts a process that uses the GPU or one of its instances, so changes are refused with IN_USE; `more` has
+        further fields of `Holder`.
         """
         with self._change() as state:
             self._find(state, selector).holders.append(Holder(pid, name, **more))
@@ -296,8 +296,8 @@ class Machine:
     def set_fault(self, function: str, *, gpu: Selector | None = None, **more: Any) -> str:
         """Makes the next calls of an NVML function (shell pattern) fail with `code`, respond late, or both.
 
-        If `function` is one of `faults.WRITES`, the fault applies to writes to sysfs. `more` as in `make_fault`.
-        Clearing the faults ends a delay. Returns a description.
+        If `function` is one of `faults.WRITES`, the fault applies to writes to sysfs. `more` is passed to
+        `make_fault`. Clearing the faults ends a delay. Returns a description.
         """
         with self._change() as state:
             subject = None if gpu is None else self._find(state, gpu).uuid
@@ -386,7 +386,7 @@ class Machine:
     # --- what is beside the GPUs ---------------------------------------------------------------
 
     def set_system(self, **facts: Any) -> None:
-        """Changes values of `system` in machines/README.md; None keeps a value. Raises: InvalidConfigError."""
+        """Changes values of `system` (see machines/README.md); None keeps a value. Raises: InvalidConfigError."""
         given = {name: value for name, value in facts.items() if value is not None}
         catalogue.check_system(given)
         with self._change() as state:

@@ -61,7 +61,7 @@ class SimulatedPciControl:
             )
 
     def maps_memory(self) -> bool:
-        """The kernel's result of VFIO_CHECK_EXTENSION."""
+        """Returns the kernel's result for VFIO_CHECK_EXTENSION."""
         return pci.MAPS_MEMORY in self._machine.current().system.get("vfio_loaded", [])
 
     def users_of(self, nodes: Sequence[str], *, others_only: bool = False) -> list[str] | None:

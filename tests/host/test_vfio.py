@@ -483,7 +483,9 @@ def test_write_that_hangs_keeps_the_lock_of_its_gpu_and_nothing_else_of_a_killed
 
 def test_write_whose_process_does_not_start_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(OSError, match="the writing process failed with exit code 1: it printed nothing"):
+    with pytest.raises(
+        OSError, match="the process that writes to sysfs failed with exit code 1: it printed nothing"
+    ):
         HostPciControl(str(tmp_path)).write(str(tmp_path / "unbind"), "0000:16:00.0")
 
 

@@ -205,7 +205,7 @@ def test_room_that_is_not_there_for_no_reason_comes(bench: Bench) -> None:
     )
     with pytest.raises(NvmlTransientError, match=r"although nothing is in the way; .*scrubbing") as caught:
         bench.make()
-    assert f"(GPU instances there: GPU instance {made} (profile 19) at memory slices 6-6)" in str(
+    assert f"(existing GPU instances: GPU instance {made} (profile 19) at memory slices 6-6)" in str(
         caught.value
     )
     bench.machine.set_fault("nvmlDeviceGetGpuInstances", code="timeout")
