@@ -10,19 +10,19 @@
     │   ├── NvmlInUseError        NVML cannot be closed or initialised while a call is in progress
     │   ├── DeviceLostError       a GPU no longer answers
     │   ├── DeviceBusyError       a process uses a device that must be changed
-    │   └── NvmlTransientError    the NVIDIA driver cannot do it now, but can later
+    │   └── NvmlTransientError    the NVIDIA driver cannot perform the action now, but may later
     │       └── NvmlUnknownOutcomeError   the action may have taken effect
     ├── PermanentError        a person must change something first: claim, configuration, node
     │   ├── ClaimsInTheWayError   claims use GPUs that should be released
     │   ├── ClaimRefusedError     this claim cannot be prepared
     │   ├── InvalidConfigError    opaque parameters, a flag or the configuration file are wrong
     │   ├── ApiRejectedError      the API server refused the request (status code in `.status`)
-    │   ├── NotSupportedError     this GPU or driver does not have the feature; callers treat that as data
+    │   ├── NotSupportedError     this GPU or driver does not have the feature; a normal result for callers
     │   └── StateError            one of the plugin's files or directories cannot be read or written
     └── FatalError            the process cannot continue; it stops with this as its cause
 
-Each adapter (NVML, API server, file system, gRPC) maps foreign errors to these in one place and chains the
-original. Each message is one line that names the action, the object and the remedy.
+Each adapter (NVML, API server, file system, gRPC) maps the errors of its library to these in one place, and
+chains the original. Each message is one line that names the action, the object and the remedy.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class DeviceBusyError(RetryableError):
 
 
 class NvmlTransientError(RetryableError):
-    """The NVIDIA driver cannot do it now: memory is being scrubbed, the driver is busy, or it timed out."""
+    """The NVIDIA driver cannot perform the action now: it scrubs memory, is busy, or timed out."""
 
 
 class NvmlUnknownOutcomeError(NvmlTransientError):
@@ -128,7 +128,7 @@ class ApiRejectedError(PermanentError):
 
 
 class NotSupportedError(PermanentError):
-    """The GPU or the installed driver does not support this. Callers treat it as data."""
+    """The GPU or the installed driver does not have the feature. For callers, this is a normal result."""
 
 
 class StateError(PermanentError):

@@ -17,7 +17,7 @@ from localcluster.shell import ClusterError
 
 
 def put_cdi_hook(host_root: Path) -> None:
-    """Copy the hook to a directory that is searched before that of the simulator's hook, which does nothing."""
+    """Copy the hook to /usr/local/bin, where it is found before the simulator's hook, which does nothing."""
     programs = host_root / "usr/local/bin"
     programs.mkdir(parents=True, exist_ok=True)
     shutil.copy(localcluster.cdi_hook(), programs)

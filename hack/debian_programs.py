@@ -169,7 +169,10 @@ def compile_c(source: Path, output: Path, *options: str, after: Sequence[str] = 
 
 @dataclass(frozen=True, slots=True)
 class Programs:
-    """A driver root with NVIDIA's programs and libraries, as Debian installs them. An example version is 535.261.03."""
+    """A driver root with NVIDIA's programs and libraries, as Debian installs them.
+
+    `version` is, for example, 535.261.03.
+    """
 
     root: Path
     version: str

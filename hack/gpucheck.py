@@ -299,8 +299,8 @@ def _fabric(gpu: ElementTree.Element) -> dict[str, str]:
 
 
 def _plain(value: object) -> str | None:
-    """Return a value in comparable form: bus IDs as this plugin writes them, and texts without differences such as
-    `NVIDIA RTX` and `NvidiaRTX`.
+    """Return a value in comparable form: bus IDs as this plugin writes them, and other texts in lower case without
+    spaces between letters, because one side may write `NvidiaRTX` and the other side `NVIDIA RTX`.
     """
     try:
         return None if value is None else pci_bus_id(str(value))

@@ -83,7 +83,7 @@ def save(name: str, target: Path) -> None:
 
 
 def _clear() -> None:
-    """Remove the base image and all cached steps if there are too many; each change of the driver adds three."""
+    """Remove the base image and all cached steps if there are too many. Each change of the driver adds three steps."""
     debian.install_missing(_PACKAGES)
     if len(_buildah("images", "--quiet", "--all").split()) > _MAX_IMAGES:
         _buildah("rmi", "--all", "--force")

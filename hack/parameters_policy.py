@@ -240,7 +240,7 @@ def policy() -> str:
 
 
 def _words(found: Policy, name: str, places: str, known: tuple[str, ...], remedy: str) -> str:
-    """Add the check of `_check_word` of dra_driver.api.resolve, and return the places that pass."""
+    """Add the same check as `_check_word` in dra_driver.api.resolve, and return the places that pass."""
     value, texts = f"p.is.?{name}.orValue(null)", ", ".join(f"'{word}'" for word in known)
     found.fault(
         f"{name}_wrong",
@@ -252,7 +252,7 @@ def _words(found: Policy, name: str, places: str, known: tuple[str, ...], remedy
 
 
 def _strategy_parts(found: Policy, places: str) -> None:
-    """Add the check of `_unfitting_parts` of dra_driver.api.resolve."""
+    """Add the same check as `_unfitting_parts` in dra_driver.api.resolve."""
     shared = found.add(
         "shared",
         f"{places}.filter(p, type(p.is.?sharing.orValue(null)) == map)"

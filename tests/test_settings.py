@@ -125,8 +125,8 @@ def test_file_that_is_not_yaml_is_refused(write, text: str | bytes) -> None:
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        ("[" * 5000, "is nested too deep"),
-        ("#" * (1 << 20) + "\n", "has more than 1 MiB; is it the right file?"),
+        ("[" * 5000, "is nested too deeply"),
+        ("#" * (1 << 20) + "\n", "is larger than 1 MiB; is it the right file?"),
     ],
     ids=["deep", "large"],
 )

@@ -1,4 +1,4 @@
-"""The sections of the `--config` file: their shapes and values. `settings` lists the keys."""
+"""The sections of the `--config` file: their shapes and values. The keys are in dra_driver.app.settings."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ def read_document(path: Path) -> Any:
         with path.open("rb") as file:
             content = file.read(_MAX_BYTES + 1)
         if len(content) > _MAX_BYTES:
-            raise InvalidConfigError(f"configuration file {path} has more than 1 MiB; is it the right file?")
+            raise InvalidConfigError(f"configuration file {path} is larger than 1 MiB; is it the right file?")
         document = yaml.safe_load(content.decode())
     except OSError as error:
         raise InvalidConfigError(f"cannot read the configuration file {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise InvalidConfigError(f"configuration file {path} is not a text file in UTF-8") from error
     except RecursionError as error:
-        raise InvalidConfigError(f"configuration file {path} is nested too deep") from error
-    except (yaml.YAMLError, ValueError) as error:  # a date that does not exist is a ValueError
+        raise InvalidConfigError(f"configuration file {path} is nested too deeply") from error
+    except (yaml.YAMLError, ValueError) as error:  # an impossible date raises ValueError
         reason = " ".join(str(error).split())
         raise InvalidConfigError(f"configuration file {path} is not valid YAML: {reason}") from error
     return {} if document is None else document
@@ -81,7 +81,7 @@ def _of_gpus(uuids: Sequence[str]) -> str | None:
 def _can_match(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     uuids = given.get("uuids")
     if given.get("devices") == "gpu" and uuids and all(uuid.startswith("MIG-") for uuid in uuids):
-        yield "devices", "these are UUIDs of MIG devices, so nothing can match"
+        yield "devices", "gpu cannot match, because all uuids are those of MIG devices"
 
 
 _PRODUCT: Final = Scalar(str, least=1, most=96)
@@ -93,7 +93,7 @@ GPUS: Final = Object(
         "pciBusIDs": _BUS_IDS,
     }
 )
-"""Selects GPUs by their properties. A missing key selects all."""
+"""Selects GPUs by their properties. A missing key matches every GPU."""
 _DEVICES: Final = Object(
     {
         "productName": _PRODUCT,
@@ -106,7 +106,7 @@ _DEVICES: Final = Object(
 
 
 def gpu_selector(given: Mapping[str, Any]) -> GpuSelector:
-    """Return the selector of GPUS or of a sharing entry."""
+    """Return the selector from a value of the shape GPUS, or from a sharing entry."""
     return GpuSelector(
         given.get("productName"),
         frozenset(given.get("uuids") or ()),
@@ -126,7 +126,7 @@ def _fit_together(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     elif enforce == "mps" and (shares or 0) > MAX_MPS_SHARES:
         yield (
             "shares",
-            f"MPS serves at most {MAX_MPS_SHARES} clients a device; use fewer shares or enforce none",
+            f"MPS supports at most {MAX_MPS_SHARES} clients per device; use fewer shares, or set enforce to none",
         )
     for name in ("enforce", "multiprocessors"):
         if is_off and given.get(name) is not None:
@@ -136,7 +136,7 @@ def _fit_together(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def word(value: Any) -> Any:
-    """Return the word of a Choice. An unquoted `off` is false in YAML."""
+    """Return the word of a Choice. YAML reads an unquoted `off` as false."""
     return "off" if value is False else value
 
 
@@ -168,7 +168,7 @@ SHARING: Final = ListField(
 
 
 def sharing_policy(entries: Sequence[Mapping[str, Any]]) -> SharingPolicy:
-    """Return the policy of SHARING."""
+    """Return the policy from a value of the shape SHARING."""
     return SharingPolicy(tuple(map(_entry, entries)))
 
 
@@ -189,7 +189,7 @@ def _entry(given: Mapping[str, Any]) -> SharingEntry:
 def _pci_id(text: str) -> str | None:
     if re.fullmatch(r"0[xX][0-9A-Fa-f]{8}", text):
         return None
-    return f"{text!r} is not a PCI ID of device and vendor, such as 0x233010DE"
+    return f"{text!r} is not a PCI device and vendor ID, such as 0x233010DE"
 
 
 def _pci_ids(value: Any) -> str | None:
@@ -202,7 +202,7 @@ def _pci_ids(value: Any) -> str | None:
 
 def _indexes(value: Any) -> str | None:
     is_list = isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
-    return None if value == "all" or is_list else "expected all, or a list of indexes from 0 on"
+    return None if value == "all" or is_list else "expected all, or a list of indexes such as [0, 1]"
 
 
 def _mode_fits(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -212,7 +212,7 @@ def _mode_fits(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _uses_one(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if given.get("layout") is None and given.get("fromLabel") is not True:
-        yield "layout", "the node gets no layout; set a layout, or fromLabel"
+        yield "layout", "no layout is selected; set layout or fromLabel"
 
 
 _MIG_CONFIGS: Final = Object(
@@ -251,11 +251,11 @@ MIG_LAYOUTS: Final = Object(
     },
     also=_uses_one,
 )
-"""`configuration` is a file of nvidia-mig-parted, as the GPU operator has it in a ConfigMap."""
+"""`configuration` has the format of nvidia-mig-parted, as in the GPU operator's ConfigMap."""
 
 
 def mig_layouts(given: Mapping[str, Any]) -> MigLayouts:
-    """Return the layouts of MIG_LAYOUTS."""
+    """Return the layouts from a value of the shape MIG_LAYOUTS."""
     configs = (given.get("configuration") or {}).get("mig-configs") or {}
     return MigLayouts(
         {name: tuple(map(_layout_entry, entries or ())) for name, entries in configs.items()},
@@ -295,6 +295,6 @@ IMEX_CHANNEL: Final = Scalar(object, _channel)
 
 
 def imex_channel(given: Any) -> ImexChannels | None:
-    """Return the channels of IMEX_CHANNEL; None for off."""
+    """Return the channels from a value of the shape IMEX_CHANNEL; None for off."""
     channel: ImexChannels | None = None if word(given) == "off" else given
     return channel

@@ -78,11 +78,11 @@ from dra_driver.slices.leadership import InstanceLeadership, live_instances
 _log = structlog.get_logger(__name__)
 
 _REGISTRATION_S = 0.3
-"""If the kubelet is running, it has registered the plugin by then."""
+"""The maximum wait for the registration. A running kubelet registers the plugin faster."""
 
 
 class Part(NamedTuple):
-    """A part of the daemon. Parts start in the order of their list, and stop in reverse order."""
+    """A part of the daemon. Parts stop in the reverse of the order in which they start."""
 
     name: str
     start: Callable[[], object] = lambda: None
@@ -90,10 +90,10 @@ class Part(NamedTuple):
 
 
 class Driver:
-    """The daemon. `start` returns when the kubelet can reach it; everything else starts in the background."""
+    """The daemon. When `start` returns, the kubelet can reach it; the other parts start in the background."""
 
     def __init__(self, settings: Settings, platform: Platform | None = None) -> None:
-        """Create all parts without starting them. Raises: InvalidConfigError; StateError if the boot has no ID."""
+        """Create all parts without starting them. Raises: InvalidConfigError; StateError without a boot ID."""
         self.settings = settings
         self._platform = platform or platform_of(settings)
         self._paths, self._plugin_dir = self._platform.paths, settings.plugin_directory
@@ -116,7 +116,7 @@ class Driver:
         self._watch_usage()
 
     def _make_state(self) -> None:
-        """Create what is on disk, which the next instance uses too."""
+        """Create the parts for the files on disk, which the next instance also uses."""
         settings, directory = self.settings, self._plugin_dir
         self.records = RecordStore(directory / "claims")
         self.planning = GpuLocks(directory / "locks", ".plan.lock")
@@ -132,7 +132,7 @@ class Driver:
             is_expected=settings.needs_mps,
             sees_daemons=lambda: sees_all_processes("/proc"),
         )
-        # Its creation time decides which instance is the newest.
+        # The time when this object is created decides which instance is the newest.
         self.leadership = InstanceLeadership(directory / DIRECTORY_OF_INSTANCES, settings.pod_uid)
 
     def _make_api_client(self) -> None:
@@ -187,7 +187,7 @@ class Driver:
         )
 
     def _make_reports(self) -> None:
-        """Create events, the status of claims, and metrics."""
+        """Create the parts that write events and the status of claims, and update metrics."""
         self.reporting = Reports(
             self.settings.driver_name,
             self.settings.node_name,
@@ -219,7 +219,7 @@ class Driver:
             detachments,
             self.records,
             self.ledger,
-            lambda gpu_uuids: self.publishing.is_offered(gpu_uuids),  # noqa: PLW0108  it is made later
+            lambda gpu_uuids: self.publishing.is_offered(gpu_uuids),  # noqa: PLW0108  it is created later
             self._publish,
             self.discovery.request_rescan,
         )
@@ -305,7 +305,7 @@ class Driver:
         )
 
     def _make_kubelet_plugin(self) -> None:
-        """Create what answers the kubelet's calls and probes, and collects the node's problems."""
+        """Create the parts that answer the kubelet's calls and probes, and that collect the node's problems."""
         settings, directory, publisher = self.settings, self._plugin_dir, self.publishing.publisher
         self._plugin = KubeletPlugin(
             PluginSettings(
@@ -349,7 +349,7 @@ class Driver:
         )
         show.devices(inventory, health, self.health.instances)
         show.inventory(inventory)
-        # While NVML is closed for maintenance, no GPU is watched, and none needs an alert for that.
+        # Show no GPU while NVML is closed for maintenance: an unwatched GPU would cause an alert.
         show.health(lambda: None if self.health.gpus() is None else inventory(), health)
         show.mig_layouts(self.layouts.states)
         show.cleanups(self.cleaner.outstanding)
@@ -369,12 +369,12 @@ class Driver:
         return self._gpus.detachments.maintenances(self.records.all().values())
 
     def _watch_usage(self) -> None:
-        """Watch for memory without a claim; scrapes measure the same."""
+        """Watch for GPU memory that belongs to no claim. Scrapes measure it too."""
         self._unclaimed_memory: UnclaimedMemory | None = None
         if not self.settings.usage_metrics:
             return
         usage = Usage(
-            # The processes of a simulated machine are in no namespace.
+            # All processes of a simulated machine are visible.
             self._gpus.nvml.usage_source(
                 sees_all=self.settings.simulate is not None or sees_all_processes("/proc")
             ),
@@ -452,11 +452,11 @@ class Driver:
         )
 
     def stop(self) -> None:
-        """Stop the kubelet's side first, then the rest in reverse order. Calling it twice is harmless.
+        """Stop the kubelet's side first, then the other parts in reverse order. Safe to call twice.
 
         Calls in progress finish, sockets are removed, slices and records stay.
         """
-        # Before the server, which waits for streams and calls to end.
+        # These come before the server, because it waits for streams and calls to end.
         self.health.stream.stop()
         self.claims.waiter.stop()
         self._plugin.stop()
@@ -469,7 +469,7 @@ class Driver:
         self._stopped.set()
 
     def plugin_died(self, error: FatalError) -> None:
-        """End `wait` with this error."""
+        """Make `wait` raise this error."""
         self._fatal = error
         self._stopped.set()
 
@@ -482,7 +482,7 @@ class Driver:
         return live_instances(self._plugin_dir / DIRECTORY_OF_INSTANCES)
 
     def end(self) -> None:
-        """End `wait`."""
+        """Make `wait` return."""
         self._stopped.set()
 
     def wait(self) -> None:
@@ -498,7 +498,7 @@ class Driver:
     # --- changes, each handled in the thread that found it ---------------------------------------------
 
     def registration_changed(self, status: RegistrationStatus) -> None:
-        """Handle the kubelet's registration of this instance: older instances stand by from now on.
+        """Handle the kubelet's registration of this instance: announce it, so that older instances stop publishing.
 
         If the announcement fails, the publisher retries it.
         """
@@ -516,7 +516,7 @@ class Driver:
         )
 
     def _hardware_changed(self) -> None:
-        """Handle a new or reloaded NVIDIA driver, other GPUs in NVML, or NVML's return."""
+        """Handle a new or reloaded NVIDIA driver, a change of the GPUs in NVML, or the reopening of NVML."""
         _call_all(self._time_slices.driver_reloaded, self.cleaner.retry_now, self.layouts.wake, self._publish)
 
     def _health_moved(self, change: HealthChange) -> None:
@@ -554,7 +554,7 @@ class Driver:
 
 
 def _call_all(*calls: Callable[[], object]) -> None:
-    """Call all of them in this order. Raises: the error of one of them, after calling the others."""
+    """Make all calls in this order. Raises: the error of one call, after the others."""
     with ExitStack() as others:
         for call in reversed(calls):
             others.callback(call)

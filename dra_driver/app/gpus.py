@@ -64,10 +64,10 @@ class NodeGpus:
         on_mig: MigObserver,
         on_layouts: Callable[[Sequence[GpuLayout]], None],
     ) -> None:
-        """`lost_devices` returns the devices of claims with a CDI spec and no record; `labels` returns those of
-        the node.
+        """`lost_devices` returns the devices of claims with a CDI spec and no record; `labels` returns the node's
+        labels.
 
-        `on_inventory` is called when the devices changed, `on_hardware` when the NVIDIA driver or the GPUs did.
+        `on_inventory` is called when devices change, `on_hardware` when the NVIDIA driver or the GPUs change.
         """
         paths, directory = platform.paths, settings.plugin_directory
         host = Sysfs(paths.sys, paths.proc)
@@ -136,7 +136,7 @@ class NodeGpus:
         )
 
     def _rescan(self, wait_s: float | None) -> None:
-        """Scan again, and wait up to `wait_s` seconds for it; None does not wait."""
+        """Start a scan, and wait up to `wait_s` seconds for its end; None does not wait."""
         if wait_s is None:
             self.discovery.request_rescan()
         else:

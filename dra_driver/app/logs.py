@@ -27,7 +27,7 @@ _log = structlog.get_logger(__name__)
 
 _HIDDEN = "[hidden]"
 _MAX_DEPTH = 12  # the frames of a nested exception are at depth seven
-_MAX_CHARACTERS = 16 * 1024  # per value; its end is as important as its beginning
+_MAX_CHARACTERS = 16 * 1024  # per value; the middle of a longer value is omitted
 _CUT = " […] "
 _BREAKS = re.compile(r"[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]+")
 _CONTROLS = re.compile(r"[\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f\u202a-\u202e\u2066-\u2069]")
@@ -43,12 +43,11 @@ _SECRETS = (
     ),
     re.compile(r"(?P<kept>)(?<![\w-])eyJ[\w-]{8,}+\.[\w-]++\.[\w-]+"),
     re.compile(r"(?P<kept>)-----BEGIN [A-Z ]+-----.*?(?:-----END [A-Z ]+-----|\Z)", re.DOTALL),
-    re.compile(r"(?P<kept>)\bLS0tLS1CRUdJTi[\w+/=]+"),  # the same in base64, as in a kubeconfig
+    re.compile(r"(?P<kept>)\bLS0tLS1CRUdJTi[\w+/=]+"),  # PEM in base64, as in a kubeconfig
     re.compile(r"(?P<kept>\b[a-z][a-z0-9+.-]{0,30}://)[^/\s@]+(?=@)"),
 )
 
-# Every secret matches one of these. Most texts match none, which saves time in the many log events of each
-# claim.
+# Every text with a secret matches this pattern. Most texts do not, and skip the slower patterns above.
 _HINTS = re.compile(r"(?i)header value|authorization|bearer|token|password|-data|://|eyj|begin|ls0t")
 
 Event = MutableMapping[str, Any]
@@ -147,7 +146,7 @@ def _one_line(value: Any) -> str:
     try:
         text = str(value)
     except Exception as error:  # noqa: BLE001  a log line must not break the work that it reports
-        text = f"<{type(value).__name__}, which cannot be shown: {type(error).__name__}>"
+        text = f"<{type(value).__name__} that cannot be converted to text: {type(error).__name__}>"
     text = _without_secrets(text)
     if _BREAKS.search(text) is None:
         return text.strip()
@@ -156,7 +155,7 @@ def _one_line(value: Any) -> str:
 
 
 def _without_secrets(text: str) -> str:
-    text = _CONTROLS.sub("?", text)  # the console may be a terminal
+    text = _CONTROLS.sub("?", text)  # no escape sequence may reach a terminal
     if _HINTS.search(text):
         for pattern in _SECRETS:
             text = pattern.sub(rf"\g<kept>{_HIDDEN}", text)
@@ -168,7 +167,7 @@ def _without_secrets(text: str) -> str:
 
 
 class _LibraryMessages(logging.Handler):
-    """Turns messages of libraries, which use Python's logging, into events."""
+    """Turns the log messages of libraries into events."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Log one event for each message."""

@@ -24,7 +24,7 @@ class Platform:
 
 
 def real_platform(settings: Settings) -> Platform:
-    """Return the node's own hardware. The library is looked up at each try, because it may be installed later."""
+    """Return the node's own hardware. Each attempt to load NVML searches it again: it may be installed later."""
     from dra_driver.nvml.session import load_library
 
     inside = settings.container_driver_root
@@ -41,7 +41,7 @@ def real_platform(settings: Settings) -> Platform:
 
 
 def simulated_platform(machine_name: str, directory: Path, plugin_directory: Path | None = None) -> Platform:
-    """Return a simulated machine, kept in `directory`."""
+    """Return a simulated machine with its state in `directory`."""
     from dra_driver.simulator import (
         SimulatedDeviceNodes,
         SimulatedLibrary,

@@ -1,4 +1,4 @@
-"""Publishing: the slices of this node, with the taints of its devices and without withheld devices."""
+"""Publishes the slices of this node, with the taints of its devices and without withheld devices."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Publishing:
         leadership: InstanceLeadership,
     ) -> None:
         """`layouts` has the state of the MIG layout on each GPU, by UUID. Nothing is published while another
-        instance leads.
+        instance is the leader.
         """
         self._settings, self._api, self._records = settings, api, records
         self._health, self._cleaner, self._layouts = health, cleaner, layouts
@@ -67,14 +67,12 @@ class Publishing:
         return len(self.publisher.withheld)
 
     def claim_released(self) -> None:
-        """Publish again after an Unprepare, because its device may have stayed in the slices only for the claim."""
+        """Publish again after an Unprepare, because a device may have been in the slices only due to its claim."""
         if self._withdraws:
             self._dirty()
 
     def missing_setting(self, key: str) -> str | None:
-        """Return the setting that would keep new pods away from devices with this reason; None if they already
-        stay away.
-        """
+        """Return the setting that would keep pods off devices with this health reason; None if it is not needed."""
         if self._health.taint_policy.effects.get(key) == "None":
             return f"health.taints.{key} to NoSchedule"
         if self._settings.unhealthy_devices == "taint" and self.support.drops_taints:
@@ -92,10 +90,10 @@ class Publishing:
         health setting, because a Prepare would fail. `dropped` says whether the API server drops taints.
         """
         mode = self._settings.unhealthy_devices
-        # Set before the records are read, so that a claim that is released from now on triggers another round.
+        # Set before the records are read, so that a claim that is released after that triggers a publication.
         self._withdraws = mode == "withdraw" or (mode == "auto" and dropped)
         pending = self._cleaner.withheld() if dropped or self._withdraws else lambda _device: None
-        # Read before the records, because it is emptied only after NVML has been read again.
+        # Read gpus_in_maintenance before the records: it is emptied only after NVML has been read again.
         in_maintenance, records = set(self._discovery.gpus_in_maintenance), self._records.all().values()
         in_maintenance.update(*(step.gpu_uuids for one in records if (step := one.maintenance) is not None))
         withdrawn = (
@@ -108,7 +106,7 @@ class Publishing:
         )
 
     def is_offered(self, gpu_uuids: Collection[str]) -> bool:
-        """Whether the API server may have a device of these GPUs; True if it does not answer."""
+        """Whether slices may contain a device of these GPUs; True if the API server does not respond."""
         inventory = self.inventory()
         if inventory is None or not self.cache.synced.is_set():
             return True

@@ -1,8 +1,8 @@
 """The settings of `run`. Flags and environment variables override a configuration file, which overrides the
 defaults.
 
-`Settings` has everything about each setting. The command line reads flags and environment once and passes them
-on as one value; nothing else reads the environment.
+`Settings` defines each setting: flag, variable, key, default. The command line reads flags and environment once,
+and passes them on as one value; no other code reads the environment.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ METADATA_VERSIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "both": EVERY_METADATA_VERSION,
 }
 """The versions to write, newest first, for each value of `device_metadata`. Readers use the first version that
-they know, and some know only one, so both are always written.
+they support, and some support only one, so both are always written.
 """
 DeviceNames = Literal["uuid", "minor"]
 PROBE_PATHS = ("/healthz", "/startupz", "/readyz", "/problems")
@@ -73,14 +73,14 @@ _FLAG_WORDS: Final = Words(must="expected", whole="a whole number", names_found=
 class Flag:
     """A flag of a command, or an argument if it has a `count` (argparse's number of arguments).
 
-    `name` is that of its value; the spelling and the environment variable are derived from it unless given. The
-    value has `shape`, or is a text that `parsed` converts (it raises InvalidConfigError); `to` converts the
-    value for the command. `default` is the value if nothing is given, and `shown` describes it in --help. With
-    `is_repeated` the value is a list.
+    `name` is the name of the value; the spelling and the environment variable are derived from it unless given.
+    The value has `shape`, or is a text that `parsed` converts (it raises InvalidConfigError); `to` converts the
+    value for the command. `default` is the value if the flag is not given, and `shown` describes it in --help.
+    With `is_repeated`, the value is a list.
 
     In the configuration file, a setting is at the dotted path `key`; its value has `shape`, and `of_file`
-    converts it. Without `help` it can only be in the file. An empty text means None for a setting that may be
-    None.
+    converts it. A setting without `help` can only be in the file. For a setting that may be None, an empty text
+    means None.
     """
 
     name: str
@@ -130,7 +130,7 @@ class Flag:
 
 
 def _setting(default: Any, help: str | None, shape: Shape = _TEXT, *, flag: str = "", **more: Any) -> Any:
-    """Return a field of Settings. `flag` is the flag's name if it differs; `more` is passed to Flag."""
+    """Return a field of Settings. `flag` is the flag's name if it is not the field's; `more` is passed to Flag."""
     shown = f"{default:g}" if isinstance(default, (int, float)) else default
     more = {"shown": shown if isinstance(shown, str) else None, **more}
     given = Flag(flag, help, shape, is_none_if_empty=default in (None, MISSING), **more)
@@ -161,7 +161,7 @@ def _address(text: str) -> str | None:
 
 
 def consumable_shares(text: str) -> SharingPolicy:
-    """Return the policy of `--consumable-shares`: one rule for every device, counted only by the scheduler.
+    """Return the policy of `--consumable-shares`: one rule for every device, which only the scheduler enforces.
 
     Raises: InvalidConfigError for anything but disabled, memory, unlimited or a number of shares.
     """
@@ -209,12 +209,12 @@ _SWITCH = Scalar(bool)
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The settings of `run`. Paths are as this process sees them, unless the name says host.
+    """The settings of `run`. Paths are paths in this container, unless the help says that they are on the host.
 
-    `healthcheck_port` -1 and an empty `http_endpoint` disable the service. `pod_uid` allows two instances
-    during a rolling update. `kube_api_qps` 0 means no limit. `ignored_xids` and `fatal_xids` extend the known
-    ones; the keys of `taint_effects` are without the prefix. `imex_channel` is for claims on GPUs in a fabric;
-    None gives them none.
+    `healthcheck_port` -1 and an empty `http_endpoint` disable these services. `pod_uid` allows two instances
+    during a rolling update. `kube_api_qps` 0 means no limit. `ignored_xids` and `fatal_xids` extend the built-in
+    lists. The keys of `taint_effects` have no prefix. `imex_channel` is for claims on GPUs in a fabric; None means
+    no channel.
     """
 
     node_name: str = _setting(MISSING, "Name of this node; also the pool's name.", _dns_name(253))
@@ -240,7 +240,7 @@ class Settings:
     )
     nvidia_cdi_hook_path: str | None = _setting(
         None,
-        "nvidia-cdi-hook on the host; none: containers get all files without hooks.",
+        "Path of nvidia-cdi-hook on the host; none: containers get all files without hooks.",
         _begins_with_slash("expected an absolute path or none", NO_HOOK),
         key="nvidiaCDIHookPath",
         shown="searched on the host, next to the plugin, and in the driver root",
@@ -257,13 +257,13 @@ class Settings:
     kubeconfig: str | None = _setting(None, "", shown="in-cluster")
     kube_api_qps: float = _setting(
         20.0,
-        "Most API calls per second; 0 means no limit.",
+        "Maximum API calls per second; 0 means no limit.",
         Scalar(float, least=0),
         key="kubeAPIQPS",
         of_file=float,
     )
     kube_api_burst: int = _setting(
-        100, "Most API calls in a burst.", Scalar(int, least=1), key="kubeAPIBurst"
+        100, "Maximum API calls in a burst.", Scalar(int, least=1), key="kubeAPIBurst"
     )
     http_endpoint: str = _setting(
         "", "host:port of metrics, /healthz, /readyz, /startupz.", Scalar(str, _address), shown="off"
@@ -293,7 +293,7 @@ class Settings:
         "Run on a simulated machine: a name from `gpu-dra-driver simulate list`, or a YAML file.",
         metavar="MACHINE",
     )
-    simulator_dir: str | None = _setting(None, "Where the simulated machine keeps its state.")
+    simulator_dir: str | None = _setting(None, "Directory of the simulated machine's state.")
     log_level: str = _setting("info", "", Choice(("debug", "info", "warning", "error")))
     log_format: str = _setting("json", "", Choice(("json", "console")))
     sharing: SharingPolicy = _setting(
@@ -318,7 +318,7 @@ class Settings:
     )
     passthrough: bool = _setting(
         False,
-        "Also offer GPUs for virtual machines; a claim binds the GPU to vfio.",
+        "Also publish GPUs for virtual machines; a claim binds its GPU to vfio.",
         _SWITCH,
         key="passthrough.enabled",
         is_required=True,
@@ -359,8 +359,8 @@ class Settings:
     )
     unhealthy_devices: str = _setting(
         "auto",
-        "How to keep new pods off unhealthy devices: taint, withdraw (leave them out of the slices), or auto: "
-        "withdraw where the API server drops taints.",
+        "How to keep new pods off unhealthy devices: taint, withdraw (leave them out of the slices), or auto "
+        "(withdraw if the API server drops taints, otherwise taint).",
         Choice(UNHEALTHY_DEVICES),
         key="health.unhealthyDevices",
     )
@@ -386,7 +386,7 @@ class Settings:
 
     @property
     def extra_devices(self) -> ExtraDevices:
-        """What claims get of the host in addition to their GPUs."""
+        """The host's device nodes that claims get in addition to their GPUs."""
         return ExtraDevices(self.imex_channel, self.host_devices)
 
     @property
@@ -402,12 +402,12 @@ class Settings:
 
     @property
     def for_virtual_machines(self) -> Callable[[Gpu], bool] | None:
-        """A function that returns whether virtual machines may get a GPU; None if they get none."""
+        """A function that returns whether virtual machines may use a GPU; None if they may use no GPU."""
         return self.passthrough_gpus.matches_gpu if self.passthrough else None
 
     @property
     def metadata_versions(self) -> tuple[str, ...]:
-        """The versions of the device metadata to write, newest first; empty if that is off."""
+        """The versions of the device metadata to write, newest first; empty if it is off."""
         return METADATA_VERSIONS[self.device_metadata]
 
     @property
@@ -457,7 +457,7 @@ def _document() -> Object:
 
 DOCUMENT: Final = _document()
 GATES: Final = {"DynamicMIG": "dynamic_mig", "PassthroughSupport": "passthrough"}
-"""Settings by the feature gate of NVIDIA's own driver that enables them."""
+"""The settings that feature gates of NVIDIA's own DRA driver enable."""
 _BY_FLAG: Final = {flag.name: name for name, flag in SETTINGS.items()}
 
 
@@ -466,9 +466,9 @@ def resolve(
 ) -> Settings:
     """Return the settings from the command line and a configuration file.
 
-    In `given`, None means not given, and names that are not settings have no effect, except `faults`: the
-    faults that the command line has found, by flag name. A setting may have its value or the text of its flag.
-    `defaults` are those of the command. Raises: InvalidConfigError that lists all faults.
+    In `given`, None means that a setting is not given. Names that are not settings are ignored, except `faults`:
+    the faults that the command line has found, by flag name. A setting has its value or its flag's text.
+    `defaults` are the command's defaults. Raises: InvalidConfigError that lists all faults.
     """
     flag_faults: Mapping[str, str] = given.get("faults", {})
     wrong = [*flag_faults.values()]
@@ -515,7 +515,7 @@ def resolve(
         "--passthrough": bool(values.get("passthrough")),
     }
     wrong += [
-        f"{flag} needs a driver name that begins with a letter, because CDI does; {driver} does not"
+        f"{flag} needs a driver name that begins with a letter, as CDI requires; {driver} does not"
         for flag, is_on in needs_letter.items()
         if is_on and driver[:1].isdecimal()
     ]
@@ -524,7 +524,7 @@ def resolve(
 
 
 def _flag_value(raw: Any, flag: Flag, wrong: list[str]) -> Any:
-    """Return the value of a setting; a fault is added to `wrong`."""
+    """Return the value of a setting, and add its fault to `wrong`."""
     value = str(raw) if isinstance(raw, Path) else raw
     if flag.help is None or (flag.parsed is not None and not isinstance(value, str)):
         return value  # already checked, like a value from a file

@@ -31,7 +31,7 @@ _SHOWN_BYTES = 60
 _SHOWN_OF_PAGE = 4096
 _TAGS = re.compile(r"<(style|script)\b.*?</\1>|<[^>]*>", re.DOTALL | re.IGNORECASE)
 _MAX_RETRY_AFTER_S = 300.0
-"""The maximum Retry-After that is obeyed. A proxy in maintenance may send more."""
+"""The longest Retry-After that the plugin obeys. A proxy in maintenance may send a longer one."""
 
 
 class PathNotFoundError(ApiRejectedError):
@@ -56,13 +56,13 @@ def api_errors(action: str, proxy: str | None = None) -> Iterator[None]:
     except HTTPError as error:
         is_brief = isinstance(error, ConnectTimeoutError | ProtocolError)
         raise ApiUnavailableError(f"{action}: {_transport_text(error, proxy)}", is_brief=is_brief) from error
-    # Certificates that are being rotated; a body that is not JSON, or is nested too deeply.
+    # The certificates are being rotated, or the body is not JSON or is nested too deeply.
     except (OSError, ValueError, RecursionError) as error:
         raise ApiUnavailableError(f"{action}: {one_line(str(error))}") from error
 
 
 def decoded_json(data: bytes, action: str) -> Any:
-    """Decode the JSON of an answer or an event. Raises: ApiUnavailableError."""
+    """Decode the JSON of a response or an event. Raises: ApiUnavailableError."""
     try:
         value = json.loads(data)
         if b"\\ud" in data or b"\\uD" in data:
@@ -70,7 +70,9 @@ def decoded_json(data: bytes, action: str) -> Any:
             value = json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
     except (ValueError, RecursionError) as error:
         start = one_line(data[:_SHOWN_BYTES].decode("utf-8", "replace"))
-        text = _page_text(data) or f"the answer begins with {start!r} and is not JSON: {one_line(str(error))}"
+        text = (
+            _page_text(data) or f"the response begins with {start!r} and is not JSON: {one_line(str(error))}"
+        )
         raise ApiUnavailableError(
             f"{action}: {text}; check the server of the kubeconfig and the proxy in front of it"
         ) from error
@@ -94,9 +96,9 @@ def check_status(action: str, response: urllib3.BaseHTTPResponse, body: bytes) -
 def failure(
     text: str, code: int, status: dict[str, Any], retry_after: str = ""
 ) -> ApiUnavailableError | ApiRejectedError:
-    """Return the error for an answer or an event.
+    """Return the error for a failed request, or for an ERROR event of a watch.
 
-    `status` is the API's Status object ({} if there is none); `retry_after` is the header of that name.
+    `status` is the API's Status object ({} if there is none); `retry_after` is the header Retry-After.
     """
     if code in RETRYABLE_STATUS or code >= 500:
         retry_s = _retry_after(retry_after.strip(), status)
@@ -161,7 +163,7 @@ def _details(status: dict[str, Any]) -> dict[str, Any]:
 
 
 def _transport_text(error: HTTPError, proxy: str | None) -> str:
-    """Describe the cause for people. urllib3's own messages contain object addresses."""
+    """Describe the cause for users. urllib3's own messages contain the addresses of Python objects."""
     if isinstance(error, ProxyError):
         return (
             f"the proxy {proxy or 'in front of the API server'} cannot be used: {_root_text(error.original_error)}; "

@@ -69,10 +69,10 @@ class ClaimStatusClient:
         is_first: bool = False,
         timeout_s: float | None = None,
     ) -> bool:
-        """Make `devices` this plugin's only entries in the claim's status; returns whether that took a write.
+        """Make `devices` this plugin's only entries in the claim's status; returns whether it wrote something.
 
         Nothing is written for a claim that is gone, replaced or not allocated, for devices outside its
-        allocation, or if the status is already right. `is_first` means that the claim was just read and had no
+        allocation, or if the status is already correct. `is_first` means that the claim was just read and had no
         status: it is read again only if the API server refuses the write. `timeout_s` limits each request.
         """
         if self._dropped_at is not None and self.clock() - self._dropped_at < _RECHECK_AFTER_S:
@@ -157,7 +157,7 @@ class ClaimStatusClient:
     def _apply(
         self, ref: ClaimRef, wanted: dict[tuple[Any, ...], JsonObject], timeout_s: float | None
     ) -> JsonObject:
-        # The UID protects a claim that was created again under the same name.
+        # The UID makes the write fail if the claim was deleted and created again.
         body = {
             "apiVersion": "resource.k8s.io/v1",
             "kind": "ResourceClaim",
@@ -183,8 +183,8 @@ class ClaimStatusClient:
             self._dropped_at = self.clock()
             _log.warning(
                 "claim_status_dropped",
-                remedy="enable the feature gate DRAResourceClaimDeviceStatus in the API server, or claims do"
-                " not show the state of devices; the plugin retries in an hour",
+                remedy="enable the feature gate DRAResourceClaimDeviceStatus in the API server, so that claims"
+                " show the state of their devices; the plugin retries in an hour",
             )
 
 
@@ -209,7 +209,7 @@ def _condition(entry: JsonObject) -> JsonObject:
 def _same_entries(
     wanted: dict[tuple[Any, ...], JsonObject], present: dict[tuple[Any, ...], JsonObject]
 ) -> bool:
-    """Whether a write would change nothing. Conditions of others are ignored."""
+    """Whether a write would change nothing. The conditions of other writers are ignored."""
     return wanted.keys() == present.keys() and all(
         _condition(entry) == _condition(present[key]) and entry.get("data") == present[key].get("data")
         for key, entry in wanted.items()

@@ -27,7 +27,7 @@ _POD_CLAIM_NAME = "resource.kubernetes.io/pod-claim-name"
 
 @dataclass(eq=False)
 class ClaimClient:
-    """Reads ResourceClaims. Requires only the permission `get` on them."""
+    """Reads ResourceClaims. Requires only the permission to `get` them."""
 
     api: ApiClient
 
@@ -60,7 +60,7 @@ class ClaimClient:
         return parse_allocated_claim(obj, ref)
 
     def current(self, ref: ClaimRef, timeout_s: float | None = None) -> ClaimNow | None:
-        """Return the current state of the claim of that name; None if the API server says that there is none.
+        """Return the current state of the claim with this name; None if it does not exist.
 
         Raises: ApiRejectedError, ApiUnavailableError if it cannot be read.
         """
@@ -68,9 +68,9 @@ class ClaimClient:
         return None if obj is None else parse_claim_now(obj, ref)
 
     def find(self, ref: ClaimRef, timeout_s: float | None = None) -> dict[str, Any] | None:
-        """Like `get_claim`, but return None if the API server says that there is no claim of that name.
+        """Like `get_claim`, but return None if the claim does not exist.
 
-        A path that is not served, or a proxy's 404, is not such an answer.
+        A 404 from a proxy, or for a path that is not served, is still an error.
         """
         try:
             return self.get_claim(ref.namespace, ref.name, timeout_s=timeout_s)
@@ -83,7 +83,7 @@ class ClaimClient:
 
 
 def parse_claim_now(obj: dict[str, Any], ref: ClaimRef) -> ClaimNow:
-    """Return the state of a v1 claim. Raises: ApiUnavailableError if the answer is not a valid claim."""
+    """Return the state of a v1 claim. Raises: ApiUnavailableError if `obj` is not a valid claim."""
     try:
         metadata, status = obj["metadata"], obj.get("status") or {}
         allocation = status.get("allocation")
@@ -103,14 +103,14 @@ def parse_claim_now(obj: dict[str, Any], ref: ClaimRef) -> ClaimNow:
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise ApiUnavailableError(
-            f"retrieve claim {ref.namespace}/{ref.name}: the answer cannot be read as a claim: {error!r}"
+            f"retrieve claim {ref.namespace}/{ref.name}: the response is not a valid claim: {error!r}"
         ) from error
 
 
 def reserved_pods(obj: dict[str, Any]) -> Pods:
     """Return the pods for which a v1 claim is reserved.
 
-    None if it is reserved only for others, such as groups of pods, or if the field is invalid.
+    None if it is reserved only for other objects, such as groups of pods, or if the field is invalid.
     """
     consumers = (obj.get("status") or {}).get("reservedFor") or []
     if not isinstance(consumers, list):
@@ -152,7 +152,7 @@ def parse_allocated_claim(obj: dict[str, Any], ref: ClaimRef) -> AllocatedClaim:
 
 
 def reported_devices(entries: Any) -> frozenset[ReportedDevice] | None:
-    """Return the devices that the status of a claim names; None if it is invalid.
+    """Return the devices that the status of a claim names; None if the status is invalid.
 
     >>> reported_devices([{"driver": "gpu.nvidia.com", "pool": "node-1", "device": "gpu-0"}])
     frozenset({('gpu.nvidia.com', 'node-1', 'gpu-0', None)})
@@ -188,11 +188,11 @@ def _text(entry: dict[str, Any], name: str) -> str:
 def _config(
     entry: dict[str, Any], results: Sequence[DeviceResult], written: Sequence[dict[str, Any]]
 ) -> DeviceConfig:
-    """Return a config of the allocation. `written` are the entries in the claim's spec.
+    """Return a config of the allocation. `written` are the config entries in the claim's spec.
 
     From Kubernetes 1.37 on, the scheduler removes the request names from an entry that names all requests.
-    Parameters that name a request must fit it, but those without a name need not, so the names are restored.
-    Parameters of a class always apply to the requests that use the class.
+    Parameters that name a request must fit the request, but parameters without a name need not, so the names are
+    restored. Parameters of a class always apply to the requests that use the class.
     """
     source: Literal["FromClass", "FromClaim"] = "FromClass" if entry["source"] == "FromClass" else "FromClaim"
     opaque = entry.get("opaque") or {}

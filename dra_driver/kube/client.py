@@ -1,5 +1,5 @@
-"""Sends requests to the API server through the official Python client: plain dicts, mapped errors, limits in
-time and size.
+"""Sends requests to the API server through the official Python client, with plain dicts, mapped errors, and limits
+for time and size.
 
 The official client's typed API classes are not used, because CoreV1Api alone costs 66 MiB.
 """
@@ -39,28 +39,28 @@ if TYPE_CHECKING:
     import kubernetes.client
 
 FIELD_MANAGER = "gpu-dra-driver"
-"""The owner of the plugin's writes in `metadata.managedFields`, by default: the beginning of the user agent."""
+"""The default owner of the plugin's writes in `metadata.managedFields`: the beginning of the user agent."""
 USER_AGENT = f"{FIELD_MANAGER}/{dra_driver.__version__}"
 GROUP = "resource.k8s.io"
 GROUP_VERSION = f"{GROUP}/v1"
-"""Served from Kubernetes 1.34 on."""
+"""API servers serve this version since Kubernetes 1.34."""
 JSON = "application/json"
 MERGE_PATCH = "application/merge-patch+json"
 DEFAULT_TIMEOUT_S = 10.0
 POOL_SIZE = 16
 CONNECT_TIMEOUT_S = 5.0
 ATTEMPT_S = 8.0
-"""How long the first attempt of a request may take, and how long sent data may stay unacknowledged. If an API
-server vanishes without a RST, its connections in the pool are dead.
+"""How long the first attempt of a request may take, and how long sent data may stay unacknowledged. An API server
+that vanishes without a RST leaves dead connections in the pool.
 """
 MAX_BYTES = 32 * 1024 * 1024
-"""The maximum size of an answer or event, because the daemon's container has a memory limit of 256 MiB."""
+"""The maximum size of a response or event, because the daemon's container has a memory limit of 256 MiB."""
 _READ_BYTES = 65536
 
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """A request. The complete answer must arrive by `until` (time.monotonic()).
+    """A request. The complete response must arrive by `until` (time.monotonic()).
 
     A watch has `idle_s` instead: the maximum time without data.
     """
@@ -75,7 +75,7 @@ class _Request:
 
     @property
     def is_repeatable(self) -> bool:
-        """Whether the request can be repeated safely, even if it has arrived before.
+        """Whether the request can be repeated safely, even if the first attempt arrived.
 
         Only a POST cannot: a PUT names the version that it replaces, a DELETE the UID, and a PATCH contains
         absolute values.
@@ -88,8 +88,8 @@ class ApiClient:
     """A client for one API server. Thread-safe.
 
     Every call raises ApiUnavailableError (retry later) or ApiRejectedError (`.status`, `.reason`). `observe` is
-    called for each request with its method and the status of the answer (None without an answer). `headers` are
-    sent with each request.
+    called for each request with its method and the status of the response (None without a response). `headers`
+    are sent with each request.
     """
 
     endpoint: Endpoint
@@ -119,10 +119,10 @@ class ApiClient:
         content_type: str = JSON,
         timeout_s: float | None = None,
     ) -> dict[str, Any]:
-        """Send a request and return the decoded answer. `action`, such as "get claim ns/name", begins every
-        error message.
+        """Send a request and return the decoded response. Every error message begins with `action`, such as
+        "get claim ns/name".
 
-        All of it takes at most `timeout_s`, including the wait for the rate limit.
+        The call takes at most `timeout_s`, including the wait for the rate limit.
         """
         wanted = _Request(method, path, query, body, content_type, self._until(timeout_s))
         _, data = self._answer(wanted, action)
@@ -144,10 +144,10 @@ class ApiClient:
 
     def check_group(self) -> None:
         """Check that the server serves resource.k8s.io. Raises: PathNotFoundError if it does not."""
-        self.request("GET", f"/apis/{GROUP_VERSION}", action=f"ask for {GROUP_VERSION}")
+        self.request("GET", f"/apis/{GROUP_VERSION}", action=f"get {GROUP_VERSION}")
 
     def text(self, path: str, *, action: str, timeout_s: float | None = None) -> str:
-        """Return the text of a path that serves no object, such as a pod behind the server's proxy."""
+        """Return the text of a path that does not serve an object, such as a pod's page through the server's proxy."""
         return self._answer(_Request("GET", path, until=self._until(timeout_s)), action)[1].decode(
             errors="replace"
         )
@@ -157,20 +157,20 @@ class ApiClient:
     ) -> WatchStream:
         """Start a watch. The stream breaks if nothing arrives for `idle_timeout_s`, not even a bookmark.
 
-        The first attempt to start it has the time limit of any request, because an API server answers at once.
+        The first attempt has the time limit of other requests, because an API server responds immediately.
         """
         response, _ = self._answer(_Request("GET", path, query, idle_s=idle_timeout_s), action)
         return WatchStream(response, action)
 
     def close(self) -> None:
-        """Close idle connections. Calls in progress end by themselves."""
+        """Close idle connections. Calls in progress continue."""
         with self._lock:
             if self._official is not None:
                 self._official.close()
                 self._official = None
 
     def _answer(self, wanted: _Request, action: str) -> tuple[urllib3.BaseHTTPResponse, bytes]:
-        """Return a successful answer and its body, which is empty for a watch, whose body is read later.
+        """Return a successful response and its body; for a watch, the body is empty here, and is read later.
         Raises: like every call.
         """
         with api_errors(action):
@@ -225,12 +225,12 @@ class ApiClient:
     def _opened(
         self, official: kubernetes.client.ApiClient, wanted: _Request, until: float
     ) -> urllib3.BaseHTTPResponse:
-        """Return the answer once its headers have arrived. Raises: the errors of urllib3."""
+        """Return the response once its headers have arrived. Raises: the errors of urllib3."""
         from kubernetes.client import ApiException
 
         left = min(until - time.monotonic(), wanted.idle_s)
         if left <= 0:
-            raise TimeoutError("no time was left to query the API server")
+            raise TimeoutError("the time limit was reached before the request was sent to the API server")
         method, url, headers, _, _ = official.param_serialize(
             wanted.method,
             wanted.path,
@@ -250,8 +250,8 @@ class ApiClient:
         return response
 
     def _authorization(self, official: kubernetes.client.ApiClient) -> dict[str, str]:
-        """Return the Authorization header. The configuration reads its token again when it is a minute old or
-        has expired.
+        """Return the Authorization header. The configuration reads its token again when the token is a minute old
+        or has expired.
 
         Raises: ApiUnavailableError if the token cannot be sent in a header.
         """
@@ -269,7 +269,7 @@ class ApiClient:
     def _drop_pool(self, official: kubernetes.client.ApiClient) -> None:
         """Start a new connection pool, because other connections of this pool may lead to the same dead peer.
 
-        The old pool is not closed, because other threads may be about to use it. Its last user closes it.
+        The old pool is not closed here, because other threads may be about to use it. It closes after its last use.
         """
         with self._lock:
             if self._official is official:
@@ -346,14 +346,14 @@ def _body(response: urllib3.BaseHTTPResponse, until: float) -> bytes:
         while size <= MAX_BYTES:
             left = until - time.monotonic()
             if left <= 0:
-                raise ReadTimeoutError(None, None, "the answer was not complete in time")  # type: ignore[arg-type]
+                raise ReadTimeoutError(None, None, "the response was not complete in time")  # type: ignore[arg-type]
             _wait_at_most(response, left)
             piece = response.read1(_READ_BYTES)
             if not piece:
                 return b"".join(pieces)
             pieces.append(piece)
             size += len(piece)
-        raise HTTPError(f"the answer is larger than {MAX_BYTES >> 20} MiB")
+        raise HTTPError(f"the response is larger than {MAX_BYTES >> 20} MiB")
     except BaseException:
         response.close()
         raise
@@ -370,7 +370,7 @@ class WatchStream:
     """Iterates over events ({"type", "object"}). `close()` from any thread ends the iteration at once.
 
     The iteration ends silently if the server closes the watch normally. It raises ApiUnavailableError if the
-    connection breaks or is silent for too long, and the error of its code for an ERROR event.
+    connection breaks or is silent for too long. For an ERROR event, it raises the error for the event's code.
     """
 
     def __init__(self, response: urllib3.BaseHTTPResponse, action: str) -> None:
@@ -426,7 +426,7 @@ class WatchStream:
 def path_segment(name: str) -> str:
     """Return a name as one segment of a URL path, so that it cannot lead to another object.
 
-    Raises: ApiRejectedError (400) if the name is impossible.
+    Raises: ApiRejectedError (400) if no object can have this name.
     """
     if name in ("", ".", ".."):
         raise ApiRejectedError(
@@ -443,7 +443,7 @@ def is_not_found(error: BaseException) -> bool:
 def group_path(plural: str, namespace: str | None = None, *rest: str | None) -> str:
     """Return the URL path of a collection, object or subresource in resource.k8s.io.
 
-    Raises: ApiRejectedError for an impossible name.
+    Raises: ApiRejectedError if no object can have one of the names.
     """
     inside = ["namespaces", path_segment(namespace)] if namespace is not None else []
     named = [path_segment(part) for part in rest if part is not None]

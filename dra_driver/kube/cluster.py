@@ -19,7 +19,7 @@ def node_uid(client: ApiClient, name: str) -> str:
     """
     uid = (read_node(client, name).get("metadata") or {}).get("uid")
     if not uid:
-        raise ApiRejectedError(f"get node {name}: the answer has no metadata.uid", status=200)
+        raise ApiRejectedError(f"get node {name}: the response has no metadata.uid", status=200)
     return str(uid)
 
 

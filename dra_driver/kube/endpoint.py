@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _SERVICE_ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
 SERVICE_ACCOUNT_VARIABLE = "SERVICE_ACCOUNT_DIRECTORY"
-"""Replaces the service account directory, so that tests and benchmarks can run the daemon outside a pod."""
+"""Names another service account directory, so that tests and benchmarks can run the daemon outside a pod."""
 _OTHER_USER = ("as", "as-uid", "as-groups", "as-user-extra")
 
 
@@ -142,7 +142,7 @@ def _one_sentence(origin: str) -> Iterator[None]:
 
 
 def _read_service_account(directory: Path, environ: Mapping[str, str], configuration: Configuration) -> str:
-    """Fill the configuration; returns the pod's namespace. The client reads the token again every minute."""
+    """Fill the configuration, and return the pod's namespace. The client reads the token again every minute."""
     from kubernetes.config.incluster_config import InClusterConfigLoader
 
     token, ca = str(directory / "token"), str(directory / "ca.crt")
@@ -154,11 +154,11 @@ def _read_service_account(directory: Path, environ: Mapping[str, str], configura
 
 
 def _read_kubeconfig(paths: str, context: str | None, configuration: Configuration) -> str:
-    """Fill the configuration; returns the namespace of the context. Raises: the errors of the package."""
+    """Fill the configuration, and return the namespace of the context. Raises: the errors of `kubernetes`."""
     from kubernetes.config.kube_config import KubeConfigLoader, KubeConfigMerger
 
     merger = KubeConfigMerger(paths)
-    # Like kubectl, use the first file that names a context. The package would use the last one.
+    # Like kubectl, use the first file that names a context. `kubernetes` would use the last one.
     current = next(filter(None, (file.get("current-context") for file in merger.config_files.values())), None)
     loader = KubeConfigLoader(
         config_dict=merger.config, active_context=context or current, config_base_path=None
@@ -189,8 +189,8 @@ def _read_kubeconfig(paths: str, context: str | None, configuration: Configurati
 
 @contextmanager
 def _failures_logged() -> Iterator[list[str]]:
-    """Collect error messages logged inside the block, because the package only logs that a credential plugin
-    failed.
+    """Collect error messages logged inside the block, because `kubernetes` only logs the failure of a credential
+    plugin.
     """
     failures: list[str] = []
     handler = logging.Handler(logging.ERROR)
@@ -204,7 +204,7 @@ def _failures_logged() -> Iterator[list[str]]:
 
 
 def _split_proxy(configuration: Configuration) -> None:
-    """Move the proxy's credentials from its URL to a header. The client sends them only from there, and
+    """Move the proxy's credentials from its URL to a header, because the client sends them only from a header, and
     messages contain the URL. Raises: ValueError.
     """
     if not configuration.proxy:

@@ -48,8 +48,8 @@ class _Known:
 class EventWriter:
     """Writes events for one driver on one node. Not thread-safe.
 
-    `write` raises ApiRejectedError or ApiUnavailableError. After the latter the call can be repeated without
-    creating the event twice.
+    `write` raises ApiRejectedError or ApiUnavailableError. After an ApiUnavailableError, repeat the call; the event
+    is not created twice.
     """
 
     client: ApiClient
@@ -72,7 +72,7 @@ class EventWriter:
         times: int = 1,
         timeout_s: float | None = None,
     ) -> None:
-        """Report that this happened, `times` times since the last report.
+        """Report an event that happened `times` times since the last report.
 
         Within ten minutes, the count of the existing event is increased. `message` is cut at 1 KiB.
         """
@@ -86,7 +86,7 @@ class EventWriter:
         except ApiRejectedError as error:
             if error.status != _CONFLICT:
                 raise
-            # The answer to an earlier try was lost; that try is one of `times`.
+            # An earlier attempt created the event, but its response was lost; `times` includes that attempt.
             self._count_up(about, known, times, timeout_s)
         known.stored, known.count = True, times
 

@@ -15,8 +15,8 @@ _TYPE = {"apiVersion": GROUP_VERSION, "kind": "ResourceSlice"}
 
 
 class SliceCache(Follower):
-    """The slices of a driver and node. They are listed again after a watch event or one of the plugin's own
-    writes.
+    """The slices of a driver and node. The cache lists them again after each watch event and each write of the
+    plugin.
 
     `on_change()` runs on the watch thread, after each list that begins a watch and after each event, so it
     must be quick. An event may be caused by the plugin's own write; the publisher then finds nothing to do.
@@ -40,7 +40,7 @@ class SliceCache(Follower):
         self._on_change = on_change
         self._lock = threading.Lock()
         self._slices: list[dict[str, Any]] = []
-        self._changes = 0  # known events and writes
+        self._changes = 0  # the number of known events and writes
         self._listed_at = -1  # the value of `_changes` when the last list was requested
         self.synced = threading.Event()
         """Set once the first list has arrived."""
@@ -51,7 +51,7 @@ class SliceCache(Follower):
         return len(self._slices)
 
     def current(self) -> list[dict[str, Any]]:
-        """Return all slices sorted by name, including own writes. Callers must not modify them.
+        """Return all slices sorted by name, including the plugin's writes. Callers must not modify them.
 
         The server is queried only if the last list is stale. Raises: ApiUnavailableError, ApiRejectedError.
         """
@@ -69,18 +69,18 @@ class SliceCache(Follower):
         ), version
 
     def create(self, obj: dict[str, Any]) -> dict[str, Any]:
-        """Create a slice; returns the stored one, which may lack fields of `obj`."""
+        """Create a slice, and return the stored one, which may lack fields of `obj`."""
         metadata = obj["metadata"]
         action = f"create resource slice {metadata.get('name') or metadata.get('generateName')}"
         return self._write("POST", obj | _TYPE, action=action)
 
     def update(self, obj: dict[str, Any]) -> dict[str, Any]:
-        """Replace the slice of that name; returns the stored one. A stale resourceVersion is refused with 409."""
+        """Replace a slice, and return the stored one. The API server refuses a stale resourceVersion with 409."""
         name = obj["metadata"]["name"]
         return self._write("PUT", obj | _TYPE, name=name, action=f"update resource slice {name}")
 
     def delete(self, name: str, uid: str, resource_version: str | None = None) -> None:
-        """Delete this exact object; it may be gone already. An object that has changed is refused with 409."""
+        """Delete the slice if it exists. The API server refuses with 409 if its UID or its version is different."""
         version = {"resourceVersion": resource_version} if resource_version else {}
         body = {"kind": "DeleteOptions", "apiVersion": "v1", "preconditions": {"uid": uid} | version}
         try:
@@ -100,9 +100,7 @@ class SliceCache(Follower):
             self._changes += 1
 
     def _list(self) -> str:
-        """List the slices; returns the version of the list. A change during the request makes the list stale at
-        once.
-        """
+        """List the slices, and return the list's version. If slices change during the request, the list is stale."""
         with self._lock:
             changes = self._changes
         slices, version = self.list()

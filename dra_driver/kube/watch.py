@@ -1,6 +1,4 @@
-"""Lists objects and watches them from there on, in a background thread; and keeps the labels of this node up to
-date.
-"""
+"""Lists and then watches objects in a background thread, and keeps the labels of this node up to date."""
 
 from __future__ import annotations
 
@@ -21,10 +19,13 @@ from dra_driver.kube.client import ApiClient, WatchStream
 _log = structlog.get_logger(__name__)
 
 _jitter = random.Random()  # noqa: S311  for spreading load, not for security
-_WATCH_S = (300, 600)  # how long until the server ends a watch; random, so that not all nodes return at once
+_WATCH_S = (
+    300,
+    600,
+)  # until the server ends a watch; random, so that nodes do not reconnect at the same time
 _IDLE_S = 90.0
 """Bookmarks arrive about once a minute. If one is missing, the server is dead behind a load balancer that still
-acknowledges data. Until then the plugin misses changes.
+acknowledges data. The plugin misses changes until it ends the watch.
 """
 _BACKOFF_S = (1.6, 30.0)
 """First and maximum retry delay; half of the first is random, as in client-go, so that 10,000 nodes reconnect
@@ -70,8 +71,8 @@ class Follower(BackgroundWorker):
             stream.close()
 
     def list(self) -> tuple[list[dict[str, Any]], str]:
-        """Query the server; returns the objects and the resource version to watch from. Raises:
-        ApiUnavailableError, ApiRejectedError.
+        """Return the objects on the server, and the resource version to watch from. Raises: ApiUnavailableError,
+        ApiRejectedError.
         """
         answer = self._api.request("GET", self._path, query=self._selector, action=f"list {self._what}")
         return list(answer.get("items") or ()), str(
@@ -104,8 +105,8 @@ class Follower(BackgroundWorker):
     def _turn(self) -> float:
         """Follow until the watch ends; returns the seconds until the next turn.
 
-        There is always a pause, because whatever ended the watch may end the next one too, and those of all
-        other nodes.
+        There is always a pause before the next watch, because the reason for which a watch ended may also end the
+        next one, on all nodes at the same time.
         """
         failure: Exception | None = None
         # After an outage the server may have another history, for example from a backup. A watch from the old
@@ -129,7 +130,7 @@ class Follower(BackgroundWorker):
         return self._backoff.next(failure.retry_after_s if isinstance(failure, ApiUnavailableError) else None)
 
     def _follow(self, version: str) -> tuple[str, ApiUnavailableError | None]:
-        """Pass on events until the watch ends; returns the version to resume from, and the error that broke the
+        """Handle events until the watch ends. Return the version to resume from, and the error that broke the
         watch, if any.
 
         Raises: WatchExpiredError, including if an event is older than `version`, because the history was reset.

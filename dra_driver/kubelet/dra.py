@@ -2,7 +2,7 @@
 responses.
 
 A claim's failure goes into that claim's entry, never into the status of the call, so the kubelet can still
-use the other claims. Claim references are checked before anything uses them, above all in paths.
+use the other claims. Claim references are checked before any code uses them, especially in paths.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dra_driver.model.ids import is_dns_label, is_subdomain, is_uid
 V1 = "v1.DRAPlugin"
 V1BETA1 = "v1beta1.DRAPlugin"
 MAX_CLAIMS = 1024
-"""Far above what one call contains: the kubelet sends the claims of one pod."""
+"""Far more than a call contains, because the kubelet sends only the claims of one pod."""
 
 _log = structlog.get_logger(__name__)
 _Outcome = TypeVar("_Outcome")
@@ -41,10 +41,10 @@ _MAX_SHOWN_CHARS = 64
 class ClaimCalls(Protocol):
     """Prepares and unprepares the claims of a call. Called by many threads at the same time.
 
-    `deadline_s` is the number of seconds until the caller gives up, very large if it never does. `is_cancelled`
-    returns whether the caller disconnected or cancelled; it may then send a newer call, perhaps to another
-    instance. Every claim has valid names and occurs once. The result has an entry for the UID of each claim.
-    If the call raises, all its claims are reported to the kubelet as failed.
+    `deadline_s` is the number of seconds until the caller gives up; it is very large if there is no deadline.
+    `is_cancelled` returns whether the caller has disconnected or cancelled the call; the caller may then call again,
+    perhaps another instance. Every claim has valid names and occurs once. The result has an entry for the UID of each
+    claim. If the method raises, all claims of the call are reported to the kubelet as failed.
     """
 
     def prepare(

@@ -1,11 +1,11 @@
 """gRPC servers with limits, on TCP and Unix sockets, and client calls to the sockets of this node.
 
-Also adds to every call what all calls share: request IDs, logs and error texts.
+Every call gets a request ID, log events and error texts.
 
 gRPC removes any socket at the path that it binds. When it stops, it removes the path again, even if another
-process has taken it over. So a server binds its socket under a hidden name in the same directory, and renames
-it when it serves. The kubelet therefore never sees a socket that does not respond, a dead socket is replaced
-in one step, and only a socket that is still ours is removed.
+process has replaced the socket. So a server binds its socket under a hidden name in the same directory, and
+renames the socket when the server responds. The kubelet therefore never sees a socket that does not respond, a dead
+socket is replaced in one step, and only a socket that is still ours is removed.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def streaming(method: str, behavior: _Behavior, request: Any) -> grpc.RpcMethodH
 
 @contextmanager
 def _errors_reported(method: str, context: grpc.ServicerContext) -> Iterator[None]:
-    """Assigns the call a request ID, logs what it raises, and converts it to a gRPC status."""
+    """Gives the call a request ID, logs its exception, and converts the exception to a gRPC status."""
     # gRPC runs each call in its own context.
     bind_contextvars(request_id=next(_request_ids), method=method)
     try:

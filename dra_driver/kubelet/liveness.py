@@ -1,9 +1,9 @@
 """Checks that our own two sockets respond, and serves gRPC health for the kubelet's probes.
 
 Liveness calls the sockets as the kubelet does: it fails if a socket file was removed or a server is stuck. It
-does not fail for bad GPUs or an unreachable API server, because a restart would not help; the call names no
-claim, so it needs neither. The health service listens on TCP. It implements Check, but not Watch or List, for
-these services:
+does not fail for bad GPUs or an unreachable API server, because a restart would not help. Its calls name no claim,
+so they need no GPU and no API server. The health service listens on TCP. It implements Check, but not Watch or
+List, for these services:
 
     ""  "liveness"   our two sockets respond
     "startup"        they have responded once
@@ -37,11 +37,11 @@ SERVICE = "grpc.health.v1.Health"
 MAX_PROBES = 64
 """Limited, because the port is open to the pod network."""
 MAX_PROBE_BYTES = 1024
-"""A request holds only a service name."""
+"""A request contains only the name of a service."""
 
 _OPTIONS = (
     ("grpc.max_allowed_incoming_connections", 256),  # excess connections are refused
-    ("grpc.max_connection_age_ms", 60_000),  # even if a peer never ends its request
+    ("grpc.max_connection_age_ms", 60_000),  # closes a connection even if its peer never ends a request
     ("grpc.max_connection_age_grace_ms", 5_000),
 )
 _Status = health_pb2.HealthCheckResponse.ServingStatus

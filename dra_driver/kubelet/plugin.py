@@ -29,9 +29,9 @@ from dra_driver.kubelet.sockets import (
 from dra_driver.model.problems import NodeProblem
 
 HEALTH_VERSIONS = ("v1.DRAResourceHealth", "v1alpha1.DRAResourceHealth")
-"""Kubelet 1.36 opens the v1alpha1 stream to every DRA plugin, even if it is not advertised, and retries every five
-seconds while the answer is Unimplemented. That answer costs no thread. Kubelet 1.37 opens only an advertised stream,
-v1 if available."""
+"""Kubelet 1.36 opens the v1alpha1 stream to every DRA plugin, even if the plugin does not advertise it, and retries
+every five seconds while the response is Unimplemented. That response needs no thread. Kubelet 1.37 opens only an
+advertised stream, v1 if available."""
 DeviceHealthWatch = Callable[[Any, Any], Iterator[pb.NodeWatchResourcesResponse]]
 """Gets the request and gRPC's context; yields the health of all devices after each change."""
 
@@ -50,8 +50,8 @@ class PluginSettings:
 
     `plugins_dir` belongs to the kubelet; our directory in it has the name of the DRA driver. A `pod_uid`
     allows rolling updates. `health_address` is `host:port`, or None for no health service. Running calls may
-    continue for `grace_s` seconds after stop(). Every `guard_s` seconds the plugin checks its own sockets and
-    those of others.
+    continue for `grace_s` seconds after stop(). Every `guard_s` seconds, the plugin checks its own sockets and
+    the sockets of other drivers.
     """
 
     driver: str
@@ -126,7 +126,7 @@ class KubeletPlugin:
         return self._health.port if self._health else None
 
     def start(self) -> None:
-        """Serves. The registration socket comes last, when everything else responds.
+        """Starts all servers. The registration socket comes last, when all others respond.
 
         Raises: InvalidConfigError, StateError; stops all parts that it started.
         """
@@ -144,7 +144,7 @@ class KubeletPlugin:
         self._guard.start()
 
     def problems(self) -> Sequence[NodeProblem]:
-        """Why the kubelet may not reach this plugin, and which other drivers it may reach instead."""
+        """Returns why the kubelet may not reach this plugin, and which other drivers it may reach instead."""
         return [*self._registration_problems(), *self._others.problems()]
 
     def stop(self, grace_s: float | None = None) -> None:

@@ -1,11 +1,11 @@
 """Registration with the kubelet, and detection of other drivers with our name on this node.
 
-The kubelet sends claims to the plugin that last registered under a name, whichever program that is. So each
-socket in the kubelet's registry directory and in the driver's plugin directory is attributed to an owner. Our
+The kubelet sends claims to the plugin that last registered under a name, whichever program that is. So this
+module finds the owner of each socket in the kubelet's registry directory and in the driver's plugin directory. Our
 registration service identifies itself in the metadata of its response, and its endpoint is in our plugin
 directory. If a socket cannot be called (SELinux separates unprivileged pods) or belongs to an older release,
-it is ours if a living instance has its pod UID. The form of the names proves nothing: NVIDIA's driver uses
-the same.
+it is ours if a live instance has its pod UID. The form of its name proves nothing, because NVIDIA's DRA driver
+uses the same form.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class PluginOwner(Protocol):
         """A server has failed, so the plugin can no longer serve."""
 
     def live_instances(self) -> Collection[str]:
-        """The pod UIDs of the living instances on this node, according to their files."""
+        """The pod UIDs of the live instances on this node, according to their files."""
 
 
 class Registrar:
@@ -142,7 +142,7 @@ class _Seen:
 
 class SocketWatch:
     """Checks the sockets in `registry_dir` and `plugin_dir` repeatedly. `living` returns the pod UIDs of the
-    living instances of this plugin.
+    live instances of this plugin.
 
     `look` may take a second for each socket that does not respond, and must run in one thread only; the other
     methods return what the last check found. A socket with a known owner is not called again until its file
@@ -205,7 +205,7 @@ class SocketWatch:
         if owner.origin in ("foreign", "silent") and self._is_of_living(path):
             owner = SocketOwner("ours")
         elif owner.origin == "silent" and before is not None and before.owner.origin == "foreign":
-            owner = before.owner  # it hangs, and is still the same process
+            owner = before.owner  # the same process, which now hangs
         if before is None or before.owner != owner:
             _log.info(
                 "socket_seen",
@@ -218,7 +218,7 @@ class SocketWatch:
         return _Seen(file, owner, looks + 1 if owner.origin == "silent" else 0)
 
     def _is_of_living(self, path: Path) -> bool:
-        """Whether the path is a socket path of a living instance of this plugin."""
+        """Whether the path is a socket path of a live instance of this plugin."""
         try:
             places = [
                 socket_paths(
@@ -253,8 +253,8 @@ class SocketWatch:
 
 
 def owner_of(path: Path, driver: str, plugin_dir: Path) -> SocketOwner:
-    """Returns the current owner of the socket. In the plugin directory, a server that is not ours is another
-    driver.
+    """Returns the current owner of the socket. In the plugin directory, any server that is not ours belongs to
+    another driver.
     """
     if not listening(path):
         return SocketOwner("dead")

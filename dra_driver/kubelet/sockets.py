@@ -73,7 +73,7 @@ def _first_that_fits(directory: Path, names: tuple[str, ...]) -> Path:
     room = MAX_PATH_BYTES - 1 - len(names[-1])
     raise InvalidConfigError(
         f"directory {directory} is too long for the socket {names[-1]}: a socket path has at most "
-        f"{MAX_PATH_BYTES} bytes, so use a directory of at most {room}"
+        f"{MAX_PATH_BYTES} bytes; use a directory whose path has at most {room} bytes"
     )
 
 
@@ -81,7 +81,7 @@ def hidden_path(path: Path) -> Path:
     """Returns the path at which a socket is bound before it is renamed; the kubelet ignores names that start
     with a dot.
 
-    It is never longer than the final name; the shortest final name is `dra.sock`.
+    The hidden name is never longer than the final name; the shortest final name is `dra.sock`.
     """
     return path.with_name("." + _digest(path.name, 4))
 

@@ -85,7 +85,7 @@ def measure(runs: int, cycles: int) -> list[Row]:
             Row("NodePrepareResources, mean of 8 at once", bursts, "ms", 30),
             Row("NodeUnprepareResources, alone", unprepared, "ms", None),
             Row("Prepare: 1,000 claims relative to 10 claims", crowd, "", 3),
-            Row("the same with an unreadable record", spoiled, "", 3),
+            Row("  Prepare with an unreadable record", spoiled, "", 3),
             Row("Unprepare: 1,000 claims relative to 10 claims", crowd_unprepared, "", 3),
             Row("CPU of one Prepare and Unprepare", cpu_ms, "ms", 11),
             Row("slices back after a wipe", wiped, "s", 0.2),
@@ -111,7 +111,7 @@ def measure(runs: int, cycles: int) -> list[Row]:
         cold.append(first)
         warm += later
     rows.append(Row("first MPS Prepare (300 ms daemon start)", cold, "ms", 1000))
-    rows.append(Row("Prepare of a share on a running daemon", warm, "ms", 8))
+    rows.append(Row("Prepare of a share, MPS daemon running", warm, "ms", 8))
     with tempfile.TemporaryDirectory(prefix="gpu-dra-bench-") as scratch:
         scraped = cpu_of_scrapes(Path(scratch), 4 * runs)
     rows.append(Row("CPU of a scrape, 8 GPUs with 56 MIG devices", scraped, "ms", 50))
@@ -127,7 +127,7 @@ _ON_CLUSTER: Sequence[tuple[str, str, float | None]] = (
     ("  eight without claims", "s", None),
     ("kubelet's NodePrepareResources, alone", "ms", 8),
     ("kubelet's NodePrepareResources, mean of 8", "ms", 30),
-    ("CPU of one Prepare and Unprepare, above rest", "ms", None),
+    ("CPU of one Prepare and Unprepare, above idle", "ms", None),
     ("  idle share included", "ms", 11),
     ("eight force-deleted and replaced", "s", None),
     ("  eight replaced without claims", "s", None),

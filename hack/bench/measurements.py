@@ -135,7 +135,7 @@ def growth_over_cycles(node: Node, cycles: int) -> tuple[Wear, int]:
 
 
 def shares(node: Node, count: int) -> tuple[float, list[float]]:
-    """Return the milliseconds of the Prepare that starts a device's MPS daemon, and of later ones with this daemon."""
+    """Return the milliseconds of the Prepare that starts a device's MPS daemon, and of later Prepares that use it."""
     time.sleep(2.0)  # each Prepare searches an NVIDIA driver that was just installed
     device = node.devices()[0]["name"]
     first = node.add_claim(device, share=True)

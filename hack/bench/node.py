@@ -189,7 +189,7 @@ class SoakNode(DaemonNode):
         self.configure(config)
 
     def start(self) -> None:
-        """Start the MPS host, unless it runs, and the daemon."""
+        """Start the daemon, and the MPS host unless it is already running."""
         self.start_mps_host()
         super().start()
 

@@ -237,8 +237,8 @@ def prepare_cluster() -> Cluster:
 
 
 def rounds(cluster: Cluster, runs: int) -> Iterator[tuple[str, float]]:
-    """Yield label and value of each measurement. Each one with claims is followed by the same one without claims: of
-    one pod, of eight pods, and of eight replaced pods.
+    """Yield label and value of each measurement: of one pod, of eight pods, and of eight replaced pods. A measurement
+    with claims is followed by the same measurement without claims.
     """
     for names in (cluster.start_pods(1, claims=True), cluster.start_pods(1, claims=False)):
         cluster.wait_running(names)  # the first pods are slower, for example because they load the image
@@ -256,7 +256,7 @@ def rounds(cluster: Cluster, runs: int) -> Iterator[tuple[str, float]]:
         yield "  eight without claims", _start_and_end(cluster, GPUS, claims=False)
         control.stop()
         cpu_s = burst.cpu_s - control.cpu_s / control.took_s * burst.took_s
-        yield "CPU of one Prepare and Unprepare, above rest", cpu_s / GPUS * 1000
+        yield "CPU of one Prepare and Unprepare, above idle", cpu_s / GPUS * 1000
         yield "  idle share included", burst.cpu_s / GPUS * 1000
         mine, theirs = _replace(cluster, claims=True), _replace(cluster, claims=False)
         yield "eight force-deleted and replaced", mine

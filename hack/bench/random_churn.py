@@ -33,7 +33,7 @@ _LEFT_AFTER_S = 60.0
 _PATIENCE_S, _NOTICED_S = 45.0, 2.0
 """The kubelet's timeout for a call, and the time until the kubelet notices that a daemon has exited."""
 _MAX_MORE = 6
-"""How many more descriptors or threads than after its first claims a daemon may have, for connections and pools."""
+"""How many descriptors or threads a daemon may gain after its first claims, for connections and pools."""
 _CALLS = (
     "nvmlInit*", "nvmlDeviceGetHandle*", "nvmlDeviceSetPersistenceMode", "nvmlDeviceSetMigMode",
     "nvmlDeviceCreateGpuInstance*", "nvmlGpuInstanceCreateComputeInstance", "nvmlGpuInstanceDestroy",
@@ -125,7 +125,7 @@ class Holders:
 
     def take(self, life: Life, answer: Prepared) -> None:
         """Record a prepared claim, and a fault if another claim holds the same parts. Claims without a CDI spec do not
-        count: after its deletion in the API server, a claim can lose its devices without a call of the kubelet.
+        count: after its deletion in the API server, a claim can lose its devices before the kubelet unprepares it.
         """
         names = [device.device for device in answer.devices if life.kind != "admin"]
         units = {unit for name in names for unit in self._units.get(name, ())}
@@ -385,7 +385,7 @@ def churn(
     worn = wear(node.daemon)
     _report(pods, trouble)
     print(
-        f"waited {time.monotonic() - mended:.0f} s after the last repair for the initial state; descriptors "
+        f"compared the state {time.monotonic() - mended:.0f} s after the last repair; descriptors "
         f"{usual.descriptors} -> {worn.descriptors}, threads {usual.threads} -> {worn.threads}"
     )
     faults = [*holders.faults, *trouble.faults, *(fault for pod in pods for fault in pod.faults)]

@@ -253,9 +253,9 @@ def bytes_of_set(content: Inventory) -> tuple[int, int]:
 
 
 def show(phases: Sequence[Phase], nodes: int, content: Inventory) -> None:
-    """Print the table, and the figures for one node, with which docs/scale.md calculates."""
+    """Print the table, and the figures for one node, which docs/scale.md uses."""
     count, size = bytes_of_set(content)
-    print(f"{nodes} nodes, {count} slices of {size} bytes of JSON a node\n")
+    print(f"{nodes} nodes; each has {count} slices with {size} bytes of JSON\n")
     names = sorted(phases[0].server_mib)
     heads = "".join(f"{name + ' MiB':>26}" for name in names)
     print(f"{'':<22}{'s':>8}{'GET':>8}{'writes':>8}{'server CPU s':>14}{heads}{'publishers MiB':>16}")
@@ -311,9 +311,9 @@ def main(options: Sequence[str]) -> int:
     show(phases, arguments.nodes, content)
     rewritten = phases[4].writes
     print(
-        "\na restart of all writes nothing"
+        "\na restart of all publishers writes nothing"
         if not rewritten
-        else f"\nA RESTART OF ALL WROTE {rewritten} TIMES"
+        else f"\nA RESTART OF ALL PUBLISHERS WROTE {rewritten} TIMES"
     )
     return 1 if rewritten else 0
 

@@ -82,7 +82,7 @@ class _Demo:
             self._prepare("inference", "mig.nvidia.com", selectors=[{"cel": {"expression": expression}}])
             self._show_spec("inference")
         if set(self._published("gpu", "uuid")) - self._uuids_of("training"):
-            self._scene("A claim for a GPU in long time slices, for pods that share it")
+            self._scene("A claim for a GPU with long time slices, for pods that share it")
             config = [{"requests": ["gpu"], "opaque": {"driver": DRIVER, "parameters": _LONG_SLICES}}]
             self._prepare("notebooks", of_devices={"config": config})
             [uuid] = self._uuids_of("notebooks")
@@ -105,7 +105,9 @@ class _Demo:
         self._show_spec("training")
 
     def _refuse_double_allocation(self) -> None:
-        self._scene("A scheduler allocates a GPU twice: the driver refuses and names the holder")
+        self._scene(
+            "The scheduler allocates a GPU twice: the driver refuses the second claim and names the first"
+        )
         taken = self._claims()["training"]["status"]["allocation"]["devices"]["results"][0]
         self._add_claim("thief", {}, {"allocation": {"devices": {"results": [taken]}}})
         outcome = self._call("prepare", "thief")
@@ -113,7 +115,7 @@ class _Demo:
         _tell("  ", outcome.error)
 
     def _unprepare_all(self) -> None:
-        self._scene("Unprepare, and nothing is left")
+        self._scene("Unprepare leaves nothing behind")
         for name in sorted(self._claims()):
             outcome = self._call("unprepare", name)
             _expect(outcome is None, f"unprepare of {name} failed: {outcome}")

@@ -1,8 +1,8 @@
 """The playground's kubelet: the part of the kubelet that a DRA driver uses, for demos and tests.
 
-It watches the registry directory, and registers the plugins that it finds there over their real sockets. Like a
-kubelet, it sends Prepare and Unprepare to the most recently registered instance that is connected, over one connection
-per endpoint, with a deadline.
+It finds plugins in the registry directory, and registers them over their real sockets. Like a kubelet, it sends Prepare
+and Unprepare to the most recently registered instance that is connected, over one connection per endpoint, with a
+deadline.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ _OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),  # a new connection, even to a path that was used before
     ("grpc.enable_retries", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 10_000),  # how long a connection may take; grpc-go gives it 20 s
+    ("grpc.min_reconnect_backoff_ms", 10_000),  # the time limit for connecting; 20 s in grpc-go
     ("grpc.max_reconnect_backoff_ms", 500),
 )
 

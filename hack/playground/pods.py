@@ -32,9 +32,9 @@ class PodLoop:
     def __init__(self, node: PlaygroundNode, report: Callable[[str], object]) -> None:
         self._node = node
         self._say = report
-        self._prepared: dict[str, tuple[str, list[ClaimRef]]] = {}  # by the pod's UID, with its name
-        self._troubles: dict[str, str] = {}  # the last line about a pod that waits, by its name
-        self._again_at: dict[str, float] = {}  # by the UID of a pod whose Prepare or Unprepare failed
+        self._prepared: dict[str, tuple[str, list[ClaimRef]]] = {}  # name and claims by pod UID
+        self._troubles: dict[str, str] = {}  # the last error of each waiting pod, by its name
+        self._again_at: dict[str, float] = {}  # when to retry a failed step, by pod UID
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="playground-pods", daemon=True)
 
@@ -182,7 +182,7 @@ class PodLoop:
         for claim in server.objects("resourceclaims"):
             key = (claim["metadata"]["namespace"], claim["metadata"]["name"])
             owners = [owner["uid"] for owner in claim["metadata"].get("ownerReferences") or ()]
-            with contextlib.suppress(AllocationError, ApiFailure):  # it was deleted in between
+            with contextlib.suppress(AllocationError, ApiFailure):  # the claim was deleted in between
                 for entry in (claim.get("status") or {}).get("reservedFor") or ():
                     if entry["uid"] not in pods:
                         self._node.scheduler.release_claim(*key, pod={"metadata": entry})

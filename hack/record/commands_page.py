@@ -69,7 +69,8 @@ Command = dict[str, Any]
 
 def recorded() -> dict[Path, str]:
     """Return the contents of the page and the pictures, by file."""
-    # The path is short, because a socket's path can have only 107 bytes. Its length is fixed, because lines wrap.
+    # The path is short, because a socket's path can have only 107 bytes. Its length is fixed, so that lines always wrap
+    # at the same place.
     with (
         tempfile.TemporaryDirectory(prefix="r-", dir="/tmp") as directory,
         RecordedNode(Path(directory)) as node,
@@ -93,7 +94,7 @@ def recorded() -> dict[Path, str]:
 def _table() -> str:
     """Return the table of all commands with their arguments and the flags that are not settings of `run`."""
     settings = {spelling for flag in FLAGS.values() for spelling in flag.spellings}
-    rows = ["| Command | What it does | Flags of its own |", "|---|---|---|"]
+    rows = ["| Command | What it does | Its own flags |", "|---|---|---|"]
     for name, command in COMMANDS.commands.items():
         loaded = command.loaded()
         arguments = [flag.metavar or flag.name.upper() for flag in loaded.flags if flag.count]

@@ -1,4 +1,4 @@
-"""A node with an example of everything. The daemon runs as a separate process, API server and kubelet in this one."""
+"""The node of docs/commands.md, with claims of every kind and a bad GPU. Only the daemon runs as a separate process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WAIT_S = 30.0
 _BROKEN = 3
 _UNCONTAINED_MEMORY_ERROR = 95
 _CONFIG = """\
-# The seventh GPU is shared in quarters, the eighth is cut into MIG devices on demand.
+# The seventh GPU is shared in quarters, the eighth is partitioned into MIG devices on demand.
 sharing:
 - selector: {pciBusIDs: ["0000:d1:00.0"]}
   mode: shares

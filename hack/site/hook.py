@@ -58,7 +58,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Return the page with line breaks in long names in tables, links on its pictures, and the path of its source.
+    """Return the page with optional line breaks in names in tables, links on its pictures, and its source's path.
 
     If SITE_REPOSITORY is set, such as to `https://example.com/gpu-dra-driver/blob/main`, the path is a link.
     """

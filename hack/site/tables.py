@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 LONGEST = 45
-"""The most characters without a break, as in NVML's names; wider tables scroll."""
+"""The maximum number of characters without a break, as in NVML's names. Wider tables scroll."""
 _CELL = re.compile(r"<td\b.*?</td>", re.DOTALL)
 _CODE = re.compile(r"(?<=<code>)[^<]*(?=</code>)")
 _AFTER = re.compile(r"(?<=[\w>)}\]][_./,=@|])(?=[\w$<{\[(&-])")

@@ -17,7 +17,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_scale_measures_a_restart_that_writes_nothing_and_nodes_whose_watches_are_refused() -> None:
     done = run("scale", "--nodes", "4", "--rest", "0.1", "--forget", "2")
     assert done.returncode == 0, done.stderr
-    assert "a restart of all writes nothing" in done.stdout
+    assert "a restart of all publishers writes nothing" in done.stdout
     rows = {line[:22].strip(): line[22:].split() for line in done.stdout.splitlines()}
     assert rows["first publication"][2] == "4", "a write a node"
     assert rows["restart of all"][2] == "0"

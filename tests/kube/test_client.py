@@ -146,7 +146,7 @@ def test_error_is_retryable_when_answer_is_not_json(server, client):
     )
     server.faults.fail(1, 200, body=b"pong")
     with pytest.raises(
-        ApiUnavailableError, match=r"list nodes: the answer begins with 'pong' and is not JSON"
+        ApiUnavailableError, match=r"list nodes: the response begins with 'pong' and is not JSON"
     ):
         client.request("GET", NODES, action="list nodes")
 
@@ -206,7 +206,7 @@ def test_answer_of_endless_size_is_refused(server, client, monkeypatch):
     monkeypatch.setattr("dra_driver.kube.client.MAX_BYTES", 1 << 20)
     for status in (200, 500):
         server.faults.fail(1, status, body=b"[" + b" " * (2 << 20) + b"]")
-        with pytest.raises(ApiUnavailableError, match="list nodes: the answer is larger than 1 MiB"):
+        with pytest.raises(ApiUnavailableError, match="list nodes: the response is larger than 1 MiB"):
             client.request("GET", NODES, action="list nodes")
     server.add("nodes", {"metadata": {"name": "n", "annotations": {"a": "x" * (2 << 20)}}})
     stream = client.watch(NODES, action="watch nodes", query={"watch": "true"}, idle_timeout_s=60)

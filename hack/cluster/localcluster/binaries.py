@@ -47,7 +47,10 @@ class Part:
 
 
 def parts(layout: Layout, modules: tuple[str, ...]) -> list[Part]:
-    """Return the programs of the modules: their tools, or their own program. The release selects Kubernetes' folder."""
+    """Return the programs of the modules: their tools, or their own program.
+
+    Kubernetes has a folder for each release; `layout` selects one of them.
+    """
     found = []
     for module in modules:
         folder = layout.kubernetes if module == KUBERNETES else module

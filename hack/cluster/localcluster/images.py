@@ -75,7 +75,7 @@ def load(layout: Layout, binaries: Path, archive: Path) -> list[str]:
     if not archive.is_file():
         raise ClusterError(f"The image archive {archive} does not exist.")
     if not api.answers(layout, f"unix:{layout.containerd_socket}"):
-        raise ClusterError("The node's containerd is not running: start the cluster first.")
+        raise ClusterError("The node's containerd is not running: run `cluster.py up` first.")
     said = shell.run(
         [
             *(binaries / "ctr", "--address", layout.containerd_socket, "--namespace", "k8s.io"),
@@ -128,7 +128,7 @@ def _c_library() -> list[Path]:
     loaders = [top / loader.name for loader in folder.glob("ld-linux*") for top in _LOADERS]
     found = [path for path in [*loaders, *(folder / name for name in _C_LIBRARY)] if path.is_file()]
     if len(found) <= len(_C_LIBRARY):
-        raise ClusterError(f"This machine's C library is not in {folder}, as it is in Debian.")
+        raise ClusterError(f"This machine's C library is not in {folder}, where Debian installs it.")
     return found
 
 

@@ -93,7 +93,7 @@ class Layout:
 
     @classmethod
     def from_environment(cls) -> Layout:
-        """Return the layout for GPU_DRA_CLUSTER_DIR, XDG_CACHE_HOME and GPU_DRA_KUBERNETES."""
+        """Return the layout from the variables GPU_DRA_CLUSTER_DIR, XDG_CACHE_HOME and GPU_DRA_KUBERNETES."""
         state = Path(os.environ.get("GPU_DRA_CLUSTER_DIR") or "/var/lib/gpu-dra-cluster")
         cache_home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         release = os.environ.get("GPU_DRA_KUBERNETES")

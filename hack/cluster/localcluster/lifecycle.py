@@ -66,7 +66,7 @@ def change(layout: Layout, name: str, *, stop: bool, start: bool) -> None:
     if name not in NAMES:
         raise ClusterError(f"There is no component {name}: choose one of {', '.join(NAMES)}.")
     if not layout.kubeconfig.exists():
-        raise ClusterError("There is no cluster: start it first.")
+        raise ClusterError("There is no cluster: run `cluster.py up` first.")
     with shell.exclusive(layout.state / "lock"):
         process = find(layout, name)
         if stop:

@@ -103,7 +103,7 @@ class Rest:
             current = route.shown(self._existing(route))
             patched = merge_patch(current, patch)
             if not (patch.get("metadata") or {}).get("resourceVersion"):
-                # Create a new dict, because without metadata in the patch this is the stored object's dict.
+                # Create a new dict: if the patch has no metadata, this dict belongs to the stored object.
                 metadata = {k: v for k, v in patched["metadata"].items() if k != "resourceVersion"}
                 patched["metadata"] = metadata
             return self._update(call, _stored(route, patched))

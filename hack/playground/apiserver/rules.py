@@ -1,7 +1,7 @@
 """Validates slices, claims and events as far as a driver needs it, with the limits of Kubernetes 1.34 to 1.37.
 
-The rules come from the API server's validation, which has more of them. `make e2e` checks everything that the driver
-publishes against a real API server.
+The rules are a part of the API server's validation. `make e2e` checks everything that the driver publishes against a
+real API server.
 """
 
 from __future__ import annotations

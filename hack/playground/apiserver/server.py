@@ -303,7 +303,7 @@ class _Http(ThreadingHTTPServer):
 
 
 def _on_a_lasting_port(handler: Any) -> _Http:
-    """Return a server on a port that no outgoing connection can take while the server is stopped, unlike port 0."""
+    """Return a server on a port that outgoing connections do not use, so that it is still free after a stop."""
     while True:
         try:
             return _Http(("127.0.0.1", _random.randrange(*_LASTING_PORTS)), handler)

@@ -62,7 +62,7 @@ class Store:
         self._objects: dict[Resource, dict[Key, Object]] = {}
         self._history: deque[Change] = deque(maxlen=history)
         self._version = 1
-        self._forgotten = 1  # changes up to here can no longer be watched
+        self._forgotten = 1  # the history no longer has the changes up to this version
 
     @property
     def version(self) -> int:
