@@ -175,7 +175,7 @@ def test_every_event_is_one_line_whatever_is_in_it(written: Callable[[], list[di
         log.exception("raised")
     plain, raised = written()
     assert (plain["a"], plain["b"], plain["c"]) == ("one two three four", ["x y"], {"k k": "v v"})
-    assert "cannot be shown" in plain["d"]
+    assert "cannot be converted to text" in plain["d"]
     (shown,) = raised["exception"]
     assert (shown["exc_type"], shown["exc_value"]) == ("ValueError", "first second")
     assert [frame["name"] for frame in shown["frames"]] == ["test_every_event_is_one_line_whatever_is_in_it"]
