@@ -25,13 +25,13 @@ _STEPS = {
     "leave_mig_mode": "MIG mode", "start_maintenance": "maintenance", "write_device_metadata": "device metadata",
     "write_cdi_spec": "CDI spec",
 }  # fmt: skip
-"""The steps of a Prepare, as text for people."""
+"""The steps of a Prepare, as they are shown in text output."""
 
 
 def claims(given: Namespace) -> None:
     """Shows their devices and pods, from the records on this node. Works without the API server and NVML, even if
-    gpu-dra-driver is not running, and changes nothing. Use the same directory flags as for `run`. The pods of a shared
-    claim are recorded every ten minutes; json and yaml list all of them.
+    gpu-dra-driver is not running, and changes nothing. Use the same directory flags as for `run`. The pods of a
+    shared claim are recorded every ten minutes; -o json and -o yaml list all pods.
     """
     settings = node_settings(given)
     found = prepared_claims(settings)
@@ -40,7 +40,7 @@ def claims(given: Namespace) -> None:
 
 def _lines(found: NodeClaims, directory: Path, width: int | None) -> list[str]:
     is_empty = not found.claims and not found.failing
-    lines = [f"no claim is prepared (records: {directory / 'claims'})"] if is_empty else []
+    lines = [f"no claims are prepared (records: {directory / 'claims'})"] if is_empty else []
     lines += [_failing(one, width) for one in found.failing]
     for claim in found.claims:
         set_up = ", ".join(_STEPS.get(step, step) for step in reversed(claim.undo))

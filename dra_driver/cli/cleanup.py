@@ -20,9 +20,9 @@ EXAMPLES = ("", "--now")
 
 
 def cleanup(given: Namespace) -> int:
-    """Cleanup is pending when an Unprepare or a failed Prepare could not undo something, for example because nvidia-smi
-    failed. gpu-dra-driver retries by itself. `--now` retries at once, even if gpu-dra-driver is not running. Exit code
-    0: no cleanup is pending, 1: cleanup is pending.
+    """Cleanup is pending when an Unprepare or a failed Prepare could not undo something, for example because
+    nvidia-smi failed. gpu-dra-driver retries by itself. `--now` retries at once, even if gpu-dra-driver is not
+    running. Exit code 0: no cleanup is pending, 1: cleanup is pending, or a file cannot be read.
     """
     left, problems = pending_cleanup(node_settings(given), now=given.now)
 

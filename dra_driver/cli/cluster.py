@@ -1,6 +1,4 @@
-"""`gpu-dra-driver cluster`, also `kubectl gpus`: the cluster's GPUs, the claims that hold them, and the pods
-that wait.
-"""
+"""`gpu-dra-driver cluster`, also `kubectl gpus`: the cluster's GPUs, their claims, and waiting pods."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ _TIMEOUT_S = 60.0
 _PAGE = 500
 _PAGE_OF_SLICES = 100
 _FORGOTTEN = 410
-"""The list took so long that the server no longer has the version of its beginning."""
+"""HTTP status if listing took so long that the server no longer has the list's resource version."""
 _MAX_UNKNOWN = 5
 _GROUP = "/apis/resource.k8s.io/v1"
 _METRICS_AT_ONCE = 16
@@ -40,10 +38,10 @@ _METRICS_ONE_S = 10.0
 
 FLAGS = (
     switch("usage", "Show utilisation and memory of each claim's devices, the most wasteful first."),
-    Flag("namespace", "Show only claims of this namespace.", spelled=("-n", "--namespace"), env=()),
+    Flag("namespace", "Show only claims in this namespace.", spelled=("-n", "--namespace"), env=()),
     Flag(
         "filter",
-        "Show only rows with this text, such as a node, a GPU, a pod or `taint`.",
+        "Show only rows that contain this text, such as a node, a GPU, a pod or `taint`.",
         env=(),
         default="",
     ),
@@ -56,16 +54,16 @@ EXAMPLES = ("", "--usage -n ml", "--filter taint", "-o json")
 
 
 def cluster(given: Namespace) -> None:
-    """Prints a row for each GPU, and for each MIG device and share that a claim has: node, device, claim, pods, usage,
-    problem. A claim's device that is no longer in a slice is listed too, for example after the NVIDIA driver was
-    unloaded. Waiting claims and pods come last, with the reason from the scheduler. The command starts nothing on the
-    nodes. `kubectl gpus` is this command, and `kubectl gpus top NODE` runs `top` in the plugin's pod on a node.
-    Needs permission to list resourceslices, resourceclaims, deviceclasses and pods. With --usage it reads the metrics
-    of the plugins through the API server, which needs permission to get pods/proxy in their namespace.
+    """Prints a row for each GPU, and for each MIG device and share that a claim has: node, device, claim, pods,
+    usage, problem. A claim's device that is no longer in a slice is listed too, for example after the NVIDIA driver
+    was unloaded. Waiting claims and pods come last, with the reason from the scheduler. The command runs nothing on
+    the nodes. `kubectl gpus` is this command, and `kubectl gpus top NODE` runs `top` in the plugin's pod on that
+    node. Needs permission to list resourceslices, resourceclaims, deviceclasses and pods. With --usage it reads the
+    plugins' metrics through the API server, and also needs permission to get pods/proxy in their namespace.
     """
     configure_logs("critical", "console")
     if given.namespace is not None and not is_dns_label(given.namespace):
-        raise InvalidConfigError(f"{given.namespace!r} is not a valid name of a namespace; check --namespace")
+        raise InvalidConfigError(f"{given.namespace!r} is not a valid namespace name; check --namespace")
     endpoint = load_endpoint(given.kubeconfig or usual_kubeconfig(), context=given.context)
     look = _Look(ApiClient(endpoint, timeout_s=_TIMEOUT_S), given.driver_name or DEFAULT_DRIVER_NAME)
     rows, totals = look.read(with_usage=given.usage)
@@ -79,9 +77,9 @@ def cluster(given: Namespace) -> None:
     shown = {"totals": asdict(totals), "rows": [asdict(row) for row in rows], "unknown": look.unknown}
     answer(given.output, partial(_lines, rows, totals), lambda: shown)
     if given.output.is_for_people:
-        sys.stdout.flush()  # keeps the order if both go into one pipe
+        sys.stdout.flush()  # keeps the order if stdout and stderr go into one pipe
         left = len(look.unknown) - _MAX_UNKNOWN
-        more = [f"{left} more (-o json has all)"] if left > 0 else []
+        more = [f"{left} more (-o json shows all)"] if left > 0 else []
         for text in (*look.unknown[:_MAX_UNKNOWN], *more):
             print(f"gpu-dra-driver: {printable(text)}", file=sys.stderr)
 
@@ -104,8 +102,7 @@ def _pods(row: Row) -> str:
 class _Look:
     """Reads the cluster. `unknown` lists what could not be read, and why.
 
-    It includes objects that violate the rules of the API, which an API server does not allow but a proxy may
-    return.
+    `unknown` includes objects that violate the API's rules: an API server rejects them, but a proxy may return them.
     """
 
     def __init__(self, client: ApiClient, driver: str) -> None:
@@ -128,7 +125,7 @@ class _Look:
             unscheduled = {"fieldSelector": "spec.nodeName=,status.phase=Pending"}
             pods = self._list("/api/v1/pods", rules.seen_pod, query=unscheduled)
         except FatalError as error:
-            self.unknown.append(f"the pods that wait are not known: {error}")
+            self.unknown.append(f"waiting pods are not shown: {error}")
         loads = self._loads() if with_usage else None
         return rules.cluster_rows(driver, slices, claims, classes, pods, loads)
 
@@ -139,8 +136,8 @@ class _Look:
         limit: int = _PAGE,
         query: dict[str, str] | None = None,
     ) -> list[T]:
-        """Return `seen(object)` for each object. If the server drops the list before its end, it is read again in one
-        piece.
+        """Return `seen(object)` for each object. If the list expires on the server between two pages, it is read
+        again without paging.
         """
         plural, more = path.rpartition("/")[2], {"limit": str(limit)}
         found: list[T] = []
@@ -158,7 +155,7 @@ class _Look:
                 continue
             entries = answer.get("items", answer)
             if not isinstance(entries, list | None):
-                raise ApiUnavailableError(f"list {plural}: the answer has no list of {plural} in it")
+                raise ApiUnavailableError(f"list {plural}: the answer contains no list of {plural}")
             found += [one for entry in entries or () for one in self._seen(entry, seen, plural)]
             if not (token := (answer.get("metadata") or {}).get("continue")):
                 return found
@@ -176,7 +173,7 @@ class _Look:
             )
 
     def _loads(self) -> dict[Slot, Used]:
-        """Return the use of each device of a claim, by pool and device name."""
+        """Return the usage of each device of a claim, by pool and device name."""
         plugins = {"labelSelector": "app.kubernetes.io/component=node"}
         listed = self._list("/api/v1/pods", partial(rules.plugin_pod, driver=self._driver), query=plugins)
         pods = [pod for pod in listed if pod is not None]
@@ -195,7 +192,7 @@ class _Look:
                 if found is None:
                     raise ValueError("the plugin does not measure usage (--no-usage-metrics)")
             except (CancelledError, TimeoutError):
-                problems[pod.node] = f"it did not answer within {_TIMEOUT_S:g} s"
+                problems[pod.node] = f"the plugin did not answer within {_TIMEOUT_S:g} s"
             except (ApiRejectedError, ApiUnavailableError, ValueError) as error:
                 problems[pod.node] = _why_unmeasured(error, pod)
             else:

@@ -51,7 +51,7 @@ _SUMMARIES = {
     "inspect": "Print the slices that `run` would publish here.",
     "cluster": "Show the GPUs of the whole cluster and who uses them.",
     "device-classes": "Print a DeviceClass for each MIG profile.",
-    "doctor": "Check this node and its GPUs, and say what to do.",
+    "doctor": "Check this node and its GPUs, and suggest remedies.",
     "claims": "Print the claims that are prepared on this node.",
     "cleanup": "Print the pending cleanup of claims.",
     "detach": "Close NVML on this node for a limited time.",
@@ -95,7 +95,7 @@ def call(arguments: Sequence[str], called: str | None = None) -> int:
     Raises: InvalidConfigError for wrong usage; the errors of the command.
     """
     if arguments and arguments[0] in DAEMONS:
-        # structlog imports rich for coloured tracebacks, which a daemon never prints: 7 MiB and 45 ms.
+        # structlog imports rich (7 MiB, 45 ms) for coloured tracebacks, which a daemon never prints.
         sys.modules["rich"] = None  # type: ignore[assignment]
         return _carried_out(arguments, called)
     if threading.current_thread() is threading.main_thread():
@@ -117,7 +117,7 @@ def call(arguments: Sequence[str], called: str | None = None) -> int:
 
 
 def _ended(number: int, _frame: object) -> None:
-    """Exit like Ctrl-C, so that everything is cleaned up."""
+    """Exit through an exception, like Ctrl-C, so that everything is cleaned up."""
     raise SystemExit(128 + number)
 
 
@@ -136,6 +136,6 @@ def _carried_out(arguments: Sequence[str], called: str | None) -> int:
         command, prog = command.commands[word].loaded(), f"{prog} {word}"
     given = read(_parser(command, called or prog), command.flags, words)
     faults = tuple(given.faults.values())
-    if faults and not hasattr(given, "config"):  # with a configuration file, `resolve` reports them all
+    if faults and not hasattr(given, "config"):  # commands with --config report all faults in `resolve`
         raise InvalidConfigError("; ".join(faults), faults=faults)
     return command.act(given) or 0

@@ -21,14 +21,14 @@ from dra_driver.model.record import ClaimRecord, RunMps
 FLAGS = (
     Flag(
         "gpus",
-        "The GPUs to change: device name, UUID, index or PCI bus ID. Claims on other GPUs do not matter.",
+        "The GPUs to change: device name, UUID, index or PCI bus ID. Only claims on these GPUs are checked.",
         metavar="GPU",
         shown="all",
         count="*",
     ),
     Flag(
         "duration",
-        "How long, such as 90s, 5m or 2h; 10s to 24h.",
+        "How long NVML stays closed, such as 90s, 5m or 2h; 10s to 24h.",
         spelled=("--for",),
         env=(),
         metavar="TIME",
@@ -42,10 +42,10 @@ EXAMPLES = ("0000:1b:00.0 --for 10m", "--end")
 
 
 def detach(given: Namespace) -> None:
-    """While NVML is closed, you can reset GPUs, switch MIG modes and unload the NVIDIA driver. The command returns when
-    every instance of gpu-dra-driver on this node has closed NVML. Until the time is over, the node publishes no
-    devices; then gpu-dra-driver opens NVML again, and restores time slices and compute modes. The command fails while
-    claims use the GPUs. Run it as root on the node, or with kubectl exec in the pod of gpu-dra-driver.
+    """While NVML is closed, you can reset GPUs, switch MIG modes and unload the NVIDIA driver. The command returns
+    when every instance of gpu-dra-driver on this node has closed NVML. During this time, the node publishes no
+    devices. Afterwards, gpu-dra-driver opens NVML again, and restores time slices and compute modes. The command
+    fails while claims use the GPUs. Run it as root on the node, or with kubectl exec in the pod of gpu-dra-driver.
     """
 
     if given.end and (given.gpus or given.force or given.duration is not None):
@@ -68,7 +68,7 @@ def _seconds(duration: str) -> int:
 def detach_node(settings: Settings, seconds: int, gpus: Sequence[str], *, force: bool) -> str:
     """Close NVML in every instance of gpu-dra-driver on this node for `seconds`; returns a text for the user.
 
-    Only claims on `gpus` count, or all claims if it is empty.
+    Claims on `gpus` prevent this; if `gpus` is empty, any claim does.
 
     Raises: ClaimsInTheWayError, unless `force`; InvalidConfigError for an unknown GPU; NvmlInUseError if an
     instance does not close NVML; StateError.
@@ -85,7 +85,7 @@ def detach_node(settings: Settings, seconds: int, gpus: Sequence[str], *, force:
     def claims() -> list[str]:
         state = machine.state()
         if state.faults:
-            raise StateError(f"not all claims are known: {state.faults[0]}")
+            raise StateError(f"some claims are unknown: {state.faults[0]}")
         found = [f"{one.ref.namespace}/{one.ref.name}" for one in state.records if concerns(one)]
         pending = [
             one.record.ref
@@ -106,7 +106,7 @@ def detach_node(settings: Settings, seconds: int, gpus: Sequence[str], *, force:
 def chosen_gpus(machine: CommandMachine, names: Sequence[str]) -> frozenset[str]:
     """Return the UUIDs of the named GPUs, including lost ones.
 
-    NVML is opened only for names that the files do not have, because a GPU may hang. Raises:
+    NVML is opened only for names that are missing from the files, because a GPU may hang. Raises:
     InvalidConfigError.
     """
     known, inventory = known_gpus(machine), None

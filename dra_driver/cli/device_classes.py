@@ -22,8 +22,8 @@ EXAMPLES = ("--simulate dgx-h100", "--simulate a30-4 | kubectl apply -f -")
 
 def device_classes(given: Namespace) -> None:
     """Uses the profiles of this machine's GPUs; the output is ready for `kubectl apply -f -`. The class
-    mig-PROFILE.nvidia.com matches all MIG devices of that profile. Pods can also request one without a claim, through
-    the extended resource nvidia.com/mig-PROFILE.
+    mig-PROFILE.nvidia.com matches all MIG devices of that profile. Pods can also request such a device without a
+    claim, through the extended resource nvidia.com/mig-PROFILE.
     """
     from dra_driver.cli.inspect import possible_profiles
     from dra_driver.cli.validation.rules.classes import mig_classes
@@ -59,7 +59,7 @@ def device_classes(given: Namespace) -> None:
 
 
 def _yaml(classes: list[JsonObject]) -> str:
-    """Return the documents, with expressions as block text, as a person would write them."""
+    """Return the YAML documents, with expressions as block text, as a person would write them."""
     import yaml
 
     class Dumper(yaml.SafeDumper):

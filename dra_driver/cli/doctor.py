@@ -62,9 +62,9 @@ EXAMPLES = (
 
 def doctor(given: Namespace) -> int:
     """Checks the host, the health of the GPUs, the container runtime, the plugin, the kubelet and the cluster. It
-    writes a small file into each directory that the plugin needs and removes it; it changes nothing else. Run it in the
-    pod of gpu-dra-driver (`kubectl exec`), where it has the right settings, or on the node with the flags of `run`.
-    Exit code 0: no check fails, 1: a line says FAIL.
+    writes a small file into each directory that the plugin needs and removes it; it changes nothing else. Run it in
+    the pod of gpu-dra-driver (`kubectl exec`), where it has the right settings, or on the node with the flags of
+    `run`. Exit code 0: no check fails, 1: at least one check fails.
     """
     from dra_driver.cli.checks.check import run_checks
 
@@ -94,7 +94,7 @@ def _print(outcomes: Sequence[Outcome], output: Output, *, is_colored: bool) -> 
             if finding.remedy is not None:
                 yield hanging(f"      {'':<{names}}  -> ", finding.remedy, width)
         bad = counts["FAIL"] + counts["WARN"]
-        summary = f"{counted(bad, 'problem')}: " if bad else "no problem: "
+        summary = f"{counted(bad, 'problem')}: " if bad else "no problems: "
         yield "\n" + summary + ", ".join(f"{count} {status}" for status, count in counts.items())
 
     checks = [{"check": outcome.check, **asdict(outcome.finding)} for outcome in outcomes]
@@ -104,14 +104,14 @@ def _print(outcomes: Sequence[Outcome], output: Output, *, is_colored: bool) -> 
 
 _API_TIMEOUT_S = 4.0
 _NVML_WAIT_S = 4.0
-"""Less than a check may take, so that kept state is shown even if NVML hangs."""
+"""Less than the time limit of a check, so that checks can show saved state even if NVML hangs."""
 
 
 def doctor_checks(settings: Settings) -> list[Check]:
     """Return all checks of `doctor`, in output order."""
     machine = CommandMachine(settings)
     snapshot = NodeSnapshot(machine)
-    # NVML is opened only once, because in one process one session would shut down the other's.
+    # NVML is opened only once: in one process, closing one session would shut down the other.
     inventory = Shared(lambda: bounded("NVML", snapshot.read_inventory, _NVML_WAIT_S))
     state = Shared(machine.state)
 
@@ -140,7 +140,7 @@ def doctor_checks(settings: Settings) -> list[Check]:
         lambda: gpu_users(
             "/proc",
             {pod.uid for one in state.get().records for pod in one.claim.pods or ()},
-            # The processes are the host's, and use other GPUs than those of a simulated machine.
+            # /proc lists the host's processes, whose GPUs are not those of a simulated machine.
             None if settings.simulate is None else os.path.realpath(machine.paths.host_driver_root),
         ),
         settings.extra_devices,

@@ -1,4 +1,4 @@
-"""Commands as data: the argparse parser of their flags, and their values from the command line and the
+"""Commands as data: their argparse parsers, and their flags' values from the command line and the
 environment.
 """
 
@@ -25,17 +25,17 @@ _EXAMPLES = "Examples:"
 
 SIMULATE_SEVERAL = replace(
     FLAGS["simulate"],
-    help="A simulated machine instead of this one; repeat the flag for several machines.",
+    help="Use a simulated machine instead of this one; repeat the flag for several machines.",
     is_repeated=True,
 )
-CONTEXT = Flag("context", "Context of the kubeconfig.", env=())
+CONTEXT = Flag("context", "Context in the kubeconfig.", env=())
 CLUSTER_KUBECONFIG = Flag(
-    "kubeconfig", env=(), shown="that of KUBECONFIG, ~/.kube/config, in a pod its service account"
+    "kubeconfig", env=(), shown="KUBECONFIG, then ~/.kube/config, then the pod's service account"
 )
 
 
 def of_run(*names: str) -> tuple[Flag, ...]:
-    """Return those flags of `run` that another command shares."""
+    """Return flags of `run` by name, for commands that share them."""
     return tuple(FLAGS[name] for name in names)
 
 
@@ -79,11 +79,11 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise InvalidConfigError."""
-        raise InvalidConfigError(f"{message}; `{self.prog} --help` says more")
+        raise InvalidConfigError(f"{message}; see `{self.prog} --help`")
 
 
 class _HelpText(argparse.HelpFormatter):
-    """Keeps paragraphs, and lists commands without their names in braces."""
+    """Keeps paragraphs, and lists commands without a line of all names in braces."""
 
     def __init__(self, prog: str) -> None:
         width = min(shutil.get_terminal_size().columns, _WIDEST)
@@ -177,7 +177,7 @@ def _add(parser: Parser, flag: Flag) -> None:
     if flag.count:
         parser.arguments.add_argument(flag.name, help=text, **form)
     else:
-        # Names of NVIDIA's own driver, which contain underscores, come last.
+        # Spellings of NVIDIA's own DRA driver, which contain underscores, come last.
         spelled = sorted(flag.spellings, key=lambda name: "_" in name)
         parser.flags.add_argument(*spelled, dest=flag.name, help=text, **form)
 
@@ -216,20 +216,20 @@ def _is_switch(flag: Flag) -> bool:
 def read(
     parser: Parser, flags: Sequence[Flag], arguments: Sequence[str], environ: Mapping[str, str] = os.environ
 ) -> argparse.Namespace:
-    """Return the value of each flag by name. `faults` has what is wrong with flags and variables, by flag.
+    """Return the value of each flag by name. `faults` are the errors in flags and variables, by flag.
 
-    A flag overrides its environment variable. Raises: InvalidConfigError for what argparse refuses; SystemExit
-    for --help.
+    A flag overrides its environment variable. Raises: InvalidConfigError for arguments that argparse rejects;
+    SystemExit for --help.
     """
     found, unknown = parser.parse_known_intermixed_args(arguments)
     faults: dict[str, str] = {}
     for word in unknown:
         name = word.partition("=")[0]
         if name.strip("-") and name.startswith("-"):
-            meant = suggestion(name, parser._option_string_actions) or f"; `{parser.prog} --help` says more"
+            meant = suggestion(name, parser._option_string_actions) or f"; see `{parser.prog} --help`"
             faults[word] = f"there is no flag {name}{meant}"
         elif name != "--" and not faults:  # otherwise it may be the value of an unknown flag
-            faults[word] = f"there is no argument {word}"
+            faults[word] = f"unexpected argument {word}"
     given = argparse.Namespace(faults=faults)
     for flag in flags:
         setattr(given, flag.name, _value(flag, vars(found), environ, faults))

@@ -52,32 +52,32 @@ FLAGS = (
     *of_run("config", "dynamic_mig", "passthrough", "device_names", "consumable_shares", "imex_channel"),
     replace(
         SETTINGS["kubelet_plugins_directory_path"],
-        help="Directory in which gpu-dra-driver keeps records and health.",
+        help="Directory with the records and the saved health of gpu-dra-driver.",
     ),
     Flag(
         "gpus",
-        "Only these GPUs: device name, index, UUID or PCI bus ID.",
+        "Show only these GPUs: device name, index, UUID or PCI bus ID.",
         metavar="GPU",
         shown="all",
         count="*",
     ),
-    switch("mig", "Print only the drawing of the GPUs that are partitioned into MIG devices."),
+    switch("mig", "Print only the drawings of GPUs in MIG mode or with MIG devices on demand."),
 )
 EXAMPLES = ("--simulate dgx-h100", "--simulate dgx-h100 --dynamic-mig --mig gpu-6b45fc99", "-o yaml")
 
 
 def inspect(given: Namespace) -> None:
-    """Needs no cluster and changes nothing. -o json and -o yaml print the slices themselves. The table shows the
-    devices; below it are the memory slices of each GPU in MIG mode or with MIG devices on demand: its MIG devices,
-    their claims, and the free room. Identical GPUs share rows and drawings. What could not be read is printed on
-    standard error.
+    """Needs no cluster and changes nothing. -o json and -o yaml print the ResourceSlices. The table lists the
+    devices. Below it, drawings show the memory slices of each GPU in MIG mode or with MIG devices on demand: its MIG
+    devices, their claims, and the free room. Identical unused GPUs share a drawing, and their MIG devices on demand
+    share rows. Read errors go to standard error.
     """
     from dra_driver.errors import InvalidConfigError, NotSupportedError, NvmlUnavailableError
 
     output, mig = given.output, given.mig
     if mig and not output.is_for_people:
         raise InvalidConfigError(f"--mig cannot be combined with -o {output}")
-    # A machine that is simulated only for this command has no earlier state.
+    # A machine that is simulated only for this command has no saved state.
     is_empty = given.simulate is not None and given.simulator_dir is None
     with scratch_settings("inspect", vars(given), given.config, "error") as settings:
 
@@ -98,7 +98,7 @@ def inspect(given: Namespace) -> None:
     devices = [device for entry in slices for device in entry["spec"].get("devices", [])]
     if given.gpus:
         if not output.is_for_people:
-            raise InvalidConfigError(f"-o {output} prints whole slices; remove {', '.join(given.gpus)}")
+            raise InvalidConfigError(f"-o {output} prints whole slices, so remove {', '.join(given.gpus)}")
         known = {name for device in devices for name in _names(device)} | {
             name for one in maps for name in one.called
         }
@@ -115,18 +115,21 @@ def inspect(given: Namespace) -> None:
     elif not mig and devices:
         print("\n".join(device_table(devices, width)))
     elif mig and not maps:
-        print("no GPU here is in MIG mode or has MIG devices on demand (--dynamic-mig)", file=sys.stderr)
+        print(
+            "no GPU is in MIG mode or has MIG devices on demand (--dynamic-mig)",
+            file=sys.stderr,
+        )
     if maps:
         print(("" if mig else "\n") + draw_gpus(maps, width), end="")
     if not mig and not devices:
         raise NotSupportedError(
             "no device would be published: neither the PCI bus nor NVML (libnvidia-ml.so.1) shows a GPU that could be "
-            "offered; `gpu-dra-driver doctor` shows the cause"
+            "published; `gpu-dra-driver doctor` shows the cause"
         )
 
 
 def _names(device: JsonObject) -> set[str]:
-    """Return all names of a device, and for a MIG device those of its GPU."""
+    """Return all names of a device and, for a MIG device, of its GPU."""
     name, attributes = str(device["name"]), device.get("attributes", {})
     keys = ("index", "uuid", "resource.kubernetes.io/pciBusID", "parentIndex", "parentUUID")
     return {
@@ -141,8 +144,7 @@ class OwnershipUnknownError(StateError):
 
 
 def slices_to_publish(settings: Settings, *, is_empty: bool = False) -> tuple[list[JsonObject], list[str]]:
-    """Return the slices that `run` would publish on this machine, and notes about what is not published as
-    requested.
+    """Return the slices that `run` would publish on this machine, and notes about deviations from the configuration.
 
     An empty machine has healthy devices, no claims, no pending cleanup, and no MIG devices that were created
     for claims.
@@ -154,7 +156,7 @@ def slices_to_publish(settings: Settings, *, is_empty: bool = False) -> tuple[li
     ownership = Ownership(state, ended=is_empty)
 
     def on_demand(gpu: Gpu) -> bool:
-        # MIG devices that gpu-dra-driver created come back, even if this command runs without that setting.
+        # gpu-dra-driver may create its MIG devices again, even if this command runs without --dynamic-mig.
         return machine.is_on_demand(gpu) or (is_empty and ownership.makes_devices_of(gpu.uuid))
 
     reader = machine.nvml_reader(on_demand)
@@ -165,7 +167,7 @@ def slices_to_publish(settings: Settings, *, is_empty: bool = False) -> tuple[li
         inventory = discover_once(reader, host, ownership, machine.cards, files=files, imex=imex)
     if is_empty and state.ledger_fault is not None and any(gpu.mig_enabled for gpu in inventory.gpus):
         raise OwnershipUnknownError(
-            f"gpu-dra-driver cannot find out which MIG devices it created: {state.ledger_fault}"
+            f"gpu-dra-driver cannot determine which MIG devices it created: {state.ledger_fault}"
         )
     taints, withheld, faults = (untainted, none_withheld, []) if is_empty else _kept_taints(machine, state)
     pool = build_pool(inventory, settings.node_name, settings.sharing, taints, withheld)
@@ -180,9 +182,9 @@ def slices_to_publish(settings: Settings, *, is_empty: bool = False) -> tuple[li
 def _kept_taints(
     machine: CommandMachine, state: NodeState
 ) -> tuple[Taints, Callable[[OfferedDevice], bool], list[str]]:
-    """Return the taints of devices and the withdrawn ones, from the plugin's files, and what could not be read.
+    """Return the taints of a device and whether it is withdrawn, from the plugin's files, and notes.
 
-    Whether the API server keeps taints is not checked.
+    Does not check whether the API server supports taints.
     """
     settings = machine.settings
     states = {entry.target: entry for entry in state.health}
@@ -208,7 +210,7 @@ def _kept_taints(
 
 
 def possible_profiles(settings: Settings) -> tuple[list[MigProfile], list[str]]:
-    """Return the MIG profiles of this machine's GPUs without duplicates, and what could not be read. Raises:
+    """Return the MIG profiles of this machine's GPUs without duplicates, and read errors. Raises:
     NvmlUnavailableError.
     """
     with ExitStack() as session:
@@ -218,8 +220,7 @@ def possible_profiles(settings: Settings) -> tuple[list[MigProfile], list[str]]:
 
 
 def mig_maps(settings: Settings, session: ExitStack) -> tuple[list[GpuMap], list[str]]:
-    """Return the content of the drawings, for GPUs in MIG mode or with MIG on demand, and what could not be
-    read.
+    """Return the content of the drawings, for GPUs in MIG mode or with MIG on demand, and read errors.
 
     NVML stays open until `session` is closed, because reopening it after its last client takes seconds.
 
@@ -254,7 +255,7 @@ def draw_gpus(maps: Iterable[GpuMap], width: int | None = None) -> str:
 
 
 def draw_gpu(entry: GpuMap, width: int | None = None) -> str:
-    """Return a headline, the memory slices, a line for each instance, and what there is room for.
+    """Return a headline, the memory slices, a line for each instance, and the free room.
 
     0           1           2           3
     +-----------+-----------+-----------------------+

@@ -1,4 +1,4 @@
-"""The machine of a command other than `run`. It needs no daemon, and changes nothing."""
+"""The machine on which a command other than `run` works, with or without a running plugin."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class CommandMachine:
         return tuple(card for card in self.cards(gpus, lambda _gpu: True) if card.is_bound)
 
     def nvml_reader(self, on_demand: Callable[[Gpu], bool]) -> NvmlReader:
-        """Return an NVML reader that is not opened yet. It names GPUs like the plugin."""
+        """Return an NVML reader that is not opened yet, and names GPUs like the plugin."""
 
         def names() -> Mapping[str, str]:
             return held_gpu_names(self.state().known_records)
@@ -107,10 +107,10 @@ class CommandMachine:
 
 
 def answered(settings: Settings, read: Callable[[], T]) -> T:
-    """Return what `read` reads from NVML. After five seconds, this stops waiting for it.
+    """Return the result of `read`, which reads from NVML. Waits at most `_HANGS_S`.
 
-    If the plugin is not running, NVML may first have to wake each GPU, which takes seconds for each. In that
-    case a line on stderr gives this reason, and the wait continues for `_WAKES_S`.
+    If the plugin is not running, NVML may first have to wake each GPU, which takes seconds for each. In that case,
+    this prints the reason on stderr, and waits `_WAKES_S` more.
 
     Raises: the errors of `read`; NotAnsweredError.
     """
@@ -120,7 +120,7 @@ def answered(settings: Settings, read: Callable[[], T]) -> T:
         if settings.simulate is not None or read_problems(settings.plugin_directory)[0]:
             raise NotAnsweredError(f"{late}; {_SHOWS_WHY}", late.answer) from None
         print(
-            f"gpu-dra-driver: {late}; idle GPUs take seconds to wake up, so this command waits {_WAKES_S:g} s more",
+            f"gpu-dra-driver: {late}; idle GPUs take seconds to wake up, waiting up to {_WAKES_S:g} s more",
             file=sys.stderr,
         )
         try:
@@ -131,5 +131,5 @@ def answered(settings: Settings, read: Callable[[], T]) -> T:
 
 
 def unread(inventory: Inventory) -> list[str]:
-    """Return what could not be read of a machine."""
+    """Return the read errors of an inventory as sentences."""
     return [f"{fault.subject}: {fault.text}" for fault in inventory.faults]

@@ -53,7 +53,7 @@ def _top_of(words: Sequence[str]) -> None:
     Raises: DraDriverError if there is no such pod.
     """
     if not words or words[0].startswith("-"):
-        raise InvalidConfigError("kubectl gpus top NODE [FLAGS of top]: the node is missing")
+        raise InvalidConfigError("the node is missing; use kubectl gpus top NODE [FLAGS of top]")
     node, *flags = words
     kubectl = ["kubectl"]
     for flag in ("--context", "--kubeconfig"):
@@ -70,7 +70,7 @@ def _top_of(words: Sequence[str]) -> None:
         sys.exit(done.returncode)
     if not (pods := done.stdout.split()):
         raise DraDriverError(f"no pod of gpu-dra-driver runs on node {node}")
-    namespace, _, pod = pods[-1].partition("/")  # either of two during a rolling update
+    namespace, _, pod = pods[-1].partition("/")  # during a rolling update, either of two pods
     terminal = ["--tty"] if sys.stdin.isatty() and sys.stdout.isatty() else []
     of_pod = ["-n", namespace, pod, "-c", "driver", "--", "gpu-dra-driver", "top"]
     command = [*kubectl, "exec", "--stdin", *terminal, *of_pod, *flags]
@@ -78,8 +78,8 @@ def _top_of(words: Sequence[str]) -> None:
 
 
 def _open_what_is_closed() -> None:
-    """Reopen closed standard streams. After `>&-`, Python has None for stdout, and the next opened file would
-    be stdout.
+    """Reopen closed standard streams. After `>&-`, sys.stdout is None, and the next opened file would become
+    descriptor 1.
     """
     for number, name, flags in (
         (0, "stdin", os.O_RDONLY),

@@ -53,7 +53,7 @@ FLAGS = (
     ),
     Flag(
         "start_timeout",
-        "Seconds in which a control daemon must answer.",
+        "Seconds within which a started control daemon must answer.",
         Scalar(float, least=0.1, most=600),
         env=("MPS_START_TIMEOUT",),
         default=20.0,
@@ -75,7 +75,7 @@ EXAMPLES = ("", "--simulate dgx-h100 --simulator-dir /tmp/machine")
 def mps_host(given: Namespace) -> None:
     """Runs one nvidia-cuda-mps-control for each shared GPU or MIG device, until it receives SIGTERM.
 
-    `run` writes the daemons that it needs to PLUGINS/DRIVER/mps/host.wanted, which only root can open. Each daemon has
+    `run` lists the daemons that it needs in PLUGINS/DRIVER/mps/host.wanted, which only root can open. Each daemon has
     its own session: it continues when this process stops, and the next mps-host adopts it. In a container the daemons
     stop with the container, so the pods of the DaemonSet are replaced only when you delete them. Needs root; in a pod
     also hostPID, privileged, and bidirectional mount propagation on the plugins directory.
@@ -88,7 +88,7 @@ def mps_host(given: Namespace) -> None:
     layout = mps_layout(plugins.absolute() / (given.driver_name or DEFAULT_DRIVER_NAME))
     if given.simulate is None:
         root = _driver_root(given.nvidia_driver_root, given.container_driver_root)
-        # CUDA in this container opens the nodes of the container's /dev, wherever the NVIDIA driver is
+        # CUDA in this container opens device nodes in the container's /dev, wherever the NVIDIA driver is
         # installed.
         nodes = CapabilityNodes(MigCaps(), "/", Mknod())
         boot = Sysfs()
@@ -138,8 +138,8 @@ def _driver_root(host: str | None, inside: str | None) -> str:
 
 
 def _simulated_root(name: str, directory: str | None) -> tuple[str, DeviceNodeMaker]:
-    """Return the host root of the simulated machine, and its node maker. Created by this process or `run`,
-    whichever is first.
+    """Return the host root of the simulated machine, and its node maker. This process or `run` creates the machine,
+    whichever starts first.
     """
     from dra_driver.simulator import SimulatedDeviceNodes, create_machine
 

@@ -1,5 +1,5 @@
-"""Reads this node for `top`, `claims`, `doctor` and `cleanup`: NVML, the plugin's records and kept health, the
-MPS host.
+"""Reads this node for `top`, `claims`, `doctor` and `cleanup`: NVML, the plugin's records and saved health, the MPS
+host.
 
 It does not wait for a call that hangs.
 """
@@ -53,7 +53,7 @@ from dra_driver.sharing.steps import MpsSteps, TimeSliceSteps
 
 @dataclass(eq=False)
 class NodeSnapshot:
-    """Reads the node of a machine, any number of times. NVML stays open in between; `close` closes it."""
+    """Reads the node of a machine repeatedly. NVML stays open between reads; `close` closes it."""
 
     machine: CommandMachine
     clock: Callable[[], datetime] = lambda: datetime.now(UTC)
@@ -104,7 +104,7 @@ class NodeSnapshot:
             self._is_open = False
         if not self._is_open:
             self.nvml.reopen()
-        # Only success sets it: after a failure, or for a GPU that came back, a new session is needed.
+        # Set only on success: after a failure, or to list a GPU that came back, NVML must be reopened.
         self._is_open = False
         found = self.nvml.read_inventory()
         return replace(found, cards=self.machine.cards_under_vfio(found.gpus))
@@ -112,7 +112,7 @@ class NodeSnapshot:
     def read_gpus(self, inventory: Inventory) -> NvmlFacts:
         """Return what NVML reports for the GPUs of a fresh inventory.
 
-        Raises: DraDriverError if NVML does not answer; it is then reopened next time.
+        Raises: DraDriverError if NVML does not answer; the next read then reopens it.
         """
         loads: dict[str, GpuLoad] = {}
         polled: dict[str, PolledHealth] = {}
@@ -135,7 +135,7 @@ class NodeSnapshot:
                 raise
             except DraDriverError:
                 continue
-        # Copies, because a call that hangs may return at any moment.
+        # Copies, because a hanging call may return and change the originals at any moment.
         loads, polled, processes = dict(loads), dict(polled), dict(processes)
         self._is_open = None not in self.nvml.nvml_fingerprint()
         proc = self.machine.paths.proc
@@ -178,9 +178,9 @@ def _running_steps(state: NodeState, uses: Iterable[LockUse]) -> Mapping[str, Ru
 
 
 def pending_cleanup(settings: Settings, *, now: bool) -> tuple[Sequence[PendingCleanup], Sequence[str]]:
-    """Return the pending cleanups and what could not be read. With `now`, everything is retried first.
+    """Return the pending cleanups and read errors. With `now`, all cleanups are retried first.
 
-    Raises: StateError if this process lacks the permissions for that.
+    Raises: StateError if this process lacks the permissions to retry them.
     """
     machine, directory = CommandMachine(settings), settings.plugin_directory
     state = machine.state()

@@ -34,11 +34,11 @@ _STYLES = {
 def table(
     columns: Mapping[str, int], rows: Iterable[Sequence[object]], width: int | None
 ) -> list[RenderableType]:
-    """Return a table with a line for each row; empty without rows. `width` is that of the terminal; None means
+    """Return a table with a line for each row; empty without rows. `width` is the terminal's width; None means
     unlimited.
 
-    If the table is too wide, the columns with the highest numbers are dropped first; columns with 0 stay. A
-    column with `?` is also dropped if it is empty. What still does not fit is wrapped.
+    If the table is too wide, the columns with the highest numbers are dropped first; columns with 0 stay. A column
+    whose title ends with `?` is also dropped if it is empty. Cells that still do not fit are wrapped.
     """
     from rich.table import Table
     from rich.text import Text
@@ -262,7 +262,7 @@ COLOR = Flag(
     to=Color,
 )
 OUTPUT = Flag(
-    "output", "How to print.", Choice(tuple(Output)), ("-o", "--output"), env=(), default="table", to=Output
+    "output", "Output format.", Choice(tuple(Output)), ("-o", "--output"), env=(), default="table", to=Output
 )
 
 

@@ -13,7 +13,7 @@ from dra_driver.app.settings import GATES, Flag, resolve
 from dra_driver.model.schema import Scalar
 
 _IGNORED = ("namespace", "image_name", "image_pull_secrets", "image_pull_policy", "service_account_name")
-"""Flags of NVIDIA's own DRA driver that have no effect here, so that its manifests still work."""
+"""Flags of NVIDIA's own DRA driver that are accepted without effect, so that its manifests still work."""
 
 FLAGS = (
     *SETTINGS.values(),
@@ -66,7 +66,7 @@ _CHANGES_BEHAVIOUR = {
 def _warn_ignored(given: Mapping[str, Any]) -> None:
     """Warn about a flag that has no effect but that a user may rely on.
 
-    Flags that only concern the other driver's Deployments are ignored silently.
+    Flags that only concern the Deployments of NVIDIA's own DRA driver are ignored silently.
     """
     import structlog
 

@@ -41,9 +41,9 @@ def scratch_directory(purpose: str) -> Iterator[str]:
 
 
 _PREFIX = "gpu-dra-tmp-"
-"""Short, because it contains sockets of MPS daemons, whose paths have at most 106 bytes."""
+"""Short, because the directory contains sockets of MPS daemons, and a socket path has at most 106 bytes."""
 _YOUNG_S = 60.0
-"""A directory is locked a moment after it is created."""
+"""A younger directory may not be locked yet: commands lock their directory just after they create it."""
 
 
 @contextmanager
@@ -77,8 +77,8 @@ def scratch_settings(
 ) -> Iterator[Settings]:
     """Configure logs for people, and yield settings as from `resolve`.
 
-    By default the node has the name of this machine, and a simulated machine is kept in a new directory,
-    without state of a driver. Raises: like `resolve`; FatalError.
+    By default the node has the name of this machine, and a simulated machine is kept in a new directory, without
+    saved state of the plugin. Raises: like `resolve`; FatalError.
     """
     from dra_driver.app.logs import configure_logs
     from dra_driver.app.settings import resolve

@@ -25,26 +25,26 @@ EXAMPLES = ("gpu-6b45fc99", "0000:1b:00.0")
 
 
 def serviced(given: Namespace) -> None:
-    """Use it after you reset a GPU whose taint `xid` or `ecc` stays, because the NVIDIA driver reports neither a
-    recovery action nor the reset. gpu-dra-driver clears these reasons at the next poll that finds the GPU healthy. The
-    command fails if the GPU has no reason that waits for a reset. Run it as root on the node, or with kubectl exec in
-    the pod of gpu-dra-driver.
+    """Use this command after you reset a GPU whose taint `xid` or `ecc` stays, because the NVIDIA driver reports
+    neither a recovery action nor the reset. gpu-dra-driver clears these reasons at the next poll that finds the GPU
+    healthy. The command fails if the GPU has no reason that waits for a reset. Run it as root on the node, or with
+    kubectl exec in the pod of gpu-dra-driver.
     """
 
     print(serviced_gpu(node_settings(given), given.gpu))
 
 
 _TIMEOUT_S = 30.0
-"""The plugin reads the file every 5 s, and polls a GPU every 10 s."""
+"""The plugin reads the list of serviced GPUs every 5 s, and polls a GPU every 10 s."""
 _POLL_S = 0.1
 
 
 def serviced_gpu(settings: Settings, name: str) -> str:
-    """Make the plugin end those reasons of a GPU that wait for a reset, and wait for it; returns a text for the
-    user.
+    """Make the plugin clear the reasons of a GPU that wait for a reset, and wait until they are cleared; returns a
+    text for the user.
 
-    Raises: InvalidConfigError for an unknown GPU; RetryableError if the plugin is not running, or does not end
-    the reasons; PermanentError if no reason waits for a reset; StateError.
+    Raises: InvalidConfigError for an unknown GPU; RetryableError if the plugin is not running, or does not clear the
+    reasons; PermanentError if no reason waits for a reset; StateError.
     """
     machine = CommandMachine(settings)
     [uuid] = chosen_gpus(machine, [name])
@@ -60,7 +60,7 @@ def serviced_gpu(settings: Settings, name: str) -> str:
             )
         )
     if not read_problems(settings.plugin_directory)[0]:
-        raise RetryableError("gpu-dra-driver is not running on this node; start it, then run this again")
+        raise RetryableError("gpu-dra-driver is not running on this node; start it, then retry")
     serviced = ServicedGpus(settings.plugin_directory, machine.sysfs.this_boot())
     # Times are whole seconds, and an event in the same second as `at` counts as later.
     time.sleep(1 - time.time() % 1)

@@ -27,7 +27,7 @@ _DIRECTORY = Flag(
 _GPU = Flag("selector", "Device name, index, UUID or PCI bus ID of the GPU.", metavar="GPU", count="1")
 _WITHOUT_MACHINE = ("list_machines", "create_machine")
 _READS = ("show", "mig_profiles")
-_FORCE = switch("force", "Also while programs have NVML open.")
+_FORCE = switch("force", "Do this even while programs have NVML open.")
 
 
 def _argument(name: str, help_text: str, metavar: str | None = None, count: str = "1") -> Flag:
@@ -45,8 +45,8 @@ def _option(name: str, help_text: str, kind: type = str, **more: Any) -> Flag:
 def _calls(function: str, said: str = "", held_by: str = "", **fixed: Any) -> Callable[[Namespace], None]:
     """Return a function that prints what a function of `simulate_commands` returns: lines or a table.
 
-    The function receives the machine and the command's flags by name. With `said`, `function` is a method of
-    the machine, as for `done`.
+    The function receives the machine and the command's flags by name. With `said`, `function` is the name of a method
+    of the machine, which `done` calls.
     """
 
     def act(given: Namespace) -> None:
@@ -106,7 +106,7 @@ def _does(
     held_by: str = "",
     **fixed: Any,
 ) -> Command:
-    """Return a command for a machine, run by a function, or through `_calls` by its name."""
+    """Return a command for a machine. The command calls `function`; `_calls` finds a function by its name."""
     act = _calls(function, said, held_by, **fixed) if isinstance(function, str) else function
     return Command(summary, about, (*flags, _DIRECTORY), act, examples=(example,))
 
@@ -140,32 +140,32 @@ COMMANDS = {
         _option("gpu_instance", "Only this GPU instance is affected.", int, spelled=("--gi",)),
         _option("compute_instance", "Only this compute instance.", int, spelled=("--ci",)),
         said="Xid {xid} raised on {called}"),
-    "fault": _does("set_fault", "Make calls of an NVML function fail or slow.",
+    "fault": _does("set_fault", "Make calls of an NVML function fail, or slow them down.",
         "nvmlDeviceGetUUID --error gpu-is-lost --count 3",
-        _argument("function", "NVML function, such as nvmlDeviceGetUUID; * matches anything. Or a write: unbind."),
-        _option("code", "What it returns: a number, or a name such as gpu-is-lost or EBUSY.", spelled=("--error",)),
-        _option("delay_s", "Seconds until it returns.", float, spelled=("--delay",), default=0.0),
+        _argument("function", "NVML function such as nvmlDeviceGetUUID (* matches anything), or a step like unbind."),
+        _option("code", "Error to return: a number, or a name such as gpu-is-lost or EBUSY.", spelled=("--error",)),
+        _option("delay_s", "Seconds until the function returns.", float, spelled=("--delay",), default=0.0),
         _option("count", "Only this many calls.", int, shown="until cleared"),
-        _option("gpu", "Only calls about this GPU: device name, index, UUID or PCI bus ID."),
+        _option("gpu", "Only calls for this GPU: device name, index, UUID or PCI bus ID."),
         switch("blocks_all", "No other NVML call of the process returns during the delay."),
         said="{function} is faulty now ({made})",
-        about="The writes that bind a PCI function to another driver are driver_override, unbind, bind, drivers_probe "
-        "and modprobe. They end with EBUSY, ENODEV or another errno, with no-effect, with hang until the fault is "
-        "cleared, or with late-user: a program opens the GPU just before."),
+        about="The steps that bind a PCI function to another driver are driver_override, unbind, bind, drivers_probe "
+        "and modprobe. Their errors: an errno such as EBUSY or ENODEV; no-effect; hang, until the fault is cleared; "
+        "late-user: a program opens the GPU just before the step."),
     "clear-faults": _does("clear_faults", "Remove all injected faults.", "", said="no faults left"),
     "client": _does(_run_client, "Simulate a program that keeps NVML open, until Ctrl-C.", "dcgm --for 60",
         _argument("name", "Name of the program, such as dcgm."),
-        _option("seconds", "Seconds after which it stops.", float, least=0, spelled=("--for",), shown="never"),
-        about="A monitoring agent does this. While it runs, the NVIDIA driver cannot be unloaded, no GPU can be "
+        _option("seconds", "Seconds after which the program stops.", float, least=0, spelled=("--for",), shown="never"),
+        about="Monitoring agents do this. While the program runs, the NVIDIA driver cannot be unloaded, no GPU can be "
         "reset, and no MIG mode can be switched."),
     "unload-driver": _does("unload_driver", "Unload the NVIDIA driver.", "", _FORCE, said="driver unloaded",
         held_by="unload the driver: the module nvidia",
-        about="Its /proc files disappear, and calls return DRIVER_NOT_LOADED."),
+        about="The driver's /proc files disappear, and NVML calls return DRIVER_NOT_LOADED."),
     "load-driver": _does("load_driver", "Load the NVIDIA driver, or another version of it.", "580.95.05",
-        Flag("version", "A version of the NVIDIA driver.", count="?", shown="the one it had"),
+        Flag("version", "A version of the NVIDIA driver.", count="?", shown="the previous version"),
         said="driver {machine.driver_version} loaded"),
     "reboot": _does("reboot", "Reboot the machine.", "", said="rebooted, boot id {machine.boot_id}",
-        about="It has a new boot ID; MIG devices and settings are gone, and lost GPUs are back."),
+        about="The machine then has a new boot ID; MIG devices and settings are gone, and lost GPUs are back."),
     "imex": _does("set_system", "Set the state of the simulated nvidia-imex.", "ready",
         _argument("imex", "ready, initializing, hung, killed (the socket stays) or stopped.", "STATE"),
         _option("imex_channels", "Number of IMEX channels of the NVIDIA driver; 0: it has none.", int, least=0,
@@ -176,30 +176,30 @@ COMMANDS = {
         switch("confidential_ready", "The GPUs accept work, until a reboot.", "--ready"),
         said="confidential computing of {machine.name} is {confidential_compute}, its GPUs are {confidential_ready}"),
     "give": _does("give_to", "Bind a GPU to nvidia or a vfio driver, as an administrator does.", "0 vfio-pci", _GPU,
-        _argument("driver", "nvidia, vfio-pci or nvgrace-gpu-vfio-pci."), said="{driver} has {called}",
+        _argument("driver", "nvidia, vfio-pci or nvgrace-gpu-vfio-pci."), said="{called} is bound to {driver}",
         about="The binding survives reboots, as with driverctl."),
     "vfio": _does("vfio", "Set the kernel's support for virtual machines.", "--no-iommu",
-        _option("iommu", "Whether the IOMMU is on.", bool, shown="as it is"),
-        _option("iommufd", "Whether there is /dev/iommu.", bool, shown="as it is"),
-        _option("installed", "Installed modules, separated by commas, such as vfio_pci.", shown="as it is"),
-        _option("loaded", "Loaded modules, separated by commas.", shown="as it is")),
-    "host-devices": _does("set_system", "Set the device nodes for storage, RDMA, GDRCopy.", "gds mofed",
+        _option("iommu", "Whether the IOMMU is on.", bool, shown="unchanged"),
+        _option("iommufd", "Whether there is /dev/iommu.", bool, shown="unchanged"),
+        _option("installed", "Installed modules, separated by commas, such as vfio_pci.", shown="unchanged"),
+        _option("loaded", "Loaded modules, separated by commas.", shown="unchanged")),
+    "host-devices": _does("set_system", "Set the device nodes for storage, RDMA and GDRCopy.", "gds mofed",
         _argument("host_devices", "gds, mofed, gdrcopy; without any, all are removed.", "KIND", "*"),
         said="{machine.name} has {host_devices}"),
     "add-gpu": _does("add_gpu", "Plug a GPU in.", "h100-sxm",
         _argument("model", "GPU model, such as h100-sxm or l40s."), said="added {made}",
-        about="NVML shows it after its next initialisation."),
+        about="NVML lists the GPU after NVML's next initialisation."),
     "remove-gpu": _does("remove_gpu", "Pull a GPU out.", "0", _GPU,
-        said="removed {called}; GPUs after it have other indices now"),
-    "hold": _does("hold_gpu", "Let a process use a GPU.", "0 --name python3", _GPU,
+        said="removed {called}; the GPUs after it have new indices"),
+    "hold": _does("hold_gpu", "Simulate a process that uses a GPU.", "0 --name python3", _GPU,
         _option("pid", "Process id.", int, default=4242), _option("name", "Process name.", default="python3"),
-        _option("gpu_instance", "It uses only this GPU instance.", int, spelled=("--gi",)),
-        _option("utilisation", "Percent of the time in which it keeps the GPU busy.", int, least=0, default=40),
+        _option("gpu_instance", "The process uses only this GPU instance.", int, spelled=("--gi",)),
+        _option("utilisation", "Percentage of the time that the process keeps the GPU busy.", int, least=0, default=40),
         said="process {pid} ({name}) uses {called}", about="MIG changes then fail with IN_USE."),
     "release": _does("release_gpu", "Stop the processes that use a GPU.", "0", _GPU,
         _option("pid", "Only this process.", int, shown="all"), said="{called} is released"),
     "reset": _does("reset_gpu", "Reset a GPU.", "0", _GPU, _FORCE, said="{called} was reset",
-        held_by="reset {called}: it", about="Pending repairs are done, volatile error counters are 0 again."),
+        held_by="reset {called}: it", about="Makes pending repairs, and sets volatile error counters to 0."),
     "ecc": _does("set_gpu", "Set a GPU's volatile ECC counters.", "0 --uncorrected 1", _GPU,
         _option("ecc_corrected", "Errors that were corrected.", int, spelled=("--corrected",), default=0),
         _option("ecc_uncorrected", "Errors that were not corrected.", int, spelled=("--uncorrected",), default=0),
@@ -213,7 +213,7 @@ COMMANDS = {
         "repair=channel,tpc, sram; without any, the GPU is healthy.", "SIGNAL", "*"),
         about="Signals that are not named are cleared. gpu-dra-driver reads the signals every 50 s while the GPU "
         "is healthy, and at once after an event, such as Xid 154."),
-    "recovery-action": _does("set_recovery_action", "Let a GPU request a recovery action (Xid 154).", "0 1", _GPU,
+    "recovery-action": _does("set_recovery_action", "Make a GPU request a recovery action (Xid 154).", "0 1", _GPU,
         _number("action", "0 none, 1 GPU reset, 2 node reboot, 3 drain P2P, 4 drain and reset."),
         said="{called} requests recovery action {action}"),
     "mig": Command("MIG mode and MIG devices of a simulated GPU.", commands=_MIG),

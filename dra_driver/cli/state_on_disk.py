@@ -1,5 +1,5 @@
-"""Reads what the plugin of a node has written and reports, from another process. It creates, renames and locks
-nothing.
+"""Reads the plugin's files and the problems that it reports, from another process. Does not create, rename or lock
+files.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _ANSWER_S = 0.5
 """The plugin runs on the same node, so it answers within milliseconds unless the node is in trouble."""
 _LONGEST = 1 << 22
 NOT_RUNNING = (
-    "gpu-dra-driver is not running on this node, so no pod with a GPU can start here or end; "
+    "gpu-dra-driver is not running on this node, so pods with GPUs can neither start nor terminate here; "
     "`kubectl get pods -A -o wide -l app.kubernetes.io/name=gpu-dra-driver` shows its pods"
 )
 
@@ -49,8 +49,8 @@ def plugin_problems(directory: Path, http_endpoint: str) -> Reported:
     """Return the node's problems and the failing claims as the plugin reports them. A missing plugin is itself
     a problem.
 
-    `directory` is that of the plugin; `http_endpoint` is its HTTP address, empty if it serves none. The
-    plugin's answer is preferred to its file, which is outdated while the disk is full.
+    `directory` is the plugin's; `http_endpoint` is its HTTP address, empty if it has none. The plugin's
+    answer is preferred to its file, which is outdated while the disk is full.
     """
     answered = _plugin_answer(http_endpoint)
     if answered is not None:
@@ -58,7 +58,7 @@ def plugin_problems(directory: Path, http_endpoint: str) -> Reported:
     try:
         runs, written = read_problems(directory)
     except StateError as error:
-        text = f"cannot find out whether gpu-dra-driver is running and what it reports: {error}"
+        text = f"cannot determine whether gpu-dra-driver is running: {error}"
         return Reported((_of_now(NodeProblem("check-failed", text)),))
     if runs:
         return written
@@ -87,7 +87,7 @@ Value = TypeVar("Value")
 
 
 HEALTH_FILE = "health.json"
-_REMEDY = "read it as root, or restart gpu-dra-driver, which replaces a damaged file"
+_REMEDY = "run this command as root, or restart gpu-dra-driver, which replaces a damaged file"
 
 
 def read_state(
@@ -95,8 +95,8 @@ def read_state(
 ) -> NodeState:
     """Read everything that can be read. A missing directory counts as empty.
 
-    With `boot_id` None, records are returned as written, and all pending cleanups and kept health count as of
-    this boot. Without `specs`, a claim whose record is unreadable has no pending cleanup.
+    With `boot_id` None, records are returned as written, and all pending cleanups and saved health count as from this
+    boot. Without `specs`, pending cleanup of claims with unreadable records is left out.
     """
     faults: list[str] = []
     claims, ledgers = (plugin_directory / name for name in ("claims", LEDGER))
@@ -148,7 +148,7 @@ def _read_layouts(path: Path, faults: list[str]) -> Sequence[GpuLayout]:
 
 
 def _read_health(path: Path, boot_id: str | None) -> tuple[Iterable[HealthState], tuple[str, ...]]:
-    """Return the kept health of the GPUs, and what is wrong with it. The file is not changed."""
+    """Return the saved health of the GPUs, and problems with it. The file is not changed."""
     try:
         kept = decode(read_plain(path))
     except FileNotFoundError:
@@ -191,7 +191,7 @@ def set_aside_files(plugin_directory: Path, cdi_root: Path | None, driver: str) 
     places = ["", "claims", LEDGER, "locks", "mps", f"{METADATA}/*/*"]
     globs = [(plugin_directory, f"{place}/*{QUARANTINE}*".lstrip("/")) for place in places]
     if cdi_root is not None:
-        globs.append((cdi_root, f"*{driver}*{QUARANTINE}-*"))  # others have files there
+        globs.append((cdi_root, f"*{driver}*{QUARANTINE}-*"))  # other programs have files there
     for directory, pattern in globs:
         with suppress(OSError):
             found += sorted(directory.glob(pattern))

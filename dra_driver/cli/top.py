@@ -59,10 +59,10 @@ FLAGS = (
     ),
     switch("once", "Print once and exit, even on a terminal."),
     replace(OUTPUT, help="Output format; wide, json and yaml print once."),
-    Flag("sort", "Which GPUs come first.", Choice(get_args(Order)), env=(), default="index"),
+    Flag("sort", "How to sort the GPUs.", Choice(get_args(Order)), env=(), default="index"),
     Flag(
         "filter",
-        "Show only GPUs, claims and pods with this text; a single match shows its details.",
+        "Show only GPUs, claims and pods with this text; details if only one GPU or claim matches.",
         env=(),
         default="",
     ),
@@ -163,7 +163,7 @@ def _gpus(
         "TEMP": 1, "POWER W": 1, "HEALTH": 0,
     }  # fmt: skip
     rows = [_gpu(gpu, history.get(gpu.name, ())) for gpu in sorted(view.gpus, key=_ORDERS[order])]
-    return table(columns, rows, width) or [_text("no GPU is known", "bold")]
+    return table(columns, rows, width) or [_text("no GPU was found", "bold")]
 
 
 def _gpu(gpu: SeenGpu, history: Sequence[int]) -> list[object]:
@@ -249,7 +249,7 @@ def _claims(view: NodeView, width: int | None) -> list[RenderableType]:
         )
         for one in view.holdings
     ]
-    return table(columns, rows, width) or [_text("CLAIM", "bold"), _text("no claim is prepared")]
+    return table(columns, rows, width) or [_text("CLAIM", "bold"), _text("no claims are prepared")]
 
 
 def _how(held: Holding) -> Iterator[str]:
@@ -277,7 +277,7 @@ def _pods(view: NodeView, width: int | None, order: Order) -> list[RenderableTyp
         return sum(one.memory_bytes or 0 for one in processes)
 
     def percent(processes: Iterable[SeenProcess]) -> int | None:
-        """Return the mean over the GPUs; None if one of them is unknown."""
+        """Return the mean over the GPUs; None if one of the values is unknown."""
         of_gpus: dict[str, list[int | None]] = {}
         for one in processes:
             of_gpus.setdefault(one.gpu, []).append(one.utilisation_percent)

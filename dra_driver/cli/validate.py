@@ -69,8 +69,8 @@ EXAMPLES = ("claims.yaml", "--simulate dgx-h100 examples/one-gpu", "--server -n 
 
 def validate(given: Namespace) -> int:
     """Checks ResourceClaims, their templates, DeviceClasses, pods and workloads, and configuration files of
-    gpu-dra-driver. It checks claims against machines with all devices free, and the claims of one pod also together:
-    against simulated machines, or against this node with the configuration from --config or from the files. Exit code
+    gpu-dra-driver. It also checks whether each claim, and all claims of a pod together, fit a machine with all
+    devices free: a simulated machine, or this node with the configuration from --config or from the files. Exit code
     0: no fault, 1: faults, 2: wrong usage, 3: no fault found, but the cluster could not be read.
     """
     from dra_driver.cli.validation.documents import read_documents
@@ -98,8 +98,8 @@ def _machines(
     config: Path | None,
     simulate: Sequence[str] | None,
 ) -> tuple[list[MachineFit], str, Mapping[int, Sequence[str]], str]:
-    """Return the machines to try, the driver's name, faults of configuration files, and a sentence about the
-    machines.
+    """Return the machines to check against, the driver's name, faults of configuration files, and a sentence about
+    the machines.
     """
     names: list[str | None] = [*simulate] if simulate else [None]
     if len(set(names)) > 1 and given["simulator_dir"] is not None:
@@ -118,7 +118,7 @@ def _machines(
     if not found:
         return [], driver, faults, f"fit not checked, because {sentence}"
     if len(found) == 1:
-        return found, driver, faults, f"checked against an empty {found[0].name} ({sentence})"
+        return found, driver, faults, f"checked against {found[0].name} with all devices free ({sentence})"
     listed = ", ".join(f"{one.name} ({counted(len(one.devices), 'device')})" for one in found)
     return found, driver, faults, f"checked against {listed}, each on its own and with all devices free"
 
@@ -157,9 +157,7 @@ def _print(
         summary = f"{counted(len(reports), 'document')}, {bad} with faults{unjudged}; {machines}"
         yield "\n" + hanging("", summary, columns)
         if cluster is not None:
-            read = (
-                f"not read: {cluster.problem}" if cluster.problem else "its classes and claims are included"
-            )
+            read = f"not read: {cluster.problem}" if cluster.problem else "DeviceClasses and claims were read"
             yield hanging("", f"the cluster {cluster.server}: {read}", columns)
 
     found: dict[str, Any] = {"machine": machines, "faulty": bad}
@@ -169,7 +167,7 @@ def _print(
 
 
 def machine_to_try(settings: Settings) -> tuple[MachineFit | None, str]:
-    """Return the machine on which `validate` tries claims (None if there is none), and a sentence about it.
+    """Return the machine against which `validate` checks claims (None if there is none), and a sentence about it.
 
     Raises: NvmlUnavailableError if a simulated machine has no NVML.
     """

@@ -104,7 +104,7 @@ def test_device_of_a_claim_that_no_slice_has_is_counted_and_shown() -> None:
         Row("n", "gpu-1", "-", "ml/train", ("ml/train-0",), "-", NOT_PUBLISHED),
         Row("n", "gpu-2", "-", "ml/train", ("ml/train-0",), "-", NOT_PUBLISHED),
     ]
-    assert str(sums) == "0 GPUs: 0 free, 0 in use, 0 tainted; 2 more devices of claims are not in any slice"
+    assert str(sums) == "0 GPUs: 0 free, 0 in use, 0 tainted; claimed devices without a slice: 2"
 
 
 def test_gpu_in_maintenance_is_shown_with_the_claims_on_it_and_not_counted_as_missing() -> None:
@@ -206,10 +206,10 @@ def test_claims_and_pods_that_wait_come_last_with_what_the_scheduler_says() -> N
     rows, sums = look([], claims, pods, classes=[nic, ours])
     assert [(row.claim, row.pods, row.problem) for row in rows] == [
         ("ml/c", ("ml/by-name", "ml/templated"), "waits: 0/3 nodes"),
-        ("ml/d", (), "waits: no waiting pod uses it"),
-        ("ml/e", (), "waits: no DeviceClass gpus.nvidia.com"),
+        ("ml/d", (), "waits: no pod waits for this claim"),
+        ("ml/e", (), "waits: DeviceClass gpus.nvidia.com does not exist"),
         ("-", ("ml/old-way",), "waits: 0/1 nodes"),
-        ("-", ("ml/implicit",), "waits: the scheduler has not tried it yet"),
+        ("-", ("ml/implicit",), "waits: the scheduler has not tried this pod yet"),
     ]
     assert sums == Totals(waiting=5)
 

@@ -354,7 +354,7 @@ def test_checks_that_need_nvml_are_skipped_without_it(host: Host) -> None:
     checks = host.checks(NvmlUnavailableError("away; x"), extra_devices=ExtraDevices(imex=0))
     names = ("GPU processes", "IMEX", "MIG mode", "GPU memory")
     found = [one.finding for one in run_checks(checks.all()) if one.check in names]
-    assert found == [skip("not known without NVML")] * 4
+    assert found == [skip("not checked, because NVML does not answer")] * 4
 
 
 def test_host_devices_that_are_missing(assert_golden: CompareFinding, host: Host) -> None:
@@ -477,7 +477,7 @@ def test_gpu_without_minor_number_is_not_called_lost(host: Host, tmp_path: Path)
     found = replace(host.inventory, gpus=(replace(first, minor=None), *rest), faults=(fault,))
     checks = host.checks(found, nodes=nodes, paths={"dev_root": str(tmp_path)})
     says(checks.nvml(), "WARN", f"{fault.subject}: {fault.text}")
-    says(checks.device_nodes(), "OK", "and the nodes of 7 GPUs")
+    says(checks.device_nodes(), "OK", "and the device nodes of 7 GPUs")
 
 
 def test_mig_mode_without_devices(assert_golden: CompareFinding, host: Host) -> None:
@@ -786,7 +786,11 @@ def test_the_node_and_what_a_device_plugin_offers_there(
     answers.answers[path] = node_with(nodeInfo=info)
     assert cluster.node_object().version == "containerd://2.1.4"
     answers.answers[path] = node_with(nodeInfo={"containerRuntimeVersion": "docker://29.4.0"})
-    says(cluster.node_object(), "FAIL", "Docker (cri-dockerd), which does not support devices of claims")
+    says(
+        cluster.node_object(),
+        "FAIL",
+        "Docker (cri-dockerd), which cannot give containers the devices of claims",
+    )
     ill = {"conditions": [{"type": "Ready", "status": "False"}]}
     answers.answers[path] = node_with(**ill, allocatable={"nvidia.com/mig-x": "0"})
     assert_golden(cluster.node_object())
@@ -908,7 +912,9 @@ def test_findings_fail_if_pods_get_no_devices_and_otherwise_warn(tmp_path: Path)
     ]
     assert [one.remedy for one in found[:3]] == ["end its pods", "look at its pods", "remove that driver"]
     assert "kubectl -n gpu-dra-driver logs" in str(found[3].remedy)
-    assert replace(checks, reported=Reported).plugin() == [ok("the plugin runs and reports no problem")]
+    assert replace(checks, reported=Reported).plugin() == [
+        ok("the plugin is running and reports no problems")
+    ]
     [skipped] = replace(checks, reported=None).plugin()
     assert skipped.status == "SKIP"
 

@@ -64,7 +64,7 @@ def test_arguments_and_flags_may_come_in_any_order(arguments: list[str], found: 
         switch("force", "Anyhow."),
     )
     assert vars(parsed(arguments, {"GPU": "env"}, flags)) == {"force": False, "faults": {}} | found
-    with pytest.raises(InvalidConfigError, match="NUMBER; `command --help` says more"):
+    with pytest.raises(InvalidConfigError, match="NUMBER; see `command --help`"):
         parsed(["1"], {}, flags)
 
 

@@ -14,7 +14,7 @@ from tests.fakes.tables import tabled
 ONE = SeenGpu("gpu-1", "GPU-1", health="ok", pci_bus_id="0000:1b:00.0")
 TWO = SeenGpu("gpu-2", "GPU-2", health="ok", pci_bus_id="0000:43:00.0")
 RESET = (
-    "`gpu-dra-driver detach 0000:1b:00.0` and `nvidia-smi --gpu-reset -i 0000:1b:00.0` on the node; or reboot the "
+    "run `gpu-dra-driver detach 0000:1b:00.0` and `nvidia-smi --gpu-reset -i 0000:1b:00.0` on the node; or reboot the "
     "node"
 )
 
@@ -29,10 +29,10 @@ def of(*reasons: SeenReason, gpus: tuple[SeenGpu, ...] = (ONE, TWO), **more: Any
 
 
 def test_healthy_gpus_are_one_line() -> None:
-    assert of() == [Finding("OK", "2 GPUs are well")]
-    assert of(gpus=(ONE,)) == [Finding("OK", "1 GPU is well")]
-    assert of(gpus=()) == [Finding("SKIP", "NVML shows no GPU")]
-    assert of(has_nvml=False) == [Finding("SKIP", "not known without NVML")]
+    assert of() == [Finding("OK", "2 GPUs are healthy")]
+    assert of(gpus=(ONE,)) == [Finding("OK", "1 GPU is healthy")]
+    assert of(gpus=()) == [Finding("SKIP", "NVML lists no GPU")]
+    assert of(has_nvml=False) == [Finding("SKIP", "not checked, because NVML does not answer")]
 
 
 def test_each_device_has_a_line_with_its_reasons_when_several_are_ill(
@@ -51,7 +51,7 @@ def test_each_device_has_a_line_with_its_reasons_when_several_are_ill(
 
 def test_a_gpu_is_well_when_nvml_does_not_show_its_reasons_any_more() -> None:
     over = seen("unhealthy", "xid 95", is_over=True)
-    assert of(over) == [Finding("OK", "2 GPUs are well")]
+    assert of(over) == [Finding("OK", "2 GPUs are healthy")]
     (left,) = of(over, seen("degraded", "row-remap pending"))
     assert left == Finding(
         "WARN", "gpu-1 (0000:1b:00.0) is degraded: text of row-remap pending (for 12m)", RESET
@@ -76,7 +76,7 @@ def test_detach_names_no_gpu_when_its_uuid_is_not_known() -> None:
     )
     assert (found.status, found.seen) == ("FAIL", "0000:1b:00.0 is lost: text of gpu-lost (for 12m)")
     assert str(found.remedy).startswith(
-        "`gpu-dra-driver detach` and `nvidia-smi --gpu-reset -i 0000:1b:00.0`"
+        "run `gpu-dra-driver detach` and `nvidia-smi --gpu-reset -i 0000:1b:00.0`"
     )
 
 
@@ -93,7 +93,7 @@ def test_pods_on_a_lost_gpu_and_its_mig_devices_are_named_in_the_command_that_en
     view = NodeView("n", "d", "now", gpus=(ONE, TWO), holdings=holdings, health=(seen("lost", "gpu-lost"),))
     (found,) = health_findings(view, has_nvml=True)
     assert str(found.remedy).startswith(
-        "`kubectl -n ml delete pod a b` and `kubectl -n web delete pod c` and delete the pods of claim ml/c, then "
+        "`kubectl -n ml delete pod a b` and `kubectl -n web delete pod c` and delete the pods of claim ml/c, then run "
         "`gpu-dra-driver detach 0000:1b:00.0`"
     )
 
@@ -116,11 +116,13 @@ def test_unknown_health_is_a_warning() -> None:
     unread = SeenGpu("gpu-3", "GPU-3", pci_bus_id="0000:52:00.0")
     assert of(gpus=(ONE, unread), problems=("the file cannot be read: x; y; do it",)) == [
         Finding(
-            "WARN", "the health of gpu-3 is not known", "`nvidia-smi -q` on the node; then run doctor again"
+            "WARN", "the health of gpu-3 is unknown", "run `nvidia-smi -q` on the node, then run doctor again"
         ),
         Finding("WARN", "the file cannot be read: x; y", "do it"),
     ]
-    assert of(gpus=(unread,), has_nvml=False) == [Finding("SKIP", "not known without NVML")]
+    assert of(gpus=(unread,), has_nvml=False) == [
+        Finding("SKIP", "not checked, because NVML does not answer")
+    ]
 
 
 def test_devices_with_the_same_reasons_share_a_line() -> None:

@@ -37,8 +37,8 @@ def test_drawing(is_golden: Callable[[Path, str], None]) -> None:
             "on, MIG devices on demand",
             8,
             (
-                SeenInstance("1g.10gb+me", Placement(0, 1), "not ours", 13, (0, 1)),
-                SeenInstance("2g.20gb", Placement(2, 2), "not ours", 4),
+                SeenInstance("1g.10gb+me", Placement(0, 1), "not created by gpu-dra-driver", 13, (0, 1)),
+                SeenInstance("2g.20gb", Placement(2, 2), "not created by gpu-dra-driver", 4),
                 SeenInstance("3g.40gb", Placement(4, 4), "claim ml/training", 2, (0,)),
             ),
             (("1g.10gb", 1), ("3g.40gb", 0)),
@@ -189,7 +189,7 @@ def test_holders_of_devices_on_demand() -> None:
         1: "created by gpu-dra-driver, not used by a claim, will be destroyed",
         2: "being created by gpu-dra-driver",
         3: "created by gpu-dra-driver, not used by a claim",
-        4: "not ours",
+        4: "not created by gpu-dra-driver",
     }
     assert entry.mode == "on, MIG devices on demand"
     assert entry.room == ()
@@ -198,7 +198,7 @@ def test_holders_of_devices_on_demand() -> None:
 @tabled("stale")
 def test_ledger_speaks_of_another_instance(stale: dict[str, Any]) -> None:
     entry = map_of(existing((7, "1g.10gb", 0)), owned=[owned("1g.10gb", 0, **stale)])
-    assert owners(entry) == {0: "not ours"}
+    assert owners(entry) == {0: "not created by gpu-dra-driver"}
 
 
 def test_holders_of_devices_that_someone_made() -> None:
@@ -209,7 +209,7 @@ def test_holders_of_devices_that_someone_made() -> None:
     assert entry.mode == "on"
     assert dict(entry.room)["2g.20gb"] == 1
     bare = map_of(existing((7, "1g.10gb", 0), devices=False), on_demand=False)
-    assert owners(bare) == {0: "not offered"}
+    assert owners(bare) == {0: "not published"}
     assert bare.instances[0].compute_instance_ids == ()
 
 

@@ -66,15 +66,15 @@ def host(memory_path: Path) -> Iterator[Host]:
 
 
 def test_cards_that_can_go(host: Host) -> None:
-    assert host.seen() == [("OK", "8 cards for virtual machines, 0 under vfio now", None)]
+    assert host.seen() == [("OK", "8 cards for virtual machines, 0 bound to vfio now", None)]
     step = host.bind(0)
     host.machine.give_to(1, "vfio-pci")
     record = ClaimRecord(claim(step.device), "prepared", "boot-1", (), (step,))
     assert host.seen(record) == [
         (
             "OK",
-            "8 cards for virtual machines, 2 under vfio now, 1 of them by an administrator; gpu-dra-driver does not "
-            "change these",
+            "8 cards for virtual machines, 2 bound to vfio now; an administrator bound 1 of them, which gpu-dra-driver "
+            "does not change",
             None,
         )
     ]

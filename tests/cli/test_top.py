@@ -179,7 +179,7 @@ def test_health_that_is_not_known_is_said_with_the_reason(
 ) -> None:
     text = draw_node(NodeView("n", "d", "now", gpus=gpus, problems=problems))
     assert f"\nHEALTH\n{said}\n" in text
-    assert "\nCLAIM\nno claim is prepared\n" in text
+    assert "\nCLAIM\nno claims are prepared\n" in text
     assert "NVIDIA driver unknown" in text
 
 

@@ -426,7 +426,7 @@ def test_doctor_proves_both_policies(cluster: Cluster, claims: dict[str, tuple[s
     found = findings(cluster.kubectl(*inside, check=False))
     assert found["admission policy"] == (
         "OK",
-        "the policy gpu-dra-driver-own-node does not let this account publish slices of another node",
+        "the policy gpu-dra-driver-own-node does not let this account publish slices for another node",
     )
     assert found["claim policy"][0] == "OK"
     assert found["claim policy"][1].startswith("the API server itself does not let this account")
@@ -439,7 +439,7 @@ def test_doctor_proves_both_policies(cluster: Cluster, claims: dict[str, tuple[s
     cluster.kubectl(*patch, warning)
     try:
         wait_for("the API server to heed the binding", lambda: seen()[0] == "WARN")
-        assert "the API server accepted it in a dry run" in seen()[1]
+        assert "the API server accepted this request in a dry run" in seen()[1]
     finally:
         denying = json.dumps({"spec": {"validationActions": ["Deny"]}})
         cluster.kubectl(*patch, denying)

@@ -46,7 +46,7 @@ def containerd(text: str) -> Iterator[Path]:
         (
             f'{CRI}cdi_spec_dirs = ["/a"]\n',
             "FAIL",
-            "containerd reads /a, gpu-dra-driver writes to /var/run/cdi",
+            "containerd reads /a, but gpu-dra-driver writes to /var/run/cdi",
         ),
     ],
 )

@@ -79,7 +79,7 @@ def test_a_right_that_is_missing_is_named(at_work: list[str], node: Node) -> Non
     done = call(*at_work)
     assert done.returncode == 0
     assert done.stdout.startswith("8 GPUs: ")
-    assert "the pods that wait are not known: this user may not list pods" in done.stderr
+    assert "waiting pods are not shown: this user may not list pods" in done.stderr
 
 
 def test_of_several_kubeconfigs_those_that_exist_are_read(at_work: list[str], tmp_path: Path) -> None:
@@ -132,17 +132,14 @@ def test_top_of_a_node_is_run_in_the_pod_of_the_plugin(tmp_path: Path) -> None:
         0, "--context prod --kubeconfig k exec --stdin -n gpus plugin-2 -c driver -- gpu-dra-driver top --once\n"
     )  # fmt: skip
     assert run("node-b") == (1, "gpu-dra-driver: no pod of gpu-dra-driver runs on node node-b\n")
-    assert run() == (2, "gpu-dra-driver: kubectl gpus top NODE [FLAGS of top]: the node is missing\n")
+    assert run() == (2, "gpu-dra-driver: the node is missing; use kubectl gpus top NODE [FLAGS of top]\n")
 
 
 @pytest.mark.parametrize("namespace", ["Bad NS", "", "a.b", "a\x1b[2J"])
 def test_a_namespace_that_cannot_be_is_refused(namespace: str) -> None:
     done = call("cluster", "--kubeconfig", "/nowhere", f"--namespace={namespace}")
     assert (done.returncode, done.stdout) == (2, "")
-    assert (
-        done.stderr
-        == f"gpu-dra-driver: {namespace!r} is not a valid name of a namespace; check --namespace\n"
-    )
+    assert done.stderr == f"gpu-dra-driver: {namespace!r} is not a valid namespace name; check --namespace\n"
 
 
 def test_a_cluster_without_the_driver(make_node) -> None:

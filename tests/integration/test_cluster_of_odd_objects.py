@@ -213,7 +213,7 @@ def test_many_unreadable_objects_do_not_fill_the_screen(server: OddServer) -> No
     server.serve(objects)
     reported = server.shown(Output.table)[1].splitlines()
     assert len(reported) == 6
-    assert reported[-1] == "gpu-dra-driver: 7 more (-o json has all)"
+    assert reported[-1] == "gpu-dra-driver: 7 more (-o json shows all)"
     assert len(server.look()["unknown"]) == 12
 
 
@@ -221,7 +221,7 @@ def test_many_unreadable_objects_do_not_fill_the_screen(server: OddServer) -> No
 def test_an_answer_that_is_not_a_list_is_one_sentence(server: OddServer, answer: Any) -> None:
     server.serve(good_objects())
     server.lists[f"{GROUP}/v1/resourceslices"] = answer
-    reported = "gpu-dra-driver: list resourceslices: the answer has no list of resourceslices in it\n"
+    reported = "gpu-dra-driver: list resourceslices: the answer contains no list of resourceslices\n"
     assert server.shown() == ("", reported)
 
 

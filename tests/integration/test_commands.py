@@ -71,7 +71,7 @@ def health_lines(node: Node) -> list[tuple[str, str, str]]:
 
 
 def test_doctor_names_the_gpus_that_are_ill_when_the_plugin_runs(node: Node) -> None:
-    assert health_lines(node) == [("OK", "8 GPUs are well", "None")]
+    assert health_lines(node) == [("OK", "8 GPUs are healthy", "None")]
     driver, machine, health = node.driver, node.machine, node.plugin_dir / "health.json"
     assert driver is not None
     one, two = machine.gpu(2), machine.gpu(3)
@@ -143,7 +143,7 @@ def test_a_gpu_that_hangs_hides_nothing_else_from_doctor(node: Node) -> None:
         ("NVML", "OK", "8 GPUs answer, NVIDIA driver 580.95.05, CUDA 13.0"),
         ("health", "FAIL", f"{named} is unhealthy: Xid 95"),
         ("health", "WARN", f"the health of {', '.join(others(node, ill.uuid)[:4])} and 3 more is not known"),
-        ("device nodes", "OK", "/dev/nvidiactl, /dev/nvidia-uvm and the nodes of 8 GPUs"),
+        ("device nodes", "OK", "/dev/nvidiactl, /dev/nvidia-uvm and the device nodes of 8 GPUs"),
         ("MIG mode", "OK", "0 of 8 GPUs in MIG mode"),
     }
 
@@ -298,7 +298,7 @@ def test_claims_says_who_holds_what_and_touches_nothing(plugin_dir: Path) -> Non
     for part in (
         "uid-4.json cannot be read",
         "uid-5.json.unreadable-1 was set aside",
-        "UID uid-6 has no record",
+        "UID uid-6 has a CDI spec but no record",
     ):
         assert any(part in line for line in problems), part
     assert any("claim team/claim-7 is prepared but its CDI spec is missing" in line for line in problems)
@@ -355,7 +355,7 @@ def test_claims_of_a_node_that_never_had_any(tmp_path: Path) -> None:
         "claims", "--kubelet-plugins-directory-path", str(tmp_path), "--cdi-root", str(tmp_path / "cdi")
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == f"no claim is prepared (records: {tmp_path / DRIVER / 'claims'})\n"
+    assert done.stdout == f"no claims are prepared (records: {tmp_path / DRIVER / 'claims'})\n"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -489,7 +489,7 @@ def test_examples_fit_the_machines_that_they_are_for() -> None:
     assert devices["ResourceClaimTemplate nvlink-domain"] == 2
     assert all(devices.values())
     notes = [note for report in reports if report["name"] == "Pod two-claims" for note in report["notes"]]
-    assert notes == ["its 2 claims fit together"]
+    assert notes == ["the pod's 2 claims fit together"]
     code, reports, _ = validate(str(EXAMPLES / "static-mig"), "--simulate", "h100-mig-static")
     assert code == 0
     assert len(reports[0]["devices"]) == 1
@@ -561,7 +561,7 @@ def test_first_available_with_profiles_of_mig(dynamic: bool) -> None:
         assert given == [["gpu/m1"], [], ["gpu/m2", "gpu/m2"], [], ["gpu/m1"]]
         (fault,) = reports[1]["faults"]
         assert fault.endswith(
-            "no combination of them serves all requests together with matchAttribute gpu.nvidia.com/parentUUID"
+            "no combination of them serves all requests and satisfies matchAttribute gpu.nvidia.com/parentUUID"
         )
         assert "GpuConfig does not apply to device" in reports[3]["faults"][0]
     else:
@@ -569,8 +569,8 @@ def test_first_available_with_profiles_of_mig(dynamic: bool) -> None:
         assert given == [["gpu/whole"], [], [], ["gpu/whole"], ["gpu/whole"]]
         for report in reports[1:3]:
             assert report["hints"] == [
-                "the machine has no MIG devices; with --dynamic-mig they are created on demand; its profiles are "
-                "1g.10gb, 1g.10gb+me, 1g.20gb, 2g.20gb, 3g.40gb, 4g.40gb, 7g.80gb"
+                "the machine has no MIG devices; with --dynamic-mig they are created on demand; the possible profiles "
+                "are 1g.10gb, 1g.10gb+me, 1g.20gb, 2g.20gb, 3g.40gb, 4g.40gb, 7g.80gb"
             ]
     assert reports[3]["hints"] == [
         "spec.devices.config[0].requests: GpuConfig does not apply to gpu/m1, so Prepare would refuse its devices; "
@@ -599,8 +599,8 @@ def test_each_sort_of_machine_is_tried_and_the_pods_of_an_object_as_one() -> Non
     assert [report["verdict"] for report in reports] == ["OK", "OK", "FAULT", "OK"]
     free = "although each fits alone: request gpu asks for 3 devices, but other claims use too many"
     assert reports[2]["faults"] == [
-        f"its 3 claims do not fit on dgx-h100 together, {free} (2 of 8 matching devices are free)",
-        f"its 3 claims do not fit on a30-4 together, {free} (1 of 4 matching devices are free)",
+        f"the pod's 3 claims do not fit on dgx-h100 together, {free} (2 of 8 matching devices are free)",
+        f"the pod's 3 claims do not fit on a30-4 together, {free} (1 of 4 matching devices are free)",
     ]
     # A claim that fits one kind of machine fits, and the report names the kind that it does not fit.
     assert any(note.startswith("fits dgx-h100, for example: ") for note in reports[3]["notes"])
@@ -672,7 +672,7 @@ def test_each_mistake_has_its_sentence() -> None:
     rest = [report["faults"] for report in reports[len(wrong) :]]
     assert rest[0] == ["a appears twice"]
     assert rest[1] == ["this document is not a Kubernetes object"]
-    assert rest[2][0].startswith("is not valid YAML: ")
+    assert rest[2][0].startswith("this is not valid YAML: ")
 
 
 def test_the_table_shows_file_and_line(tmp_path: Path) -> None:
@@ -685,7 +685,7 @@ def test_the_table_shows_file_and_line(tmp_path: Path) -> None:
     assert lines[0].split() == ["OK", f"{file}:1", "ResourceClaim", "a"]
     assert f"FAULT  {file}:{second}  ResourceClaim b" in lines
     assert "         fault: spec.devices.requests[0].exactly.count: -1 must be greater than zero" in lines
-    assert lines[-1] == "2 documents, 1 with faults; checked against an empty t4-4 (4 devices)"
+    assert lines[-1] == "2 documents, 1 with faults; checked against t4-4 with all devices free (4 devices)"
 
 
 @tabled("arguments", "part")

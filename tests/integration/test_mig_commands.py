@@ -94,7 +94,7 @@ def test_drawing_says_who_holds_what_and_changes_nothing(tmp_path: Path) -> None
     assert owners == [
         "claim ml/training",
         "created by gpu-dra-driver, not used by a claim, will be destroyed",
-        "not ours",
+        "not created by gpu-dra-driver",
     ]
     assert "room for: 1g.10gb x4" in drawn
     # Without the option the table, and below it only the GPU that is in MIG mode.

@@ -94,7 +94,7 @@ def test_layout_of_one_gpu_is_made_there_and_the_mig_mode_of_the_others_is_warne
     assert {device["attributes"]["parentUUID"]["string"] for device in node.devices()} == {second}
     seen, remedy = warnings(node)["MIG mode"]
     assert seen == (
-        "in MIG mode without MIG devices, so the plugin publishes no device: 0000:21:00.0, 0000:81:00.0, 0000:a1:00.0"
+        "the plugin does not publish GPUs in MIG mode without MIG devices: 0000:21:00.0, 0000:81:00.0, 0000:a1:00.0"
     )
     # 19, the ID on other GPUs, does not exist on an A30.
     assert "`nvidia-smi mig -i 0000:21:00.0 -cgi 14 -C` creates one" in remedy

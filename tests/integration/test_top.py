@@ -200,7 +200,7 @@ def test_without_a_driver_the_records_are_shown_with_the_reason(tmp_path: Path) 
     assert "\nHEALTH\nHealth unknown: libnvidia-ml.so.1 is not below the driver root" in done.stdout
     assert "uid-1.json cannot be read" in notes
     assert "health.json cannot be read: not a JSON object" in notes
-    assert "\nno GPU is known\n" in done.stdout
+    assert "\nno GPU was found\n" in done.stdout
     assert files(tmp_path) == before
     health.unlink()
     os.mkfifo(health)

@@ -110,6 +110,6 @@ def test_a_ledger_that_cannot_be_read_is_reported_and_nothing_is_called_foreign(
     code, reports, sentence = validate(with_ledger=False)
     assert (code, [report["faults"] for report in reports]) == (0, [[], []])
     assert sentence.startswith(
-        "fit not checked, because gpu-dra-driver cannot find out which MIG devices it created: "
+        "fit not checked, because gpu-dra-driver cannot determine which MIG devices it created: "
     )
     assert sentence.endswith("; run this as root")

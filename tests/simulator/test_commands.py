@@ -135,9 +135,7 @@ def test_an_answer_has_index_and_name_of_the_gpu_however_it_was_named(simulate):
     assert simulate("lose", "1") == "GPU 1 (gpu-cbe0e302) is lost\n"
     assert simulate("restore", "gpu-cbe0e302") == "GPU 1 (gpu-cbe0e302) is back\n"
     assert simulate("xid", "0000:43:00.0", "48") == "Xid 48 raised on GPU 1 (gpu-cbe0e302)\n"
-    assert (
-        simulate("remove-gpu", "0") == "removed GPU 0 (gpu-6b45fc99); GPUs after it have other indices now\n"
-    )
+    assert simulate("remove-gpu", "0") == "removed GPU 0 (gpu-6b45fc99); the GPUs after it have new indices\n"
     assert simulate("lose", "gpu-cbe0e302") == "GPU 0 (gpu-cbe0e302) is lost\n"
 
 

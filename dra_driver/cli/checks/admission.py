@@ -1,4 +1,4 @@
-"""Checks by dry runs that the admission policies refuse what a node must not do."""
+"""Checks with dry runs that the admission policies refuse requests that a node must not make."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _FORBIDDEN = 403
 MARK_RESOURCE = "drivers"
 MARK_VERB = "confine"
 EXEMPT_VERB = "exempt"
-"""Permissions in the API group named like the driver. The policies apply to accounts that have the first but
-not the second.
+"""Permissions for `drivers`, in the API group named like the driver. The policies apply to accounts that have
+`confine` but not `exempt`.
 """
 
 _BY_POLICY = re.compile(
@@ -35,12 +35,12 @@ _OURS = (
     "may not change the allocation of a claim or who uses it",
 )
 _OWN_CHECK = re.compile(r'requires resource="?resourceclaims/')
-"""How Kubernetes 1.36 and newer refuse a claim's status, before any policy runs."""
+"""Part of the error with which Kubernetes 1.36 and newer reject a claim status, before any policy runs."""
 
 
 def refusal_finding(error: ApiRejectedError, what: str) -> Finding:
-    """Return what the refusal of `what` proves: OK if a policy of gpu-dra-driver or Kubernetes itself refused
-    it.
+    """Return the finding for a refused attempt to do `what`: OK if a policy of gpu-dra-driver or Kubernetes itself
+    refused it.
     """
     text = str(error)
     policy, webhook = _BY_POLICY.search(text), _BY_WEBHOOK.search(text)
@@ -53,15 +53,15 @@ def refusal_finding(error: ApiRejectedError, what: str) -> Finding:
         return ok(f"the API server itself does not let this account {what} (Kubernetes 1.36 and newer)")
     elif error.status == _FORBIDDEN and " cannot " in text:
         return skip(
-            "RBAC does not allow this account to write these objects, so no policy was tested; run doctor in the pod "
-            "of gpu-dra-driver"
+            "RBAC refused the test request of this account, so no policy was tested; run doctor in the pod of "
+            "gpu-dra-driver"
         )
     else:
         name = f"the API server ({text})"
     if is_ours and _NO_NODE in text:
         return fail(
             f"{name} refused this account: its token does not name a node, so gpu-dra-driver cannot publish slices",
-            "mount a token of the pod, as the chart does (volume api-token), and restart the pod",
+            "mount a token that is bound to the pod, as the chart does (volume api-token), and restart the pod",
         )
     if is_ours:
         return ok(f"{name} does not let this account {what}")
@@ -79,9 +79,9 @@ _CONSUMER = {"resource": "pods", "name": "gpu-dra-driver-probe", "uid": "gpu-dra
 
 @dataclass(frozen=True, slots=True)
 class AdmissionProof:
-    """Checks with the token of gpu-dra-driver, because an account without the policies proves nothing.
+    """Checks the policies with the token of gpu-dra-driver, because they do not apply to other accounts.
 
-    `claims` returns the claims that are prepared on this node. The checks raise the errors of ApiClient.
+    `claims` returns the claims that are prepared on this node. The checks raise ApiClient's errors.
     """
 
     client: ApiClient
@@ -89,7 +89,7 @@ class AdmissionProof:
     claims: Callable[[], Sequence[ClaimRef]]
 
     def slices(self) -> Finding:
-        """Check that gpu-dra-driver cannot write a slice of another node."""
+        """Check that gpu-dra-driver cannot create a slice for another node."""
         if self._may(EXEMPT_VERB):
             return self._exempt()
         pool = {"name": _FOREIGN, "generation": 1, "resourceSliceCount": 1}
@@ -97,13 +97,13 @@ class AdmissionProof:
         try:
             self.client.call(
                 *("POST", "resourceslices"),
-                action="test a slice of another node",
+                action="test creating a slice for another node",
                 query={"dryRun": "All"},
                 body=_SLICE | {"spec": spec},
             )
         except ApiRejectedError as error:
-            return refusal_finding(error, "publish slices of another node")
-        return self._accepted("publish slices of another node")
+            return refusal_finding(error, "publish slices for another node")
+        return self._accepted("publish slices for another node")
 
     def claim_status(self) -> Finding:
         """Check that gpu-dra-driver cannot change who may use a claim's devices."""
@@ -116,7 +116,7 @@ class AdmissionProof:
         try:
             self.client.call(
                 *("PATCH", "resourceclaims"),
-                action="test a change of the pods of a claim",
+                action="test changing the pods of a claim",
                 namespace=metadata["namespace"],
                 name=metadata["name"],
                 subresource="status",
@@ -130,11 +130,11 @@ class AdmissionProof:
 
     def _accepted(self, what: str) -> Finding:
         """Return the finding for a request that the server should have refused."""
-        why = "the policy is missing, not bound, or its binding does not deny"
+        why = "the policy is missing or not bound, or its binding does not deny requests"
         if not self._may(MARK_VERB):
-            why = f"its role lacks the permission ({MARK_VERB} {MARK_RESOURCE}.{self.driver}) that the policies check"
+            why = f"the policies apply only to accounts that may {MARK_VERB} {MARK_RESOURCE}.{self.driver}"
         return warn(
-            f"an attacker on this node could {what}: the API server accepted it in a dry run; {why}",
+            f"an attacker on this node could {what}: the API server accepted this request in a dry run; {why}",
             apply_again(),
         )
 
@@ -148,7 +148,7 @@ class AdmissionProof:
         return is_allowed(self.client, Permission(verb, MARK_RESOURCE, self.driver))
 
     def _allocated_claim(self) -> JsonObject | None:
-        """Return a claim that is prepared on this node, with a device of gpu-dra-driver."""
+        """Return a claim that is prepared on this node and has a device of gpu-dra-driver."""
         lookup = ClaimClient(self.client)
         for ref in self.claims():
             claim = lookup.find(ref)

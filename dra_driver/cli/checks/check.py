@@ -26,7 +26,7 @@ Look = Callable[[], Finding | Sequence[Finding]]
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A named check. `look` may raise anything; it returns one finding, or one for each thing that it checked."""
+    """A named check. `look` returns one or several findings, and may raise any error."""
 
     name: str
     look: Look
@@ -41,7 +41,7 @@ class Outcome:
 
 
 class Shared(Generic[T]):
-    """A value that several checks need. It is read once; an error is raised in each of them."""
+    """A value that several checks need. It is read once; each check gets the value or the error."""
 
     def __init__(self, read: Callable[[], T]) -> None:
         self._read = read
@@ -49,7 +49,7 @@ class Shared(Generic[T]):
         self._answer: Future[T] = Future()
 
     def get(self) -> T:
-        """Return the value. Raises: the error of reading it."""
+        """Return the value. Raises: the error raised while reading it."""
         with self._lock:
             if not self._answer.done():
                 try:
@@ -69,12 +69,12 @@ class Shared(Generic[T]):
 def run_checks(checks: Sequence[Check], bound_s: float = BOUND_S) -> list[Outcome]:
     """Return all outcomes in the order of the checks, after at most `bound_s` seconds.
 
-    A check that raises or does not end in time fails only itself.
+    If a check raises an error or takes too long, the others are not affected.
     """
     answers = run_in_parallel([partial(_looked, check) for check in checks], len(checks), bound_s)
     late = warn(
-        f"not checked: it took longer than {bound_s:g} s",
-        "run doctor again; if this repeats, `dmesg --level=err,warn` on the node shows what hangs",
+        f"not checked within {bound_s:g} s",
+        "run doctor again; if the check takes too long again, `dmesg --level=err,warn` on the node shows what hangs",
     )
     return [
         Outcome(check.name, replace(finding, remedy=finding.remedy and from_outside(finding.remedy)))
@@ -88,7 +88,7 @@ def _listed(found: Finding | Sequence[Finding]) -> Sequence[Finding]:
 
 
 def folded(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Merge checks that were skipped for the same cause into one line, at the place of the first."""
+    """Merge checks that were skipped for the same reason into one line, in the place of the first."""
     names: dict[Finding, list[str]] = {}
     for outcome in outcomes:
         if outcome.finding.status == "SKIP":
@@ -116,19 +116,19 @@ def _looked(check: Check) -> Finding | Sequence[Finding]:
     except Exception as error:  # noqa: BLE001  an unexpected error must not hide the other checks' results
         text = " ".join(str(error).split())
         return fail(
-            f"the check itself failed: {type(error).__name__}: {text}", "please report this with the output"
+            f"the check crashed: {type(error).__name__}: {text}", "please report this with doctor's output"
         )
 
 
 def of_text(text: str, *, fails: bool) -> Finding:
-    """Return a finding from a sentence with `; ` before the remedy."""
+    """Return a finding from a text such as `problem; remedy`."""
     seen, _, remedy = text.rpartition("; ")
     seen, remedy = (seen, remedy) if seen else (text, logs())
     return fail(seen, remedy) if fails else warn(seen, remedy)
 
 
 def not_written(directory: Path) -> Finding | None:
-    """Return why no file can be written to a directory and synced; None if one can.
+    """Return a finding if no file can be written to a directory and synced; None otherwise.
 
     The test file is removed again. Its name begins with a dot, so neither the kubelet nor a runtime reads it.
     """
@@ -142,7 +142,7 @@ def not_written(directory: Path) -> Finding | None:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             return fail(f"{directory}: {why}", f"free some space on the node (`df -h {directory}`)")
         return fail(
-            f"{directory} cannot be written: {why}",
-            "mount it writable into the plugin's pod, and run doctor there or as root on the node",
+            f"cannot write to {directory}: {why}",
+            "make it writable in the plugin's pod, and run doctor there or as root on the node",
         )
     return None

@@ -21,11 +21,11 @@ from dra_driver.slices.api_support import Support, ask_support
 from dra_driver.slices.rules.diff import PARTITIONS_GATE, SHARES_GATE, TAINTS_GATE, Owner
 
 _SLOW = ("did not answer in time", "no time was left")
-"""Parts of client errors that mean a timeout, not a refusal."""
+"""Client errors that contain one of these texts are timeouts."""
 
 
 def required_permissions(driver: str, *, mig_layouts: bool = False) -> tuple[Permission, ...]:
-    """Return the permissions of the ClusterRole; `mig_layouts` adds those for following the node's labels."""
+    """Return the permissions of the ClusterRole; `mig_layouts` adds the ones for watching the node's labels."""
     slices = ("list", "watch", "create", "update", "delete")
     return (
         Permission("get", "resourceclaims", GROUP),
@@ -44,8 +44,8 @@ def required_permissions(driver: str, *, mig_layouts: bool = False) -> tuple[Per
 
 @dataclass(frozen=True, slots=True)
 class ClusterChecks:
-    """Checks one API server. `client` raises the error that prevented its creation; `configured` is whether
-    there is a configuration at all.
+    """Checks one API server. `client.get()` raises the error that creating the client raised. `configured` is False
+    outside a pod without a kubeconfig.
     """
 
     client: Shared[ApiClient]
@@ -58,9 +58,11 @@ class ClusterChecks:
     claims: Callable[[], Sequence[ClaimRef]] = tuple
 
     def api_server(self) -> Finding:
-        """Check that the API server answers and serves the API."""
+        """Check that the API server answers and serves resource.k8s.io."""
         if not self.configured:
-            return warn("not checked: this is not a pod, and no kubeconfig was given", "use --kubeconfig")
+            return warn(
+                "not checked: doctor does not run in a pod, and has no kubeconfig", "use --kubeconfig"
+            )
         client = self.client.get()
         try:
             client.check_group()
@@ -68,16 +70,16 @@ class ClusterChecks:
             if any(sign in str(error) for sign in _SLOW):
                 return warn(
                     f"{client.endpoint.server} did not answer in time, so doctor did not check the cluster",
-                    f"`time curl -k {client.endpoint.server}/readyz` from the node; run doctor again when it is faster",
+                    f"check `time curl -k {client.endpoint.server}/readyz` on the node; then run doctor again",
                 )
             seen, _, remedy = str(error).partition("; ")
             remedy = (
                 remedy
-                or f"`curl -kv {client.endpoint.server}/readyz` from the node shows where the connection fails"
+                or f"`curl -kv {client.endpoint.server}/readyz` on the node shows where the connection fails"
             )
             return fail(f"{client.endpoint.server}: {seen}", remedy)
         release = server_version(client) or "unknown"
-        return ok(f"Kubernetes {release} at {client.endpoint.server}, {GROUP_VERSION} is used")
+        return ok(f"Kubernetes {release} at {client.endpoint.server} serves {GROUP_VERSION}")
 
     def permissions(self) -> Finding:
         """Check the permissions of gpu-dra-driver."""
@@ -88,14 +90,14 @@ class ClusterChecks:
         if hard:
             return fail(f"not allowed: {', '.join(hard)}", f"{apply_again()} (ClusterRole and its binding)")
         if denied:
-            lacks = f"not allowed: {', '.join(map(str, denied))}; events, device states or MIG layouts will be missing"
+            lacks = f"not allowed: {', '.join(map(str, denied))}, so events, device states or MIG layouts are missing"
             if any(permission.verb == MARK_VERB for permission in denied):
                 mark = f"{MARK_VERB} {MARK_RESOURCE}.{self.driver}"
                 lacks = (
                     f"the role lacks the permission ({mark}), so no policy restricts this account to its node"
                 )
             return warn(lacks, f"{apply_again()} (ClusterRole)")
-        return ok(f"all {len(needed)} that gpu-dra-driver needs")
+        return ok(f"all {len(needed)} permissions that gpu-dra-driver needs")
 
     def node_object(self) -> Finding:
         """Check that the node exists, and that nothing else offers its GPUs."""
@@ -105,7 +107,7 @@ class ClusterChecks:
             if error.status != 404:
                 raise
             return fail(
-                f"there is no node {self.node!r}",
+                f"node {self.node!r} does not exist",
                 "set --node-name or NODE_NAME to a name that `kubectl get nodes` lists",
             )
         status = node.get("status") or {}
@@ -116,9 +118,9 @@ class ClusterChecks:
         ]
         if old:
             return fail(
-                f"a device plugin offers the same GPUs of node {self.node}: {', '.join(old)}",
+                f"a device plugin also offers the GPUs of node {self.node}: {', '.join(old)}",
                 f"`kubectl label node {self.node} nvidia.com/gpu.deploy.device-plugin=false --overwrite`, or delete "
-                "its DaemonSet; pods can then request them through a DeviceClass with extendedResourceName",
+                "the device plugin's DaemonSet; a DeviceClass with extendedResourceName serves nvidia.com/gpu too",
             )
         info = status.get("nodeInfo") or {}
         versions = ", ".join(
@@ -147,7 +149,7 @@ class ClusterChecks:
         missing = [name for name in ("gpu.nvidia.com", "mig.nvidia.com") if name not in names]
         renamed = [other for other in names if any(_is_renamed(name, other) for name in missing)]
         if missing:
-            why = f"; renamed, it seems, to {named(renamed)}, but claims use this name" if renamed else ""
+            why = f"; probably renamed to {named(renamed)}; claims use the old names" if renamed else ""
             return warn(
                 f"missing: {', '.join(missing)}{why}",
                 helm_set("deviceClasses.create=true"),
@@ -162,23 +164,23 @@ class ClusterChecks:
         if foreign:
             return fail(
                 f"pools that gpu-dra-driver did not create: {named(foreign)}",
-                f"another DRA driver publishes as {self.driver}: `kubectl get resourceslices --field-selector "
-                f"spec.nodeName={self.node} -o yaml | grep manager`",
+                f"another DRA driver publishes as {self.driver}; find it with `kubectl get resourceslices "
+                f"--field-selector spec.nodeName={self.node} -o yaml | grep manager`",
             )
         count = sum(len(item["spec"].get("devices") or ()) for item in items)
         if not items:
             return warn(
                 "this node publishes no devices",
-                "start gpu-dra-driver; its /readyz and log show what is wrong",
+                "start gpu-dra-driver; if it is running, its /readyz and log show the problem",
             )
         tainted = sum(
             1 for item in items for device in item["spec"].get("devices") or () if device.get("taints")
         )
-        note = f", {tainted} of them tainted" if tainted else ""
-        return ok(f"{counted(count, 'device')} in {counted(len(items), 'slice')}{note}")
+        note = f" ({tainted} tainted)" if tainted else ""
+        return ok(f"{counted(count, 'device')}{note} in {counted(len(items), 'slice')}")
 
     def feature_gates(self) -> Finding:
-        """Check by dry runs that the API server keeps what gpu-dra-driver publishes with this configuration."""
+        """Check with dry runs that the API server stores all fields that gpu-dra-driver publishes."""
         client = self.client.get()
         owner = Owner(self.driver, self.node, node_uid(client, self.node))
         support = ask_support(client, owner, Support(), partitions=True)
@@ -190,20 +192,20 @@ class ClusterChecks:
         if SHARES_GATE in off and self.sharing:
             return fail(
                 f"{SHARES_GATE} is off, so claims cannot share devices as configured",
-                f"Kubernetes 1.36, or --feature-gates={SHARES_GATE}=true for API server, scheduler and kubelet",
+                f"use Kubernetes 1.36, or --feature-gates={SHARES_GATE}=true for API server, scheduler and kubelet",
             )
         if TAINTS_GATE in off:
             return warn(
                 f"{TAINTS_GATE} is off, so pods can start on broken GPUs",
-                f"Kubernetes 1.36, or --feature-gates={TAINTS_GATE}=true for API server, scheduler and controller "
-                "manager",
+                f"use Kubernetes 1.36, or --feature-gates={TAINTS_GATE}=true for API server, scheduler and "
+                "controller manager",
             )
         if off:
-            return ok(f"off, and not needed with this configuration: {', '.join(sorted(off))}")
-        return ok("API server supports partitions, shares and taints")
+            return ok(f"off, but not needed with this configuration: {', '.join(sorted(off))}")
+        return ok("the API server supports partitions, shares and taints")
 
     def all(self) -> list[Check]:
-        """Return the checks by name."""
+        """Return all checks."""
         return [
             Check("API server", self.api_server),
             Check("permissions", self._skipping(self.permissions)),
@@ -216,8 +218,7 @@ class ClusterChecks:
         ]
 
     def _skipping(self, ask: Callable[[], Finding]) -> Callable[[], Finding]:
-        """Wrap `ask` so that it returns SKIP if the API server is unavailable, or these credentials may not
-        query it.
+        """Wrap `ask` so that it returns SKIP if the API server is unavailable, or refuses these credentials.
 
         The checks `API server` and `permissions` report those problems once.
         """
@@ -236,7 +237,7 @@ class ClusterChecks:
             except ApiRejectedError as error:
                 if error.status in (401, 403):
                     return skip(
-                        "these credentials may not check this; gpu-dra-driver itself does not need to"
+                        "these credentials lack the permission for this check; gpu-dra-driver does not need it"
                     )
                 raise
 
@@ -247,6 +248,6 @@ class ClusterChecks:
 
 
 def _is_renamed(name: str, other: str) -> bool:
-    """Whether the class's name is another one with something added."""
+    """Whether `other` is the name with a prefix or suffix."""
     before, found, behind = other.partition(name)
     return bool(found and (before or behind)) and not before.endswith(".")

@@ -49,7 +49,7 @@ from dra_driver.reporting.rules.claim_usage import unclaimed_text
 
 _KERNEL_VERSION = re.compile(r"NVRM version:.*?\s(\d+\.\d+(?:\.\d+)*)\s")
 _WITHOUT_PCI = {"microsoft": "Windows Subsystem for Linux (WSL2)", "tegra": "an NVIDIA Jetson"}
-"""By a word in the kernel's release."""
+"""Machines whose GPU is not a PCI device, by a word in the kernel release (`uname -r`)."""
 _GPU_NODE = re.compile(r"nvidia(\d+)\Z")
 
 
@@ -59,17 +59,16 @@ class _NotKnownError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class DriverChecks:
-    """Checks one host. `inventory` raises the error of NVML; `node_view` is the data of `top`."""
+    """Checks one host. `inventory` raises NVML's errors, and has MIG profiles; `node_view` returns `top`'s data."""
 
     paths: HostPaths
     nodes: DeviceNodeReader
     inventory: Shared[Inventory]
     node_view: Callable[[], NodeView]
-    """Includes the profiles of GPUs in MIG mode, as far as they can be read."""
     hook: str | None = None
     dynamic_mig: bool = False
     gpu_users: Callable[[], Sequence[str] | None] = lambda: None
-    """Programs, other than gpu-dra-driver and pods of claims, that have a GPU open; None if unknown."""
+    """Returns programs that have a GPU open, except those of gpu-dra-driver and claims; None if unknown."""
     extra_devices: ExtraDevices = NO_EXTRA_DEVICES
     passthrough: bool = False
 
@@ -85,7 +84,7 @@ class DriverChecks:
         if not functions:
             return warn(
                 "no NVIDIA GPU on the PCI bus",
-                "run `lspci -d 10de:` on the node; this is expected on a node without a GPU",
+                "expected on a node without a GPU; otherwise run `lspci -d 10de:` on the node",
             )
         passed = self._under_vfio(functions)
         unbound = [item.bus_id for item in functions if item.driver is None]
@@ -97,11 +96,12 @@ class DriverChecks:
         if others:
             return fail(
                 f"bound to another driver: {named(others)}",
-                "`modprobe -r nouveau`, blacklist it, then reboot",
+                "unload and blacklist that driver (such as `modprobe -r nouveau`), then reboot the node",
             )
         if unbound:
             return fail(
-                f"bound to no driver: {named(unbound)}", "`modprobe nvidia`; then see `dmesg | grep -i nvrm`"
+                f"not bound to a driver: {named(unbound)}",
+                "run `modprobe nvidia` on the node; if that fails, `dmesg | grep -i nvrm` shows why",
             )
         if passed and self.passthrough:
             return ok(
@@ -109,8 +109,8 @@ class DriverChecks:
             )
         if passed:
             return warn(
-                f"bound to vfio-pci for virtual machines: {named(passed)}; containers do not get them",
-                f"if that is not wanted: `driverctl unset-override {passed[0]}`",
+                f"bound to vfio-pci for virtual machines: {named(passed)}; containers cannot use them",
+                f"if containers should use them: `driverctl unset-override {passed[0]}` on the node",
             )
         return ok(f"{len(functions)} on the PCI bus, all bound to nvidia")
 
@@ -121,16 +121,14 @@ class DriverChecks:
             path = f"{self.paths.proc}/driver/nvidia/version"
             return fail(
                 f"not loaded ({path} is missing)",
-                "`modprobe nvidia` on the node; see `dmesg | grep -i nvrm`",
+                "run `modprobe nvidia` on the node; if that fails, `dmesg | grep -i nvrm` shows why",
             )
         return ok(f"{version} loaded", version)
 
     def driver_root(self) -> Finding:
-        """Check that the driver root has the NVIDIA driver's files, in the version that is loaded."""
+        """Check that the driver root has the NVIDIA driver's files, and that they match the loaded version."""
         root = self.paths.driver_root
-        where = (
-            "set --nvidia-driver-root (and --container-driver-root) to where the NVIDIA driver is installed"
-        )
+        where = "set --nvidia-driver-root (and --container-driver-root) to the root under which the driver is installed"
         if not Path(root).is_dir():
             return fail(f"{root} is not a directory", where)
         loaded = self._loaded_version()
@@ -143,21 +141,23 @@ class DriverChecks:
                     note_of_left_out(root, libraries.left_out),
                     f"install the NVIDIA driver for this architecture, or {where}",
                 )
-            return fail(f"libnvidia-ml.so.1 is not below {root}", f"install the NVIDIA driver, or {where}")
+            return fail(
+                f"libnvidia-ml.so.1 is missing below {root}", f"install the NVIDIA driver, or {where}"
+            )
         if not libraries.versions:
             return fail(
-                f"libcuda.so is not below {root}",
+                f"libcuda.so is missing below {root}",
                 f"install the compute libraries of the NVIDIA driver, or {where}",
             )
         if loaded is not None and loaded not in libraries.versions:
             return fail(
-                f"{loaded} is loaded, but the libraries below {root} are {', '.join(libraries.versions)}",
+                f"{loaded} is loaded, but the libraries below {root} have version {', '.join(libraries.versions)}",
                 "reload the kernel modules (`rmmod nvidia_uvm nvidia && modprobe nvidia`) or reboot the node",
             )
         if len(libraries.versions) > 1:
             return warn(
-                f"libraries of several versions below {root}: {', '.join(libraries.versions)}",
-                f"remove the packages of all but {loaded or libraries.versions[0]}",
+                f"there are libraries of several versions below {root}: {', '.join(libraries.versions)}",
+                f"remove the packages of all versions except {loaded or libraries.versions[0]}",
             )
         found = (
             f"{libraries.versions[0]}, {counted(len(libraries.files), 'library', 'libraries')} below {root}"
@@ -172,7 +172,7 @@ class DriverChecks:
             inventory = self.inventory.get()
         except NvmlDetachedError as error:
             ends = "`gpu-dra-driver detach --end` opens NVML again"
-            waits = "run doctor again in some seconds; if that process hangs, drain and reboot the node"
+            waits = "run doctor again in a few seconds; if NVML stays closed, drain and reboot the node"
             remedy = waits if isinstance(error, NvmlPausedError) else ends
             return warn(str(error).partition("; ")[0], remedy)
         except NvmlLibraryError:
@@ -198,14 +198,14 @@ class DriverChecks:
             do = "does" if len(silent) == 1 else "do"
             return warn(
                 f"{len(silent)} of {counted(total, 'GPU')} {do} not answer: {named(silent)}",
-                "`dmesg | grep -i xid` on the node shows the cause; the line `health` of this GPU shows what to do",
+                "`dmesg | grep -i xid` on the node shows the cause; see also the `health` line of the GPU",
             )
         if inventory.faults:
             first = inventory.faults[0]
             more = f" (and {len(inventory.faults) - 1} more)" if len(inventory.faults) > 1 else ""
             return warn(
                 f"{counted(len(inventory.gpus), 'GPU answers', 'GPUs answer')}; {first.subject}: {first.text}{more}",
-                "`nvidia-smi -q` and `dmesg | grep -i xid` on the node; a GPU that was lost needs a reset",
+                "see `nvidia-smi -q` and `dmesg | grep -i xid` on the node; reset a lost GPU",
             )
         cuda = inventory.versions.cuda
         shown = f", CUDA {cuda[0]}.{cuda[1]}" if cuda is not None else ""
@@ -218,44 +218,44 @@ class DriverChecks:
         return health_findings(self.node_view(), has_nvml=self.inventory.or_none() is not None)
 
     def device_nodes(self) -> Finding:
-        """Check that the nodes exist through which containers access the GPUs."""
+        """Check the device nodes through which containers access the GPUs."""
         dev = DevRoot(self.paths, self.nodes)
         if dev.node("/dev/nvidiactl") is None:
             return fail(
-                "/dev/nvidiactl is missing", "`nvidia-modprobe` on the node, or start nvidia-persistenced"
+                "/dev/nvidiactl is missing", "run `nvidia-modprobe` on the node, or start nvidia-persistenced"
             )
         if dev.node("/dev/nvidia-uvm") is None:
-            return fail("/dev/nvidia-uvm is missing, CUDA fails", "`nvidia-modprobe -u -c=0` on the node")
+            return fail("/dev/nvidia-uvm is missing: CUDA fails", "run `nvidia-modprobe -u -c=0` on the node")
         gpus = self.inventory.or_none()
         if gpus is None:
             return ok(
-                "/dev/nvidiactl, /dev/nvidia-uvm; the device nodes of the GPUs are not known without NVML"
+                "/dev/nvidiactl and /dev/nvidia-uvm exist; the GPUs' device nodes are not known without NVML"
             )
         minors = {gpu.minor for gpu in gpus.gpus if gpu.minor is not None}
         missing = sorted(minor for minor in minors if dev.node(f"/dev/nvidia{minor}") is None)
         if missing:
             return fail(
                 f"missing: {named([f'/dev/nvidia{minor}' for minor in missing])}",
-                f"`nvidia-modprobe -c={missing[0]}` on the node, or start nvidia-persistenced",
+                f"run `nvidia-modprobe -c={missing[0]}` on the node, or start nvidia-persistenced",
             )
         strays = sorted(self._node_minors(dev) - minors)
         functions = Sysfs(self.paths.sys, self.paths.proc).nvidia_functions()
-        # The NVIDIA driver does not remove the node of such a GPU.
+        # The NVIDIA driver does not remove the device node of a GPU that is bound to vfio.
         passed = self._under_vfio([item for item in functions if item.is_gpu])
         unknown = [gpu for gpu in gpus.gpus if gpu.minor is None]
         if len(strays) > len(passed) + len(unknown) and not self._silent_gpus(gpus):
             return warn(
-                f"{named([f'/dev/nvidia{minor}' for minor in strays])} {'has' if len(strays) == 1 else 'have'} no GPU",
-                "`dmesg | grep -i xid`: a GPU may have been lost; if it was removed, delete these device nodes",
+                f"device nodes without a GPU: {named([f'/dev/nvidia{minor}' for minor in strays])}",
+                "if a GPU was lost, `dmesg | grep -i xid` shows it; if it was removed, delete these device nodes",
             )
-        return ok(f"/dev/nvidiactl, /dev/nvidia-uvm and the nodes of {counted(len(minors), 'GPU')}")
+        return ok(f"/dev/nvidiactl, /dev/nvidia-uvm and the device nodes of {counted(len(minors), 'GPU')}")
 
     def dev_char_links(self) -> Finding:
-        """Check that systemd finds the NVIDIA driver's device nodes; otherwise reloading its units takes GPUs
-        from containers.
+        """Check that systemd finds the NVIDIA driver's device nodes; otherwise `systemctl daemon-reload` can take
+        GPUs from containers.
         """
         if DevRoot(self.paths, self.nodes).node("/dev/nvidiactl") is None:
-            return skip("there are no device nodes of the NVIDIA driver")
+            return skip("the NVIDIA driver has no device nodes")
         links = DevCharLinks(self.paths, self.nodes)
         missing = sorted(links.missing())
         if missing:
@@ -268,7 +268,7 @@ class DriverChecks:
         return ok("systemd finds the NVIDIA driver's device nodes")
 
     def mig_mode(self) -> Finding:
-        """Check for GPUs in MIG mode without MIG devices, which are offered neither whole nor in parts."""
+        """Check for GPUs in MIG mode without MIG devices. The plugin does not publish them."""
         inventory = self._known()
         on = [gpu for gpu in inventory.gpus if gpu.mig_enabled]
         empty = {gpu.uuid: gpu.pci_bus_id or gpu.uuid for gpu in on if not gpu.mig_devices}
@@ -280,30 +280,30 @@ class DriverChecks:
             one = (
                 ""
                 if smallest is None
-                else f"`nvidia-smi mig -i {first} -cgi {smallest.profile_id} -C` creates one, "
+                else f"`nvidia-smi mig -i {first} -cgi {smallest.profile_id} -C` creates one, and "
             )
             return warn(
-                f"in MIG mode without MIG devices, so the plugin publishes no device: {named(list(empty.values()))}",
+                f"the plugin does not publish GPUs in MIG mode without MIG devices: {named(list(empty.values()))}",
                 f"{helm_set('dynamicMig.enabled=true')} creates MIG devices "
                 f"on demand; on the node, {one}`nvidia-smi -i {first} -mig 0` makes the whole GPU available again",
             )
         return ok(f"{len(on)} of {counted(len(inventory.gpus), 'GPU')} in MIG mode")
 
     def gpu_agents(self) -> Finding:
-        """Check for programs that keep GPUs open and thereby prevent switching MIG mode or passthrough."""
+        """Check for programs that keep GPUs open, which blocks MIG mode changes and passthrough."""
         if not self.dynamic_mig and not self.passthrough:
             return skip("only checked with MIG on demand or passthrough")
         users = self.gpu_users()
         if users is None:
-            return skip("not known without the processes of the host (hostPID)")
+            return skip("not checked: the processes of the host are not visible here (needs hostPID: true)")
         if users:
             hinders, cure = (
                 "no virtual machine can get these GPUs",
-                "keep them off nodes with virtual machines",
+                "do not run these programs on nodes with virtual machines",
             )
             if self.dynamic_mig:
                 hinders = "the NVIDIA driver cannot switch MIG mode"
-                cure = "switch MIG mode on at boot, before they start"
+                cure = "switch MIG mode on at boot, before these programs start"
             page = "mig" if self.dynamic_mig else "passthrough"
             return warn(
                 f"these programs keep GPUs open, so {hinders}: {named(users)}",
@@ -312,7 +312,7 @@ class DriverChecks:
         return ok("no other program keeps a GPU open")
 
     def imex(self) -> Finding:
-        """Check that claims on GPUs in a fabric get their IMEX channel."""
+        """Check that claims for GPUs in an NVLink fabric get their IMEX channel."""
         wanted = self.extra_devices.imex
         if wanted is None:
             return skip("claims get no IMEX channels")
@@ -324,33 +324,32 @@ class DriverChecks:
         ]
         if unready:
             return fail(
-                f"claims for these GPUs wait until they are registered with their NVLink fabric: {named(unready)}",
+                f"claims wait for GPUs that are not registered with their NVLink fabric yet: {named(unready)}",
                 FABRIC_REMEDY,
             )
         outside = [gpu.pci_bus_id or gpu.uuid for gpu in inventory.gpus if gpu.fabric is None]
         if len(outside) == len(inventory.gpus):
             return warn(
-                "no GPU is in a fabric, so no claim gets an IMEX channel",
-                "`nvidia-smi -q | grep -A10 Fabric` on the node: the state must be Completed, the ClusterUUID not zero",
+                "no GPU is in an NVLink fabric, so no claim gets an IMEX channel",
+                "check `nvidia-smi -q | grep -A10 Fabric` on the node: State must be Completed, ClusterUUID not zero",
             )
         channels = ImexChannelNodes(self.paths.proc)
         count = channels.count()
         if count is None:
             return fail(
-                f"the NVIDIA driver has no IMEX channels ({self.paths.proc}/devices, driver/nvidia/params)",
-                "load the module nvidia with NVreg_ImexChannelCount=2048; NVIDIA drivers before 550 have no IMEX "
-                "channels",
+                f"the NVIDIA driver has no IMEX channels (see {self.paths.proc}/devices and driver/nvidia/params)",
+                "load the nvidia module with NVreg_ImexChannelCount=2048 (needs NVIDIA driver 550 or newer)",
             )
         if wanted == "all" and count > MAX_IMEX_CHANNELS:
             return fail(
-                f"the NVIDIA driver has {count} channels, too many for one container",
-                "set imex.channel to a number, or load the module nvidia with "
+                f"the NVIDIA driver has {count} IMEX channels, too many for one container",
+                "set imex.channel to a number, or load the nvidia module with "
                 f"NVreg_ImexChannelCount={MAX_IMEX_CHANNELS} or less",
             )
         if wanted != "all" and wanted >= count:
             return fail(
-                f"the configuration requests channel {wanted}, but the NVIDIA driver has only 0 to {count - 1}",
-                "set imex.channel to one of these, or load the module nvidia with a larger NVreg_ImexChannelCount",
+                f"imex.channel is {wanted}, but the NVIDIA driver has only channels 0 to {count - 1}",
+                "set imex.channel to one of them, or load the nvidia module with a larger NVreg_ImexChannelCount",
             )
         try:
             with TemporaryDirectory() as links:
@@ -363,10 +362,10 @@ class DriverChecks:
             return fail(seen, remedy or "install nvidia-imex on the node and start it")
         if outside:
             return warn(
-                f"nvidia-imex is ready, but these GPUs are not in a fabric (yet): {named(outside)}",
-                "`nvidia-smi -q | grep -A10 Fabric` on the node",
+                f"nvidia-imex is ready, but these GPUs are not in an NVLink fabric (yet): {named(outside)}",
+                "check `nvidia-smi -q | grep -A10 Fabric` on the node",
             )
-        return ok(f"nvidia-imex is ready, claims get {_channels(wanted)} of {count}")
+        return ok(f"nvidia-imex is ready; claims get {_channels(wanted, count)}")
 
     def host_devices(self) -> Finding:
         """Check that the host has the extra devices that every claim should get."""
@@ -375,11 +374,11 @@ class DriverChecks:
         missing = [kind for kind in kinds if not finder.find(kind).nodes]
         if missing:
             return warn(
-                f"no nodes for {named(missing)} ({', '.join(HOST_DEVICE_NODES[missing[0]])}), so claims do not get "
-                "them",
-                f"{HOST_DEVICE_REMEDIES[missing[0]]}, or remove it from --host-devices",
+                f"no device nodes for {named(missing)} ({', '.join(HOST_DEVICE_NODES[missing[0]])}), so claims do not "
+                "get them",
+                f"{HOST_DEVICE_REMEDIES[missing[0]]}, or remove {missing[0]} from --host-devices",
             )
-        return ok(f"{named(kinds)}: their nodes are there")
+        return ok(f"the host has device nodes for {named(kinds)}")
 
     def cdi_hook(self) -> Finding:
         """Check nvidia-cdi-hook, which creates the links to libraries in containers."""
@@ -396,16 +395,16 @@ class DriverChecks:
             seen, _, remedy = hook.notes[0].partition("; ")
             return warn(seen, remedy)
         if hook.notes:
-            return warn(hook.notes[0], f"`{hook.host_path} --help` on the node")
+            return warn(hook.notes[0], f"run `{hook.host_path} --help` on the node")
         return ok(f"{hook.host_path} ({', '.join(hook.verbs)})")
 
     def gpu_processes(self) -> list[Finding]:
-        """Check for GPU memory without a claim."""
+        """Check for processes that use GPU memory without a claim."""
         self._known()
         found = [one for one in self.node_view().processes if one.is_unclaimed]
         texts = (unclaimed_text(one.gpu, GpuProcess(one.pid, one.name, one.memory_bytes)) for one in found)
         findings = [warn(*text.split("; ", 1)) for text in texts]
-        return findings or [ok("No unknown processes on the GPUs")]
+        return findings or [ok("no unknown processes on the GPUs")]
 
     def persistence(self) -> Finding:
         """Check that something keeps the NVIDIA driver's state while no one uses a GPU."""
@@ -419,7 +418,7 @@ class DriverChecks:
         if inventory is not None and inventory.gpus and all(gpu.persistence for gpu in inventory.gpus):
             return ok("nvidia-persistenced is not running, but persistence mode is on")
         return warn(
-            f"nvidia-persistenced is not running: while gpu-dra-driver is not running, GPUs {self._loss_at_the_end()}",
+            f"nvidia-persistenced is not running, so while gpu-dra-driver is stopped, GPUs {self._loss_at_the_end()}",
             "`systemctl enable --now nvidia-persistenced` on the node",
         )
 
@@ -428,7 +427,7 @@ class DriverChecks:
         inventory = self.inventory.or_none()
         if inventory is None or inventory.confidential_compute in (None, "off"):
             return "lose their settings"
-        return "with confidential computing stop working when their last program exits, until they are reset"
+        return "with confidential computing stop working when the last program exits, until you reset them"
 
     def gpu_memory(self) -> Finding:
         """Check whether GPU memory is also host memory."""
@@ -444,7 +443,7 @@ class DriverChecks:
         )
 
     def all(self) -> list[Check]:
-        """Return the checks, each after those it depends on. On a node without GPUs only the first can fail."""
+        """Return the checks, each after its prerequisites. Without GPUs, only the first returns problems."""
         looks: dict[str, Look | None] = {
             "kernel driver": self.kernel_driver,
             "driver root": self.driver_root,
@@ -469,7 +468,7 @@ class DriverChecks:
             try:
                 found = look()
             except _NotKnownError:
-                found = skip("not known without NVML")
+                found = skip("not checked, because NVML does not answer")
             gpus = self._sysfs.gpus()
             if self.passthrough and gpus and len(self._under_vfio(gpus)) == len(gpus):
                 return skip("every GPU of this node is bound to vfio")
@@ -513,5 +512,5 @@ class DriverChecks:
         return {minor for minor in found if dev.node(f"/dev/nvidia{minor}") is not None}
 
 
-def _channels(wanted: ImexChannels) -> str:
-    return "all" if wanted == "all" else f"channel {wanted}"
+def _channels(wanted: ImexChannels, count: int) -> str:
+    return f"all {count} channels" if wanted == "all" else f"channel {wanted} of {count}"

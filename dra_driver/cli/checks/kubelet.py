@@ -30,8 +30,8 @@ class KubeletChecks:
     """Checks the kubelet's side of a node.
 
     `registry` is the kubelet's plugin registry, `plugins` its plugin directory, `driver` the driver's name.
-    `node_state` reads the plugin's files, and `cdi` is the directory of CDI specs. `reported` queries the
-    plugin for its problems; None if there can be no plugin.
+    `node_state` reads the plugin's files, and `cdi` is the directory of CDI specs. `reported` queries the plugin for
+    its problems; None if no plugin can be running.
     """
 
     driver: str
@@ -49,7 +49,7 @@ class KubeletChecks:
     def plugin(self) -> list[Finding]:
         """Check the problems that the plugin reports, and the claims that fail."""
         if self.reported is None:
-            return [skip("a machine that is simulated for this command has no plugin")]
+            return [skip("no plugin runs on a machine that is simulated only for this command")]
         problems, failing = self.reported()
         found = [
             fail(
@@ -64,7 +64,7 @@ class KubeletChecks:
             # The check `health` reports GPUs that do not answer, and failing claims are listed above.
             if problem.code not in ("gpu-unresponsive", *(["claims-failing"] if failing else [])):
                 found.append(of_text(problem.text, fails=problem.code in CODES_THAT_FAIL))
-        return found or [ok("the plugin runs and reports no problem")]
+        return found or [ok("the plugin is running and reports no problems")]
 
     def directories(self) -> Finding:
         """Check that the kubelet's directories are writable."""
@@ -91,13 +91,13 @@ class KubeletChecks:
             more = f" (and {len(state.faults) - 1} more)" if len(state.faults) > 1 else ""
             return fail(
                 state.faults[0] + more,
-                "`gpu-dra-driver claims` lists them; the plugin sets such files aside, except files of a newer release",
+                "see `gpu-dra-driver claims`; the plugin renames unreadable files, except those of a newer release",
             )
         aside = set_aside_files(self.state, self.cdi, self.driver)
         if aside:
             places = sorted({str(path.parent) for path in aside})
             return warn(
-                f"{len(aside)} set aside as unreadable: {named([path.name for path in aside])}",
+                f"{counted(len(aside), 'file')} set aside as unreadable: {named([path.name for path in aside])}",
                 f"inspect them in {' and '.join(places)}, then remove them",
             )
         waiting = sum(1 for record in state.records if record.phase != "prepared")
@@ -116,7 +116,7 @@ class KubeletChecks:
         if found:
             more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
             pending, _, remedy = found[0].text.rpartition("; ")
-            return warn(pending + more, f"{remedy}; `gpu-dra-driver cleanup` lists all")
+            return warn(pending + more, f"{remedy}; `gpu-dra-driver cleanup` lists all pending cleanup")
         return ok("no cleanup is pending")
 
     def mig_layout(self) -> Finding:
@@ -127,15 +127,15 @@ class KubeletChecks:
         for state in ("refused", "waiting"):
             concerned = [one for one in found if one.state == state]
             if concerned:
-                text = f"layout {concerned[0].layout} is {state} on {counted(len(concerned), 'GPU')}"
-                return warn(f"{text}: {concerned[0].gpu_uuid}: {concerned[0].text}", "docs/mig.md: Layouts")
-        return ok(f"layout {found[0].layout} is on {counted(len(found), 'GPU')}")
+                text = f"layout {concerned[0].layout} is not applied to {counted(len(concerned), 'GPU')} ({state})"
+                return warn(f"{text}: {concerned[0].gpu_uuid}: {concerned[0].text}", "see docs/mig.md")
+        return ok(f"layout {found[0].layout} is applied to {counted(len(found), 'GPU')}")
 
     def mps_host(self) -> Finding:
-        """Check that the MPS host runs and does what is wanted. Claims with MPS wait for it."""
+        """Check that the MPS host runs and has applied its desired state. MPS claims wait for it."""
         layout = mps_layout(self.state)
         if not layout.lock.exists():
-            return ok("no MPS host; only claims with MPS need one (mps.enabled of the chart)")
+            return ok("the MPS host is not installed; only MPS claims need it (chart value mps.enabled)")
         files = MpsHostFiles(layout)
         problem = files.host_problem()
         if problem is not None:
@@ -146,16 +146,16 @@ class KubeletChecks:
         if waiting:
             return warn(
                 f"the MPS host has not yet applied the changes to {', '.join(waiting)}",
-                "run doctor again in 30 seconds; if this repeats, see `kubectl logs` of its pod",
+                "run doctor again in 30 seconds; if the warning stays, see the log of the MPS host's pod",
             )
         daemons = files.statuses()
         notes = [text for status in daemons for _, text in notes_of(status)]
         if notes:
-            return warn("; ".join(notes), "docs/sharing.md: MPS")
+            return warn("; ".join(notes), "see docs/sharing.md, MPS")
         return ok(f"the MPS host runs; it has {counted(len(daemons), 'daemon')}")
 
     def all(self) -> list[Check]:
-        """Return the checks by name."""
+        """Return all checks."""
         return [
             Check("plugin", self.plugin),
             Check("kubelet directories", self.directories),

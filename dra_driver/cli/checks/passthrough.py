@@ -26,8 +26,8 @@ class PassthroughChecks:
     is_on: bool
 
     def passthrough(self) -> list[Finding]:
-        """Return a finding for each card that no virtual machine can get, and for each card in vfio without a
-        claim.
+        """Return a finding for each card that virtual machines cannot use, one for cards left in vfio without a
+        claim, and a summary.
         """
         cards = self.cards()
         if not cards:
@@ -39,7 +39,7 @@ class PassthroughChecks:
         if fit and self.host.vm_users(fit[0]) is None:
             found.append(
                 fail(
-                    "no GPU can change drivers: the programs that use the GPUs are not visible here",
+                    "GPUs cannot be bound to vfio, because the programs that use them are not visible here",
                     "set hostPID: true for the pods of gpu-dra-driver, or run doctor on the node",
                 )
             )
@@ -49,21 +49,21 @@ class PassthroughChecks:
             found.append(
                 warn(
                     f"bound to vfio for a claim that has no record: {named(forgotten)}",
-                    "delete the claim's pod; if there is none, reboot the node",
+                    "delete the claim's pod; if the claim has no pod, reboot the node",
                 )
             )
         bound = [card for card in fit if card.is_bound]
         theirs = [card.bus_id for card in bound if not card.by_us]
         kept = (
-            f", {len(theirs)} of them by an administrator; gpu-dra-driver does not change these"
+            f"; an administrator bound {len(theirs)} of them, which gpu-dra-driver does not change"
             if theirs
             else ""
         )
-        summary = f"{counted(len(fit), 'card')} for virtual machines, {len(bound)} under vfio now{kept}"
+        summary = f"{counted(len(fit), 'card')} for virtual machines, {len(bound)} bound to vfio now{kept}"
         return [*found, ok(summary)] if fit else found
 
     def all(self) -> list[Check]:
-        """Return the checks; empty if passthrough is off and gpu-dra-driver has no card in vfio."""
+        """Return the checks; empty if passthrough is off and gpu-dra-driver has not bound a card to vfio."""
         is_needed = self.is_on or bool(self._steps())
         return [Check("passthrough", self.passthrough)] if is_needed else []
 

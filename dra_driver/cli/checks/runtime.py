@@ -25,7 +25,7 @@ _CONTAINERD = (
     "/etc/k0s/containerd.toml",
     "/etc/containerd/config.toml",
 )
-"""Files of distributions come first, because the last one is Docker's if there is another."""
+"""Files of distributions come first: where one of them exists, the last file belongs to Docker."""
 _CRI_PLUGINS = ("io.containerd.cri.v1.runtime", "io.containerd.grpc.v1.cri", "cri")
 _CRIO_FILE = "/etc/crio/crio.conf"
 _CRIO_DIRECTORIES = ("/usr/share/crio/crio.conf.d", "/etc/crio/crio.conf.d")
@@ -37,10 +37,10 @@ _SOCKETS = (
     ("crio", "/run/crio/crio.sock"),
     ("docker", "/run/cri-dockerd.sock"),
 )
-"""In the order of the files. RKE2 uses the socket of k3s."""
+"""In the same order as the files. RKE2 uses the socket of k3s."""
 _ANSWER_WITHIN_S = 2.0
 DOCKER = (
-    "the runtime is Docker (cri-dockerd), which does not support devices of claims",
+    "the runtime is Docker (cri-dockerd), which cannot give containers the devices of claims",
     "set up the node with containerd or CRI-O (`kubeadm join --cri-socket`)",
 )
 
@@ -49,10 +49,10 @@ Toml = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class RuntimeConfig:
-    """CDI settings of a runtime, from its answer or its configuration.
+    """CDI settings of a runtime, from its CRI status or its configuration file.
 
-    `enabled` is None if it is not set; `file` is a path on the host, and `version` that of containerd's
-    configuration.
+    `enabled` is None if the setting is missing; `file` is a path on the host; `version` is the version of
+    containerd's file format.
     """
 
     runtime: str
@@ -64,15 +64,15 @@ class RuntimeConfig:
 
 @dataclass(frozen=True, slots=True)
 class RuntimeChecks:
-    """`host` is where this process sees the host's `/`; None if it does not. `cdi_root` is the directory of the
-    specs.
+    """`host` is the path at which this process sees the host's `/`, None if it cannot. `cdi_root` is the directory of
+    the CDI specs.
     """
 
     cdi_root: str
     host: str | None
 
     def runtime(self) -> Finding:
-        """Check that the runtime reads specs from `cdi_root`."""
+        """Check that the runtime reads CDI specs from `cdi_root`."""
         if self.host is None:
             return skip(
                 "the runtime's configuration is not visible from here; mount the host's / and set --host-root"
@@ -83,26 +83,29 @@ class RuntimeChecks:
             found = {config.runtime: config for config in read_configs(tree)}
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             return fail(
-                f"its configuration is not valid TOML: {error}", "repair the file, then restart the runtime"
+                f"the configuration is not valid TOML: {error}", "repair the file, then restart the runtime"
             )
-        # Only running runtimes count; files of others mean nothing.
+        # If a runtime is running, files of other runtimes are ignored.
         known = [_with_answer(found.get(name), name, answer or {}) for name, answer in answers.items()]
         silent = [name for name, answer in answers.items() if answer is None]
         if silent:
             return warn(
                 f"{silent[0]} did not answer within {_ANSWER_WITHIN_S:g} s",
-                f"`systemctl status {silent[0]}` on the node; then run doctor again",
+                f"check `systemctl status {silent[0]}` on the node, then run doctor again",
             )
         return judge_runtimes(known or list(found.values()), self.cdi_root)
 
     def directory(self) -> Finding:
-        """Check that specs can be written."""
+        """Check that CDI specs can be written."""
         path = Path(self.cdi_root)
         if not path.exists():
             parent = next(parent for parent in path.parents if parent.exists())
             return not_written(parent) or ok(f"{path} does not exist yet; gpu-dra-driver creates it")
         if not path.is_dir():
-            return fail(f"{path} is not a directory", f"`rm {path}`; gpu-dra-driver creates the directory")
+            return fail(
+                f"{path} is not a directory",
+                f"run `rm {path}`; gpu-dra-driver then creates the directory",
+            )
         return not_written(path) or ok(f"gpu-dra-driver can write to {path}")
 
     def all(self) -> list[Check]:
@@ -114,10 +117,10 @@ class RuntimeChecks:
 
 
 def host_directory(paths: HostPaths, *, simulated: bool, in_pod: bool) -> str | None:
-    """Return where this process sees the host's `/`; None if it does not.
+    """Return the path at which this process sees the host's `/`; None if it cannot.
 
-    That is the mount for it, the driver root if the NVIDIA driver is installed in `/`, or this process's own
-    `/` outside a pod.
+    The path is the mount of the host's root, the driver root if the NVIDIA driver is installed in `/`, or `/` outside
+    a pod.
     """
     if simulated or paths.host_root is not None:
         return paths.host_root or paths.driver_root
@@ -129,8 +132,8 @@ def host_directory(paths: HostPaths, *, simulated: bool, in_pod: bool) -> str | 
 def answering(tree: RootedTree) -> Mapping[str, JsonObject | None]:
     """Return the configurations that runtimes report through their CRI sockets, by name.
 
-    A configuration is empty if the runtime reports none, and None if it did not answer in time. Runtimes that
-    are not running or serve no CRI, such as Docker's containerd, are left out.
+    A configuration is empty if the runtime reports none, and None if it did not answer in time. Runtimes that are not
+    running or do not serve CRI, such as Docker's containerd, are left out.
     """
     import grpc
 
@@ -160,7 +163,7 @@ def answering(tree: RootedTree) -> Mapping[str, JsonObject | None]:
 
 
 def _with_answer(config: RuntimeConfig | None, name: str, answer: JsonObject) -> RuntimeConfig:
-    """Merge a runtime's answer. containerd and CRI-O spell the same keys differently."""
+    """Merge a runtime's answer into its configuration. containerd and CRI-O spell the same keys differently."""
     config = config or RuntimeConfig(name, _CRIO_FILE if name == "crio" else _CONTAINERD[-1])
     settings = {key.lower(): value for key, value in answer.items()}
     enabled, directories = settings.get("enablecdi"), _paths(settings.get("cdispecdirs"))
@@ -214,9 +217,9 @@ def _toml(tree: RootedTree, path: str) -> JsonObject | None:
 
 
 def containerd_config(path: str, document: Toml, imported: Iterable[tuple[str, Toml]]) -> RuntimeConfig:
-    """Return the settings of the main file and its imports, which override it, as in containerd.
+    """Return the settings of the main file and its imports. Imports override the main file, as in containerd.
 
-    Missing settings depend on containerd's version.
+    The default of a missing setting depends on containerd's version.
     """
     version = document.get("version")
     config = RuntimeConfig("containerd", path, version=version if isinstance(version, int) else 1)
@@ -228,13 +231,13 @@ def containerd_config(path: str, document: Toml, imported: Iterable[tuple[str, T
                 config = replace(config, file=file, enabled=bool(enabled))
             if directories is not None:
                 config = replace(config, file=file, directories=directories)
-    # Only containerd 2 reads version 3 of the file, and CDI is on there by default.
+    # Only containerd 2 reads files of version 3, and it enables CDI by default.
     return replace(config, enabled=True) if config.enabled is None and config.version >= 3 else config
 
 
 def crio_config(documents: Mapping[str, Toml]) -> RuntimeConfig | None:
-    """Merge CRI-O's main file and its drop-ins, given by path in CRI-O's order: later ones override. None
-    without files.
+    """Merge CRI-O's main file and its drop-ins, which are in CRI-O's order: later files override earlier ones.
+    Returns None without files.
     """
     if not documents:
         return None
@@ -254,10 +257,10 @@ def judge_runtimes(found: Sequence[RuntimeConfig], cdi_root: str) -> Finding:
     if not found:
         if not any(canonical(cdi_root) == canonical(path) for path in DEFAULT_DIRECTORIES):
             return warn(
-                f"no configuration found; runtimes read {' and '.join(DEFAULT_DIRECTORIES)}, not {cdi_root}",
+                f"no configuration found; runtimes read {' and '.join(DEFAULT_DIRECTORIES)} by default, not {cdi_root}",
                 helm_set(f"cdiDirectory={DEFAULT_DIRECTORIES[1]}"),
             )
-        return ok(f"no configuration found; {cdi_root} is read by default (containerd 2, CRI-O)")
+        return ok(f"no configuration found; containerd 2 and CRI-O read {cdi_root} by default")
     return worst(_judged(config, cdi_root) for config in others)
 
 
@@ -268,13 +271,13 @@ _OWN_FILES = (
     ("/microk8s/", "/var/snap/microk8s/current/args/containerd-template.toml", "snap restart microk8s"),
     ("/etc/k0s/", "/etc/k0s/containerd.d/cdi.toml", "k0s stop && k0s start"),
 )  # fmt: skip
-"""By a part of the path of the file that the runtime reads: the file that people edit, from which it is
-generated, and the command that restarts the runtime.
+"""For files that a distribution generates: part of the path, the file to edit instead, and the command that restarts
+the runtime.
 """
 
 
 def _edited(config: RuntimeConfig) -> tuple[str, str]:
-    # With containerd 1, which has version 2 of the file, k3s and RKE2 name the template differently.
+    # With containerd 1, whose files have version 2, k3s and RKE2 name the template differently.
     old = "config-v3" if config.version < 3 else ""
     own = [
         (file.replace(old, "config") if old else file, restart)
@@ -295,14 +298,14 @@ def _judged(config: RuntimeConfig, cdi_root: str) -> Finding:
     if canonical(cdi_root) not in map(canonical, directories):
         other = directories[-1] if directories else DEFAULT_DIRECTORIES[1]
         return fail(
-            f"{config.runtime} reads {', '.join(directories) or 'nothing'}, gpu-dra-driver writes to {cdi_root}",
+            f"{config.runtime} reads {', '.join(directories) or 'nothing'}, but gpu-dra-driver writes to {cdi_root}",
             f"{helm_set(f'cdiDirectory={other}')}, or add {cdi_root} to cdi_spec_dirs in {file}, "
             f"then `{restart}`",
         )
     if config.enabled is None and config.runtime == "containerd":
         return warn(
             f"containerd: enable_cdi is not set in {config.file}; the default is off before containerd 2.0, and on "
-            "since then",
+            "from 2.0",
             f"set enable_cdi = true in {file}, then `{restart}`",
         )
     return ok(f"{config.runtime} reads {', '.join(directories)} ({config.file})")
@@ -313,6 +316,6 @@ def _paths(value: Any) -> tuple[str, ...] | None:
 
 
 def canonical(path: str) -> str:
-    """Return the path without the `/var` of `/var/run`, which is the same as `/run`."""
+    """Return the path with `/var/run` written as `/run`, which is the same directory."""
     clean = posixpath.normpath(path)
     return clean.removeprefix("/var") if clean.startswith("/var/run/") else clean

@@ -26,7 +26,7 @@ _KEEP_AWAY = (":NoSchedule", ":NoExecute")
 _ANY_NODE = "(several nodes)"
 _PREFIXES = ("nvidia_dra_device_", "nvidia_dra_pod_")
 _GIB = 1 << 30
-NOT_PUBLISHED = "no slice has this device: on this node run `gpu-dra-driver doctor` in the plugin's pod"
+NOT_PUBLISHED = "the device is not in any slice: run `gpu-dra-driver doctor` in the plugin's pod on this node"
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ class Totals:
     def __str__(self) -> str:
         text = f"{self.gpus} GPUs: {self.free} free, {self.used} in use, {self.tainted} tainted"
         missing = f"; {self.maintenance} more in maintenance" if self.maintenance else ""
-        missing += f"; {self.missing} more devices of claims are not in any slice" if self.missing else ""
+        missing += f"; claimed devices without a slice: {self.missing}" if self.missing else ""
         waiting = counted(self.waiting, "claim or pod waits", "claims or pods wait")
         return text + missing + (f"; {waiting}" if self.waiting else "")
 
@@ -153,7 +153,7 @@ def _device(device: JsonObject, driver: str, node: str) -> Device:
     attributes = device.get("attributes") or {}
 
     def text(name: str) -> str | None:
-        # A driver may write its own domain or omit it.
+        # A driver may write or omit its own domain in names.
         value = attributes.get(name) or attributes.get(f"{driver}/{name}")
         return str(next(iter(value.values()))) if value else None
 
@@ -178,7 +178,7 @@ def taint_text(taint: JsonObject) -> str:
 def seen_claim(entry: JsonObject, driver: str) -> Claim:
     """Read a ResourceClaim with its devices of the driver.
 
-    Devices with adminAccess are left out, because they take nothing from others, except for maintenance.
+    Devices with adminAccess are left out, because other claims can still use them, except during maintenance.
     """
     metadata, status = entry["metadata"], entry.get("status") or {}
     of_driver = [one for one in allocation_results(entry) if one["driver"] == driver]
@@ -244,7 +244,7 @@ def seen_pod(entry: JsonObject) -> WaitingPod:
         str(metadata["name"]),
         tuple(map(str, filter(None, claims))),
         frozenset(str(name) for resources in limits for name in resources),
-        str(next(filter(None, says), "the scheduler has not tried it yet")),
+        str(next(filter(None, says), "the scheduler has not tried this pod yet")),
         bool(status.get("extendedResourceClaimStatus")),
     )
 
@@ -282,7 +282,7 @@ def cluster_rows(
     published = {
         (pool, device.name) for pool, members in pools.items() for one in members for device in one.devices
     }
-    # A device that is still published waits to be withdrawn, or the claim was refused.
+    # A device that is still published will be withdrawn soon, or the plugin refused the claim.
     serviced = {slot: claim for claim in claims for slot in claim.serviced - published}
     for slot in (holders.keys() | serviced.keys()) - published:
         by, held = serviced.get(slot), holders.get(slot, [])
@@ -311,7 +311,7 @@ def _pool_rows(
     for devices in cards.values():
         held = [device for device in devices if (pool, device.name) in holders]
         is_tainted = any(taint.endswith(_KEEP_AWAY) for device in devices for taint in device.taints)
-        # Whole numbers, because an empty Counter keeps the type of its first values.
+        # Converted to int, because an empty Counter stores its first values as they are.
         sums.update(
             gpus=1, used=int(bool(held)), tainted=int(is_tainted), free=int(not held and not is_tainted)
         )
@@ -384,7 +384,7 @@ def _waiting(
 ) -> Iterator[Row]:
     """Yield rows for waiting claims and pods.
 
-    Claims wait for devices of the driver or of a missing class. Pods wait for such devices as extended
+    Claims wait for devices of the driver or of a missing class. Pods wait if they request such devices as extended
     resources; the scheduler creates their claims when it has found a node.
     """
     known = {name for name, _, _ in classes}
@@ -396,9 +396,9 @@ def _waiting(
         if claim.is_allocated or not any(name in ours or name not in known for name in claim.classes):
             continue
         waiting = [pod for pod in pods if pod.namespace == claim.namespace and claim.name in pod.claims]
-        says = waiting[0].says if waiting else "no waiting pod uses it"
+        says = waiting[0].says if waiting else "no pod waits for this claim"
         if unknown := ", ".join(sorted(claim.classes - known)):
-            says = f"no DeviceClass {unknown}"
+            says = f"DeviceClass {unknown} does not exist"
         yield Row(
             "-",
             claim=f"{claim.namespace}/{claim.name}",
@@ -442,7 +442,7 @@ def loads_of(text: str, driver: str) -> dict[str, Used] | None:
     """
     from prometheus_client.parser import text_string_to_metric_families
 
-    # Most of a page is histograms, and a cluster has many pages.
+    # Other lines are not parsed: most of a page is histograms, and a cluster has many pages.
     lines = [line for line in text.splitlines() if line.removeprefix("# HELP ").startswith(_PREFIXES)]
     if not lines:
         return None

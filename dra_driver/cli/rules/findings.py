@@ -13,14 +13,14 @@ CODES_THAT_FAIL = frozenset({
     "mps-daemon-failed", "mps-host-missing", "not-registered", "plugin-not-running", "slices-not-published",
     "waiting-for-driver",
 })  # fmt: skip
-"""Problems of the node that keep pods from getting their devices."""
+"""Codes of node problems that keep pods from getting their devices."""
 _WORST_FIRST = ("FAIL", "WARN", "SKIP", "OK")
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What was found, and the remedy. `SKIP` means that it could not be checked. `version` is that of the
-    checked thing.
+    """The result of a check, and the remedy for a problem. `SKIP` means that the check could not run.
+    `version` is the version of the checked component.
     """
 
     status: Status
@@ -30,12 +30,12 @@ class Finding:
 
 
 def ok(seen: str, version: str | None = None) -> Finding:
-    """Return the finding that all is well."""
+    """Return the finding that a check found no problem."""
     return Finding("OK", seen, version=version)
 
 
 def warn(seen: str, remedy: str) -> Finding:
-    """Return the finding for something that works, but badly, or not for long."""
+    """Return the finding for something that works with restrictions, or may soon fail."""
     return Finding("WARN", seen, remedy)
 
 
@@ -50,7 +50,7 @@ def skip(seen: str) -> Finding:
 
 
 def worst(findings: Iterable[Finding]) -> Finding:
-    """Return the most serious finding; the first among equals."""
+    """Return the most serious finding; of several, the first."""
     return min(findings, key=lambda finding: _WORST_FIRST.index(finding.status))
 
 
@@ -58,13 +58,13 @@ _VERIFIED = {
     "driver": (("GPUs", "kernel driver", "driver root", "NVML", "device nodes"), "kernel driver"),
     "runtime": (("runtime", "CDI directory"), "node"),
 }
-"""By subject: the checks that verify it, and the check that knows its version."""
+"""For each subject: the checks that verify it, and the check that reports its version."""
 
 
 def verified(found: Sequence[tuple[str, Finding]]) -> dict[str, dict[str, str | None]]:
-    """Return what AI conformance requires platforms to verify, from check names and findings.
+    """Return the results that Kubernetes AI conformance requires, from check names and findings.
 
-    For the NVIDIA driver and the container runtime, it has the worst status and the version (None if unknown).
+    For the NVIDIA driver and the container runtime: the worst status, and the version (None if unknown).
     """
     versions = {check: finding.version for check, finding in found}
     return {

@@ -10,17 +10,15 @@ from dra_driver.cli.rules.prepared_claims import age_text
 from dra_driver.health.rules.xids import is_program_fault, needs_reboot
 from dra_driver.model.units import counted, named
 
-_RESET = (
-    "{then}`gpu-dra-driver detach{gpu}` and `nvidia-smi --gpu-reset -i {bus}` on the node; or reboot the node"
-)
+_RESET = "{then}run `gpu-dra-driver detach{gpu}` and `nvidia-smi --gpu-reset -i {bus}` on the node; or reboot the node"
 _WAIT = f"the taint clears by itself in about 30 seconds; if it does not: {_RESET}"
-"""Only for program faults, according to NVIDIA's catalog."""
-_RESET_OR_SERVICED = f"{_RESET}; if it stays after the reset, `gpu-dra-driver serviced{{gpu}}`"
+"""Only for Xids that NVIDIA's catalog attributes to programs."""
+_RESET_OR_SERVICED = f"{_RESET}; if the taint stays after the reset, run `gpu-dra-driver serviced{{gpu}}`"
 _REPLACE = "{then}have the GPU replaced"
 
 
 def drain(node: str) -> str:
-    """Return the remedy if only a reboot helps."""
+    """Return the remedy for a problem that only a reboot solves."""
     return f"`kubectl drain {node} --ignore-daemonsets --delete-emptydir-data`, then reboot the node"
 
 
@@ -29,11 +27,11 @@ _RESTART = (
     "`kubectl delete pod -A -l app.kubernetes.io/name=gpu-dra-driver,app.kubernetes.io/component=node --field-selector "
     f"spec.nodeName={{node}}`; if that does not help, {_REBOOT}"
 )
-_FABRIC = "`nvidia-smi -q | grep -A10 Fabric` and `systemctl status nvidia-fabricmanager` on the node"
-_SLOW = "`nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER -i {bus}`: check the cooling and the power supply"
+_FABRIC = "check `nvidia-smi -q | grep -A10 Fabric` and `systemctl status nvidia-fabricmanager` on the node"
+_SLOW = "check the cooling and the power supply: `nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER -i {bus}`"
 _PCIE = (
-    "`nvidia-smi -q -i {bus} | grep -A9 'GPU Link Info'` on the node: check that the GPU sits firmly in its slot, and "
-    "the firmware settings of the slot"
+    "run `nvidia-smi -q -i {bus} | grep -A9 'GPU Link Info'` on the node; check that the GPU sits firmly in its slot, "
+    "and check the slot's firmware settings"
 )
 _REMEDIES: tuple[tuple[str, str], ...] = (
     ("gpu-lost", f"{_RESET}; `dmesg | grep -i xid` shows why it was lost"),
@@ -43,7 +41,7 @@ _REMEDIES: tuple[tuple[str, str], ...] = (
     ("recovery-action system-reboot", _REBOOT),
     ("recovery-action bus-reset", _REBOOT),
     ("recovery-action drain-p2p", "delete the pods that use the GPU together with other GPUs{pods}"),
-    ("recovery-action recover-imex-domain", "`nvidia-imex-ctl -N` on the node: repair the IMEX daemons of its domain"),
+    ("recovery-action recover-imex-domain", "repair the IMEX daemons that `nvidia-imex-ctl -N` on the node lists"),
     ("recovery-action", _RESET),
     ("row-remap pending", _RESET),
     ("page-retirement", _RESET),
@@ -57,20 +55,20 @@ _REMEDIES: tuple[tuple[str, str], ...] = (
     ("ecc", _RESET_OR_SERVICED),
     ("fabric pending", f"wait; if this lasts, {_FABRIC}"),
     ("fabric", _FABRIC),
-    ("nvlink", f"{_RESET}; `nvidia-smi nvlink -s -i {{bus}}` shows its links; if they stay down, have the GPU or its "
+    ("nvlink", f"{_RESET}; `nvidia-smi nvlink -s -i {{bus}}` shows the links; if they stay down, have the GPU or its "
                "board replaced"),
-    ("flapping", "have the GPU tested; the log event health_changed has its history"),
+    ("flapping", "have the GPU tested; the health_changed log events show its history"),
     ("slowdown", _SLOW),
-    ("nvlink-errors", "`nvidia-smi nvlink -e -i {bus}` on the node; if the counts keep growing, have the GPU tested"),
+    ("nvlink-errors", "`nvidia-smi nvlink -e -i {bus}` shows error counts; if they keep growing, have the GPU tested"),
     ("pcie-width", _PCIE),
     ("pcie-generation", _PCIE),
     ("program", _WAIT),
-    ("unmonitored", "gpu-dra-driver gets no Xids of this GPU; find them with `dmesg | grep -i xid`"),
+    ("unmonitored", "gpu-dra-driver gets no Xids for this GPU; find them with `dmesg | grep -i xid`"),
 )  # fmt: skip
 """Remedies, keyed by the first words of a reason. If a device has several reasons, the first match in this
 table is used.
 """
-_OTHER = "`nvidia-smi -q -i {bus}` and `dmesg | grep -i nvrm` on the node"
+_OTHER = "see `nvidia-smi -q -i {bus}` and `dmesg | grep -i nvrm` on the node"
 _WORST_FIRST = ("lost", "unhealthy", "degraded", "information")
 _FAILING = ("lost", "unhealthy")
 _WITHOUT_WORK = ("unresponsive no-answer", "fabric")
@@ -80,7 +78,7 @@ _WITHOUT_WORK = ("unresponsive no-answer", "fabric")
 def health_findings(found: NodeView, *, has_nvml: bool) -> list[Finding]:
     """Return a finding for each unhealthy GPU and MIG device, worst first, or one finding if all are healthy.
 
-    `has_nvml` is whether NVML answered. A reason that NVML no longer shows is over.
+    `has_nvml` is whether NVML answered. Reasons that NVML no longer shows are left out.
     """
     places = {gpu.name: gpu for gpu in found.gpus}
     ill: dict[str, list[SeenReason]] = {}
@@ -98,7 +96,7 @@ def health_findings(found: NodeView, *, has_nvml: bool) -> list[Finding]:
 
 
 def _pods_on(gpu: SeenGpu, found: NodeView) -> str:
-    """Return the commands that stop the pods of claims on a GPU and its MIG devices; empty without claims."""
+    """Return the commands that delete the pods of claims on a GPU and its MIG devices; empty without claims."""
     pods: dict[str, dict[str, None]] = {}
     ends: dict[str, None] = {}
     for held in found.holdings:
@@ -118,7 +116,7 @@ def _gpu_of(reasons: Sequence[SeenReason]) -> str:
 
 
 def _finding(gpu: SeenGpu, alike: Sequence[Sequence[SeenReason]], found: NodeView) -> Finding:
-    """Return the finding for devices with the same reasons. `gpu` is that of the first."""
+    """Return the finding for devices with the same reasons. `gpu` is the GPU of the first device."""
     reasons = alike[0]
     worst = _worst(reasons)
     texts = "; ".join(f"{reason.text.partition('; ')[0]}{_age(reason.since_s)}" for reason in reasons)
@@ -167,7 +165,7 @@ def _remedy(gpu: SeenGpu, reasons: Sequence[SeenReason], found: NodeView) -> str
     )
     place = gpu.pci_bus_id or gpu.uuid
     pods = _pods_on(gpu, found)
-    # Without a UUID, `detach` cannot find the claims on a GPU; without a GPU, all claims count.
+    # Without a UUID, `detach` cannot find the GPU's claims; if no GPU is named, it checks all claims.
     return remedy.format(
         gpu=f" {place}" if gpu.uuid else "",
         bus=place,
@@ -181,8 +179,8 @@ def _unknown(gpus: Iterable[SeenGpu]) -> Iterator[Finding]:
     unknown = [gpu.name for gpu in gpus if gpu.health == "unknown"]
     if unknown:
         yield warn(
-            f"the health of {named(unknown)} is not known",
-            "`nvidia-smi -q` on the node; then run doctor again",
+            f"the health of {named(unknown)} is unknown",
+            "run `nvidia-smi -q` on the node, then run doctor again",
         )
 
 
@@ -194,7 +192,7 @@ def _problems(problems: Iterable[str]) -> Iterator[Finding]:
 
 def _all_well(gpus: Sequence[SeenGpu], *, has_nvml: bool) -> Finding:
     if not has_nvml:
-        return skip("not known without NVML")
+        return skip("not checked, because NVML does not answer")
     if not gpus:
-        return skip("NVML shows no GPU")
-    return ok(f"{counted(len(gpus), 'GPU is', 'GPUs are')} well")
+        return skip("NVML lists no GPU")
+    return ok(f"{counted(len(gpus), 'GPU is', 'GPUs are')} healthy")

@@ -23,7 +23,7 @@ from dra_driver.model.record import ClaimRecord, CreateMig
 
 @dataclass(frozen=True, slots=True)
 class SeenInstance:
-    """A GPU instance. Its ID is None if a claim holds it but it does not exist. `holder` describes the holder."""
+    """A GPU instance. Its ID is None if it does not exist but a claim holds it. `holder` describes the holder."""
 
     profile: str
     place: Placement
@@ -52,7 +52,7 @@ class GpuMap:
 
     `mode` and `whole_owner` are texts: the MIG mode, and the holder of the whole GPU (None if it is free).
     `instances` are in order. `room` is how many instances of each profile still fit, one profile at a time.
-    `called` has all names by which people refer to the GPU.
+    `called` contains all names that users can give for the GPU.
     """
 
     name: str
@@ -90,8 +90,8 @@ def waiting_for_mig_mode(inventory: Inventory, on_demand: Callable[[Gpu], bool])
     for gpu in inventory.gpus:
         if on_demand(gpu) and gpu.mig_capable and gpu.partitioning is None and not gpu.mig_enabled:
             yield (
-                f"GPU {gpu.uuid}: MIG devices cannot be created on demand, because the MIG mode is off and takes "
-                "effect only after a reset: run nvidia-smi -mig 1, then reset the GPU or reboot the node"
+                f"GPU {gpu.uuid}: MIG devices cannot be created on demand, because MIG mode is off, and switching it "
+                "on needs a reset: run nvidia-smi -mig 1, then reset the GPU or reboot the node"
             )
 
 
@@ -171,22 +171,22 @@ def _without_claim(
     gpu: Gpu, instance: GpuInstance, devices: Sequence[MigDevice], known: NodeState, on_demand: bool
 ) -> str:
     if known.faults:
-        return "unknown, since the records of gpu-dra-driver could not be read"
+        return "unknown, because the records of gpu-dra-driver could not be read"
     for owned in known.owned:
         if owned.gpu_uuid == gpu.uuid and _is_same(owned, instance, devices, known.boot_id):
             if owned.slot in known.leaving(gpu.uuid):
                 return "created by gpu-dra-driver, not used by a claim, will be destroyed"
             of_layout = owned.is_of_layout and owned.phase == "created"
-            return "free, of the node's MIG layout" if of_layout else _OURS[owned.phase]
+            return "free, from the node's MIG layout" if of_layout else _OURS[owned.phase]
     if on_demand:
-        return "not ours"
-    return "free" if devices else "not offered"
+        return "not created by gpu-dra-driver"
+    return "free" if devices else "not published"
 
 
 def _is_same(
     owned: OwnedInstance, instance: GpuInstance, devices: Iterable[MigDevice], boot_id: str | None
 ) -> bool:
-    """Whether the ledger's entry is this exact instance, and not a later one in the same place."""
+    """Whether the ledger's entry is this exact instance, and not a later one at the same placement."""
     return (
         owned.slot == instance.slot
         and boot_id in (None, owned.boot_id)
@@ -196,7 +196,7 @@ def _is_same(
 
 
 def _holders(gpu: Gpu, records: Iterable[ClaimRecord], kind: str) -> Mapping[str, list[str]]:
-    """Return the claims by name of the device of a kind that they hold on a GPU. adminAccess does not count."""
+    """Return the claims that hold devices of a kind on a GPU, by device name, without those with adminAccess."""
     holders: dict[str, set[str]] = {}
     for record in records:
         for held in record.devices:
@@ -208,7 +208,7 @@ def _holders(gpu: Gpu, records: Iterable[ClaimRecord], kind: str) -> Mapping[str
 def _missing(
     gpu: Gpu, existing: Iterable[GpuInstance], records: Iterable[ClaimRecord]
 ) -> Sequence[CreateMig]:
-    """Return the creations whose GPU instance does not exist, one per place: not created yet, or lost in a
+    """Return the CreateMig steps whose GPU instance does not exist, one per placement: not created yet, or lost in a
     reboot.
     """
     there = {(instance.profile_id, instance.placement) for instance in existing}

@@ -1,4 +1,4 @@
-"""What the plugin has written on a node."""
+"""The state that the plugin has saved on a node."""
 
 from __future__ import annotations
 
@@ -23,11 +23,10 @@ BOOT_UNKNOWN = (
 @dataclass(frozen=True, slots=True)
 class NodeState:
     """The content of a plugin directory. `faults` has a sentence for each part that could not be read, and
-    `notes` for what is wrong with the kept health, each with `; ` before the remedy.
+    `notes` has one `problem; remedy` for each problem with the saved health.
 
-    `boot_id` is the current boot, None if unknown; ledger entries of other boots are void. `modes` are the
-    UUIDs of the GPUs whose MIG mode gpu-dra-driver switched on in this boot. `ledger_fault` is why no ledger
-    can be read.
+    `boot_id` is the current boot, None if unknown; ledger entries of other boots are void. `modes` are the UUIDs of
+    the GPUs whose MIG mode gpu-dra-driver switched on in this boot. `ledger_fault` is why a ledger cannot be read.
     """
 
     records: Sequence[ClaimRecord] = ()
@@ -76,9 +75,9 @@ class NodeState:
 
 @dataclass(frozen=True, slots=True)
 class Ownership:
-    """Decides which GPU instances and MIG modes are gpu-dra-driver's: those in the ledger.
+    """Decides which GPU instances and MIG modes belong to gpu-dra-driver: those in the ledger.
 
-    With `ended`, all claims count as ended, so an instance that will be destroyed is included.
+    With `ended`, all claims count as ended, and instances that will be destroyed still belong to it.
     """
 
     state: NodeState

@@ -52,7 +52,7 @@ class NvmlFacts:
 
 @dataclass(frozen=True, slots=True)
 class SeenGpu:
-    """A GPU. `name` is the device's; `mode` is the MIG mode or None; `load` is None if NVML reports nothing.
+    """A GPU with its device name. `mode` is the MIG mode or None; `load` is None if NVML reports nothing.
 
     A GPU that NVML does not list and whose UUID is unknown has its PCI bus ID as the name and "" as the UUID.
     `health` is the worst known severity of the GPU and its instances, or `unknown` if it was not read. It is
@@ -134,8 +134,8 @@ class SeenProcess:
 
 @dataclass(frozen=True, slots=True)
 class SeenProblem:
-    """A problem of the node. `subject` is empty if it concerns the whole node. `since_s` is its age in seconds,
-    None if it was just found.
+    """A problem of the node. `subject` is empty for a problem of the whole node. `since_s` is the problem's age in
+    seconds, None if the problem was just found.
     """
 
     problem: str
@@ -146,7 +146,7 @@ class SeenProblem:
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
-    """Everything that is shown. `problems` are those of the node; `notes` are sentences."""
+    """Everything that `top` shows. `problems` are the node's; `notes` are sentences."""
 
     node: str
     driver: str
@@ -173,11 +173,11 @@ def node_view(
     notes: Iterable[str],
     problems: Iterable[ShownProblem] = (),
 ) -> NodeView:
-    """Return the view. `notes` are shown without duplicates; `problems` are those of the node."""
+    """Return the view. `notes` are shown without duplicates; `problems` are the node's."""
     inventory, at = nvml.inventory, now.timestamp()
     ids = state.instance_ids(inventory)
     names, places, hidden = _names_and_places(nvml, state)
-    # NVML lists a GPU that has never answered, so it is not lost.
+    # GPUs in `unread` have never answered, but NVML lists them, so they are not lost.
     facts = replace(nvml, lost=nvml.lost | (hidden - inventory.unread))
     reasons = [*_reasons(facts, state.health, names, ids, int(at))]
     cuda = inventory.versions.cuda
@@ -204,8 +204,8 @@ def node_view(
 
 
 def searched(view: NodeView, text: str) -> NodeView:
-    """Return the GPUs, claims and pods whose names contain the text, with what belongs to them; everything
-    without a text.
+    """Return the view of the GPUs, claims and pods whose names contain the text, with what belongs to them. An empty
+    text keeps everything.
     """
     wanted = text.lower()
     if not wanted:
@@ -284,7 +284,7 @@ def _of_target(
 ) -> Iterator[_Found]:
     target = state.target
     uuid, gi, ci = target.gpu_uuid, target.gpu_instance_id, target.compute_instance_id
-    # Apply what a running plugin would find now. Without a plugin, no one has cleared what is over.
+    # Apply what a running plugin would find now. Without a plugin, reasons that are over stay in the file.
     after = state
     if uuid in facts.lost:
         after = observe(state, Unreachable(), now)

@@ -31,12 +31,12 @@ class ClaimDevice:
 
 @dataclass(frozen=True, slots=True)
 class PreparedClaim:
-    """A record. `age_s` is in seconds, None if the record has no time. `boot` is `this`, `earlier` or
+    """A claim's record. `age_s` is in seconds, None if the record has no time. `boot` is `this`, `earlier` or
     `unknown`.
 
-    `cdi_spec` is `present`, `missing` or `unknown`. `undo` names the steps that Unprepare undoes, in its order.
-    `pods` are the claim's pods according to the record; None if unknown. `maintenance` is the state of a
-    maintenance claim, such as `active until 2026-11-27 20:05:00+00:00`.
+    `cdi_spec` is `present`, `missing` or `unknown`. `undo` names the steps that Unprepare undoes, first to
+    last. `pods` are the claim's pods according to the record; None if unknown. `maintenance` is the state of
+    a maintenance claim, such as `active until 2026-11-27 20:05:00+00:00`.
     """
 
     namespace: str
@@ -94,7 +94,7 @@ Specs = Mapping[str, Sequence[str]] | None
 def prepared_claims(
     state: NodeState, specs: Specs, kind_of: Callable[[Step], str], now: datetime
 ) -> tuple[PreparedClaim, ...]:
-    """Return a claim for each record, oldest first. `kind_of` names a step as in records."""
+    """Return a claim for each record, oldest first. `kind_of` returns the name of a step in records."""
     ledger = {entry.device: entry for entry in state.owned}
     maintenances = {one.claim: one.text for one in state.maintenances}
     claims = (
@@ -118,7 +118,7 @@ def prepared_claims(
 
 
 def shown(cleanup: PendingCleanup) -> ClaimCleanup:
-    """Return a pending cleanup in the form of the output."""
+    """Return a pending cleanup in the form that commands print."""
     ref = cleanup.record.ref
     return ClaimCleanup(ref.namespace, ref.name, ref.uid, cleanup.kinds, cleanup.since, cleanup.text)
 
@@ -128,7 +128,7 @@ def contradictions(state: NodeState, specs: Specs, claims: Sequence[PreparedClai
     known = {claim.uid for claim in claims}
     for uid, names in sorted((specs or {}).items()):
         if uid not in known:
-            yield f"the CDI spec of claim UID {uid} has no record: {', '.join(names) or 'unreadable'}"
+            yield f"claim UID {uid} has a CDI spec but no record: {', '.join(names) or 'unreadable'}"
     for claim in claims:
         if claim.cdi_spec == "missing" and claim.phase == "prepared":
             yield (

@@ -1,4 +1,4 @@
-"""DeviceClasses, claims and templates of a cluster that documents refer to."""
+"""The DeviceClasses of a cluster, and its claims and templates that documents name."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ _TIMEOUT_S = 15.0
 
 @dataclass(slots=True)
 class ClusterObjects:
-    """Objects of a cluster: its DeviceClasses (None if they cannot be read), and the claims and templates that
-    pods name and no file has (None if the cluster does not have them). `problem` is why something could not be
-    read.
+    """Objects of a cluster: its DeviceClasses (None if they cannot be read), and the claims and templates that pods
+    name but no file contains (None if they do not exist). `problem` is the first read error.
     """
 
     server: str
@@ -33,8 +32,8 @@ class ClusterObjects:
 
 
 def read_cluster(endpoint: Endpoint, wanted: Sequence[Reference]) -> ClusterObjects:
-    """Return the DeviceClasses of a cluster, and the `wanted` claims and templates. The first error ends the
-    reading and becomes `problem`.
+    """Return the DeviceClasses of a cluster, and the `wanted` claims and templates. Stops at the first error, which
+    becomes `problem`.
     """
     client, cluster = ApiClient(endpoint, timeout_s=_TIMEOUT_S), ClusterObjects(endpoint.server)
     try:
@@ -58,7 +57,7 @@ def read_cluster(endpoint: Endpoint, wanted: Sequence[Reference]) -> ClusterObje
 
 
 def references(documents: Sequence[Document], namespace: str) -> list[Reference]:
-    """Return the claims and templates that pods name and no document has. `namespace` is the default namespace."""
+    """Return the claims and templates that pods name but no document contains. `namespace` is the default namespace."""
     there = set()
     wanted: dict[Reference, None] = {}
     for document in documents:

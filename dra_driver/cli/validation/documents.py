@@ -1,4 +1,4 @@
-"""YAML documents of files and standard input, each with its first line number."""
+"""YAML documents from files and standard input, each with the number of its first line."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Document:
 def read_documents(files: Sequence[str], settings: Collection[str] = ()) -> Iterator[Document]:
     """Yield the documents of all files. Empty ones are skipped, and a List is split into its items.
 
-    `-` means standard input, and a directory all YAML files in it. `settings` are the keys of a configuration
+    `-` means standard input, and a directory means all YAML files in it. `settings` are the keys of a configuration
     file. Raises: InvalidConfigError for a file that cannot be read.
     """
     for name in files:
@@ -84,9 +84,7 @@ def read_documents(files: Sequence[str], settings: Collection[str] = ()) -> Iter
 
 
 def _recognised(document: Document, settings: Collection[str]) -> Document:
-    """Mark configuration files. A key that is nearly a known one is a misspelt setting, not another program's
-    file.
-    """
+    """Mark configuration files. A key that resembles a setting counts as a misspelt setting."""
     content = document.content
     if not isinstance(content, dict) or "kind" in content or "apiVersion" in content:
         return document
@@ -136,12 +134,12 @@ def _documents(file: str, text: str) -> Iterator[Document]:
     import yaml
 
     if text.lstrip("\ufeff \t\r\n").startswith("<"):
-        yield Document(file, 1, problem="is HTML or XML, not YAML")
+        yield Document(file, 1, problem="this is HTML or XML, not YAML")
         return
     template = _HELM.search(text)
     if template is not None:
         line = text.count("\n", 0, template.start()) + 1
-        yield Document(file, line, problem=f"is a Helm template; {_RENDER}")
+        yield Document(file, line, problem=f"this is a Helm template; {_RENDER}")
         return
     line = 1
     loader = None
@@ -159,16 +157,16 @@ def _documents(file: str, text: str) -> Iterator[Document]:
                 continue
             yield from _taken_apart(Document(file, line, loader.construct_document(node)))
     except RecursionError:
-        yield Document(file, line, problem="is nested too deep")
+        yield Document(file, line, problem="this document is nested too deep")
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         yield Document(
-            file, line, problem=f"is not valid YAML: character U+{error.character:04X} is not allowed"
+            file, line, problem=f"this is not valid YAML: character U+{error.character:04X} is not allowed"
         )
     except (yaml.YAMLError, ValueError) as error:
         mark = getattr(error, "problem_mark", None)
         reason = getattr(error, "problem", None) or " ".join(str(error).split())
-        yield Document(file, mark.line + 1 if mark else line, problem=f"is not valid YAML: {reason}")
+        yield Document(file, mark.line + 1 if mark else line, problem=f"this is not valid YAML: {reason}")
     finally:
         if loader is not None:
             loader.dispose()
@@ -183,7 +181,7 @@ def _taken_apart(document: Document) -> Iterator[Document]:
 
 
 def _values(node: Any, known: dict[int, int]) -> int:
-    """Return how many values there are with aliases expanded. A value inside itself counts once."""
+    """Return how many values there are with aliases expanded. A value that contains itself is counted once."""
     import yaml
 
     if id(node) not in known:

@@ -35,8 +35,8 @@ _PLAIN_STEPS = 2
 class Fit:
     """The outcome for one claim.
 
-    `devices` are (request, device) of one possible allocation; if there is none, `problem` says why. `refusal`
-    is why Prepare would refuse the parameters for these devices. `allocation` is the claim's status.
+    `devices` are (request, device) of one possible allocation; if there is none, `problem` says why. `refusal` is why
+    Prepare would refuse the parameters for these devices. `allocation` is the claim's `status.allocation`.
     """
 
     funnels: tuple[Funnel, ...]
@@ -48,7 +48,7 @@ class Fit:
 
 @dataclass(eq=False)
 class MachineFit:
-    """An empty machine, without any allocated device. `gpus` are those on which MIG layouts are tried."""
+    """An empty machine, without any allocated device. `gpus` are the GPUs on which MIG layouts are tried."""
 
     name: str
     driver: str
@@ -131,7 +131,7 @@ class MachineFit:
         entries = [entry for group in wanted for entry in group]
         constraints = devices.get("constraints") or ()
         matches = [one for one in constraints if one.get("matchAttribute")]
-        for constraint in matches if len(entries) == len(wanted) else ():  # there are no alternatives
+        for constraint in matches if len(entries) == len(wanted) else ():  # requests without alternatives
             attribute, names = constraint["matchAttribute"], constraint.get("requests") or by_name
             chosen = [entry for entry in entries if entry.name in names]
             count = sum(entry.count or len(by_name[entry.name]) for entry in chosen)
@@ -154,12 +154,12 @@ class MachineFit:
                 )
         if len(entries) == 1 and entries[0].count == 1:
             return None
-        text = "enough devices match, but no combination of them serves all requests together"
+        text = "enough devices match, but no combination of them serves all requests"
         kinds = ("matchAttribute", "distinctAttribute")
         attributes = ", ".join(
             f"{kind} {one[kind]}" for one in constraints for kind in kinds if one.get(kind)
         )
-        return f"{text} with {attributes}" if attributes else text
+        return f"{text} and satisfies {attributes}" if attributes else text
 
     def _refusal(self, allocation: JsonObject) -> str | None:
         """Return why Prepare would refuse the parameters of the claim and its classes."""
@@ -175,12 +175,12 @@ class MachineFit:
             for result, kind in devices:
                 config_for_result(result, claim.configs, self.driver, kind)
         except DraDriverError as error:
-            return f"if it is allocated on {self.name}, Prepare refuses it: {error}"
+            return f"if the claim is allocated on {self.name}, Prepare refuses it: {error}"
         return None
 
 
 def _first_short(wanted: list[list[Wanted]], funnels: tuple[Funnel, ...]) -> str | None:
-    """Return why a request cannot be served, whatever the others get; None if each can."""
+    """Return why one of the requests cannot be served even by itself; None if each can."""
     by_name = {found.request: found for found in funnels}
     for group in wanted:
         shorts = [_short_of(entry, by_name[entry.name]) for entry in group]

@@ -55,7 +55,7 @@ DEFAULT_NAMESPACE = "default"
 _SHOWN_DEVICES = 4
 _MAX_PROFILES = 16
 _ALIKE = 0.92
-"""How similar two class names are if one is misspelt by about a letter."""
+"""The similarity of two class names that differ in about one letter."""
 _ADMIN_LABEL = "resource.kubernetes.io/admin-access"
 
 
@@ -232,7 +232,7 @@ class ManifestCheck:
         if report.faults or chosen.get("driver") not in (None, self.driver):
             report.verdict = "SKIP"
             if not report.faults:
-                report.notes.append(f"skipped: is for devices of {chosen['driver']}")
+                report.notes.append(f"skipped: it is for devices of {chosen['driver']}")
             return
         device = chosen.get("device")
         for machine in self.machines:
@@ -270,13 +270,13 @@ class ManifestCheck:
             self._try_claim(spec, report)
 
     def _class(self, v1: JsonObject, report: DocumentReport) -> None:
-        """Check a class. A class requires no devices, so it is valid on a machine without any."""
+        """Check a class. A class requires no devices, so it is valid even if no device matches."""
         name = v1["metadata"]["name"]
         other = self._other_driver(name)
         self._name_driver(other, report)
         if other is not None:
             report.verdict = "SKIP"
-            report.notes += [] if report.faults else [f"skipped: is for devices of {other}"]
+            report.notes += [] if report.faults else [f"skipped: it is for devices of {other}"]
             return
         request = {"name": "device", "exactly": {"deviceClassName": name}}
         errors: dict[str, None] = {}
@@ -368,15 +368,15 @@ class ManifestCheck:
         kinds = {class_type(name) for name in class_names(spec)}
         if against and not self._has_vfio and "vfio" in kinds:
             report.hints.append(
-                "the machine offers no GPU to virtual machines; run validate with --passthrough to offer those "
-                "that can be passed through"
+                "the machine has no GPUs for virtual machines; with --passthrough, validate includes the GPUs that "
+                "can be passed through"
             )
         if against and not self._has_mig and "mig" in kinds:
             made = named(sorted(self._profile_classes().values()), _MAX_PROFILES)
             report.hints.append(
                 "the machine has no MIG devices"
                 + (
-                    f"; with --dynamic-mig they are created on demand; its profiles are {made}"
+                    f"; with --dynamic-mig they are created on demand; the possible profiles are {made}"
                     if made
                     else ""
                 )
@@ -387,7 +387,7 @@ class ManifestCheck:
         report.requests += [asdict(found) for found in fit.funnels]
         report.devices += [{"request": request, "device": device} for request, device in fit.devices]
         report.hints += [
-            f"request {found.request}: selector {found.error}; it fits only while the devices before it are free"
+            f"request {found.request}: selector {found.error}; the claim fits only while all earlier devices are free"
             for found in fit.funnels
             if found.error is not None
         ]
@@ -408,8 +408,8 @@ class ManifestCheck:
             return
         for _, spec in pods:
             report.hints += [
-                f"no container uses the claim {name}: its devices are allocated and not used; "
-                "list it under resources.claims of a container"
+                f"no container uses the claim {name}: its devices are allocated but not used; "
+                "list the claim under resources.claims of a container"
                 for name in unused_claims(spec)
             ]
             self._try_pod(spec, namespace, report)
@@ -436,10 +436,10 @@ class ManifestCheck:
             return
         short = {machine.name: machine.together(claims, self._classes) for machine in self.machines}
         if None in short.values():
-            report.notes.append(f"its {len(claims)} claims fit together")
+            report.notes.append(f"the pod's {len(claims)} claims fit together")
         else:
             report.faults += [
-                f"its {len(claims)} claims do not fit on {name} together, although each fits alone: {text}"
+                f"the pod's {len(claims)} claims do not fit on {name} together, although each fits alone: {text}"
                 for name, text in short.items()
             ]
 

@@ -67,9 +67,9 @@ def test_compile_error_is_reported_with_its_position(expression: str, fault: str
     more=[
         (
             "(" * 500 + "true" + ")" * 500,
-            "validate cannot compile it: Expression recursion limit exceeded. limit: 32",
+            "cannot compile the selector: Expression recursion limit exceeded. limit: 32",
         ),
-        ("true ? true : " * 500 + "true", "validate cannot compile it: "),
+        ("true ? true : " * 500 + "true", "cannot compile the selector: "),
     ],
 )
 def test_selector_that_only_the_api_server_can_evaluate_is_not_judged(expression: str, reason: str) -> None:

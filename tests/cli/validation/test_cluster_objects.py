@@ -114,7 +114,7 @@ def test_the_command_says_whether_it_read_the_cluster(server: PlaygroundApiServe
     server.add("resourceclaims", claim("there", namespace="default"), group=GROUP)
     done = call("validate", str(file), *options)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.splitlines()[-1] == f"the cluster {server.url}: its classes and claims are included"
+    assert done.stdout.splitlines()[-1] == f"the cluster {server.url}: DeviceClasses and claims were read"
     assert server.writes() == []
     server.faults.fail(1, 403, method="GET", path="/resourceclaims/there")
     done = call("validate", str(file), *options)

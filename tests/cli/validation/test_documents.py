@@ -34,7 +34,7 @@ def of(path: Path, content: str | bytes) -> list[Document]:
             f"a: &x {'x' * 100_000}\nb: [{', '.join(['*x'] * 1000)}]\n",
             [(1, "document", "its aliases expand to too many values")],
         ),
-        ("'{': '" + "{" * 3000, [(1, "document", "is not valid YAML: ")]),
+        ("'{': '" + "{" * 3000, [(1, "document", "this is not valid YAML: ")]),
     ],
 )
 def test_documents(tmp_path: Path, text: str, expected: list[tuple[int, str, str | None]]) -> None:
@@ -66,13 +66,13 @@ def test_line_ends_and_a_byte_order_mark_do_not_matter(tmp_path: Path, content: 
 @pytest.mark.parametrize(
     ("content", "line", "problem"),
     [
-        ("a: " + "[" * 100_000, 1, "is nested too deep"),
-        ("a: 1\n---\na: " + "[" * 3000 + "]" * 3000, 1, "is nested too deep"),
-        ("".join(" " * n + "a:\n" for n in range(1500)), 1, "is nested too deep"),
+        ("a: " + "[" * 100_000, 1, "this document is nested too deep"),
+        ("a: 1\n---\na: " + "[" * 3000 + "]" * 3000, 1, "this document is nested too deep"),
+        ("".join(" " * n + "a:\n" for n in range(1500)), 1, "this document is nested too deep"),
         (BOMB, 1, "its aliases expand to too many values"),
-        ("<!DOCTYPE html>\n<html><body>log in</body></html>\n", 1, "is HTML or XML, not YAML"),
-        ("a: b\nc: \x07\n", 2, "is not valid YAML: character U+0007 is not allowed"),
-        ("a:\n\tb: c\n", 2, r"is not valid YAML: found character '\t' that cannot start any token"),
+        ("<!DOCTYPE html>\n<html><body>log in</body></html>\n", 1, "this is HTML or XML, not YAML"),
+        ("a: b\nc: \x07\n", 2, "this is not valid YAML: character U+0007 is not allowed"),
+        ("a:\n\tb: c\n", 2, r"this is not valid YAML: found character '\t' that cannot start any token"),
     ],
 )
 def test_unreadable_file_is_one_sentence(tmp_path: Path, content: str, line: int, problem: str) -> None:

@@ -67,7 +67,7 @@ def test_a_missing_key_is_an_error_with_the_guard_that_avoids_it() -> None:
     found = funnel(wanted(f"{A}.profile == '1g.10gb'"), MACHINE)
     assert found.matching == ()
     assert found.error is not None
-    assert "no device of the class has profile; there are: " in found.error
+    assert "no device of the class has profile; known names: " in found.error
     machine = [
         *MACHINE,
         *candidates([devices()[0] | {"name": "other", "attributes": {"type": {"string": "gpu"}}}]),
@@ -91,7 +91,7 @@ def test_capacity(capacity: dict[str, str], left: int) -> None:
     assert len(found.matching) == left
     [(name, amount)] = capacity.items()
     assert f"{left} have {name} {amount}" in found.sentence()
-    assert ("is not a capacity; there are: memory" in found.sentence()) == (name != "memory")
+    assert ("is not a capacity; known names: memory" in found.sentence()) == (name != "memory")
 
 
 @tabled("effect", "tolerations", "is_left")
@@ -102,7 +102,7 @@ def test_taints(effect: str, tolerations: list[dict[str, str]], is_left: bool) -
     assert found.matching == ((GPU_0,) if is_left else ())
     if not is_left:
         assert found.sentence().endswith(
-            "0 without a taint that is not tolerated, such as gpu.nvidia.com/xid=79:NoSchedule"
+            "0 without untolerated taints, such as gpu.nvidia.com/xid=79:NoSchedule"
         )
 
 

@@ -66,22 +66,22 @@ def test_virtual_machine_gets_a_card() -> None:
 def test_claim_with_devices_of_both_sorts_is_refused_as_a_prepare_would() -> None:
     made = report(MACHINE, "gpu", "vfio.gpu")
     assert made.faults == [
-        f"if it is allocated on m, Prepare refuses it: requests r1 and r0: device {VFIO_1} is for a virtual machine, "
-        f"and device {GPU_0} is for containers, so one claim cannot have both; use two claims"
+        f"if the claim is allocated on m, Prepare refuses it: requests r1 and r0: device {VFIO_1} is for a virtual "
+        f"machine, and device {GPU_0} is for containers, so one claim cannot have both; use two claims"
     ]
 
 
 def test_card_is_not_allocated_twice() -> None:
     made = report(inventory(h100(0), cards=(card(0),)), "gpu", "vfio.gpu")
-    assert "no combination of them serves all requests together" in made.faults[0]
+    assert "no combination of them serves all requests" in made.faults[0]
 
 
 def test_report_names_what_a_machine_without_passthrough_lacks() -> None:
     made = report(inventory(h100(0), h100(1)), "vfio.gpu")
     assert "2 devices, 0 of class vfio.gpu.nvidia.com" in made.faults[0]
     assert made.hints == [
-        "the machine offers no GPU to virtual machines; run validate with --passthrough to offer those "
-        "that can be passed through"
+        "the machine has no GPUs for virtual machines; with --passthrough, validate includes the GPUs that "
+        "can be passed through"
     ]
     assert report(MACHINE, "vfio.gpu", "vfio.gpu", "vfio.gpu").hints == []
 

@@ -2,8 +2,8 @@
 (v1).
 
 Supported: `exactly` and `firstAvailable`, counts and `All`, class and request selectors, `matchAttribute` and
-`distinctAttribute`, adminAccess, taints and tolerations, shared counters, consumable capacity, several claims
-of a pod. Anything else is refused. tests/playground/test_kube_allocator.py compares it with Kubernetes' own.
+`distinctAttribute`, adminAccess, taints and tolerations, shared counters, consumable capacity, several claims of a
+pod. Anything else is refused. tests/playground/test_kube_allocator.py compares it with Kubernetes' own allocator.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def shareable(device: Mapping[str, Any]) -> bool:
 
 
 def consumption(requests: Mapping[str, Any], device: Mapping[str, Any]) -> Amounts | None:
-    """Return what an allocation consumes of every capacity, including zeros; None if even a free device lacks
-    it.
+    """Return what an allocation consumes of every capacity, including zeros; None if even a free device does not have
+    enough.
     """
     # kube-scheduler compares names literally, so `gpu.nvidia.com/memory` is not the capacity `memory`.
     if not requests.keys() <= (device.get("capacity") or {}).keys():
@@ -112,7 +112,7 @@ CounterId = tuple[str, str, str, str]  # driver, pool, counter set, counter
 
 _MAX_RESULTS = 32
 _MAX_TRIES = 100_000
-"""A few seconds. kube-scheduler gives up on a node after ten."""
+"""These take a few seconds; kube-scheduler gives up on a node after ten."""
 
 
 class AllocationError(Exception):
@@ -158,7 +158,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A request or subrequest, with everything that decides about a device."""
+    """A request or subrequest, with everything that decides whether a device fits."""
 
     name: str
     class_name: str
@@ -186,7 +186,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Pick:
-    """A device for a request of the claim with this number."""
+    """A device that is chosen for a request; `claim` is the number of the claim."""
 
     claim: int
     wanted: Wanted
@@ -198,7 +198,7 @@ class Pick:
         return shareable(self.candidate.device)
 
     def consumes(self) -> Amounts:
-        """Return what it consumes of the device's capacities."""
+        """Return what this allocation consumes of the device's capacities."""
         return consumption(self.wanted.capacity, self.candidate.device) or {}
 
 
@@ -207,8 +207,8 @@ class FreeDevices:
     """What a node has left: candidates in the scheduler's order, devices allocated in whole or in shares, and
     counters.
 
-    `unusable` are pools of the node with a problem: their devices are not candidates, and no request gets all
-    devices.
+    `unusable` are pools of the node with a problem: their devices are not candidates, and requests for all devices
+    fail.
     """
 
     candidates: list[Candidate]
@@ -247,7 +247,7 @@ def free_devices(slices: Sequence[JsonObject], claims: Iterable[JsonObject], nod
 
 
 def less(empty: FreeDevices, claims: Iterable[JsonObject]) -> FreeDevices:
-    """Return what is left after these claims."""
+    """Return the devices and counters that are left after these claims."""
     taken: set[DeviceId] = set()
     shares: dict[DeviceId, list[Amounts]] = {}
     for claim in claims:
@@ -291,7 +291,7 @@ class _Search:
                     )
 
     def _count(self, claim: int, wanted: Wanted) -> int:
-        """Return how many devices a request needs. For All, the devices are determined here."""
+        """Return how many devices a request needs. For allocationMode All, the devices are determined here."""
         if wanted.count is not None:
             return wanted.count
         if self._left.unusable:
@@ -309,7 +309,7 @@ class _Search:
             raise AllocationError(_too_many(_MAX_RESULTS + 1)) from None
 
     def _next(self, index: int, picks: list[Pick]) -> list[Pick] | None:
-        """Serve the request of this index and those after it."""
+        """Serve the request at this index and the following ones."""
         if index == len(self.requests):
             return picks
         claim, variants = self.requests[index]
@@ -322,8 +322,8 @@ class _Search:
                 continue
             if found is not None:
                 return found
-        # It ends the search for this claim, whatever devices its other requests get. Earlier claims continue
-        # searching.
+        # Too many devices end the search for this claim, whatever its other requests get. The search
+        # continues for earlier claims.
         if too_many == len(variants) and (index == 0 or self.requests[index - 1][0] == claim):
             raise _TooManyError
         return None
@@ -331,9 +331,7 @@ class _Search:
     def _devices(
         self, index: int, wanted: Wanted, number: int, start: int, picks: list[Pick]
     ) -> list[Pick] | None:
-        """Choose the remaining devices of a request that has `number` devices, from the candidates from `start`
-        on.
-        """
+        """Choose the remaining devices of a request that already has `number` devices, from candidate `start` on."""
         claim = self.requests[index][0]
         everything = self._all.get((claim, wanted.name))
         if everything == []:
@@ -389,7 +387,7 @@ class _Search:
         for constraint in self._constraints[pick.claim]:
             if not _holds(constraint, [*own, pick]):
                 if pick.wanted.count is None:
-                    text = f"asks for all devices, and {pick.candidate.name} does not keep a constraint"
+                    text = f"asks for all devices, but {pick.candidate.name} violates a constraint"
                     raise NoChoiceError(f"request {pick.wanted.name} {text}")
                 return False
         if not pick.is_share:
@@ -577,4 +575,4 @@ def _class_config(picks: list[Pick], classes: Mapping[str, JsonObject]) -> Itera
 
 
 def _too_many(count: int) -> str:
-    return f"the claim would get {count} devices, at most {_MAX_RESULTS} are allowed"
+    return f"the claim would get {count} devices, but at most {_MAX_RESULTS} are allowed"

@@ -23,7 +23,7 @@ class SelectorError(Exception):
 
 
 class NotJudgedError(Exception):
-    """Only the API server can evaluate the selector. No verdict is better than a wrong one."""
+    """Only the API server can evaluate the selector. A missing verdict is better than a wrong one."""
 
 
 class Version(str):
@@ -75,7 +75,7 @@ _ONLY_KUBERNETES = frozenset(
     {"authorizer", "cidr", "find", "findAll", "includes", "indexOf", "ip", "isCIDR", "isIP", "isSorted", "isURL",
      "lastIndexOf", "max", "min", "named", "sum", "url"}
 )  # fmt: skip
-"""Functions that the API server has and the package lacks, or lacks for lists."""
+"""Functions of the API server that the package lacks, at least for lists."""
 _SEMVER = re.compile(
     r"(0|[1-9]\d*)\.(0|[1-9]\d*)\.(0|[1-9]\d*)"
     r"(?:-((?:0|[1-9]\d*|\d*[a-zA-Z-][0-9a-zA-Z-]*)(?:\.(?:0|[1-9]\d*|\d*[a-zA-Z-][0-9a-zA-Z-]*))*))?"
@@ -122,7 +122,7 @@ def program(text: str) -> Callable[[DeviceView], bool]:
         if result.type().name() == "ERROR":
             raise SelectorError(_MISSING.sub(r"no such key: \1", _CODE.sub("", str(result.value()))))
         if result.type().name() != "BOOL":
-            raise SelectorError(f"the expression is a {result.type().name().lower()}, not a bool")
+            raise SelectorError(f"the expression evaluates to {result.type().name().lower()}, not bool")
         return bool(result.plain_value())
 
     return matches
@@ -133,7 +133,7 @@ def _refusal(message: str) -> InvalidConfigError | NotJudgedError:
     for line, column, text in _FAULT.findall(message):
         unknown = _UNKNOWN.match(text)
         if unknown is not None and unknown[1] in _ONLY_KUBERNETES:
-            return NotJudgedError(f"it uses {unknown[1]}(), which only the API server supports")
+            return NotJudgedError(f"the selector uses {unknown[1]}(), which only the API server supports")
         meant = f"; there are {_FIELDS}" if unknown is not None and unknown[1].startswith("device.") else ""
         if "kubernetes.Quantity" in text:
             meant = f"; compare amounts as in {COMPARED}"
@@ -142,7 +142,7 @@ def _refusal(message: str) -> InvalidConfigError | NotJudgedError:
         where = f"in line {line} at character {column}" if int(line) > 1 else f"at character {column}"
         faults.append(f"{_NOISE.sub('', text)} {where}{meant}")
     if not faults:  # not compiled, for example because it is nested deeper than the package supports
-        return NotJudgedError(f"validate cannot compile it: {_NOISE.sub('', _CODE.sub('', message))}")
+        return NotJudgedError(f"cannot compile the selector: {_NOISE.sub('', _CODE.sub('', message))}")
     return InvalidConfigError(f"does not compile: {'; '.join(faults)}")
 
 

@@ -27,7 +27,7 @@ def mig_classes(profiles: Iterable[str], driver: str) -> list[JsonObject]:
         label = profile_label(profile)
         if not is_subdomain(label):
             raise InvalidConfigError(
-                f"MIG profile {profile!r} cannot be part of a DeviceClass's name; write a class with a selector for it"
+                f"MIG profile {profile!r} cannot be part of a DeviceClass's name; write a class with your own selector"
             )
         other = taken.setdefault(label, profile)
         if other != profile:
@@ -39,14 +39,14 @@ def mig_classes(profiles: Iterable[str], driver: str) -> list[JsonObject]:
 
 
 def profile_label(profile: str) -> str:
-    """Return a profile's name for names in Kubernetes, which do not allow `+`: `1g.10gb+me.all` becomes
+    """Return a profile's name without characters that Kubernetes does not allow in names: `1g.10gb+me.all` becomes
     `1g.10gb.me.all`.
     """
     return _UNSAFE.sub("-", profile.lower().replace("+", "."))
 
 
 def profile_of_class(name: str) -> str | None:
-    """Return the profile of a class with this name; None if it is not the name of such a class."""
+    """Return the MIG profile in the name of a class; None if the name contains no profile."""
     match = _CLASS.match(name)
     return None if match is None else f"{match[1]}{'+' + match[2] if match[2] else ''}"
 
@@ -110,10 +110,10 @@ def standard_classes(driver: str, profiles: Iterable[str] = ()) -> Mapping[str, 
 
 
 def standard_selector(expression: str) -> Callable[[DeviceView], bool] | None:
-    """Return a function that evaluates the selector of one of these classes without CEL; None for any other
+    """Return a function that evaluates the selector of a standard class without CEL; None for any other
     selector.
 
-    It decides by the text, not the class's name, because a cluster may have other selectors under the same
+    The selector's text decides, not the class's name, because a cluster may have other selectors under the same
     names.
     """
     text = " ".join(expression.split())

@@ -87,7 +87,7 @@ def _with_the_rest(wanted: Wanted, left: list[Candidate], steps: list[FunnelStep
     if taints:
         left = [device for device in left if wanted.untolerated(device) is None]
         first = f"{taints[0].get('key')}={taints[0].get('value', '')}:{taints[0].get('effect')}"
-        steps.append(FunnelStep(f"without a taint that is not tolerated, such as {first}", len(left)))
+        steps.append(FunnelStep(f"without untolerated taints, such as {first}", len(left)))
     return Funnel(wanted.name, tuple(steps), tuple(device.name for device in left))
 
 
@@ -123,12 +123,12 @@ def _matches(selector: Selector, device: Candidate, others: Sequence[Candidate])
             unknown = [f"no such key: {key}; write {READ}"]
         if unknown:
             raise SelectorError("; ".join(unknown)) from error
-        remedy = f'test `"{key}" in device.attributes[…]` before it, because only some devices have it'
+        remedy = f'test `"{key}" in device.attributes[…]` first, because only some devices have {key}'
         raise SelectorError(f"fails on device {device.name}, which has no {key}; {remedy}") from error
 
 
 def _values(selector: Selector, devices: Sequence[Candidate]) -> list[str]:
-    """Return the devices' values of what a selector names, or suggestions for an unknown name."""
+    """Return the values of the attributes and capacities that a selector names, or suggestions for unknown names."""
     found = []
     drivers = {one.view.driver for one in devices}
     if any(asked not in drivers for asked in DRIVER_SELECTOR.findall(selector.text)):
@@ -146,9 +146,9 @@ def _values(selector: Selector, devices: Sequence[Candidate]) -> list[str]:
                 f"{_NONE} has {kind} of {domain}{_meant(domain, {key for of in views for key in of})}"
             )
         elif any(name in getattr(one.view, sort).get(domain, {}) for one in devices):
-            found.append(f'{_NONE} has {name} there; write device.{sort}["{domain}"].{name}')
+            found.append(f'{_NONE} has {name} in {kind}; write device.{sort}["{domain}"].{name}')
         elif other := next((key for of in views for key, names in of.items() if name in names), None):
-            found.append(f'{_NONE} has {name} there; write device.{kind}["{other}"].{name}')
+            found.append(f'{_NONE} has {name} in {domain}; write device.{kind}["{other}"].{name}')
         else:
             found.append(f"{_NONE} has {name}{_meant(name, {key for of in held for key in of})}")
     return found
@@ -163,7 +163,7 @@ def _written(value: object) -> str:
 def _meant(name: str, known: Collection[str]) -> str:
     """Return a suggestion, or all known names."""
     near = get_close_matches(name, known, 1)
-    return f"; did you mean {near[0]}?" if near else f"; there are: {named(sorted(known), _MAX_NAMES)}"
+    return f"; did you mean {near[0]}?" if near else f"; known names: {named(sorted(known), _MAX_NAMES)}"
 
 
 def meant_attribute(attribute: str, machine: Sequence[Candidate]) -> str:

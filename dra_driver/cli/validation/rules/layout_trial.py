@@ -27,8 +27,8 @@ class MigGpu:
 
 
 def manager_layouts(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield each file of NVIDIA's mig-manager in a ConfigMap with its key; a document that is such a file, with
-    key "".
+    """Yield each file of NVIDIA's mig-manager in a ConfigMap with its key. A document that is itself such a file has
+    the key "".
     """
     data = content.get("data")
     if "mig-configs" in content and "kind" not in content:
@@ -40,7 +40,7 @@ def manager_layouts(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def read_layouts(text: Any) -> tuple[Layouts, list[str]]:
-    """Return the layouts of a mig-manager file by name, and its faults. A file with faults has no layouts."""
+    """Return the layouts of a mig-manager file by name, and its faults; no layouts if it has faults."""
     try:
         content = yaml.safe_load(text) if isinstance(text, str) else text
     except yaml.YAMLError as error:
@@ -92,7 +92,7 @@ class Trial:
         if absent:
             self.hints.append(f"layout {name}: entries name GPUs that the machine does not have: {absent}")
         elif without:
-            self.hints.append(f"layout {name}: {named(without)} does not support MIG and stays unchanged")
+            self.hints.append(f"layout {name}: GPUs without MIG stay unchanged: {named(without)}")
         if not refused:
             self.fits.append(f"layout {name} fits {self.machine}")
         return [f"layout {name}: {named(gpus)}: {text}" for text, gpus in refused.items()]

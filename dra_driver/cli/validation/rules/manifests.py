@@ -31,9 +31,9 @@ _KINDS = {
     "PodSchedulingContext": "was removed in Kubernetes 1.32 without a replacement",
     "ComputeDomain": "belongs to NVIDIA's driver for compute domains, which can run next to gpu-dra-driver; validate "
     "does not check it",
-    "ClusterPolicy": "belongs to NVIDIA's GPU operator; docs/gpu-operator.md says which of its parts must be off",
+    "ClusterPolicy": "belongs to NVIDIA's GPU operator; docs/gpu-operator.md lists the parts that must be off",
     "NVIDIADriver": "belongs to NVIDIA's GPU operator, which installs the NVIDIA driver; validate does not check it",
-    "ResourceSlice": "is written by the plugin of a node; `gpu-dra-driver inspect` prints what it would write",
+    "ResourceSlice": "is written by the plugin of a node; `gpu-dra-driver inspect` prints the slices",
     "VirtualMachine": _KUBEVIRT,
     "VirtualMachineInstance": _KUBEVIRT,
 }
@@ -71,9 +71,7 @@ def object_faults(document: JsonObject, driver: str) -> list[FieldFault]:
     """Return the faults of a claim, template or class in a served version of the API."""
     kind, version = str(document.get("kind")), str(document.get("apiVersion")).partition("/")[2]
     if version not in SERVED:
-        text = (
-            f"{document.get('apiVersion')!r} is gone or unknown; write {GROUP}/v1 (Kubernetes 1.34 and newer)"
-        )
+        text = f"{document.get('apiVersion')!r} is unknown or was removed; write {GROUP}/v1 (Kubernetes 1.34 and newer)"
         return [FieldFault("apiVersion", text)]
     found = faults(document, object_shape(kind, version), "")
     found += _metadata_faults(document.get("metadata"))
@@ -234,9 +232,9 @@ def _uses(devices: JsonObject, path: str, driver: str) -> Iterator[_Use]:
 
 
 def _use_faults(use: _Use) -> Iterator[FieldFault]:
-    """Yield what Prepare would refuse. That is parameters that name a request whose classes all select another
-    type of device, and `management` or MaintenanceConfig for a request without adminAccess. The latter also
-    applies to unnamed requests whose class selects that type.
+    """Yield what Prepare would refuse: parameters that name a request whose classes all select another type of
+    device, and `management` or MaintenanceConfig for a request without adminAccess. The latter also applies to
+    unnamed requests whose classes all select that type.
     """
     kinds = CONFIG_KINDS[use.kind]
     if use.named is not None and not use.of_type(None, *kinds):
@@ -263,7 +261,7 @@ def alternative_hints(devices: JsonObject, path: str, driver: str) -> Iterator[s
         misfits = [name for name in use.bodies if name not in fits]
         if use.named is None and not fits:
             yield (
-                f"{use.entry}: {use.kind} applies to no request of class "
+                f"{use.entry}: {use.kind} applies to none of the requests of class "
                 f"{', '.join(dict.fromkeys(body['deviceClassName'] for body in use.bodies.values()))}, and is ignored"
             )
         if use.named is not None and misfits and fits:
@@ -316,7 +314,7 @@ def _config_faults(
 
 
 def is_misspelled(named: str, driver: str) -> bool:
-    """Whether a DRA driver's name is nearly this driver's."""
+    """Whether a DRA driver's name is probably a misspelling of this driver's name."""
     return named != driver and bool(get_close_matches(named, [driver], 1, _ALIKE))
 
 
@@ -340,7 +338,7 @@ def _unknown_requests(names: Any, path: str, known: set[str]) -> list[FieldFault
     return [
         FieldFault(
             f"{path}[{number}]",
-            f"there is no request {name!r}; there are: {', '.join(sorted(known)) or 'none'}",
+            f"there is no request {name!r}; the requests are: {', '.join(sorted(known)) or 'none'}",
         )
         for number, name in enumerate(names or ())
         if name not in known

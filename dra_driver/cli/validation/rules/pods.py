@@ -82,7 +82,7 @@ def pod_faults(spec: JsonObject, path: str) -> list[FieldFault]:
     for here, claim in _used_claims(spec):
         if claim["name"] not in names:
             known = ", ".join(sorted(names)) or "none"
-            text = f"there is no entry {claim['name']!r} in resourceClaims; there are: {known}"
+            text = f"there is no entry {claim['name']!r} in resourceClaims; the entries are: {known}"
             found.append(FieldFault(f"{path}.{here}.name", text))
     return [*found, *_resource_faults(spec, path)]
 
@@ -110,7 +110,7 @@ def _not_standard(name: str, path: str) -> Iterator[FieldFault]:
     if name not in _STANDARD and not name.startswith("hugepages-"):
         near = ["nvidia.com/gpu"] if "gpu" in name else get_close_matches(name, _STANDARD, 1)
         meant = f"; did you mean {near[0]}?" if near else ""
-        yield FieldFault(path, f"is not a resource of Kubernetes and has no domain{meant}")
+        yield FieldFault(path, f"is not a Kubernetes resource and has no domain{meant}")
 
 
 def _is_whole(amount: Any) -> bool:
@@ -148,7 +148,7 @@ def unknown_requests(spec: JsonObject, entry: str, claim: JsonObject) -> list[Fi
     return [
         FieldFault(
             f"{here}.request",
-            f"the claim has no request {used['request']!r}, so the container would get no device; there are: "
+            f"the claim has no request {used['request']!r}, so the container would get no device; the requests are: "
             f"{', '.join(there) or 'none'}",
         )
         for here, used in _used_claims(spec)
@@ -222,8 +222,8 @@ def extended_requests(spec: JsonObject, served: Mapping[str, str]) -> list[JsonO
     """Return the requests of the claim that the scheduler creates for a pod; empty if it requests no such
     resource.
 
-    Init containers that exit share devices with later containers, so only the highest additional need of one of
-    them counts.
+    Init containers that exit share devices with later containers, so only the init container that needs most in
+    addition counts.
     """
     initial = [one for one in spec.get("initContainers") or () if isinstance(one, dict)]
     containers = [*initial, *(one for one in spec.get("containers") or () if isinstance(one, dict))]

@@ -157,7 +157,7 @@ _OLD_CLAIM = {
         ("resourceClassName", "parametersRef", "allocationMode"),
         f"belongs to {GROUP}/v1alpha2, which was removed; describe the devices under spec.devices.requests",
     ),
-    "controller": f"belongs to an early form of {GROUP}/v1alpha3, and was removed; delete it, the scheduler allocates "
+    "controller": f"belongs to an early form of {GROUP}/v1alpha3, and was removed; delete it: the scheduler allocates "
     "the devices",
 }
 _BODY = ("deviceClassName", "selectors", "allocationMode", "count", "tolerations", "capacity", "adminAccess")
@@ -168,7 +168,7 @@ _MISTAKES: Mapping[str, Mapping[str, str]] = {
         "devices": "a template contains a claim, so this belongs one `spec` deeper: spec.spec.devices"
     },
     "DeviceClassSpec": {
-        "suitableNodes": f"belongs to an alpha version of {GROUP}, which was removed; remove it"
+        "suitableNodes": f"belongs to an alpha version of {GROUP}, which was removed; delete the field"
     },
     "DeviceRequest": {name: f"belongs under `exactly` in {GROUP}/v1: exactly.{name}" for name in _BODY},
     "V1beta1DeviceRequest": {"exactly": f"does not exist in {GROUP}/v1beta1; write apiVersion: {GROUP}/v1"},
