@@ -73,8 +73,8 @@ def test_cards_that_can_go(host: Host) -> None:
     assert host.seen(record) == [
         (
             "OK",
-            "8 cards for virtual machines, 2 bound to vfio now; an administrator bound 1 of them, which gpu-dra-driver "
-            "does not change",
+            "8 cards for virtual machines, 2 bound to vfio now (1 by an administrator, left unchanged by "
+            "gpu-dra-driver)",
             None,
         )
     ]

@@ -54,11 +54,7 @@ class PassthroughChecks:
             )
         bound = [card for card in fit if card.is_bound]
         theirs = [card.bus_id for card in bound if not card.by_us]
-        kept = (
-            f"; an administrator bound {len(theirs)} of them, which gpu-dra-driver does not change"
-            if theirs
-            else ""
-        )
+        kept = f" ({len(theirs)} by an administrator, left unchanged by gpu-dra-driver)" if theirs else ""
         summary = f"{counted(len(fit), 'card')} for virtual machines, {len(bound)} bound to vfio now{kept}"
         return [*found, ok(summary)] if fit else found
 

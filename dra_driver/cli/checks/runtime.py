@@ -25,7 +25,7 @@ _CONTAINERD = (
     "/etc/k0s/containerd.toml",
     "/etc/containerd/config.toml",
 )
-"""Files of distributions come first: where one of them exists, the last file belongs to Docker."""
+"""If a file of a distribution exists, /etc/containerd/config.toml belongs to Docker, so it comes last."""
 _CRI_PLUGINS = ("io.containerd.cri.v1.runtime", "io.containerd.grpc.v1.cri", "cri")
 _CRIO_FILE = "/etc/crio/crio.conf"
 _CRIO_DIRECTORIES = ("/usr/share/crio/crio.conf.d", "/etc/crio/crio.conf.d")

@@ -55,7 +55,7 @@ def pod_specs(content: Any, path: str = "", depth: int = 0) -> Iterator[tuple[st
 def _pod_shape() -> Object:
     """Return the shape of a pod's claim-related parts, which also applies to pods in objects of unknown kinds."""
     resources = model_shape("V1ResourceRequirements")
-    # `claims` is often written there by mistake; it belongs next to limits and requests.
+    # `claims` is often written under limits or requests by mistake; it belongs next to them.
     amounts = MapField(Scalar(object, amount), lambda name: name != "claims", "{}")
     resources = Object({**resources.fields, "limits": amounts, "requests": amounts})
     containers = ListField(
