@@ -67,7 +67,7 @@ def test_a_life(simulate, tmp_path):
         "vfio", "--iommufd"
     )
     assert "IOMMU: off" in simulate("vfio", "--no-iommu", "--installed", "vfio_pci", "--loaded", "vfio_pci")
-    assert "vfio-pci has GPU 4" in simulate("give", "4", "vfio-pci")
+    assert "is bound to vfio-pci" in simulate("give", "4", "vfio-pci")
     simulate("fault", "unbind", "--error", "hang", "--gpu", "4")
     assert "fault: unbind (hang)" in simulate("show")
     simulate("clear-faults")
