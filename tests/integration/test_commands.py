@@ -99,7 +99,7 @@ def test_doctor_names_the_gpus_that_are_ill_when_the_plugin_runs(node: Node) -> 
     ]
     assert [remedy.partition(" and ")[0] for *_, remedy in found] == [
         "have the GPU replaced",
-        f"`gpu-dra-driver detach {two.bus_id}`",
+        f"run `gpu-dra-driver detach {two.bus_id}`",
     ]
 
 
@@ -142,7 +142,7 @@ def test_a_gpu_that_hangs_hides_nothing_else_from_doctor(node: Node) -> None:
     assert {entry for entry in found if entry[0] in ("NVML", "health", "device nodes", "MIG mode")} == {
         ("NVML", "OK", "8 GPUs answer, NVIDIA driver 580.95.05, CUDA 13.0"),
         ("health", "FAIL", f"{named} is unhealthy: Xid 95"),
-        ("health", "WARN", f"the health of {', '.join(others(node, ill.uuid)[:4])} and 3 more is not known"),
+        ("health", "WARN", f"the health of {', '.join(others(node, ill.uuid)[:4])} and 3 more is unknown"),
         ("device nodes", "OK", "/dev/nvidiactl, /dev/nvidia-uvm and the device nodes of 8 GPUs"),
         ("MIG mode", "OK", "0 of 8 GPUs in MIG mode"),
     }
@@ -176,7 +176,7 @@ def test_doctor_on_a_node_at_work(node: Node) -> None:
     assert done.returncode == 1
     lines = done.stdout.splitlines()
     start = next(number for number, line in enumerate(lines) if line.startswith("FAIL  kernel driver"))
-    assert "-> `modprobe nvidia`" in lines[start + 1]
+    assert "-> run `modprobe nvidia`" in lines[start + 1]
     verified = json.loads(call("doctor", "-o", "json", *options).stdout)["verified"]
     assert verified["driver"] == {"status": "FAIL", "version": None}
     assert re.match(r"\d+ problems: \d+ OK, ", lines[-1])
