@@ -128,7 +128,7 @@ class DriverChecks:
     def driver_root(self) -> Finding:
         """Check that the driver root has the NVIDIA driver's files, and that they match the loaded version."""
         root = self.paths.driver_root
-        where = "set --nvidia-driver-root (and --container-driver-root) to the root under which the driver is installed"
+        where = "set --nvidia-driver-root (and --container-driver-root) to the root directory of the NVIDIA driver"
         if not Path(root).is_dir():
             return fail(f"{root} is not a directory", where)
         loaded = self._loaded_version()
