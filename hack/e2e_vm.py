@@ -71,7 +71,7 @@ def main() -> int:
     )
     parser.add_argument("pytest_args", nargs="*", help="arguments for pytest, after --")
     given = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the guest ends with this process
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `_boot` kills the guest
     try:
         tree = _fetched()
     except ClusterError as error:

@@ -62,7 +62,7 @@ def run(
     cwd: Path | None = None,
     timeout_s: float = 60.0,
 ) -> subprocess.CompletedProcess[str]:
-    """Run `gpu-dra-driver` with these arguments; returns the same as `subprocess.run`. Raises: TimeoutExpired."""
+    """Run `gpu-dra-driver` with these arguments, and return a result like `subprocess.run`. Raises: TimeoutExpired."""
     with TemporaryFile("w+") as given, TemporaryFile("w+") as out, TemporaryFile("w+") as err:
         given.write(stdin)
         given.seek(0)

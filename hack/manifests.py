@@ -42,7 +42,7 @@ Json = Any
 INSTALL = DAEMONSET / "install.yaml"
 OF_OTHER_VALUES = frozenset(yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text()))
 NOTHING = "Null: none."
-"""The end of a comment in values.yaml if null means "none" for this value, not the default."""
+"""Ends the comment of each value in values.yaml for which null means "none" instead of the default."""
 _HEAD = """\
 # The chart with its default values, for `kubectl apply --filename`. `make manifests` writes this file.
 # SHA-256 of the chart: {}

@@ -69,7 +69,7 @@ class ClaimStatusClient:
         is_first: bool = False,
         timeout_s: float | None = None,
     ) -> bool:
-        """Make `devices` this plugin's only entries in the claim's status; returns whether it wrote something.
+        """Make `devices` this plugin's only entries in the claim's status. Return whether that changed the status.
 
         Nothing is written for a claim that is gone, replaced or not allocated, for devices outside its
         allocation, or if the status is already correct. `is_first` means that the claim was just read and had no
@@ -106,7 +106,7 @@ class ClaimStatusClient:
     def _store(
         self, ref: ClaimRef, wanted: dict[tuple[Any, ...], JsonObject], timeout_s: float | None
     ) -> bool:
-        """Write the entries; returns False if the claim is gone. Raises: like `write`."""
+        """Write the entries. Return False if the claim no longer exists. Raises: like `write`."""
         try:
             stored = self._apply(ref, wanted, timeout_s)
         except ApiRejectedError as error:

@@ -102,7 +102,7 @@ class EventWriter:
         return known
 
     def _count_up(self, about: EventObject, known: _Known, times: int, timeout_s: float | None) -> bool:
-        """Increase the event's count; returns False if the event is gone, and gives it a new name."""
+        """Increase the event's count. If the event no longer exists, choose a new name for it, and return False."""
         patch = {"count": known.count + times, "lastTimestamp": self._moment()}
         try:
             self.client.request(

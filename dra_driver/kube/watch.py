@@ -96,14 +96,14 @@ class Follower(BackgroundWorker):
 
     @abstractmethod
     def _relist(self) -> str:
-        """List the objects and store them; returns the version of the list. Raises: like `list`."""
+        """List and store the objects, and return the version of the list. Raises: like `list`."""
 
     @abstractmethod
     def _on_event(self, event: dict[str, Any]) -> None:
         """Handle an event: an object was added, changed or deleted."""
 
     def _turn(self) -> float:
-        """Follow until the watch ends; returns the seconds until the next turn.
+        """Follow until the watch ends, and return the seconds until the next turn.
 
         There is always a pause before the next watch, because the reason for which a watch ended may also end the
         next one, on all nodes at the same time.

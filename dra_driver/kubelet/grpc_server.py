@@ -248,7 +248,7 @@ class SocketServer:
         self._identity: tuple[int, int, int] | None = None
 
     def start(self) -> None:
-        """Binds and serves, and only then makes the socket visible.
+        """Binds the socket and starts the server, and only then makes the socket visible.
 
         Raises: StateError if another process uses the path or the socket cannot be created.
         """

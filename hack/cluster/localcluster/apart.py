@@ -60,7 +60,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def begin(argv: Sequence[str]) -> None:
-    """Prepare the new namespaces for a cluster, then replace this process by the command."""
+    """Prepare the new namespaces for a cluster, then replace this process with the command."""
     hierarchies = _hierarchies()
     _mount("sysfs", Path("/sys"))  # the old one shows the old network
     if len(hierarchies) > 1:
