@@ -5,9 +5,9 @@ this one. Every figure is the median of several runs. The exit code is 1 if a bu
 
     python hack/bench             everything that takes seconds
     python hack/bench --cycles N  also N prepare/unprepare cycles, to find leaks
-    python hack/bench --cluster   instead on the cluster of `make cluster` (root): the kubelet's own figures, also for
-                                  the same pods without claims, and a churn like the DRA test of kubernetes/perf-tests,
-                                  with its limits
+    python hack/bench --cluster   instead on the cluster of `make cluster` (root): the kubelet's figures for pods with
+                                  and without claims, and a churn with the limits of the DRA test in
+                                  kubernetes/perf-tests
 """
 
 from __future__ import annotations

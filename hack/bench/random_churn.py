@@ -305,7 +305,7 @@ class Trouble:
             hangs.unlink()
 
     def _with_smi(self, script: str) -> None:
-        """Replace nvidia-smi with a script for a while. Repeat this when the simulator rewrites it after a MIG change."""
+        """Replace nvidia-smi with a script for a while, even if the simulator rewrites it after a MIG change."""
         program = self._node.machine.host_root / "usr/bin/nvidia-smi"
         text, new = f"#!/bin/sh\n{script}\n", program.with_name(".soak")
         until = time.monotonic() + self._a_while()
