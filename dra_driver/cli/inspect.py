@@ -86,7 +86,7 @@ def inspect(given: Namespace) -> None:
             more: list[str] = []
             with ExitStack() as session:
                 if output.is_for_people:
-                    # Without --mig, a node without NVML still shows its slices or its error.
+                    # Without --mig, this still prints the slices, or their error, if NVML does not answer.
                     with nullcontext() if mig else suppress(NvmlUnavailableError):
                         maps, more = mig_maps(settings, session)
                 slices, notes = ([], []) if mig else slices_to_publish(settings, is_empty=is_empty)
@@ -123,8 +123,8 @@ def inspect(given: Namespace) -> None:
         print(("" if mig else "\n") + draw_gpus(maps, width), end="")
     if not mig and not devices:
         raise NotSupportedError(
-            "no device would be published: neither the PCI bus nor NVML (libnvidia-ml.so.1) shows a GPU that could be "
-            "published; `gpu-dra-driver doctor` shows the cause"
+            "no device would be published: neither the PCI bus nor NVML (libnvidia-ml.so.1) shows a usable GPU; "
+            "`gpu-dra-driver doctor` shows the cause"
         )
 
 

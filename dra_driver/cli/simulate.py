@@ -43,7 +43,7 @@ def _option(name: str, help_text: str, kind: type = str, **more: Any) -> Flag:
 
 
 def _calls(function: str, said: str = "", held_by: str = "", **fixed: Any) -> Callable[[Namespace], None]:
-    """Return a function that prints what a function of `simulate_commands` returns: lines or a table.
+    """Return a function that prints the result of a function of `simulate_commands`: lines or a table.
 
     The function receives the machine and the command's flags by name. With `said`, `function` is the name of a method
     of the machine, which `done` calls.

@@ -79,9 +79,9 @@ EXAMPLES = (
 
 
 def top(given: Namespace) -> None:
-    """Also shows pods and MPS daemons. Changes nothing. On a terminal it refreshes at each interval, until you press q
-    or Ctrl-C; in a pipe it prints once. Works without the API server, and even if gpu-dra-driver is not running.
-    Without NVML it shows what is recorded on the node, and why NVML fails. Run it in the pod of gpu-dra-driver
+    """Also shows pods and MPS daemons. Changes nothing. On a terminal it refreshes at each interval, until you press
+    q or Ctrl-C; in a pipe it prints once. Works without the API server, and even if gpu-dra-driver is not running.
+    Without NVML it shows the saved state of the node, and why NVML fails. Run it in the pod of gpu-dra-driver
     (`kubectl gpus top NODE`, `kubectl exec`), or on the node with the flags of `run`.
     """
     with (
@@ -193,7 +193,7 @@ def _fraction(load: GpuLoad | None) -> float | None:
 
 
 def _word(severity: str) -> str:
-    """Return what needs attention in capitals, so that it stands out without colours."""
+    """Return a severity that needs attention in capitals, so that it stands out without colours."""
     return severity.upper() if severity in ("degraded", "unhealthy", "lost", "unknown") else severity
 
 

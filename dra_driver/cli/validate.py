@@ -206,7 +206,7 @@ def gpus_for_layouts(settings: Settings) -> list[MigGpu]:
 
 
 def configured_among(documents: Sequence[Document]) -> tuple[JsonObject, Mapping[int, tuple[str, ...]]]:
-    """Return the settings of those documents that are configuration files, and their faults by document number."""
+    """Return the settings in documents that are configuration files, and their faults by document number."""
     values: JsonObject = {}
     faults: dict[int, tuple[str, ...]] = {}
     for number, document in enumerate(documents):

@@ -407,7 +407,7 @@ class DriverChecks:
         return findings or [ok("no unknown processes on the GPUs")]
 
     def persistence(self) -> Finding:
-        """Check that something keeps the NVIDIA driver's state while no one uses a GPU."""
+        """Check that the NVIDIA driver keeps its state while no program uses a GPU."""
         roots = dict.fromkeys(filter(None, (self.paths.driver_root, self.paths.host_root)))
         for root in roots:
             tree = RootedTree(root)

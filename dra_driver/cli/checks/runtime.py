@@ -37,7 +37,7 @@ _SOCKETS = (
     ("crio", "/run/crio/crio.sock"),
     ("docker", "/run/cri-dockerd.sock"),
 )
-"""In the same order as the files. RKE2 uses the socket of k3s."""
+"""In the same order as the configuration files. RKE2 uses the socket of k3s."""
 _ANSWER_WITHIN_S = 2.0
 DOCKER = (
     "the runtime is Docker (cri-dockerd), which cannot give containers the devices of claims",

@@ -92,9 +92,9 @@ class WaitingPod:
 class Row:
     """A device, a waiting claim, or a node without devices. `claim` and `pods` are `NAMESPACE/NAME`.
 
-    `load` is the use of the device by this row, None if unknown: if pods share the device and their use is
-    known, each pod has a row with its part. `wasted_bytes` is the memory of the device that is held and idle:
-    the idle fraction of all its memory, or the unused memory if the utilisation is unknown.
+    `load` is the use of the device by the pods of this row, None if unknown. If pods share the device and their use
+    is known, each pod has its own row. `wasted_bytes` is the memory of the device that is held and idle: the idle
+    fraction of all its memory, or the unused memory if the utilisation is unknown.
     """
 
     node: str
@@ -118,9 +118,9 @@ class Used:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Counts of the GPUs in slices: free, held by a claim in whole or part, and with a taint that keeps new
-    pods away, which may also be in use. `maintenance` counts devices out of service; `missing` counts other
-    devices of claims without a slice.
+    """Counts of the GPUs in slices: free, held by claims in whole or part, and with a taint that keeps new pods away.
+    A tainted GPU may also be in use. `maintenance` counts devices out of service; `missing` counts other claimed
+    devices that are in no slice.
     """
 
     gpus: int = 0

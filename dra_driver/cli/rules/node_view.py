@@ -204,7 +204,7 @@ def node_view(
 
 
 def searched(view: NodeView, text: str) -> NodeView:
-    """Return the view of the GPUs, claims and pods whose names contain the text, with what belongs to them. An empty
+    """Return the view with only the GPUs, claims and pods whose names contain the text, and their details. An empty
     text keeps everything.
     """
     wanted = text.lower()

@@ -55,7 +55,9 @@ class PreparedClaim:
 
 @dataclass(frozen=True, slots=True)
 class ClaimCleanup:
-    """What an Unprepare or a failed Prepare could not undo yet. `since` is in seconds since 1970."""
+    """The steps of a claim that an Unprepare or a failed Prepare could not undo yet. `since` is in seconds since
+    1970.
+    """
 
     namespace: str
     name: str

@@ -28,7 +28,7 @@ from dra_driver.model.schema import JsonObject
 from dra_driver.model.units import counted
 
 _PLAIN_STEPS = 2
-"""The steps of a request without its own selectors: all devices, and those of its class."""
+"""The number of steps of a request without selectors: all devices, and the devices of its class."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class MachineFit:
     def taken_away(self, alone: Fit, others: Sequence[JsonObject]) -> tuple[str, int, int]:
         """Return why a claim that fits alone does not fit together with others.
 
-        Also returns, for the request that lacks most, how many devices are completely free, and how many match.
+        Also returns, for the request that lacks the most devices, how many are completely free, and how many match.
         """
         left = less(self._empty, others)
         free = {

@@ -133,8 +133,8 @@ class _TooManyError(Exception):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Candidate:
-    """A device of a pool on the node. `is_here` is False if the pool assigns it to another node. `counters` is
-    what it consumes of the pool's counters.
+    """A device of a pool on the node. `is_here` is False if the pool assigns the device to another node. `counters`
+    is its consumption of the pool's counters.
     """
 
     id: DeviceId
@@ -204,8 +204,8 @@ class Pick:
 
 @dataclass(slots=True)
 class FreeDevices:
-    """What a node has left: candidates in the scheduler's order, devices allocated in whole or in shares, and
-    counters.
+    """The state of a node's devices: candidates in the scheduler's order, devices allocated in whole or in shares,
+    and remaining counters.
 
     `unusable` are pools of the node with a problem: their devices are not candidates, and requests for all devices
     fail.

@@ -50,7 +50,7 @@ class Funnel:
 
 
 def funnel(wanted: Wanted, machine: Sequence[Candidate]) -> Funnel:
-    """Return what each condition of a request leaves of the machine's devices, until none are left."""
+    """Filter the machine's devices by each condition of a request in turn, until none are left."""
     left = list(machine)
     steps = [FunnelStep("device" if len(left) == 1 else "devices", len(left))]
     groups = [(f"of class {wanted.class_name}", wanted.class_selectors)]

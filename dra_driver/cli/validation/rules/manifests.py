@@ -188,8 +188,8 @@ def _claim_faults(devices: JsonObject, path: str, driver: str) -> list[FieldFaul
 class _Use:
     """Parameters of this driver for a request.
 
-    `entry` is the path of the config entry, and `named` that of the request name in it (None if it names no request).
-    `bodies` are the affected bodies of the request, by their names in allocation results.
+    `entry` is the path of the config entry, and `named` the path of the request name in it (None if it names no
+    request). `bodies` are the affected bodies of the request, by their names in allocation results.
     """
 
     entry: str
