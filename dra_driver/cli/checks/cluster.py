@@ -20,7 +20,7 @@ from dra_driver.model.units import counted, named
 from dra_driver.slices.api_support import Support, ask_support
 from dra_driver.slices.rules.diff import PARTITIONS_GATE, SHARES_GATE, TAINTS_GATE, Owner
 
-_SLOW = ("did not answer in time", "no time was left")
+_SLOW = ("did not answer in time", "time limit was reached")
 """Client errors that contain one of these texts are timeouts."""
 
 
