@@ -29,7 +29,7 @@ from dra_driver.mps_host.host_files import LONGEST_SOCKET, LONGEST_SOCKET_NAME
 from dra_driver.mps_host.host_supervisor import Supervisor
 from dra_driver.simulator import Machine, create_machine
 from tests.fakes.waiting import eventually
-from tests.mps_host.conftest import MpsHost
+from tests.mps_host.conftest import RETRIED_LATER, MpsHost
 
 UUIDS = [f"GPU-4cf8db2d-06c0-7d70-1a51-e59b25b2c16{number}" for number in range(3)]
 SPEC = MpsDaemonSpec("gpu-1", UUIDS[1], "gpu", UUIDS[1])
@@ -134,7 +134,7 @@ def test_mig_device_has_a_daemon_below_the_longest_kubelet_root(nvidia: Programs
 
 
 def test_limits_are_those_of_the_daemon_for_each_gpu(real_host: MpsHost, nvidia: Programs) -> None:
-    supervisor = unprobed(real_host)
+    supervisor = real_host.supervisor(probe=3600.0, **RETRIED_LATER)
     wanted = replace(
         SPEC,
         default_active_thread_percentage=25,
