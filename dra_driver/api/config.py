@@ -59,7 +59,7 @@ class Sharing:
 class GpuConfig:
     """Parameters of whole GPUs.
 
-    `management` gives a claim with adminAccess what an agent such as DCGM needs: all GPUs of the node, and the
+    `management` is for agents such as DCGM: it gives a claim with adminAccess all GPUs of the node, and the
     capabilities to monitor and configure MIG.
     """
 
@@ -87,8 +87,8 @@ class VfioDeviceConfig:
 
 @dataclass(frozen=True, slots=True)
 class MaintenanceConfig:
-    """Parameters of a claim with adminAccess that takes GPUs out of service, for example to reset them. `Wait`: Prepare
-    waits for the claims on these GPUs; `Refuse`: it fails. NVML stays closed for `timeout_s` seconds at most."""
+    """Parameters of a claim with adminAccess that takes GPUs out of service, for example to reset them. While other
+    claims use these GPUs, Prepare waits (`Wait`) or fails (`Refuse`). NVML stays closed for at most `timeout_s` s."""
 
     policy: MaintenancePolicy = "Wait"
     timeout_s: int = 15 * 60
@@ -102,7 +102,7 @@ KINDS: Mapping[str, tuple[DeviceType, ...]] = {
     "VfioDeviceConfig": ("vfio",),
     "MaintenanceConfig": ("gpu", "mig"),
 }
-"""The types of device that each kind of parameters fits."""
+"""The device types that each kind of parameters applies to."""
 
 DEFAULTS: Mapping[DeviceType, OpaqueConfig] = {
     "gpu": GpuConfig(),
@@ -188,12 +188,12 @@ WORDS: Final = Words(unknown="unknown field", meant=False, null_is_absent=True, 
 
 
 def field_faults(kind: str, fields: Mapping[str, Any], words: Words = WORDS) -> list[str]:
-    """Return one line for each fault in the fields of a known kind, with the path of the field."""
+    """Return one line for each fault in the fields of a known kind, including the path of the faulty field."""
     return [" ".join(str(fault).split()) for fault in faults(fields, FIELDS[kind], "", words)]
 
 
 def config_of(kind: str, fields: Mapping[str, Any]) -> OpaqueConfig:
-    """Build the config from fields without faults. As in Kubernetes, `null` means that a field is not set."""
+    """Build the config from fields that have no `field_faults`. As in Kubernetes, `null` means unset."""
     if kind == "VfioDeviceConfig":
         iommu = fields.get("iommu") or {}
         return VfioDeviceConfig(

@@ -68,7 +68,7 @@ def _checked_kind(parameters: Any) -> str:
     except (TypeError, ValueError, RecursionError) as error:
         raise _invalid(f"the parameters are not valid JSON: {error}") from error
     if size > MAX_BYTES:
-        raise _invalid(f"the parameters have {size} bytes; at most {MAX_BYTES} are allowed")
+        raise _invalid(f"the parameters are {size} bytes long; at most {MAX_BYTES} bytes are allowed")
     _check_word(parameters, "apiVersion", (GROUP_VERSION,), f"use {GROUP_VERSION}")
     return _check_word(parameters, "kind", tuple(KINDS), f"use one of {', '.join(KINDS)}")
 
@@ -112,7 +112,7 @@ def config_for_result(
     entry applies if it names the result's request, in full or by its base name, or if it names no request and
     its kind fits the device.
 
-    Raises: InvalidConfigError if an entry that may apply has faults or is of an unknown type, names the request
+    Raises: InvalidConfigError if an entry that may apply is invalid or has no opaque parameters, names the request
     but does not fit the device, or applies and requires adminAccess that the request lacks (even if a later
     entry replaces it).
     """
@@ -123,7 +123,7 @@ def config_for_result(
             continue
         text = _describe(index, entry)
         if entry.driver is None:
-            raise _refused(text, "it has no opaque parameters; this driver supports no other kind")
+            raise _refused(text, "gpu-dra-driver supports only opaque parameters, but the entry has none")
         if entry.driver != driver:
             continue
         try:
@@ -156,8 +156,8 @@ def asks_for_maintenance(claim: AllocatedClaim) -> bool:
 
 
 def needs_admin_access(what: str, request: str) -> str:
-    """The fault of parameters with `what`, `management` or MaintenanceConfig, for a request without adminAccess."""
-    return f"{what} works only with adminAccess: true, which request {request!r} lacks"
+    """Return the fault if `what` (`management` or MaintenanceConfig) is set for a request without adminAccess."""
+    return f"{what} requires adminAccess: true on request {request!r}"
 
 
 def _by_precedence(configs: Sequence[DeviceConfig]) -> Iterator[tuple[int, DeviceConfig]]:

@@ -1,7 +1,7 @@
 """Atomic file writes: after a crash or a power cut, a reader sees the old content or the new content, never a
 mix.
 
-`WRITES` records in which directories the last write failed, and which writes hang.
+`WRITES` records the directories where the last write failed, and the writes in progress.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from dra_driver.errors import StateError
 
 _OF_THE_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM})
-"""Errors of the disk. Other errors concern one file, such as a directory in its place."""
+"""Errors of the disk. Other errors concern one file; for example, a directory has the same path."""
 
 
 class WriteOutcomes:
@@ -61,7 +61,7 @@ class WriteOutcomes:
                     self._failed[directory] = failure
 
     def failed_in(self, top: Path) -> tuple[Path, str] | None:
-        """Return a directory at or below `top` whose last write failed, and the error; None if there is none."""
+        """Return a directory at or below `top` whose last write failed, and the error; None if no write failed."""
         with self._lock:
             return next(((at, text) for at, text in self._failed.items() if at.is_relative_to(top)), None)
 
@@ -71,7 +71,7 @@ class WriteOutcomes:
             self._failed.pop(directory, None)
 
     def hanging_in(self, top: Path) -> float | None:
-        """Return the age in seconds of the oldest write in progress at or below `top`; None if there is none."""
+        """Return how many seconds the oldest write in progress at or below `top` has taken; None if none runs."""
         with self._lock:
             began = [since for at, since in self._under_way.values() if at.is_relative_to(top)]
         return time.monotonic() - min(began) if began else None
@@ -97,7 +97,7 @@ _CLOCK_OF_FILES = 5  # CLOCK_REALTIME_COARSE; Python's `time` module has no name
 _SECOND_NS = 10**9
 
 _numbers = itertools.count(time.time_ns())
-"""Numbers for temporary names. They start at the clock, so a later process with the same PID cannot reuse one."""
+"""Numbers for temporary names. The first is the current time, so a later process with the same PID uses others."""
 
 _REMEDIES = {
     errno.ENOSPC: "the disk is full; free some space",
@@ -131,7 +131,7 @@ def write_atomically(
     """Replace `path` with `content`.
 
     The temporary file is in the same directory, because a rename works only within one file system; a watcher
-    of the directory sees both files. The writer holds a lock on the temporary file, which the kernel releases
+    of the directory sees both files. The writer holds a lock on the temporary file; the kernel releases the lock
     if the writer is killed.
 
     `whole` syncs the content before the rename; without it, a power cut may leave an empty file. `durable` also
@@ -244,10 +244,10 @@ def sync_removals(directory: Path) -> None:
 
 
 def clear_abandoned(directory: Path, pattern: str = f".*{TEMPORARY_SUFFIX}") -> None:
-    """Remove temporary files that killed writers left in the directory: those that match `pattern` and are not
+    """Remove temporary files that killed writers left in the directory: files that match `pattern` and are not
     locked.
 
-    A file that cannot be removed stays, and does no harm.
+    A file that cannot be removed is harmless.
     """
     with suppress(OSError):  # if the directory cannot be listed
         for path in directory.glob(pattern):
@@ -276,7 +276,7 @@ def stamp_at(path: Path | str) -> Stamp:
 
 
 def stamp_or_none(path: Path | str) -> Stamp | None:
-    """Return the stamp of the file that `path` leads to; None if there is none."""
+    """Return the stamp of the file at `path`, following links; None if the file cannot be found."""
     try:
         return stamp_of(os.stat(path))  # noqa: PTH116
     except OSError:
@@ -284,10 +284,10 @@ def stamp_or_none(path: Path | str) -> Stamp | None:
 
 
 def is_settled(time_ns: int) -> bool:
-    """Whether a change made from now on gets a different time than `time_ns`.
+    """Whether any later change of a file gets a different time than `time_ns`.
 
-    False while `time_ns` is within one tick of the clock that file times come from. A time in the future counts
-    as settled, since the clock was set back. Some file systems store whole seconds.
+    File times come from a coarse clock, so this is False during the clock's current tick (one second on file
+    systems that store whole seconds). A time more than a second ahead is settled: the clock was set back.
     """
     tick_ns, now = 0 if time_ns % _SECOND_NS else _SECOND_NS, time.clock_gettime_ns(_CLOCK_OF_FILES)
     # Times of newer kernels may be a few milliseconds ahead of this clock.
@@ -299,7 +299,7 @@ def set_aside(path: Path, what: str, stamp: Stamp) -> Path | None:
 
     Returns None if the file no longer has this stamp, because another process rewrote or renamed it.
 
-    Raises: StateError that names `what`.
+    Raises: StateError, which names the file as `what`.
     """
     aside = path.with_name(f"{path.name.removesuffix(QUARANTINE)}{QUARANTINE}-{time.time_ns()}")
     try:
@@ -314,10 +314,10 @@ def set_aside(path: Path, what: str, stamp: Stamp) -> Path | None:
 
 
 def open_plain(path: Path, flags: int, mode: int = 0o600) -> int:
-    """Open a regular file, like `os.open`. Links are not followed, and pipes and devices are never waited for
-    or read.
+    """Open a regular file, like `os.open`. Rejects links, and rejects pipes and devices without waiting for
+    them.
 
-    Raises: OSError, with an errno in UNREADABLE if it is not a regular file.
+    Raises: OSError, with an errno in UNREADABLE if the path is not a regular file.
     """
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -333,7 +333,7 @@ def read_plain(path: Path) -> bytes:
 
 
 def read_or_none(path: Path) -> bytes | None:
-    """Return the content of a regular file; None if it is missing or a retry cannot read it. Raises: StateError."""
+    """Return the content of a regular file; None if it is missing or permanently unreadable. Raises: StateError."""
     try:
         return read_plain(path)
     except (FileNotFoundError, NotADirectoryError):

@@ -37,8 +37,8 @@ class Backoff:
     def reset(self, lasted_s: float = math.inf) -> None:
         """Start again at the first delay, after a success.
 
-        If the success was something long-running, such as a watch, that lasted `lasted_s` seconds, it must have
-        lasted at least `max_s`. A watch that breaks soon after each start would otherwise be reopened at the
+        `lasted_s` is how long a long-running success, such as a watch, lasted. If it is less than `max_s`, the
+        delay does not change: otherwise a watch that always breaks soon after its start would be reopened at the
         shortest delay forever.
         """
         if lasted_s >= self._max_s:
@@ -49,10 +49,10 @@ _ROUNDING = 1e-9
 
 
 class TokenBucket:
-    """A rate limiter: `burst` tokens at once, then `qps` per second on average.
+    """A rate limiter: `burst` tokens at once, then `qps` tokens per second on average.
 
-    `acquire` is thread-safe and sleeps until a token is due. A caller that must not sleep calls `ready_at` and
-    then `take`, under its own lock, with the seconds of a monotonic clock.
+    `acquire` is thread-safe and sleeps until a token is due. A caller that must not sleep holds its own lock
+    instead, and calls `ready_at` and then `take` with the time of a monotonic clock.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class TokenBucket:
             now = self._clock()
             if self.ready_at(now) - now > max_s:
                 raise TimeoutError(
-                    f"gpu-dra-driver's own limit of {self._qps:g} requests a second is reached; raise kubeAPIQPS"
+                    f"gpu-dra-driver reached its own limit of {self._qps:g} requests per second; raise kubeAPIQPS"
                 )
             wait_s = self.take(now)
         if wait_s:
@@ -91,7 +91,7 @@ class TokenBucket:
         return now if tokens >= 1 - _ROUNDING else now + (1 - tokens) / self._qps
 
     def take(self, now: float) -> float:
-        """Take a token, in advance if there is none; returns the seconds until it is due."""
+        """Take a token, in advance if none is left; returns the seconds until the token is due."""
         self._tokens, self._filled_at = self._tokens_at(now) - 1, now
         return max(0.0, -self._tokens / self._qps)
 

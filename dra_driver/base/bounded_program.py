@@ -23,9 +23,7 @@ _guard = threading.Lock()
 
 @dataclass(slots=True)
 class Inherited:
-    """Descriptors that the programs of a block inherit, and the programs that not even SIGKILL has stopped
-    (`left`).
-    """
+    """Descriptors that programs started in a block inherit, and the programs that survived SIGKILL (`left`)."""
 
     descriptors: list[int]
     left: list[subprocess.Popen[str]] = field(default_factory=list)
@@ -36,8 +34,8 @@ _inherited: ContextVar[Inherited | None] = ContextVar("inherited", default=None)
 
 @contextmanager
 def inherited(descriptors: Iterable[int]) -> Iterator[Inherited]:
-    """Let programs that this context starts inside the block inherit `descriptors`, in addition to those of
-    outer blocks.
+    """Programs that this context starts inside the block inherit `descriptors`, in addition to those of outer
+    blocks.
 
     A lock on such a descriptor lasts until these programs have exited, even if this process is killed first.
     """
@@ -48,13 +46,13 @@ def inherited(descriptors: Iterable[int]) -> Iterator[Inherited]:
         yield block
     finally:
         _inherited.reset(token)
-        block.descriptors.clear()  # a thread that was left behind has a copy of this context
+        block.descriptors.clear()  # an abandoned thread may still have a copy of this context
 
 
 def start_program(arguments: Sequence[str], **more: Any) -> subprocess.Popen[str]:
     """Start a program in its own session.
 
-    It inherits only the descriptors of `inherited`, so it cannot keep a socket or lock of a killed plugin open.
+    The program inherits only the descriptors of `inherited`, so it cannot keep a killed plugin's sockets or locks open.
     `more` goes to `subprocess.Popen`. Raises: OSError.
     """
     block = _inherited.get()
@@ -79,8 +77,8 @@ def run_program(
     """Run a program with `text` as its input; returns the exit code and its combined stdout and stderr.
 
     A program that takes longer than `timeout_s` seconds is killed together with its children. If it survives
-    SIGKILL, as on a GPU that hangs, it is left behind, and until it exits no other program starts in the same
-    `slot`. The program inherits the descriptors of `inherited`.
+    SIGKILL, for example because a GPU hangs, it is left behind, and no other program starts in the same `slot`
+    until it exits. The program inherits the descriptors of `inherited`.
 
     Raises: OSError, TimeoutError.
     """
@@ -119,7 +117,7 @@ def run_driver_program(
     """Run a program of the installed NVIDIA driver, like `run_program`, with `variables` added to its
     environment.
 
-    Programs for different subjects do not wait for each other.
+    A program that was left behind blocks only the same program for the same `subject`.
 
     Raises: StateError; RetryableError that begins with `action` and says why the program did not start or exit.
     """

@@ -1,4 +1,4 @@
-"""The deadline of the kubelet's call that this thread works on."""
+"""The deadline of the kubelet call that this thread handles."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def time_left(max_s: float) -> float:
 def seconds_for(what: str, max_s: float) -> float:
     """Return how many seconds `what` may take: `max_s`, or less if the call must be answered earlier.
 
-    Raises: RetryableError if no time is left.
+    Raises: RetryableError if the deadline has passed.
     """
     deadline = _deadline.get()
     if deadline is None:
@@ -47,6 +47,6 @@ def seconds_for(what: str, max_s: float) -> float:
     left = deadline - time.monotonic()
     if left <= 0:
         raise RetryableError(
-            f"no time is left to {what} before the deadline of this call; it will be retried"
+            f"gpu-dra-driver ran out of time to {what} before the call's deadline; the call will be retried"
         )
     return min(max_s, left)

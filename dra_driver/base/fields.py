@@ -1,5 +1,4 @@
-"""Stores dataclasses as JSON objects in files, by the types of their attributes, with a format number for each
-file.
+"""Encodes dataclasses as JSON objects, by the types of their attributes, and adds a format number to files.
 
 A file is read only if it has the format number of its kind. A higher number means that a newer release wrote
 the file, and the file is left alone. Errors say in one sentence what is wrong with a file.
@@ -67,7 +66,7 @@ _KINDS: Mapping[Any, Kind] = {
 
 
 def one_of(what: str, *values: str) -> Kind:
-    """Return a kind that accepts only these texts; `what` names the field in errors."""
+    """Return a kind that accepts only these strings; `what` names the field in errors."""
 
     def read(_name: str, value: Any) -> Any:
         if value not in values:
@@ -97,8 +96,8 @@ def list_of(kind: Kind) -> Kind:
 class Field:
     """A field of a dataclass. If `name` is None, the JSON name is derived from the attribute's name.
 
-    A missing or null field has the value `default`, if there is one. With `omits_default`, the default is not
-    written.
+    A missing or null field has the value `default`, if a default is set. With `omits_default`, the default is
+    not written.
     """
 
     kind: Kind
@@ -125,7 +124,7 @@ def omittable(kind: Kind, default: Any = None, name: str | None = None) -> Field
 class Codec(Generic[T]):
     """Encodes values of `of`, a dataclass or named tuple, as JSON objects.
 
-    Each attribute is encoded by its type and omitted if it has its default. `given` replaces the field of an
+    Each attribute is encoded by its type, and omitted if it equals its default. `given` replaces the field of an
     attribute; None means that the caller stores the attribute elsewhere.
     """
 
@@ -148,9 +147,9 @@ class Codec(Generic[T]):
         return entry
 
     def decode(self, entry: JsonObject, **others: Any) -> T:
-        """Return the value of a JSON object. `others` are the attributes that are stored elsewhere. Raises:
-        like `Kind.read`.
-        """
+        """Return the value of a JSON object. `others` are the attributes that are stored elsewhere.
+
+        Raises: the errors of `Kind.read`."""
         for attribute, name, field in self._fields:
             content = entry[name] if field.default is _NEEDED else entry.get(name)
             is_default = content is None and field.default is not _NEEDED
@@ -173,7 +172,7 @@ class Tagged(Generic[T]):
         return {"kind": tag, **self._codecs[tag].encode(value)}
 
     def decode(self, entry: JsonObject) -> T:
-        """Return the value of a JSON object. Raises: like `Kind.read`."""
+        """Return the value of a JSON object. Raises: the errors of `Kind.read`."""
         tag = TEXT.read("kind", entry["kind"])
         if tag not in self._codecs:
             raise StateError(f"{self._what} {tag!r} is unknown")
@@ -201,7 +200,7 @@ def _fields_of(of: type[Any], given: Mapping[str, Field | None]) -> dict[str, Fi
 
 
 def _kind_of(hint: Any, name: str) -> Kind:
-    """Return the kind for a type. Raises: TypeError for a type without one; its codec needs an explicit field."""
+    """Return the kind for a type. Raises: TypeError if a type has no kind; pass a Field to its codec instead."""
     origin, arguments = get_origin(hint), [one for one in get_args(hint) if one is not type(None)]
     if hint in _KINDS:
         return _KINDS[hint]
@@ -216,7 +215,7 @@ def _kind_of(hint: Any, name: str) -> Kind:
         return Kind(lambda _name, value: {key: kind.read(key, one) for key, one in value.items()}, dict)
     if is_dataclass(hint) or hasattr(hint, "_fields"):
         return Codec(hint).kind
-    raise TypeError(f"{name}: {hint} needs a field of its own")
+    raise TypeError(f"{name}: cannot encode {hint}; pass a Field to the codec")
 
 
 def _in_json(attribute: str) -> str:
@@ -235,7 +234,7 @@ def parse_file(
 
     `decode` may raise KeyError, TypeError and similar errors of a malformed document.
 
-    Raises: NewerFormatError; StateError that says what is wrong with `what`.
+    Raises: NewerFormatError; StateError, which says what is wrong with the file.
     """
     try:
         document = json.loads(content)
@@ -257,5 +256,5 @@ def parse_file(
 
 
 def encode_file(document: JsonObject, number: int) -> bytes:
-    """Encode a file for `parse_file`, with `number` in the field `version`. Equal documents give equal bytes."""
+    """Encode a file for `parse_file`, with `number` in the field `version`. Equal documents yield equal bytes."""
     return json.dumps({"version": number, **document}, separators=(",", ":"), sort_keys=True).encode()

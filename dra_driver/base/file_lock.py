@@ -1,7 +1,7 @@
 """A lock that excludes other threads of this process and other processes, through a file.
 
-It uses open-file-description locks because the upstream helper does (`flock` does not interlock with them), and
-because they belong to the descriptor, so a crash releases them.
+It uses open-file-description locks, which belong to the descriptor, so a crash releases them. Kubernetes' helper
+for DRA drivers uses such locks too, and `flock` would not exclude that helper.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ def hold_file(
 ) -> Iterator[int]:
     """Hold the lock; yields the file's descriptor, open for reading and writing.
 
-    The file is created if it is missing, and must never be removed: a process that waits for an unlinked file
-    would not exclude anyone.
+    The file is created if it is missing, and must never be removed: a lock on a removed file excludes no other
+    process.
 
-    Raises: LockBusyError that says that `what` is busy, if `deadline` (time.monotonic()) passes or
-    `is_cancelled` returns True; StateError.
+    Raises: LockBusyError, which names `what`, if `deadline` (time.monotonic()) passes or `is_cancelled` returns
+    True; StateError.
     """
     if not thread_lock.acquire(blocking=False):
         _wait_for_thread(thread_lock, deadline, what, is_cancelled)
@@ -109,11 +109,11 @@ def _lock(
 
 
 def is_locked(path: Path, lock: bytes = WHOLE_FILE_WRITE_LOCK, own: int | None = None) -> bool:
-    """Whether a conflicting lock exists. The check does not take the lock, which others would notice.
+    """Whether a conflicting lock exists. The check does not take the lock, because other processes would notice.
 
-    The lock of the descriptor `own` does not count. Returns False if `path` is not a regular file. Raises:
-    StateError.
-    """
+    A lock held through the descriptor `own` is ignored. Returns False if `path` is not a regular file.
+
+    Raises: StateError."""
     try:
         descriptor = open_plain(path, os.O_RDONLY) if own is None else os.dup(own)
     except OSError as error:
@@ -129,14 +129,14 @@ def is_locked(path: Path, lock: bytes = WHOLE_FILE_WRITE_LOCK, own: int | None =
 
 
 def _busy(what: str) -> LockBusyError:
-    return LockBusyError(f"{what} is busy with another claim's prepare or unprepare; it will be retried")
+    return LockBusyError(f"{what} is busy with another operation of gpu-dra-driver; the call will be retried")
 
 
 class UseMark:
-    """A byte of a lock file that every user of a resource holds, so that others can see that the resource is in
-    use.
+    """A lock on one byte of a file. Every process that uses a resource holds the lock, so that other processes
+    see that the resource is in use.
 
-    A crash releases it. Not thread-safe.
+    A crash releases the lock. Not thread-safe.
     """
 
     def __init__(self, path: Path, byte: int = 0) -> None:
@@ -149,7 +149,7 @@ class UseMark:
         return UseMark(self._path, self._byte + 1)
 
     def hold(self) -> None:
-        """Hold the mark, if this object does not hold it already. Raises: StateError."""
+        """Hold the mark; does nothing if this object already holds it. Raises: StateError."""
         if self._descriptor is not None:
             return
         descriptor = _open(self._path)

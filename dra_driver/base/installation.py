@@ -1,7 +1,7 @@
-"""Commands that remedies print, for someone who installed the Helm chart.
+"""Commands in remedies, for users who installed the Helm chart.
 
-The chart sets the release and the namespace in the environment of its pods. Outside a pod, the names of
-docs/install.md are used.
+The chart sets the release and the namespace in the environment of its pods. Outside a pod, the commands use the
+names in docs/install.md.
 """
 
 from __future__ import annotations

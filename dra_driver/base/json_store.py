@@ -48,8 +48,8 @@ _SUFFIX = ".json"
 class UnreadableFile:
     """A file that this release cannot read. Each file is reported once.
 
-    `name` is the file name without its suffix. `kept_as` is where the file is now: renamed, or still in its
-    place if a newer release wrote it, if the disk refused the rename, or if the store is read-only.
+    `name` is the file name without its suffix. `kept_as` is the file's current path: a new name, or the old one
+    if a newer release wrote the file, the disk refused the rename, or the store is read-only.
     """
 
     name: str
@@ -82,14 +82,14 @@ def log_unreadable(
 class JsonStore(Generic[T]):
     """A directory with one value per file, keyed by file name without suffix. Thread-safe.
 
-    A second instance may write the files, so the store does not trust its cache: it parses a file again if the
+    A second instance may write the files, so the store does not trust its cache: it parses a file again if its
     stamp changed, and lists the directory again if the directory's time changed. An unreadable file is renamed
-    and reported once, or left in place if the disk refuses; the other files are still served. A file of a newer
-    release has no value and is never overwritten.
+    and reported once, or left in place if the disk refuses; the other files are still served. A file written by
+    a newer release has no value and is never overwritten.
 
-    `what` names a file in errors. `decode` returns the value for a name and a content; it raises
-    NewerFormatError, or StateError that says what is wrong. Files whose name `is_name` rejects are ignored. A
-    store that `only_reads` renames nothing.
+    `what` names a file in errors. `decode` returns the value from a file's name and content; it raises
+    NewerFormatError, or StateError that says what is wrong. Files whose name `is_name` rejects are ignored. With
+    `only_reads`, the store renames nothing.
     """
 
     directory: Path
@@ -102,15 +102,15 @@ class JsonStore(Generic[T]):
 
     def __post_init__(self) -> None:
         self._parsed: dict[str, tuple[Stamp, T]] = {}
-        # Unreadable files that are still in place. The text is set only for files of a newer release.
+        # Stamps of unreadable files that are still in place, each with the error if a newer release wrote the file.
         self._unread: dict[str, tuple[Stamp, str | None]] = {}
         self._listed: tuple[int, int] | None = None
-        self._values: dict[str, T] = {}  # `_values` and `_aside` are those of the last listing
+        self._values: dict[str, T] = {}  # `_values` and `_aside` come from the last listing
         self._aside: list[Path] = []
         self._lock = threading.RLock()
 
     def path(self, name: str) -> Path:
-        """Return the path of the value's file. Raises: StateError for a name that could leave the directory."""
+        """Return the path of the value's file. Raises: StateError if `is_name` rejects the name."""
         if not self.is_name(name):
             raise StateError(f"{name!r} is not a valid file name, so the {self.what} is rejected")
         return self.directory / f"{name}{_SUFFIX}"
@@ -148,7 +148,7 @@ class JsonStore(Generic[T]):
     def write(self, name: str, content: bytes, *, durable: bool, whole: bool) -> None:
         """Replace the value's file, like `write_atomically`.
 
-        Raises: StateError, including if `get` found a file of a newer release.
+        Raises: StateError, also if `get` found that a newer release wrote the file.
         """
         with self._lock:
             _, newer = self._unread.get(name, (NO_STAMP, None))
@@ -192,14 +192,14 @@ class JsonStore(Generic[T]):
         self._listed = listed if is_last and not self._unread else None
 
     def _found(self) -> tuple[dict[str, T | None], list[Path]]:
-        """Return the value of each file by name, None if the file must be parsed, and the files that were set
-        aside.
+        """Return the cached value of each file by name (None: the file must be parsed), and the files that were
+        set aside.
 
         Raises: OSError.
         """
         found: dict[str, T | None] = {}
         aside = []
-        # Scan by descriptor: looking up the path of each file would be a third of the cost.
+        # Scan by descriptor: looking up the path of each file would be a third of the total cost.
         descriptor = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
         try:
             with os.scandir(descriptor) as entries:
@@ -291,8 +291,8 @@ _MARKER = ".boot"
 def begin_boot(directory: Path, boot_id: str, torn: Callable[[str], None]) -> None:
     """Remove files that are not valid JSON, and call `torn` with their names without the suffix.
 
-    This happens once per boot, before anything is written. Later in the boot, damage cannot come from a power
-    cut, so a damaged file stays.
+    This happens once per boot, before anything is written. Later in the boot, a damaged file stays, because no
+    power cut can have damaged it.
 
     Raises: StateError.
     """
@@ -308,7 +308,7 @@ def begin_boot(directory: Path, boot_id: str, torn: Callable[[str], None]) -> No
 
 def _clear_torn(directory: Path, torn: Callable[[str], None]) -> None:
     for path in sorted(directory.glob(f"*{_SUFFIX}")):
-        # A file that cannot be read or removed stays, and is reported when it is needed.
+        # A file that cannot be read or removed stays; `get` reports it later.
         with suppress(OSError, RecursionError):
             if _is_torn(path):
                 path.unlink()

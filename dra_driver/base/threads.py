@@ -21,7 +21,7 @@ _AFTER_CRASH_S = 10.0
 
 
 class NotAnsweredError(RetryableError):
-    """A call hangs. `answer` completes if the call returns later after all."""
+    """A call hangs. `answer` completes if the call returns later."""
 
     def __init__(self, message: str, answer: Future[Any]) -> None:
         super().__init__(message)
@@ -31,7 +31,7 @@ class NotAnsweredError(RetryableError):
 def bounded(what: str, read: Callable[[], T], wait_s: float) -> T:
     """Call `read` in a new thread, with a copy of the caller's context, and return its result.
 
-    A call that hangs is left behind in its thread. `what` begins the sentence of the error.
+    A call that hangs is left behind in its thread. The error message begins with `what`.
 
     Raises: the errors of `read`; NotAnsweredError after `wait_s` seconds.
     """
@@ -54,7 +54,7 @@ class BoundedCall(Generic[T]):
     """Calls `read` in background threads, one call at a time. A call that hangs is left behind when the process
     exits.
 
-    `what` begins the sentences of errors. For callers in one thread.
+    Error messages begin with `what`. Not thread-safe.
     """
 
     def __init__(self, what: str, read: Callable[[], T]) -> None:
@@ -80,9 +80,9 @@ class BoundedCall(Generic[T]):
                 self._value, self._problem = None, f"{self._what} could not be queried: {error}"
 
     def result(self, wait_s: float) -> tuple[T | None, str | None]:
-        """Wait up to `wait_s` seconds; returns the last result (None after a failure) and what went wrong.
+        """Wait up to `wait_s` seconds; returns the last result (None after a failure), and the error, if any.
 
-        While a call takes longer, the result of the previous call is returned.
+        If a call takes longer, this returns the result of the previous call.
         """
         if self._thread is not None:
             self._thread.join(wait_s)
@@ -97,7 +97,7 @@ class BoundedCall(Generic[T]):
             value = self._read()
         except DraDriverError as error:
             problem = str(error)
-        except Exception as error:  # noqa: BLE001  an unexpected error must not cost the rest of the answer
+        except Exception as error:  # noqa: BLE001  an unexpected error must not cost the caller its other results
             problem = f"{self._what} failed unexpectedly: {error!r}"
         self._value, self._problem = value, problem
 
@@ -143,8 +143,7 @@ class BackgroundWorker:
         return self._stopping.wait(seconds)
 
     def stop(self) -> bool:
-        """Make no more calls, and wait up to `join_s` seconds for a call in progress. Does nothing before
-        `start`.
+        """Make no more calls, and wait up to `join_s` seconds for a call in progress.
 
         Returns False if that call is still in progress.
         """
@@ -165,7 +164,9 @@ class BackgroundWorker:
     def _run(self) -> None:
         while True:
             self._wake.clear()
-            if self._stopping.is_set():  # checked after `clear`, because `retire` sets this before it wakes
+            if (
+                self._stopping.is_set()
+            ):  # checked after `clear`, because `retire` sets `_stopping` before `_wake`
                 return
             try:
                 seconds = self._work()
@@ -180,12 +181,12 @@ def run_in_parallel(
 ) -> list[Future[T]]:
     """Run the tasks in the caller's context, `max_threads` at a time; returns one future per task, in order.
 
-    Without `wait_s`, all futures are done when this returns. With `wait_s`, it returns after at most that many
+    Without `wait_s`, all futures are done when this returns. With `wait_s`, this returns after at most `wait_s`
     seconds: a task that hangs is left behind in its thread, and the future of a task that has not started is
     cancelled.
 
-    If a thread cannot start, fewer threads do the work. Without `wait_s`, the caller's thread works too. With
-    `wait_s` it does not, so if no thread starts, no task runs.
+    If a thread cannot start, fewer threads do the work. Without `wait_s`, the caller's thread runs tasks too. With
+    `wait_s`, it runs none, so no task runs if no thread starts.
     """
     futures: list[Future[T]] = [Future() for _ in tasks]
     waiting = list(zip(tasks, futures, strict=True))
@@ -212,7 +213,7 @@ def run_in_parallel(
             threading.Thread(target=run, args=(work,), name="side-by-side", daemon=True).start()
             started += 1
     except (RuntimeError, MemoryError) as error:
-        # An error here would end the caller and release its locks while the started threads continue.
+        # Raising here would release the caller's locks while the started threads still run.
         _log.warning("threads_not_started", started=started, reason=str(error))
     if wait_s is None:
         work()

@@ -23,20 +23,20 @@ from dra_driver.cdi.rules.spec import COMMON, encode, encoded, file_stem
 from dra_driver.model.ids import is_uid
 
 _SUFFIX = ".yaml"
-"""The incumbent uses this suffix, and monitoring agents open the file by its full name. The content is JSON,
-which is valid YAML.
+"""NVIDIA's DRA driver uses this suffix, and monitoring agents open the file by its full name. The content is
+JSON, which is valid YAML.
 """
 _FILE_MODE = 0o644
 _DIRECTORY_MODE = 0o755
 
 
 class CdiDirectory:
-    """One spec file per claim. Each write is a rename inside the directory, which runtimes notice."""
+    """One spec file per claim. Container runtimes notice each write, because it is a rename inside the directory."""
 
     def __init__(self, path: str | Path, driver_name: str) -> None:
         self._path = Path(path)
         self._driver_name = driver_name
-        # The last common edits and their bytes. They are most of a spec, and usually equal in all specs.
+        # The last common edits and their encoding: most of a spec, and usually equal in all specs.
         self._common: tuple[Any, bytes] | None = None
 
     def create(self) -> None:
@@ -101,7 +101,7 @@ class CdiDirectory:
 
 
 def temporary_files(plugin_dir: Path, cdi_root: Path, driver_name: str) -> Sequence[tuple[Path, str]]:
-    """Return the directories, each with a glob pattern, in which a killed plugin may leave temporary files."""
+    """Return the directories where a killed plugin may leave temporary files, each with the files' glob pattern."""
     ours, specs = (
         ("", "*/", "mps/*/", f"{METADATA}/*/*/"),
         (_prefix(driver_name), cdi_file_prefix(driver_name)),
@@ -133,13 +133,13 @@ def _decoded_yaml(content: bytes) -> Any:
         yaml.YAMLError,
         ValueError,
         RecursionError,
-    ):  # YAML raises ValueError for a date that does not exist
+    ):  # YAML raises ValueError for an invalid date
         return None
 
 
 def _device_names(claim_uid: str, content: bytes | None) -> tuple[str, ...]:
-    """Return the device names in a spec, or in one of the incumbent, which has the same file name but uses
-    YAML syntax.
+    """Return the device names in a spec. It may come from NVIDIA's DRA driver, which uses the same file names but
+    writes YAML.
     """
     if content is None:
         return ()

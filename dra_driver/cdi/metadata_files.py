@@ -75,7 +75,7 @@ class MetadataFiles:
         Raises: StateError.
         """
         for claim in _entries(self._directory):
-            # List them all first: removing one changes the time of the claim's directory.
+            # Check all directories first: removing a request's directory changes the time of the claim's directory.
             abandoned = [path for path in (*_readable_entries(claim), claim) if _is_abandoned(path)]
             for directory in abandoned:
                 clear_abandoned(directory)
@@ -88,8 +88,8 @@ class MetadataFiles:
         return self._directory / directory_name(claim.ref) / request / _FILE
 
     def write(self, claim: AllocatedClaim, request: str, encode: Callable[[int], bytes]) -> None:
-        """Write the request's file, and the CDI spec that mounts it. `encode` returns the content for a
-        generation.
+        """Write the request's file, and the CDI spec that mounts it. `encode` returns the file's content for a
+        generation number.
 
         The generation starts at 1 and grows with each change of the content. Raises: StateError,
         ClaimRefusedError.
@@ -182,7 +182,7 @@ def _readable_entries(directory: Path) -> list[Path]:
 
 
 def _owner(request: Path) -> str | None:
-    """Return the claim UID in the file of a request's directory; None if there is none."""
+    """Return the claim UID in the metadata file of a request's directory; None if the file is not valid."""
     content = read_or_none(request / _FILE)
     owned = None if content is None else owner_and_generation(content)
     return None if owned is None else owned[0]
@@ -213,7 +213,7 @@ def _remove_if_empty(directory: Path) -> None:
 
 
 def _is_abandoned(directory: Path) -> bool:
-    """Whether the directory is so old that the process that created it for a file must be dead."""
+    """Whether the directory is so old that its creator must have died before it wrote a file."""
     try:
         return directory.lstat().st_mtime < time.time() - _ABANDONED_AFTER_S
     except OSError:
@@ -222,8 +222,8 @@ def _is_abandoned(directory: Path) -> bool:
 
 @dataclass(eq=False)
 class MetadataSteps:
-    """Does and undoes `WriteDeviceMetadata`. It runs after the steps that create devices, because it writes
-    their UUIDs.
+    """Does and undoes `WriteDeviceMetadata`. The step runs after the steps that create devices, because the
+    metadata contains the devices' UUIDs.
     """
 
     files: MetadataFiles
@@ -233,7 +233,7 @@ class MetadataSteps:
     def do(self, step: WriteDeviceMetadata, plan: Plan) -> None:
         """Write a file for each request.
 
-        Raises: StateError, ClaimRefusedError; NvmlUnavailableError if the node's devices are not known now.
+        Raises: StateError, ClaimRefusedError; NvmlUnavailableError if the node's devices are unknown.
         """
         by_request = self._described(plan)
         for request in requests_of(plan.claim):
@@ -248,8 +248,8 @@ class MetadataSteps:
         inventory = self.discovery.latest()
         if inventory is None:
             raise NvmlUnavailableError(
-                "the devices of this node are not known now, so their metadata cannot be written; see the log of "
-                "gpu-dra-driver for the error of NVML"
+                "the devices of this node are unknown, so their metadata cannot be written; see NVML's error in the "
+                "log of gpu-dra-driver"
             )
         by_request: dict[str, list[DescribedDevice]] = {}
         for planned in plan.devices:
@@ -260,7 +260,7 @@ class MetadataSteps:
         return by_request
 
     def undo(self, step: WriteDeviceMetadata, record: ClaimRecord) -> None:
-        """Remove the claim's files; running containers keep theirs. Raises: StateError."""
+        """Remove the claim's files; running containers keep the mounted files. Raises: StateError."""
         if record.claim.results:
             self.files.remove(record.claim)
         else:  # the record was lost, so only the UID is known

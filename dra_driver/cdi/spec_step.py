@@ -41,8 +41,8 @@ _log = structlog.get_logger(__name__)
 class ExtraDeviceFinder:
     """Finds extra devices on the host, for plans that need any.
 
-    It looks for IMEX channels before the first step, and again for the spec. It changes nothing on the host, so
-    there is nothing to undo; after a crash, the next Prepare writes the spec again.
+    It looks for IMEX channels before the first step, and again when the spec is built. It changes nothing on the
+    host, so there is nothing to undo; after a crash, the next Prepare writes the spec again.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class ExtraDeviceFinder:
         self._reported: set[HostDevice] = set()
 
     def check(self, plan: Plan) -> None:
-        """Check the plan's IMEX channels. Raises: RetryableError if the claim needs channels and the NVIDIA
+        """Check the plan's IMEX channels. Raises: RetryableError if the claim needs channels, but the NVIDIA
         driver has none.
         """
         channels = channels_of(plan)
@@ -69,7 +69,7 @@ class ExtraDeviceFinder:
         self._daemon.refuse_unready(timeout_s)
 
     def with_extra_devices(self, device: CdiDevice, planned: PlannedDevice) -> CdiDevice:
-        """Return the device with the nodes of those extra devices that the host has."""
+        """Return the device with the nodes and mounts of its extra devices. Logs extra devices that are missing."""
         for kind in planned.host_devices:
             found = self._finder.find(kind)
             self._report(kind, is_there=bool(found.nodes))
@@ -77,8 +77,8 @@ class ExtraDeviceFinder:
         return device
 
     def channel_nodes(self, plan: Plan) -> tuple[HostNode, ...]:
-        """Return the IMEX channels of a claim on GPUs in a fabric. Raises: RetryableError if the NVIDIA driver
-        has none.
+        """Return the nodes of the plan's IMEX channels; empty if the plan has none. Raises: RetryableError if the
+        NVIDIA driver has no channels.
         """
         channels = channels_of(plan)
         if channels is None:
@@ -103,7 +103,7 @@ def channels_of(plan: Plan) -> ImexChannels | None:
 
 
 def with_host_devices(device: CdiDevice, nodes: Sequence[HostNode], mounts: Sequence[CdiMount]) -> CdiDevice:
-    """Return the device with these mounts added, and those nodes that it does not have yet."""
+    """Return the device with the mounts added, and with the nodes that it does not have yet."""
     here = {node.node.path for node in (*device.nodes, *device.drm)}
     return replace(
         device,
@@ -113,19 +113,19 @@ def with_host_devices(device: CdiDevice, nodes: Sequence[HostNode], mounts: Sequ
 
 
 def note(kind: HostDevice) -> str:
-    """Return the note for a node without an extra device that the configuration gives to claims."""
+    """Return the note about an extra device that the configuration gives to claims, but the node lacks."""
     paths = HOST_DEVICE_NODES[kind][-1:] if kind == "nvswitch" else HOST_DEVICE_NODES[kind]
     missing, remedy = " and no ".join(paths), HOST_DEVICE_REMEDIES[kind]
-    return f"hostDevices {kind} of the configuration: this node has no {missing}; {remedy}"
+    return f"hostDevices {kind} is configured, but this node has no {missing}; {remedy}"
 
 
 @dataclass(eq=False)
 class CdiSteps:
     """Does and undoes `WriteCdiSpec`.
 
-    Each spec is built from the current files on disk, because a replaced NVIDIA driver or toolkit leaves stale
-    paths. `ledger` is None without MIG on demand, `cards` without passthrough, `dev_char` if links in /dev/char
-    are not wanted.
+    Each spec is built from the current files on disk, because paths become stale when the NVIDIA driver or the
+    toolkit is replaced. `ledger` is None without MIG on demand, `cards` is None without passthrough, and
+    `dev_char` is None if no links are wanted in /dev/char.
     """
 
     driver_name: str
@@ -164,8 +164,8 @@ class CdiSteps:
             replace(self._device(one), admin_access=one.cdi_device not in used) for one in plan.devices
         ]
         managing = {one.result.request: one for one in reversed(plan.devices) if one.managed}
-        # Prefer a device that no other request of the claim uses; otherwise that request's containers get the
-        # nodes too.
+        # Prefer a device that no other request of the claim uses; otherwise the other request's containers get
+        # the management nodes too.
         managing |= {
             one.result.request: one
             for one in reversed(plan.devices)
@@ -186,7 +186,7 @@ class CdiSteps:
         self, devices: list[CdiDevice], managing: Mapping[str, PlannedDevice]
     ) -> list[CdiDevice]:
         """Add the management nodes to one device of each managing request. A container gets all devices of a
-        request, so one is enough.
+        request, so one device is enough.
         """
         gpus = next(iter(managing.values())).managed
         nodes, missing = self.nodes.management(
@@ -217,7 +217,7 @@ class CdiSteps:
         return edits
 
     def _report(self, notes: tuple[str, ...]) -> None:
-        """Log what the host lacks, once for each change."""
+        """Log the notes about files that the host lacks, once for each change."""
         with self._lock:
             if notes == self._reported:
                 return
@@ -284,7 +284,7 @@ class CdiSteps:
         )
 
     def _for_virtual_machine(self, planned: PlannedDevice, device: VfioDevice) -> CdiDevice:
-        """Return the device with the card's current nodes; their names change each time vfio gets the card.
+        """Return the device with the card's current nodes; their names change each time vfio takes the card.
 
         Raises: RetryableError.
         """
@@ -305,15 +305,15 @@ class CdiSteps:
             if node is None:
                 raise RetryableError(
                     f"device node {wanted} of {device.name} is missing on the host, and no virtual machine can use the "
-                    "GPU without it; see the kernel log for vfio"
+                    "GPU without it; see the kernel log for vfio errors"
                 )
             nodes.append(node)
         return CdiDevice(planned.cdi_device, tuple(nodes))
 
     def _minor(self, gpu: Gpu) -> int | None:
-        """Return the number in the name of the GPU's node, which may change with the MIG mode.
+        """Return the GPU's minor number, which may change with the MIG mode.
 
-        It is read from a file because NVML may hang.
+        The number is read from a file, because NVML may hang.
         """
         if gpu.partitioning is None or gpu.pci_bus_id is None:
             return gpu.minor

@@ -1,7 +1,7 @@
-"""The health of all GPUs: the states, their history, and the file that keeps them.
+"""The health of all GPUs: the states, their history, and the file that stores them.
 
-Any thread may record observations. The lock is never held during a call of NVML, disk access or a listener's
-call, so a hang in one of them stays with its GPU or component. A separate thread writes the file.
+Any thread may record observations. The lock is never held during an NVML call, disk access or a listener's call,
+so a hang affects only its own GPU or component. A separate thread writes the file.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _KEPT = 32
 _log = structlog.get_logger(__name__)
 
 _WRITE_AGAIN_S = 5.0
-"""Also the maximum time until this instance notices that another one has written the file."""
+"""Also the maximum time until this instance notices that another instance has written the file."""
 FRESH_S = 30.0
 OVERDUE_S = 30.0
-"""A call of NVML that takes longer is considered hanging. A call that waits for the GPU's system processor
-takes up to 60 s.
+"""An NVML call that takes longer counts as hanging, although a call that waits for the GPU's system processor can
+take up to 60 s.
 """
 
 
@@ -74,7 +74,7 @@ class WatchedNode(Protocol):
         """Report a new entry of the history."""
 
     def polled(self, gpu_uuid: str, polled: PolledHealth) -> None:
-        """Report that NVML has answered a poll of a GPU."""
+        """Report the result of a poll."""
 
 
 @dataclass(eq=False)
@@ -116,7 +116,7 @@ class HealthBook:
         return int(self.clock())
 
     def answered_at(self, gpu_uuid: str) -> int | None:
-        """Return when the GPU last answered, in seconds since 1970. Finding it lost counts as an answer."""
+        """Return when the GPU last answered, in seconds since 1970. A poll that finds it lost counts as an answer."""
         answer = self._answers.get(gpu_uuid)
         return None if answer is None else answer[0]
 
@@ -190,13 +190,15 @@ class HealthBook:
             self._answers.pop(state.target.gpu_uuid, None)
             self.places.pop(state.target.gpu_uuid, None)
             at = f" at {state.pci_bus_id}" if state.pci_bus_id else ""
-            text = f"the NVIDIA driver no longer has the GPU{at}; the plugin discards its health"
+            text = (
+                f"the NVIDIA driver no longer manages the GPU{at}; gpu-dra-driver discards its health history"
+            )
             self.history.forget(
                 HealthChange(state.target, self.now(), state.severity, Severity.OK, text, is_gone=True)
             )
 
     def restore(self) -> None:
-        """Load what an earlier run or another instance has kept. A failure is logged."""
+        """Load the states that an earlier run or another instance saved. A failure is logged."""
         try:
             kept = self.store.load()
         except StateError as error:
@@ -214,7 +216,7 @@ class HealthBook:
             self.driver_version = self.driver_version or kept.driver_version
 
     def write(self) -> float:
-        """Write the file if its content has changed. Returns the seconds until the next try."""
+        """Write the file if its content has changed. Returns the seconds until the next call."""
         if self.store.is_outdated():
             self.restore()
             self.node.health_changed()
@@ -239,7 +241,7 @@ class HealthBook:
         try:
             times = {} if self.serviced is None else self.serviced.times()
         except StateError:
-            return  # `gpu-dra-driver serviced` reports that nothing ended, and replaces a damaged file
+            return  # `gpu-dra-driver serviced` reports that no reason ended, and replaces a damaged file
         self.take(
             {
                 target: (Serviced(times[target.gpu_uuid]),)
@@ -252,7 +254,7 @@ class HealthBook:
 class HealthHistory:
     """The last changes of each GPU, and its Xid counts.
 
-    The node is notified of each change, but only once of one that keeps no pods away.
+    The node is notified of each new change, and of repeated changes from or to a state that keeps pods away.
     """
 
     def __init__(self, node: WatchedNode) -> None:
@@ -300,7 +302,7 @@ class HealthHistory:
             self._publish(event)
 
     def _keep(self, change: HealthChange) -> bool:
-        """Record a change; returns whether an equal one exists, which is then counted and moved to the end."""
+        """Record a change; returns whether it repeats an earlier one. A repetition replaces the earlier entry."""
         with self._guard:
             entries = self._changes.setdefault(change.target.gpu_uuid, deque(maxlen=_KEPT))
             same = next((kept for kept in entries if _is_same(kept, change)), None)

@@ -2,8 +2,8 @@
 get.
 
 The kubelet shows the health of devices in the status of pods. It considers a device unknown if it has not
-received an update for a while, so everything is sent again at intervals. Each message is built from the last
-poll of the GPU: if the monitor hangs in the NVIDIA driver, devices become unknown instead of staying healthy.
+received an update for a while, so the stream sends all devices again at intervals. Each message is built from the
+last poll of the GPU: if the monitor hangs in the NVIDIA driver, devices become unknown instead of staying healthy.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _MAX_MESSAGE = 1024
 
 @dataclass(eq=False)
 class HealthStream:
-    """Serves any number of subscribers, each in its own gRPC thread."""
+    """Streams the health of all devices to any number of subscribers, each in its own gRPC thread."""
 
     pool: str
     health: GpuHealth
@@ -110,7 +110,7 @@ class HealthStream:
                 "the GPU is bound to vfio for a virtual machine, so its health cannot be read",
             )
         elif not self.health.book.is_fresh(uuid):
-            health, message = v1.UNKNOWN, "the GPU has not answered recently, so its health is not known"
+            health, message = v1.UNKNOWN, "the GPU has not answered recently, so its health is unknown"
             message = f"{message}; last known: {texts}" if texts else message
         elif any(reason.severity >= Severity.UNHEALTHY for reason in reasons):
             health, message = v1.UNHEALTHY, texts
@@ -126,12 +126,12 @@ class HealthStream:
 
 
 class GpuHealth:
-    """`monitor` watches the GPUs, `book` keeps their states, `stream` reports them to the kubelet.
+    """`monitor` watches the GPUs, `book` keeps their states, and `stream` reports the states to the kubelet.
 
-    `under_vfio` returns the UUIDs of the GPUs that are, or will soon be, bound to vfio; NVML need not list
+    `under_vfio` returns the UUIDs of the GPUs that are, or will soon be, bound to vfio; NVML may not list
     them. `ledger` has the MIG devices that were created on demand. If another instance of the plugin leads,
-    that instance writes the file. `on_shown`, `on_transition` and `on_polled` are called by several threads:
-    after each visible change, each change of a state, and each poll.
+    that instance writes the health file. Several threads call `on_shown` after each visible change,
+    `on_transition` after each change of a state, and `on_polled` after each poll.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class GpuHealth:
         self.stream = HealthStream(node_name, self)
 
     def problems(self) -> Sequence[NodeProblem]:
-        """Return problems for GPUs whose health is unknown, and GPUs that do not respond."""
+        """Return the problems of GPUs that do not respond or whose health is unknown."""
         inventory = self._discovery.latest()
         return self.monitor.problems({} if inventory is None else inventory.gpu_names)
 
@@ -179,9 +179,7 @@ class GpuHealth:
         self.stream.changed()
 
     def mig_changed(self, action: MigAction, *_: object) -> None:
-        """Handle a MIG change: an instance may be gone, or a switch of the MIG mode ended NVML's event
-        registrations.
-        """
+        """Handle a MIG change: an instance may be gone, or a new MIG mode ended NVML's event registrations."""
         if action in ("mode-on", "mode-off"):
             self.monitor.devices_changed()
         if any(target.is_instance for target in self.book.states()):
@@ -197,7 +195,7 @@ class GpuHealth:
         layouts: Mapping[str, GpuLayout],
         limits: TaintLimits = NEWEST_TAINTS,
     ) -> Taints:
-        """Return a function with the current taints of devices, within the API server's limits.
+        """Return a function that returns the current taints of a device, within the API server's limits.
 
         `pending` returns the cleanup that withholds a device; `layouts` are the MIG layouts of GPUs, by UUID.
         """
@@ -213,7 +211,7 @@ class GpuHealth:
         self._on_shown()
 
     def gpus(self) -> Mapping[str, str | None] | None:
-        """Return the GPUs to watch; None while NVML is unavailable, because the inventory is then empty or old."""
+        """Return the GPUs to watch; None while discovery has no list of GPUs that can be trusted."""
         inventory = self._discovery.latest()
         is_unavailable = self._discovery.unavailable() is not None
         if inventory is None or (
@@ -224,6 +222,6 @@ class GpuHealth:
         return {gpu.uuid: gpu.pci_bus_id for gpu in inventory.every_gpu if gpu.uuid not in taken}
 
     def devices(self) -> Collection[OfferedDevice]:
-        """Return the devices that can be published now."""
+        """Return the devices of the latest discovery."""
         inventory = self._discovery.latest()
         return () if inventory is None else inventory.by_name.values()

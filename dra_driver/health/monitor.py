@@ -71,8 +71,8 @@ class Monitor(HealthThread):
         super().__init__("health", self.turn, _CHECK_EVERY_S)
 
     def problems(self, names: Mapping[str, str]) -> Sequence[NodeProblem]:
-        """Return problems for GPUs that do not respond, and watched GPUs whose health has not been read for 30
-        s.
+        """Return problems for GPUs that do not respond, and for watched GPUs whose health has not been read for
+        30 s.
 
         `names` are the known device names by UUID.
         """
@@ -100,7 +100,7 @@ class Monitor(HealthThread):
                 )
 
     def start(self) -> None:
-        """Load the kept states and start the threads. What cannot be loaded is logged and observed again."""
+        """Load the saved states and start the threads. A failed load is logged, and the states are then empty."""
         self.book.restore()
         self._is_started = True
         self.book.writer.start()
@@ -144,7 +144,7 @@ class Monitor(HealthThread):
         return _CHECK_EVERY_S
 
     def check_for_hangs(self) -> None:
-        """Record operations that hang or have ended, and calls of NVML that do not return."""
+        """Record which operations hang, which hangs have ended, and which NVML calls do not return."""
         now = self.monotonic()
         ended = {
             target: (Hanging(),) for target, state in self.book.states().items() if state.has(UNRESPONSIVE)
@@ -170,7 +170,7 @@ class Monitor(HealthThread):
         }
 
     def is_watched(self, gpu_uuid: str) -> bool:
-        """Whether the GPU should be polled now. Another driver may have just taken it."""
+        """Whether the GPU should be polled now. False if another driver has just taken it."""
         gpus = self.node.gpus() or {}
         is_lost = self.book.state(HealthTarget(gpu_uuid)).severity == Severity.LOST
         return gpu_uuid in gpus or (is_lost and bool(gpus))
@@ -203,7 +203,7 @@ class Monitor(HealthThread):
         self._missing = {uuid: self._missing.get(uuid, now) for uuid in gone}
         forgotten = {uuid for uuid, since in self._missing.items() if now - since >= _FORGET_AFTER_S}
         if gpus and self.book.is_new_boot:
-            # Other GPUs are forgotten once their place has been empty for a while.
+            # GPUs with a known place are forgotten once the place has been empty for a while.
             self.book.is_new_boot = False
             forgotten |= {
                 uuid for uuid in known - gpus.keys() if self.book.state(HealthTarget(uuid)).pci_bus_id is None
@@ -213,7 +213,7 @@ class Monitor(HealthThread):
     def _is_place_empty(self, uuid: str, gpus: Mapping[str, str | None]) -> bool:
         """Whether the GPU's place on the bus is empty or taken by another GPU.
 
-        False if the place is unknown. It becomes known when the GPU is back, or its state ends with a reboot.
+        False if the place is unknown; a GPU that does not come back is then forgotten after the next reboot.
         """
         place = self.book.state(HealthTarget(uuid)).pci_bus_id
         return place is not None and (place in gpus.values() or not self.node.is_on_bus(place))
@@ -240,7 +240,7 @@ class EventListener(HealthThread):
         self.wake()
 
     def check_for_hang(self) -> None:
-        """Record that a call does not return. Called by another thread; makes no NVML calls."""
+        """Record a call that does not return. Called by another thread; makes no NVML calls."""
         since = self._calling_since
         if since is not None and self._book.monotonic() - since >= OVERDUE_S:
             self._set_events_problem(f"NVML's wait for events has not returned for {OVERDUE_S:.0f} s")
@@ -249,12 +249,12 @@ class EventListener(HealthThread):
         """Wait for events and pass them on. Returns the seconds until the next turn."""
         pollers = self._monitor.pollers
         if not pollers:
-            return math.inf  # `renew` wakes the thread when there are GPUs
+            return math.inf  # the monitor wakes the thread when it starts a poller
         try:
             self._open(pollers.values())
             return self._receive(pollers, wait_s)
         except NvmlUnavailableError:
-            pass  # the pollers log it
+            pass  # the pollers log this error
         except DraDriverError as error:
             self._failed(str(error))
         finally:

@@ -1,6 +1,6 @@
 """The thread of one GPU: registers for the GPU's events, reads its MIG devices and polls its health.
 
-It makes at most one call at a time, so a call that hangs affects no other GPU.
+The thread makes one NVML call at a time, so a call that hangs affects no other GPU.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class GpuPoller(HealthThread):
         self.wake()
 
     def turn(self) -> float:
-        """Poll the GPU if it is due. Returns the seconds until the next turn."""
+        """Poll the GPU if a poll is due. Returns the seconds until the next turn."""
         now = self._book.monotonic()
         if now < self._due:
             return self._pause()
@@ -93,7 +93,7 @@ class GpuPoller(HealthThread):
         return self._pause()
 
     def check_for_hang(self) -> None:
-        """Record that a turn does not end. Called by another thread; makes no NVML calls."""
+        """Record a turn that does not end. Called by another thread; makes no NVML calls."""
         since = self._calling_since
         if since is None:
             return
@@ -118,7 +118,7 @@ class GpuPoller(HealthThread):
             self.poll_soon()
 
     def set_events_problem(self, problem: str | None) -> None:
-        """Record that no GPU's events can be received because of `problem`; None if they can."""
+        """Set the `problem` that blocks the events of all GPUs; None if events can be received."""
         if problem != self._events_problem:
             self._events_problem = problem
             self._take_monitored()
@@ -152,10 +152,10 @@ class GpuPoller(HealthThread):
         self._book.take({self._target: (MonitoringState(text),)})
 
     def _take_events(self) -> None:
-        """Record events of instances. Instances are identified now, because their IDs may be reused later."""
+        """Record the events of MIG instances. They are identified now, because their IDs may be reused later."""
         while self._events:
             identities = self._identities()
-            # Taken out only now: while the call hangs, `check_for_hang` records the remaining events.
+            # Popped only now: while `_identities` hangs, `check_for_hang` records the remaining events.
             try:
                 event = self._events.popleft()
             except IndexError:
@@ -209,7 +209,7 @@ class GpuPoller(HealthThread):
         self._book.answered(self.uuid)
 
     def _take_poll(self, polled: PolledHealth, *, is_full: bool) -> None:
-        # Values from an earlier poll are not new.
+        # A partial poll repeats values of an earlier poll, so it reports no new NVLink values.
         self._monitor.node.polled(self.uuid, polled if is_full else replace(polled, nvlinks=None))
         others = [state.nvlinks for target, state in self._book.states().items() if target != self._target]
         polled = compared(polled, others)
@@ -221,7 +221,7 @@ class GpuPoller(HealthThread):
         self._book.take(observed)
 
     def _of_instances(self, polled: PolledHealth) -> Mapping[HealthTarget, tuple[Observation, ...]]:
-        """Return what the poll means for the GPU's instances that have a state."""
+        """Return the observations for the GPU's MIG instances that have a state."""
         known = [item for item in self._book.states() if item.is_instance and item.gpu_uuid == self.uuid]
         identities = self._identities() if known else None
         first: tuple[Observation, ...] = (

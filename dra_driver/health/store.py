@@ -1,10 +1,10 @@
 """Health in files on the node: what the plugin knew before a restart, and which GPUs an administrator has
 serviced.
 
-`gpu-dra-driver serviced` records that a GPU was reset or replaced even if the NVIDIA driver cannot report it,
-and every instance of the plugin on the node reads it. A reason that began before the recorded time ends with
-the next poll that finds the GPU healthy, as after an observed reset. So reading the file is idempotent. It is
-only valid in its boot.
+`gpu-dra-driver serviced` writes a file with the GPUs that were reset or replaced, because the NVIDIA driver cannot
+always report this. Every instance of the plugin on the node reads the file. A reason with no event after the
+recorded time ends with the next poll that finds the GPU healthy, as after an observed reset, so the file can be read
+repeatedly. It is valid only until the next boot.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _FILE = "serviced.json"
 
 @dataclass(frozen=True, slots=True)
 class KeptHealth:
-    """The content of the file. `boot_id` and `driver_version` are those at the time of writing."""
+    """The content of the health file. `boot_id` and `driver_version` are from the time of writing."""
 
     boot_id: str
     driver_version: str | None = None
@@ -47,9 +47,9 @@ class KeptHealth:
 class HealthStore:
     """One JSON file, written when its content changes. Not thread-safe.
 
-    A power cut may restore the previous content, but it also ends the boot, which invalidates most of it. An
-    unreadable file is set aside even if a newer release wrote it, because health is observed again. Of two
-    instances, only the leading one writes, and it reads the file when it begins to lead.
+    A power cut may restore the previous content, but it also ends the boot, which invalidates most of the content.
+    An unreadable file is set aside even if a newer release wrote it, because health is observed again. Of two
+    instances of the plugin, only the leader writes the file, and it reads the file when it begins to lead.
     """
 
     def __init__(self, path: Path, is_ours: Callable[[], bool] = lambda: True) -> None:
@@ -72,15 +72,13 @@ class HealthStore:
         self._written: bytes | None = None
 
     def is_outdated(self) -> bool:
-        """Whether another instance may have written the file since; true once each time that this instance
-        begins to lead.
-        """
+        """Whether another instance may have changed the file: true once each time this instance begins to lead."""
         was_ours, self._was_ours = self._was_ours, self._is_ours()
         return self._was_ours and not was_ours
 
     def load(self) -> KeptHealth | None:
-        """Return the kept health (None if there is none), merged with this instance's own states and saved at
-        once.
+        """Return the health in the file; None if the file is missing. If this instance has saved states before,
+        they are merged into the result, and the result is saved.
 
         An unreadable file is set aside and reported. Raises: StateError if the disk fails.
         """
@@ -120,7 +118,7 @@ def decode(content: bytes) -> KeptHealth:
 
 def _ordered(states: Iterable[HealthState]) -> list[HealthState]:
     lasting = [
-        # Reasons that come and go with the temperature are not worth a write.
+        # Informational reasons from polls, such as a slowdown, come and go too often to be worth a write.
         replace(
             state,
             reasons=tuple(reason for reason in state.reasons if not _is_fleeting(reason)),
@@ -163,7 +161,7 @@ _KEPT = Codec(KeptHealth, states=required(list_of(Kind(_decode_state, _encode_st
 
 
 class ServicedGpus:
-    """The file in the plugin directory. `boot_id` is that of this boot."""
+    """The file of serviced GPUs in the plugin directory. `boot_id` identifies the current boot."""
 
     def __init__(self, plugin_directory: Path, boot_id: str) -> None:
         self._path = plugin_directory / _FILE

@@ -1,4 +1,4 @@
-"""The parts of a ResourceClaim that a node driver reads, its responses to the kubelet, and the claim's
+"""The parts of a ResourceClaim that a node driver reads, the driver's responses to the kubelet, and the claim's
 `status.devices`.
 """
 
@@ -36,11 +36,11 @@ class PodRef:
 
 
 Pods = tuple[PodRef, ...] | None
-"""All pods that a claim is reserved for, in the API server's order; None if they are not known."""
+"""All pods that a claim is reserved for, in the API server's order; None if unknown."""
 
 
 def allocation_results(claim: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns the devices of a claim's allocation, in v1 form; an empty list without an allocation."""
+    """Returns the devices of a claim's allocation, as in resource.k8s.io/v1; empty if the claim is not allocated."""
     allocation = (claim.get("status") or {}).get("allocation") or {}
     return list((allocation.get("devices") or {}).get("results") or ())
 
@@ -108,9 +108,9 @@ ReportedDevice = tuple[str, str, str, str | None]
 class AllocatedClaim:
     """A claim with its allocation: results and configs of all drivers, in the API server's order.
 
-    `pod_claim_name` is the name in the pod's spec if the claim was created from a template. `pods` are the
-    pods that the claim was reserved for when it was last read, and `reported` the devices in its status then,
-    None if unknown. These three are not part of the allocation, so equality ignores them.
+    `pod_claim_name` is the name in the pod's spec if the claim was created from a template. When the claim was
+    last read, it was reserved for `pods`, and its status had the devices in `reported`; both are None if unknown.
+    These three are not part of the allocation, so equality ignores them.
     """
 
     ref: ClaimRef
@@ -123,9 +123,9 @@ class AllocatedClaim:
 
 @dataclass(frozen=True, slots=True)
 class ClaimNow:
-    """The claim that currently has a name in the API server; any driver may have allocated it.
+    """The claim that the API server currently has under a name; its devices may belong to any driver.
 
-    `allocated` has driver, pool and device of each result, None without an allocation. `reported` is as in
+    `allocated` has the driver, pool and device of each result; None if not allocated. `reported` is as in
     `AllocatedClaim`.
     """
 

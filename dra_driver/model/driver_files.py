@@ -1,4 +1,4 @@
-"""An installed NVIDIA driver: its files, the additions of one device to a container, and how to run its
+"""An installed NVIDIA driver: its files, what a container gets for one device, and how to run the driver's
 programs.
 """
 
@@ -88,7 +88,7 @@ class DriverFiles:
 
 @dataclass(frozen=True, slots=True)
 class CdiDevice:
-    """One device of a claim as its containers get it.
+    """One device of a claim, as the claim's containers get it.
 
     `nodes` are required, `drm` nodes are for graphics; `links` are (path, target) pairs; `env` entries have
     the form `NAME=value`. With `admin_access` the claim only observes the device.
@@ -166,7 +166,7 @@ def not_run(action: str, program: str, error: OSError) -> RetryableError:
 
 
 def check_started(action: str, program: str, code: int, output: str) -> None:
-    """Raises RetryableError, marked as without effect, if the program failed before it could do anything."""
+    """Raises RetryableError with `has_no_effect` if the program failed before it could do anything."""
     lowered = output.lower()
     no_nvml = code == _NO_NVML_CODE and program.rpartition("/")[2] == SMI_PROGRAM
     if no_nvml or code in _NOT_STARTED_CODES or (code and any(part in lowered for part in _LOADER_SAYS)):

@@ -18,9 +18,9 @@ class Fabric:
     """Membership of a GPU in a multi-node NVLink fabric. `cluster_uuid` is in canonical text form.
 
     Two GPUs of a cluster that share a clique reach each other over NVLink. If they share one of `cliques`,
-    programs can use pointers into the other GPU's memory; if they share one of `endpoint_cliques`, they use
-    logical endpoints. Both are in ascending order and numbered separately. Multicast cliques are not
-    included.
+    programs can use pointers into the other GPU's memory; if they share one of `endpoint_cliques`, programs use
+    logical endpoints. Both tuples are in ascending order, and each has its own numbering. Multicast cliques are
+    not included.
     """
 
     cluster_uuid: str
@@ -34,7 +34,7 @@ class Fabric:
 
     @property
     def domains(self) -> tuple[str, ...]:
-        """The NVLink domains of the GPU, those with pointer access if there are any.
+        """The GPU's NVLink domains: the domains with pointer access or, if there are none, the endpoint domains.
 
         The form is `clusterUUID.cliqueId`, as in NVIDIA's node label, or `clusterUUID.endpoint-cliqueId`.
         """
@@ -57,7 +57,7 @@ class UnreadyFabric:
 
 
 FabricRegistration = Fabric | UnreadyFabric | None
-"""Registration with a multi-node NVLink fabric; None without a fabric, or if the fabric does not leave the board."""
+"""Registration with a multi-node NVLink fabric; None if there is no fabric or the fabric does not leave the board."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +66,10 @@ class Gpu:
 
     `index` is NVML's, and changes when a card is drained; `minor` is the N of /dev/nvidiaN. `pci_bus_id` is
     in sysfs form; `memory_bytes` is the total; versions are (major, minor). `nvlink_links` counts active
-    links; `mig_enabled` is the current mode; `multiprocessors` counts all of the GPU, including those that
-    MIG mode does not use. `partitioning` is set if MIG devices are created on demand; such a GPU does not
+    links; `mig_enabled` is the current mode; `multiprocessors` counts all of the GPU's multiprocessors, even those
+    that MIG mode does not use. `partitioning` is set if MIG devices are created on demand; such a GPU does not
     count as being in MIG mode, whatever its current mode. `memory_numa_node` is the NUMA node of the GPU's
-    own memory, if the host has one for it. At most one of `fabric` and `unready_fabric` is set.
+    own memory, if the host has such a node. At most one of `fabric` and `unready_fabric` is set.
     `persistence` is whether persistence mode is on.
     """
 
@@ -112,7 +112,7 @@ class GpuProcess:
     """A process that NVML lists on a GPU.
 
     `gpu_instance_id` is set in MIG mode. Memory is in bytes. `utilisation_percent` is the share of the last
-    seconds in which a kernel of the process ran. Each is None if NVML does not report it. The name is empty
+    seconds in which a kernel of the process ran. Values that NVML does not report are None. The name is empty
     for a process of another PID namespace.
     """
 
@@ -124,12 +124,12 @@ class GpuProcess:
 
     @property
     def program(self) -> str:
-        """The name without path and arguments. The program in the pod chooses it, so it proves nothing."""
+        """The name without path and arguments. The pod's program can choose any name, so the name proves nothing."""
         return self.name.partition(" ")[0].rpartition("/")[2]
 
     @property
     def is_mps_server(self) -> bool:
-        """Whether it is an MPS server; NVML lists the server in addition to its clients."""
+        """Whether the process is an MPS server; NVML lists the server in addition to its clients."""
         return self.program == "nvidia-cuda-mps-server"
 
 
@@ -164,7 +164,7 @@ class GpuLoad:
 class GpuUse:
     """One reading of a GPU: its load, the loads of MIG devices by UUID, and all its processes.
 
-    `processes` is None if this process cannot see those of others.
+    `processes` is None outside the host's PID namespace, where NVML hides the processes of other containers.
     """
 
     load: GpuLoad
@@ -176,16 +176,14 @@ VFIO_PCI = "vfio-pci"
 
 
 def is_vfio(driver: str | None) -> bool:
-    """Whether a kernel driver is a vfio driver, by its name: variants for certain GPUs have longer names than
-    vfio-pci.
+    """Whether a kernel driver is a vfio driver, by its name: vfio-pci, or the longer name of a variant for certain
+    GPUs.
     """
     return "vfio" in (driver or "")
 
 
 def uuid_of_bus_id(bus_id: str) -> str:
-    """Returns a UUID for a card that does not depend on its driver: UUIDv5 of the bus ID in the DNS
-    namespace.
-    """
+    """Returns a UUID of a card that stays the same under every driver: UUIDv5 of the bus ID in the DNS namespace."""
     return str(uuid.uuid5(uuid.NAMESPACE_DNS, bus_id))
 
 
@@ -194,11 +192,11 @@ class Card:
     """A GPU as a PCI function, with all functions of its IOMMU group.
 
     Bus IDs are in sysfs form, such as `0000:1b:00.0`. `gpu_uuid` identifies the card in lanes, records and
-    locks: NVML's UUID if known, else a UUID made from the bus ID. `functions` are those of the group in bus
+    locks: NVML's UUID if known, else a UUID made from the bus ID. `functions` are the group's functions in bus
     order, including the GPU but no bridges. `vfio_driver` is the matching kernel driver: `vfio-pci`, or the
-    variant that the kernel names for this GPU; `driver` is the current driver, None for none. `by_us` is set
+    variant that the kernel names for this GPU; `driver` is the current driver, None if unbound. `by_us` is set
     if this plugin bound the card to vfio in this boot. `addressable_memory` is the total size of the 64-bit
-    memory regions in bytes, rounded up to a power of two. `problem` is one sentence why no virtual machine
+    memory regions in bytes, rounded up to a power of two. `problem` says in one sentence why no virtual machine
     can get the card; such a card is not published.
     """
 
@@ -219,13 +217,13 @@ class Card:
 
     @property
     def is_bound(self) -> bool:
-        """Whether the card has a vfio driver."""
+        """Whether the card is bound to a vfio driver."""
         return self.driver in (self.vfio_driver, VFIO_PCI)
 
 
 @dataclass(frozen=True, slots=True)
 class FunctionBefore:
-    """A PCI function of a card with its earlier kernel driver and `driver_override`, None for none."""
+    """A PCI function of a card, with its earlier kernel driver and `driver_override`; None if it had none."""
 
     bus_id: str
     driver: str | None
@@ -236,8 +234,8 @@ class FunctionBefore:
 class OwnedCard:
     """The ledger's entry for a card that this plugin bound to vfio in boot `boot_id`, or is about to bind.
 
-    `functions` are those of its IOMMU group in bus order. `persistence` is the earlier persistence mode, None
-    if the GPU has none. `product_name` is kept because only the NVIDIA driver can report it.
+    `functions` are those of the card's IOMMU group in bus order. `persistence` is the earlier persistence mode,
+    None if the GPU has none. `product_name` is kept because only the NVIDIA driver can report it.
     """
 
     gpu_uuid: str

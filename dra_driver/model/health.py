@@ -14,7 +14,7 @@ from dra_driver.model.mig import MigDevice
 
 
 class Severity(IntEnum):
-    """How bad the state is. From DEGRADED on, the device should get no new work; from UNHEALTHY on, running
+    """How bad a health state is. From DEGRADED on, the device should get no new work; from UNHEALTHY on, running
     work is also affected.
     """
 
@@ -50,7 +50,7 @@ TAINTED_KEYS = (
     UNRESPONSIVE,
     "xid",
 )
-"""All keys that taints can have, without the prefix."""
+"""All keys of health taints, without the prefix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class HealthTarget:
 
     @property
     def is_instance(self) -> bool:
-        """Whether it is part of a GPU."""
+        """Whether the target is only a part of a GPU."""
         return self.gpu_instance_id is not None
 
     @property
@@ -85,10 +85,10 @@ class HealthTarget:
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why a device is not healthy. `key` and `value` identify it (`xid` `79`, `row-remap` `pending`).
+    """Why a device is not healthy. `key` and `value` identify the reason (`xid` `79`, `row-remap` `pending`).
 
     `since` is the time of the first evidence, `last_at` of the last. `reset_seen` is set if the device was
-    reset after that: the next poll that finds the device healthy then ends the reason.
+    reset after the last evidence: the next poll that finds the device healthy then ends the reason.
     """
 
     key: str
@@ -125,10 +125,10 @@ class HealthState:
 
     `ecc_uncorrected` is the NVIDIA driver's volatile count at the last poll. `identity` is the UUID (or
     several joined by commas) of the MIG devices of an instance, because instance IDs are reused. `setbacks`
-    are the times at which the device recently became bad; because of them it stays tainted until
+    are the times at which the device recently became bad; if there are too many, the device stays tainted until
     `held_until`. `pci_bus_id` is where the GPU was last seen: a lost GPU is monitored while it is on the bus.
     `silent_polls` counts consecutive polls in which no live query succeeded. `nvlinks` has all links that
-    were up since the boot, `nvlink_errors` the error counts of the last reading.
+    have been up since the boot, `nvlink_errors` the error counts of the last reading.
     """
 
     target: HealthTarget
@@ -169,12 +169,12 @@ class PolledHealth:
     the query `remap_pending` reads `remap_failed` too. `answered` is False if no query that needs the GPU itself
     succeeded, and at least one failed: the GPU is silent, and values that the kernel driver has cached prove
     nothing. `recovery_action` is NVML's number. `fabric_text` describes what is wrong with the fabric;
-    `fabric_registration` is valid only if `fabric` is not None. `slowdowns` are the causes for which the
+    `fabric_registration` is valid only if `fabric` is not None. `slowdowns` are the reasons why the
     hardware reduces clocks: `thermal`, `power`, `hardware`. `sram_exceeded`: SRAM errors exceed NVIDIA's
     limit. `repairs_pending` are the parts that the next reset repairs: `channel`, `tpc`. `pcie_narrow` and
-    `pcie_slow`: the PCIe link has fewer lanes, or a lower generation, than GPU and machine support. The
-    generation is None if the GPU may be idle, because an idle GPU lowers it on purpose. `nvlinks` is also
-    None in MIG mode, in which no link is up. `nvlink_errors` are counts by kind: `recovery`, `replay`, `crc`.
+    `pcie_slow`: the PCIe link has fewer lanes, or a lower generation, than the GPU and the machine support.
+    `pcie_slow` is None if the GPU may be idle, because an idle GPU lowers the generation on purpose. `nvlinks` is
+    also None in MIG mode, in which no link is up. `nvlink_errors` are counts by kind: `recovery`, `replay`, `crc`.
     `equal_nvlinks` is the number of links that an identical GPU of the machine has had up since the boot,
     None without such a GPU. `accepts_work` is False on a node with confidential computing until its GPUs are
     set to the ready state.
@@ -220,27 +220,27 @@ class DoubleBitError:
 
 @dataclass(frozen=True, slots=True)
 class PollResult:
-    """The GPU answered."""
+    """A poll returned. `polled.answered` says whether the GPU itself answered."""
 
     polled: PolledHealth
 
 
 @dataclass(frozen=True, slots=True)
 class Unreachable:
-    """The GPU does not answer."""
+    """NVML reported that the GPU is lost."""
 
 
 @dataclass(frozen=True, slots=True)
 class MonitoringState:
-    """Whether the plugin receives events of the GPU; `problem` is the reason if not."""
+    """Whether the plugin receives events of the GPU. `problem` says why it does not; None if it does."""
 
     problem: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Hanging:
-    """An operation of this plugin on the GPU has not ended for `for_s` seconds; `what` describes it, None if
-    none hangs.
+    """An operation of this plugin on the GPU has been running for `for_s` seconds. `what` describes the
+    operation; None if none is running.
     """
 
     what: str | None = None
@@ -249,7 +249,7 @@ class Hanging:
 
 @dataclass(frozen=True, slots=True)
 class NoAnswer:
-    """A poll of the GPU has not returned for `for_s` seconds."""
+    """NVML has not answered about the GPU for `for_s` seconds, because a call hangs."""
 
     for_s: float
 
@@ -268,7 +268,7 @@ class Serviced:
 
 @dataclass(frozen=True, slots=True)
 class InstanceSeen:
-    """The MIG devices that currently have the IDs of an instance; None if there are none."""
+    """The UUIDs of the MIG devices that currently have the IDs of an instance; None if no MIG device has them."""
 
     identity: str | None
 
@@ -303,10 +303,10 @@ class HealthEvent:
 
 @dataclass(frozen=True, slots=True)
 class HealthChange:
-    """An entry of a device's history; `times` counts repetitions, `at` is the last one.
+    """An entry of a device's history; `times` counts repetitions, `at` is the time of the last one.
 
     `is_gone`: the GPU was removed, and its state is forgotten. `is_hang`: the GPU became unresponsive, or has
-    been for a long time; users are notified even if the GPU was already as bad.
+    been unresponsive for a long time; users are notified even if the severity did not change.
     """
 
     target: HealthTarget
@@ -320,7 +320,7 @@ class HealthChange:
 
 
 def condition(state: HealthState | None, *, is_fresh: bool) -> Condition:
-    """Returns one word for a device's health: `unknown` without a recent poll, whatever the earlier state."""
+    """Returns one word for a device's health; `unknown` if no poll is recent, whatever the earlier state."""
     if not is_fresh:
         return "unknown"
     words: tuple[Condition, ...] = ("ok", "information", "degraded", "unhealthy", "lost")
@@ -340,7 +340,7 @@ def targets_of_instance(gpu_uuid: str, gi: int, ci: int) -> tuple[HealthTarget, 
 
 
 def identity_of(instance: HealthTarget, mig_uuids: Mapping[tuple[int, int], str]) -> str | None:
-    """Returns the UUIDs of the MIG devices of an instance, joined by commas; None if there are none.
+    """Returns the UUIDs of the MIG devices of an instance, joined by commas; None if the instance has none.
 
     `mig_uuids` has all MIG devices of its GPU by GPU instance ID and compute instance ID.
     """

@@ -33,9 +33,9 @@ class HostPaths:
 
     `driver_root` is the NVIDIA driver's installation as this process sees it, `host_driver_root` the same
     directory as the container runtime sees it. `host_root` is where this process sees the host's `/`, None if
-    it does not. `dev_root` holds `dev/`; None means the driver root if that has the NVIDIA nodes, else `/`.
-    `plugin_directory` is this plugin's own directory below the kubelet's, with the same path here and on the
-    host; None if there is none.
+    it does not see it. `dev_root` holds `dev/`; None means the driver root if its `dev/` has the NVIDIA nodes,
+    else `/`. `plugin_directory` is this plugin's own directory below the kubelet's, with the same path in the
+    container and on the host; None if the process has no such directory.
     """
 
     driver_root: str = "/"
@@ -64,8 +64,8 @@ class PciFunction:
 
     @property
     def is_gpu(self) -> bool:
-        """Whether it is a VGA or 3D controller. NVSwitches, audio and USB functions are not, nor are a GPU's
-        virtual functions (SR-IOV), which NVML does not list.
+        """Whether this is a physical VGA or 3D controller: no NVSwitch, audio or USB function, and no virtual
+        function (SR-IOV), which NVML does not list.
         """
         return self.class_code >> 8 in {0x0300, 0x0302} and self.physical is None
 
@@ -75,8 +75,8 @@ class HostFingerprint:
     """The state of the host's kernel, to detect changes.
 
     `hardware` changes when a GPU or other NVIDIA PCI function appears or disappears. `driver` changes when
-    another driver is loaded; it is empty if none is loaded. `instances` has a value for each GPU, by minor
-    number, that changes when one of its GPU or compute instances appears or disappears.
+    another driver is loaded; it is empty if none is loaded. `instances` maps the minor number of each GPU to a
+    value that changes when a GPU instance or compute instance appears or disappears.
     """
 
     hardware: Hashable
@@ -86,8 +86,8 @@ class HostFingerprint:
 
 @dataclass(frozen=True, slots=True)
 class GpuFingerprint:
-    """A GPU that responds to NVML, or one that hangs, with its last values, or an empty `uuid` if there are
-    none.
+    """A GPU that NVML lists. A GPU that hangs has the values of its last fingerprint, or an empty `uuid` if it never
+    had one.
 
     `mig_mode` is (current, after the next reset) in NVML's numbers, None without MIG; `minor` is the N of
     /dev/nvidiaN, which the mode may change.
@@ -109,7 +109,7 @@ HOST_DEVICES: Final[tuple[HostDevice, ...]] = get_args(HostDevice)
 ImexChannels = int | Literal["all"]
 """The number of one channel, or all channels of the NVIDIA driver."""
 LAST_IMEX_CHANNEL: Final = (1 << 20) - 1
-"""Linux has 20 bits for a minor number."""
+"""Linux uses 20 bits for a minor number."""
 MAX_IMEX_CHANNELS: Final = 4096
 """A larger number of device nodes is impractical for one container."""
 
@@ -133,12 +133,12 @@ FABRIC_REMEDY: Final = (
     "check `nvidia-smi -q | grep -A10 Fabric` and `nvidia-smi nvlink -s` on the node, and nvidia-fabricmanager, "
     "which runs on the node or on the NVLink switches of the rack"
 )
-"""For a GPU that is not registered with its NVLink fabric. Until then it is unknown whether it gets IMEX channels."""
+"""What to do about a GPU that is not registered with its NVLink fabric."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExtraDevices:
-    """What the node's configuration adds to every claim; `imex` channels only to claims on GPUs in a fabric."""
+    """The devices that the node's configuration adds to every claim; `imex` only to claims on GPUs in a fabric."""
 
     imex: ImexChannels | None = None
     host_devices: tuple[HostDevice, ...] = ()

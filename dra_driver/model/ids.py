@@ -61,14 +61,14 @@ def gpu_device_names(uuids: Iterable[str]) -> Mapping[str, str]:
     """Returns a device name for each GPU UUID: `{"GPU-4cf8db2d-06c0-…": "gpu-4cf8db2d"}`.
 
     Names depend only on the UUID, because index and minor change when a card is drained. GPUs whose shortest
-    names would collide get longer ones; the others keep theirs.
+    names would collide get longer names; all other GPUs get the shortest.
     """
     digits = {uuid: _hex_digits(uuid) for uuid in uuids}
     return {uuid: f"gpu-{_shortest_unique(uuid, digits)}" for uuid in digits}
 
 
 def gpu_minor_names(minors: Mapping[str, int | None], kept: Mapping[str, str]) -> Mapping[str, str]:
-    """Like `gpu_device_names`, but by minor number, as in NVIDIA's own driver: `{"GPU-4cf8db2d-…": "gpu-0"}`.
+    """Like `gpu_device_names`, but by minor number, as NVIDIA's DRA driver does: `{"GPU-4cf8db2d-…": "gpu-0"}`.
 
     GPUs in `kept` keep their names, and no other GPU gets these names. A GPU with an unknown number, or whose
     name is in use, gets a name with all digits of its UUID.
@@ -114,7 +114,7 @@ def mig_device_name(parent: str, mig: MigDevice) -> str:
     """Returns the name of a MIG device: `gpu-4cf8db2d-mig-1g10gb-19-2` for profile 19 at memory slice 2.
 
     The profile ID distinguishes `1g.24gb+me` from `1g.24gb-me`, which are equal in a DNS label. The compute
-    instance ID is appended if several share one GPU instance (`1c.3g.40gb`).
+    instance ID is appended if several compute instances share one GPU instance (`1c.3g.40gb`).
     """
     name = mig_slot_name(parent, mig.profile, mig.placement)
     return f"{name}-{mig.compute_instance_id}" if mig.shares_gpu_instance else name
@@ -132,9 +132,7 @@ def vfio_device_name(bus_id: str) -> str:
 
 
 def is_dns_label(text: str) -> bool:
-    """Whether the API server accepts the text as a name without dots, such as the name of a device or
-    namespace.
-    """
+    """Whether the API server accepts the text as a DNS label, such as the name of a device or a namespace."""
     return is_subdomain(text, 63) and "." not in text
 
 

@@ -18,7 +18,7 @@ from dra_driver.model.ids import (
 from dra_driver.model.mig import MigDevice, MigProfile, Placement
 
 ConfidentialMode = Literal["off", "on", "devtools", "ppcie"]
-"""The GPUs' mode of confidential computing: `devtools` allows debugging, `ppcie` protects the links between several
+"""The GPUs' confidential computing mode: `devtools` allows debugging, `ppcie` protects the links between several
 GPUs."""
 
 
@@ -32,8 +32,8 @@ class DriverVersions:
 
 @dataclass(frozen=True, slots=True)
 class DiscoveryFault:
-    """Something missing or unreadable. `subject` names the GPU, PCI function or part of the node, `text` the
-    cause.
+    """Something that discovery did not find or could not read. `subject` names the GPU, PCI function or part of
+    the node, `text` the cause.
     """
 
     subject: str
@@ -88,7 +88,7 @@ class DynamicMigDevice:
 
     @property
     def uuid(self) -> str:
-        """Empty: the device gets a new UUID each time it is created. The ledger has the current one."""
+        """Empty: the device gets a new UUID each time it is created. The ledger has the current UUID."""
         return ""
 
 
@@ -113,17 +113,17 @@ OfferedDevice = WholeGpu | StaticMigDevice | DynamicMigDevice | VfioDevice
 
 @dataclass(frozen=True)
 class Inventory:
-    """All GPUs of the node in PCI order, with the NVLink domain of each GPU UUID that has one.
+    """All GPUs of the node in PCI order. `nvlink_domains` maps GPU UUIDs to NVLink domains.
 
-    `lost` are GPUs as they were before they stopped responding. They stay published, tainted, because the
+    `lost` are GPUs as they were before they stopped responding. They stay published, with a taint, because the
     node still has the device and a claim may hold it. `unread` are the UUIDs of GPUs for MIG on demand whose
-    profile table or instances could not all be read this time, so that their `partitioning` is outdated or
-    None; and of devices that may not be GPUs, because their architecture was never read. `reachable_pairs`
-    are pairs of UUIDs that reach each other over NVLink, with the number of links; the domains are derived
-    from them. `imex_channels` is the number of IMEX channels of the NVIDIA driver; None if it has none or the
-    configuration uses none. `confidential_compute` is None if unknown. `kept_names` is set if GPUs are named
-    by minor number: the names, by UUID, that do not change with the number. `cards` are the GPUs that virtual
-    machines may get, empty if passthrough is off.
+    profiles or instances were not read completely this time (their `partitioning` is outdated or None), and of
+    devices that may not be GPUs, because their architecture was never read. `reachable_pairs` are pairs of UUIDs
+    of GPUs that reach each other over NVLink, with the number of links; the domains are derived from them.
+    `imex_channels` is the number of IMEX channels of the NVIDIA driver; None if it has none or the configuration
+    uses none. `confidential_compute` is None if unknown. `kept_names` is set if GPUs are named by minor number:
+    these names, by UUID, stay the same when the number changes. `cards` are the GPUs that virtual machines may
+    get, empty if passthrough is off.
 
     The class has no slots because it caches derived values.
     """
@@ -147,7 +147,7 @@ class Inventory:
 
     @cached_property
     def under_vfio(self) -> Mapping[str, Card]:
-        """The published cards that are bound to vfio, by GPU UUID; containers cannot get these."""
+        """The published cards that are bound to vfio, by GPU UUID; containers cannot get these cards."""
         return {card.gpu_uuid: card for card in self.cards if card.is_bound and card.problem is None}
 
     @cached_property
@@ -161,8 +161,8 @@ class Inventory:
 
     @cached_property
     def cards_by_gpu(self) -> Mapping[str, Card]:
-        """The published cards by GPU UUID, without GPUs that have static MIG devices, which this plugin never
-        destroys.
+        """The published cards by GPU UUID. Omits GPUs that have static MIG devices, because this plugin never
+        destroys these devices.
         """
         return {gpu.uuid: card for gpu, card in self._cards() if _is_whole(gpu)}
 
@@ -204,14 +204,14 @@ class Inventory:
         return {device.name: device for device in self._returning()}
 
     def usable(self, name: str) -> OfferedDevice | None:
-        """Returns a device that is published, or that becomes available as soon as a claim needs it; None if
-        there is none.
+        """Returns the device of this name if it is published, or becomes available as soon as a claim needs it;
+        else None.
         """
         return self.by_name.get(name) or self.returning_by_name.get(name)
 
     def without_partitions(self) -> Inventory:
-        """Returns the inventory for an API server without partitionable devices: only whole GPUs, and none
-        for virtual machines.
+        """Returns the inventory for an API server without partitionable devices: without MIG devices on demand
+        and without GPUs for virtual machines.
         """
         gpus = tuple(_unpartitioned(gpu) for gpu in self.gpus)
         lost = tuple(_unpartitioned(gpu) for gpu in self.lost)

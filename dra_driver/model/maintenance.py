@@ -1,4 +1,5 @@
-"""GPUs that a claim takes out of service, for example for a reset, and how long NVML is closed for this."""
+"""Maintenance claims, which take GPUs out of service, for example to reset them, and the time for which NVML is
+closed."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from dra_driver.model.record import ClaimRecord, StartMaintenance
 MaintenanceState = Literal["waiting", "active", "overdue"]
 
 CLOSED_TIMES: Final = "a time from 10s to 24h, such as 90s, 5m or 2h"
-"""For how long NVML can be kept closed."""
+"""How long NVML can stay closed, as text for errors."""
 MIN_S, MAX_S = 10, 24 * 3600
 _DURATION = re.compile(r"([0-9]{1,5})([smh])\Z", re.ASCII)
 _SECONDS = {"s": 1, "m": 60, "h": 3600}
@@ -36,8 +37,8 @@ class Detachment:
     """The content of the detach file: NVML stays closed until `until_s` of the boot clock. `until` is the
     same time for display, with the time zone.
 
-    `claim` is the maintenance claim that needs it, None for `gpu-dra-driver detach`; `gpu_uuids` are its
-    GPUs.
+    `claim` is the maintenance claim that closed NVML, None for `gpu-dra-driver detach`; `gpu_uuids` are the
+    claim's GPUs.
     """
 
     boot_id: str
@@ -51,12 +52,12 @@ class Detachment:
         """Why GPUs cannot currently be used."""
         if self.claim is None:
             why = (
-                ", so that others can reset GPUs or change the NVIDIA driver; `gpu-dra-driver detach --end` opens it "
+                ", so that you can reset GPUs or replace the NVIDIA driver; `gpu-dra-driver detach --end` opens it "
                 "again"
             )
         else:
             why = (
-                f" for maintenance claim {self.claim.namespace}/{self.claim.name}; NVML opens again when that claim is "
+                f" for maintenance claim {self.claim.namespace}/{self.claim.name}; NVML opens again when the claim is "
                 "released, or after `gpu-dra-driver detach --end`"
             )
         return f"NVML is closed until {self.until}{why}"
@@ -70,7 +71,7 @@ class Detachment:
 class Maintenance:
     """The state of a maintenance claim.
 
-    `waiting`: its GPUs are withdrawn, and it waits for claims on them or for NVML to be closed. `active`:
+    `waiting`: its GPUs are withdrawn, and it waits until other claims release them and NVML is closed. `active`:
     NVML is closed until `until`. `overdue`: NVML has been open again since `until` (None if unknown), but the claim
     still has its GPUs.
     """
@@ -97,8 +98,7 @@ def maintenances(
 ) -> list[Maintenance]:
     """Returns the state of each maintenance claim of the node, sorted by namespace and name.
 
-    `written` is the content of the detach file, even if its time is over; `now_s` is the time of the boot
-    clock.
+    `written` is the content of the detach file, even if it has expired; `now_s` is the time of the boot clock.
     """
     found = [
         _maintenance(record, step, written, boot_id, now_s)

@@ -1,4 +1,4 @@
-"""MIG: NVML's profiles and placements, existing instances and those of this plugin, and configured layouts."""
+"""MIG: NVML's profiles and placements, existing instances, the plugin's own instances, and configured layouts."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ class MigProfile:
 class MigDevice:
     """An existing compute instance, which is the device that a container gets.
 
-    `profile` is the profile of the GPU instance. If the compute instance has only some of its slices, the
-    profile's name (`1c.3g.40gb`) and multiprocessors are those of the compute instance, and
+    `profile` is the profile of the GPU instance. If the compute instance has only some of the GPU instance's
+    slices, the profile's name (`1c.3g.40gb`) and multiprocessors are those of the compute instance, and
     `shares_gpu_instance` is set.
     """
 
@@ -107,14 +107,14 @@ class GpuInstance:
 class Partitioning:
     """The MIG devices that can be created on a GPU.
 
-    `profiles` is NVML's whole table. `withheld` are the existing GPU instances that this plugin does not
+    `profiles` is NVML's complete list of profiles. `withheld` are the existing GPU instances that this plugin does not
     manage or has yet to destroy; `possible` is every profile and placement that fits next to them, in
-    publishing order. `offers_whole` is whether the GPU can also be used whole: its MIG mode can be changed
-    while it is idle, and only this plugin may have enabled it.
+    publishing order. `offers_whole` is whether the GPU can also be used whole: no instance is withheld, its MIG
+    mode can be changed while it is idle, and only this plugin may have enabled the mode.
 
-    `returning` and `whole_returns` become available again when the `leaving` instances in `withheld` are
-    destroyed. They are not published, but a claim that was allocated one of them gets it: Prepare destroys
-    the leaving instances first.
+    `returning` are the devices that become available again when the `leaving` instances in `withheld` are
+    destroyed; `whole_returns` says whether the whole GPU does too. They are not published, but a claim that was
+    allocated one of them gets it: Prepare destroys the leaving instances first.
     """
 
     profiles: tuple[PlacedProfile, ...]
@@ -134,9 +134,9 @@ class OwnedInstance:
 
     It is written before the instance is created, so that an instance of ours never looks like someone else's.
     The IDs and the UUID of the MIG device are None until they are known. GPU instances do not survive the
-    boot `boot_id`. In phase `unknown` NVML did not report whether it created the instance, which may still
-    appear. `gpu_minor` is the GPU's minor number when the instance was created. `is_of_layout` is set if the
-    node's MIG layout requires the instance, which then stays without a claim.
+    boot `boot_id`. In phase `unknown`, NVML did not report whether it created the instance, so the instance may
+    still appear. `gpu_minor` is the GPU's minor number when the instance was created. `is_of_layout` is set if
+    the node's MIG layout requires the instance, so that it exists even without a claim.
     """
 
     device: str
@@ -165,23 +165,23 @@ class OwnedInstance:
 
 
 LAYOUT_LABEL = "nvidia.com/mig.config"
-"""The node label that selects the layout, as for NVIDIA's mig-manager."""
+"""The node label that selects the layout; NVIDIA's mig-manager uses the same label."""
 LAYOUT_STATE_LABEL = "nvidia.com/mig.config.state"
 """The node label that a running mig-manager writes."""
 MIG_LAYOUT = "mig-layout"
 """The key of the taint on a GPU that must become idle so that its layout can change."""
 
 LayoutState = Literal["applied", "waiting", "refused"]
-"""`applied`: the GPU matches the layout. `waiting`: it will, when it is idle or an obstacle is removed. `refused`: the
-GPU does not support the layout, and nothing was changed."""
+"""`applied`: the GPU matches the layout. `waiting`: the GPU will be changed when it is idle or an obstacle is removed.
+`refused`: the GPU does not support the layout, and nothing was changed."""
 LAYOUT_STATES: tuple[LayoutState, ...] = ("applied", "waiting", "refused")
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutEntry:
-    """The desired state of some GPUs, as counts by profile name. Without counts only the MIG mode is set.
+    """The desired state of some GPUs, as counts by profile name. Without counts, only the MIG mode is set.
 
-    `devices` None means all GPUs; without `filters` any PCI ID matches.
+    If `devices` is None, the entry is for all GPUs; without `filters`, any PCI ID matches.
     """
 
     mode: bool
@@ -198,7 +198,7 @@ class MigLayouts:
     """The configured layouts, and how a node selects one: by `name`, or by its label if `from_label` is set
     and the label exists.
 
-    `destroys_foreign` allows it to destroy instances that this plugin did not create.
+    `destroys_foreign` allows the plugin to destroy instances that it did not create.
     """
 
     named: Mapping[str, tuple[LayoutEntry, ...]] = field(default_factory=dict)

@@ -15,7 +15,7 @@ MPS_STATES: tuple[MpsState, ...] = ("starting", "ready", "fault", "stopped", "fa
 
 @dataclass(frozen=True, slots=True)
 class MpsMember:
-    """A further whole GPU of an MPS daemon that serves several."""
+    """An additional whole GPU of an MPS daemon that serves several GPUs."""
 
     device: str
     gpu_uuid: str
@@ -24,15 +24,15 @@ class MpsMember:
 
 @dataclass(frozen=True, slots=True)
 class MpsDaemonSpec:
-    """The control daemon of one GPU or MIG device, or of several whole GPUs.
+    """The settings of the control daemon of one GPU or MIG device, or of several whole GPUs.
 
     `device` is the device's name, `uuid` its own UUID and `gpu_uuid` that of its GPU (the same for a whole
     GPU). `multi_user` lets clients of different users share a server; it requires Volta or newer and NVIDIA
-    driver R555 or newer. Without it the daemon serves one user at a time. The default limits apply to clients
-    without a tighter limit; None keeps the defaults of MPS: all threads, all memory.
+    driver R555 or newer. Without `multi_user`, the daemon serves one user at a time. The default limits apply to
+    clients without a tighter limit; None keeps the defaults of MPS: all threads, all memory.
 
-    A daemon of several GPUs has the name of the GPU with the lowest UUID, and `others` are the rest in order
-    of their UUIDs. Its clients number the GPUs in this order. An MPS host of an older release rejects
+    A daemon of several GPUs is named after the GPU with the lowest UUID; `others` are its other GPUs, in order of
+    their UUIDs. The daemon's clients number the GPUs in this order. An MPS host of an older release rejects
     `others`.
     """
 
@@ -120,8 +120,8 @@ INTERVALS: tuple[str, ...] = ("Default", "Short", "Medium", "Long")
 
 @dataclass(frozen=True, slots=True)
 class TimeSliced:
-    """Time-sliced with other claims. `interval` is the NVIDIA driver's level: 0 is the default, None keeps
-    the current level.
+    """The claim shares the device by time-slicing. `interval` is the NVIDIA driver's level: 0 is the default, None
+    keeps the current level.
     """
 
     interval: int | None = None
@@ -129,10 +129,10 @@ class TimeSliced:
 
 @dataclass(frozen=True, slots=True)
 class MpsShared:
-    """Shared through the device's MPS daemon, with the limits of this claim; None means unlimited.
+    """The claim shares the device through its MPS daemon, with these limits; None means unlimited.
 
     Limits apply to each process of the claim's containers, as MPS defines them. `memory_limits_mib` has the
-    limits for all devices of a daemon with several GPUs, in its order; otherwise it is empty.
+    limits for all devices of a daemon with several GPUs, in the daemon's order; otherwise it is empty.
     """
 
     spec: MpsDaemonSpec
@@ -143,8 +143,8 @@ class MpsShared:
 
 @dataclass(frozen=True, slots=True)
 class LostMps:
-    """Shared through an MPS daemon whose settings only the MPS host knows, because the claim's record was
-    lost.
+    """The claim shares the device through an MPS daemon whose settings only the MPS host knows, because the
+    claim's record was lost.
     """
 
 
@@ -152,7 +152,7 @@ SharingMode = TimeSliced | MpsShared | LostMps | None
 
 
 def usage_kind(usage: SharingMode) -> str:
-    """Returns the mode's name in messages."""
+    """Returns the mode's name for messages."""
     match usage:
         case TimeSliced():
             return "time-slicing"

@@ -21,9 +21,9 @@ class PlannedDevice:
     """One of our allocation results, its device, and how the claim uses it.
 
     `managed` are the additional GPUs that containers get if the claim manages the node. `imex` and
-    `host_devices` are further additions. A device for a virtual machine uses the kernel's iommufd if the
-    claim `prefers_iommufd` and the host supports it; with `has_api_device` its containers get that device
-    node too.
+    `host_devices` are other devices that containers get in addition. A device for a virtual machine uses the
+    kernel's iommufd if the claim `prefers_iommufd` and the host supports it. With `has_api_device`, containers
+    also get the API's node: /dev/iommu or /dev/vfio/vfio.
     """
 
     result: DeviceResult
@@ -65,8 +65,8 @@ class Plan:
 
     @property
     def locked_gpus(self) -> frozenset[str]:
-        """The GPUs that the plan must lock. adminAccess changes nothing, so it locks nothing, except for
-        maintenance.
+        """The GPUs that the plan must lock. Only maintenance locks the GPUs of requests with adminAccess, because
+        other such requests change nothing.
         """
         step = maintenance_of(self.steps)
         return frozenset(offered.gpu.uuid for offered in self.used_devices()) | frozenset(
@@ -88,7 +88,7 @@ class Plan:
 
 
 def held_silicon(offered: OfferedDevice) -> HeldDevice:
-    """Returns the device for a claim record, without how the claim uses it."""
+    """Returns the device for a claim record, without the claim's own settings."""
     return HeldDevice(
         device=offered.name,
         kind=kind_of(offered),

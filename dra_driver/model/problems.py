@@ -1,8 +1,8 @@
 """Problems of this node as sentences for operators, and the reasons of events.
 
 Each part of the plugin returns its current problems when called. `reporting/node_problems.py` collects them
-for events, readiness notes, a metric and the file that `top` reads. So a problem ends exactly when its part
-stops returning it.
+for events, readiness notes, a metric and the file that `top` reads. So a problem ends when the part that returned
+it stops doing so.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ FOUND_BY_TOP: Final = frozenset({"nvml-unavailable", "plugin-not-running"})
 
 @dataclass(frozen=True, slots=True)
 class NodeProblem:
-    """One problem. `subject` names the affected device, claim or path, and is empty for the node as a whole.
-    `claim` gets the event of its beginning too.
+    """One problem. `subject` names the affected device, claim or path, and is empty for the node as a whole. The
+    event that reports the start of the problem is also sent for `claim`, if set.
 
     `text` is one sentence: what is wrong, with which object, and what to do now. Problems with the same code
     and subject are the same problem, even if the text changes.
@@ -91,7 +91,7 @@ EventReason = Literal[
     "MigLayoutApplied", "MigLayoutWaits", "MigLayoutRefused", "MemoryUnclaimed", "PartitionsNotSupported",
     "SchedulerOutdated",
 ]  # fmt: skip
-"""Users filter by these, so they never change. `Prepared` is used only for the condition Ready."""
+"""Users filter events by these reasons, so they never change. `Prepared` is used only for the condition Ready."""
 
 EventObjectKind = Literal["ResourceClaim", "ResourceSlice", "Pod", "Node"]
 

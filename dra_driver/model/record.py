@@ -1,7 +1,7 @@
 """A claim's record on this node: its devices, and the steps that prepared them.
 
-A step is data: it names what to do. The ledger of each GPU (`journal/ledger.py`) has what a step changed
-there and what its undo needs. So Unprepare needs only files: it removes the claim's files and record, and the
+A step is data: it names what to do. The ledger of each GPU (`journal/ledger.py`) records what a step changed on
+the GPU, and what its undo needs. So Unprepare needs only files: it removes the claim's files and record, and the
 cleaner then undoes everything in the ledgers that no record needs.
 """
 
@@ -30,17 +30,17 @@ class SetTimeSlice:
 
 @dataclass(frozen=True, slots=True)
 class RunMps:
-    """Runs the MPS control daemon of a device. Undo: stops it, unless another claim on this device uses it."""
+    """Runs the MPS control daemon of a device. Undo: stops the daemon, unless another claim uses it."""
 
     spec: MpsDaemonSpec
 
 
 @dataclass(frozen=True, slots=True)
 class CreateMig:
-    """Creates the MIG device of a profile at a placement of a GPU, unless this plugin has already created it.
+    """Creates the MIG device with this profile and placement, unless this plugin has already created it.
 
-    Undo: destroys it, unless another claim uses the same device; then leaves MIG mode if this plugin enabled
-    it and no instance is left.
+    Undo: destroys the device, unless another claim uses it. If no instance is left and this plugin enabled MIG
+    mode, also disables MIG mode.
     """
 
     device: str
@@ -76,7 +76,7 @@ class LeaveMigMode:
 
 @dataclass(frozen=True, slots=True)
 class BindVfio:
-    """Binds the functions of a GPU's card to a vfio driver, so that a virtual machine can get it.
+    """Binds the functions of a GPU's card to a vfio driver, so that a virtual machine can get the card.
 
     Undo: restores the earlier drivers, unless a virtual machine still uses the card.
     """
@@ -92,10 +92,10 @@ MaintenancePolicy = Literal["Wait", "Refuse"]
 
 @dataclass(frozen=True, slots=True)
 class StartMaintenance:
-    """Take GPUs out of service: once no other claim is on them, close NVML in every process of this plugin on the node,
-    `timeout_s` seconds at most. `policy` says whether Prepare waits for the other claims or fails.
+    """Takes GPUs out of service: once no other claim uses them, closes NVML in every process of this plugin on the
+    node, for at most `timeout_s` seconds. `policy` says whether Prepare waits for the other claims or fails.
 
-    From the record on until it is gone, the GPUs' devices are not published. Undo: NVML may be opened again.
+    While the claim's record exists, the GPUs' devices are not published. Undo: allows NVML to be opened again.
     """
 
     gpu_uuids: tuple[str, ...]
@@ -104,7 +104,7 @@ class StartMaintenance:
 
 
 EVERY_METADATA_VERSION = ("v1beta1", "v1alpha1")
-"""All versions of the format of device metadata, newest first."""
+"""All format versions of device metadata, newest first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ class WriteDeviceMetadata:
     """Writes the files that list the claim's devices for its containers, in these format versions, newest
     first.
 
-    Undo: removes them.
+    Undo: removes the files.
     """
 
     versions: tuple[str, ...]
@@ -133,7 +133,7 @@ STEP_TEXTS = {
     WriteDeviceMetadata: "the writing of device metadata",
     WriteCdiSpec: "the writing of the CDI spec",
 }
-"""Each step's action, as a noun phrase for messages."""
+"""Each step's action, for messages such as `the MPS daemon start takes too long`."""
 
 Step = (
     LeaveMigMode
@@ -160,8 +160,8 @@ DeviceKind = Literal["gpu", "mig", "vfio"]
 class HeldDevice:
     """A device that a claim holds. `gpu_uuid` is the physical GPU's UUID, `uuid` the device's own.
 
-    `usage` is how the claim shares the device. A MIG device on demand has an empty `uuid`, because it gets a
-    new one each time it is created, and the `placement` of its GPU instance; other devices have no placement.
+    `usage` is how the claim shares the device. A MIG device on demand has an empty `uuid`, because it gets a new
+    UUID each time it is created. Only these devices have a `placement`, that of their GPU instance.
     `imex` and `host_devices` are additions for the claim's containers.
     """
 
@@ -199,7 +199,7 @@ class ClaimRecord:
         return self.claim.ref
 
     def as_of(self, boot_id: str) -> ClaimRecord:
-        """Returns the record as valid in a boot. A reboot undoes the steps, so the claim is no longer
+        """Returns the record as it applies in a boot. A reboot undoes the steps, so the claim is no longer
         prepared.
         """
         is_void = self.phase == "prepared" and self.boot_id != boot_id
@@ -210,7 +210,7 @@ class ClaimRecord:
         return other is not None and self == replace(other, phase=self.phase, prepared_at=self.prepared_at)
 
     def is_within(self, devices: Collection[str]) -> bool:
-        """Whether the claim holds no devices other than these."""
+        """Whether the claim holds no devices other than `devices`."""
         return all(held.device in devices for held in self.devices)
 
     @property
@@ -220,8 +220,8 @@ class ClaimRecord:
 
     @property
     def locked_gpus(self) -> frozenset[str]:
-        """The UUIDs of the GPUs that Prepare and Unprepare must lock. adminAccess changes nothing, so it
-        locks nothing, except for maintenance.
+        """The UUIDs of the GPUs that Prepare and Unprepare must lock. Only maintenance locks the GPUs of requests
+        with adminAccess, because other such requests change nothing.
         """
         is_all = self.maintenance is not None
         return frozenset(held.gpu_uuid for held in self.devices if is_all or not held.admin_access)
@@ -233,7 +233,7 @@ class ClaimRecord:
 
 
 def maintenance_of(steps: Iterable[Step]) -> StartMaintenance | None:
-    """The step that takes GPUs out of service; None if there is none."""
+    """Returns the step that takes GPUs out of service; None if the claim is not a maintenance claim."""
     return next((step for step in steps if isinstance(step, StartMaintenance)), None)
 
 

@@ -72,14 +72,14 @@ class Scalar:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One of several words. YAML reads a bare `off` as false, which is accepted for the word."""
+    """One of several words. YAML reads a bare `off` as false, so false is accepted for `off`."""
 
     words: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ListField:
-    """A list of `least` to `most` items, None for no limit. `test` checks the list if all items are valid."""
+    """A list of `least` to `most` items; None means no limit. `test` checks the list if all items are valid."""
 
     items: Shape
     most: int | None = 32
@@ -107,8 +107,8 @@ class Anything:
 class Object:
     """Fields by name.
 
-    `mistakes` maps common wrong fields to advice. If `open`, unknown fields are not checked. `also` checks
-    all valid fields together, and returns name and text of each fault.
+    `mistakes` maps common wrong field names to advice. If `open`, unknown fields are not checked. `also` checks
+    all valid fields together, and returns the field's name and the text of each fault.
     """
 
     fields: Mapping[str, Shape]
@@ -193,7 +193,7 @@ def _list_faults(value: Any, shape: ListField, path: str, words: Words) -> list[
         return [_wrong(value, "a list", path, words)]
     found = []
     if shape.most is not None and len(value) > shape.most:
-        found.append(FieldFault(path, f"has {len(value)} items, at most {shape.most} are allowed"))
+        found.append(FieldFault(path, f"has {len(value)} items; at most {shape.most} are allowed"))
     if len(value) < shape.least:
         found.append(FieldFault(path, f"{words.must} {shape.least} or more entries"))
     for number, item in enumerate(value):
@@ -235,7 +235,7 @@ def _object_faults(value: Any, shape: Object, path: str, words: Words) -> list[F
             if meant is not None:
                 text += f"; did you mean {meant}?"
             elif words.unknown is None:
-                text += f"; there are {', '.join(sorted(shape.fields))}"
+                text += f"; available: {', '.join(sorted(shape.fields))}"
             unknown.append(FieldFault(_below(path, name), text))
     found += unknown
     named = {fault.path for fault in found} | {_below(path, meant) for meant in meanings}

@@ -17,8 +17,8 @@ SelectedDevices = Literal["gpu", "mig", "all"]
 
 MAX_SHARES = 4096
 MAX_MPS_SHARES = 60
-"""The largest number of clients that an MPS daemon of any driver serves; `sharing/rules/client_limits.py` has the limit
-for the node's driver and GPU."""
+"""The largest number of clients that an MPS daemon can serve with any NVIDIA driver; `sharing/rules/client_limits.py`
+has the limit for the node's driver and GPU."""
 
 _UUID = re.compile(r"^(?:GPU|MIG)-[0-9A-Fa-f]{8}(?:-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}\Z")
 
@@ -27,9 +27,9 @@ _UUID = re.compile(r"^(?:GPU|MIG)-[0-9A-Fa-f]{8}(?:-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-
 class SharingRule:
     """How one device is shared.
 
-    `shares` is the number of equal parts in mode shares, None in other modes. With `multiprocessors` a claim
-    may also request a number of them. Without `enforce` the scheduler counts, but nothing enforces the
-    limits. `multi_user` applies to MPS: pods of different users run at the same time, if MPS supports that.
+    `shares` is the number of equal parts in mode `shares`, None in other modes. With `multiprocessors`, a claim
+    may also request a number of multiprocessors. If `enforce` is `none`, the scheduler allocates shares, but nothing
+    enforces their limits. `multi_user` lets pods of different users run at the same time, if MPS supports it.
     """
 
     mode: SharingRuleMode
@@ -70,8 +70,8 @@ class GpuSelector:
         return not self.pci_bus_ids or gpu.pci_bus_id in self.pci_bus_ids
 
     def covers(self, other: GpuSelector) -> bool:
-        """Whether this selector certainly selects every device that `other` selects, as far as the patterns
-        show.
+        """Whether this selector selects every device that `other` selects; False if comparing the patterns does not
+        prove it.
         """
         return (
             self.devices in ("all", other.devices)
@@ -114,7 +114,7 @@ def share_all(rule: SharingRule) -> SharingPolicy:
 
 
 def kind_of(device: OfferedDevice) -> DeviceKind:
-    """`gpu` or `mig`, as a selector names them, or `vfio`."""
+    """Returns `gpu` or `mig`, the words that selectors use, or `vfio`."""
     match device:
         case WholeGpu():
             return "gpu"

@@ -1,7 +1,7 @@
 """Keeps `status.devices` of claims up to date: which devices a claim holds, and whether they work.
 
-Events are sent at once; a separate thread writes statuses. The status of every claim is checked after the
-start, because the previous instance may not have written it. It is checked again when this instance begins to
+Events are sent at once; a separate thread writes statuses. The status of every claim is checked when the plugin
+starts, because the previous instance may not have written it. It is checked again when this instance begins to
 speak for the node, and after reports were lost.
 """
 
@@ -46,8 +46,8 @@ class ClaimStatusReporter:
     """Passes the status of claims to the recorder. Thread-safe.
 
     Passes a status only if it differs from the last one that this process wrote, or if it was removed from the
-    claim since, because the kubelet prepares every claim again after a restart. `record` returns a claim's record
-    by its UID.
+    claim since then: the kubelet prepares every claim again after it restarts. `record` returns a claim's record
+    by the claim's UID.
     """
 
     recorder: EventRecorder
@@ -68,10 +68,10 @@ class ClaimStatusReporter:
             self._give(record, record.claim.reported)
 
     def renew(self, uid: str, reported: frozenset[ReportedDevice] | None = None) -> None:
-        """Passes a claim's status if it differs from what was written.
+        """Passes a claim's status if it differs from the last one written.
 
-        `reported` are the devices in the current status; with it, passes the status only if a device is
-        missing there.
+        If `reported`, the devices in the current status, is given, passes the status only if a device is missing
+        from it.
         """
         # The record is read under the lock, so that a newer status from a concurrent Prepare is not
         # overwritten.
@@ -152,7 +152,7 @@ class ClaimHealthReporter(BackgroundWorker):
         super().__init__("claim-news", self._round, self._crashed)
 
     def health_changed(self, change: HealthChange) -> None:
-        """The health of a GPU or of an instance changed."""
+        """The health of a GPU or of a MIG instance changed."""
         with self._lock:
             self._changed_gpus.add(change.target.gpu_uuid)
         self.wake()
@@ -186,7 +186,7 @@ class ClaimHealthReporter(BackgroundWorker):
             self.statuses.renew(uid)
 
     def _were_lost(self) -> bool:
-        """Whether the recorder dropped reports since this last returned True."""
+        """Whether the recorder dropped reports since this last returned True, which it does at most once a minute."""
         dropped, now = self.recorder.dropped, self.clock()
         if dropped == self._dropped or now < self._lost_again_at:
             return False

@@ -31,7 +31,7 @@ _REMEMBERED = 1024
 
 @dataclass(frozen=True, slots=True)
 class ReportLimits:
-    """Limits for the number and rate of reports. Times in seconds; at most `most` reports are queued.
+    """Limits for the number and rate of reports. Times are in seconds; at most `most` reports are queued.
 
     The same event is reported again only after `again_s`, with the number of times that it happened until
     then. A claim's status is reported after `settle_s`, so that the kubelet's concurrent calls are answered
@@ -73,9 +73,9 @@ class ObjectEvent:
 
 @dataclass(frozen=True, slots=True)
 class ClaimState:
-    """The status of all our devices in a claim; only the newest one matters.
+    """The status of all our devices in a claim; only a claim's newest status matters.
 
-    `written` is called when the API server has stored it. `is_first` is set if Prepare just read the claim
+    `written` is called when the API server has stored the status. `is_first` is set if Prepare just read the claim
     and its status had no device.
     """
 
@@ -112,8 +112,8 @@ class EventQueue:
         return len(self._queued)
 
     def put(self, report: Report, now: float) -> list[Report]:
-        """Adds a report. Returns the reports that are dropped for it: minor events first, claim statuses
-        last, oldest first.
+        """Adds a report. If the queue is full, drops others and returns them: minor events are dropped first, claim
+        statuses last, and older reports before newer ones.
         """
         key = _key(report)
         known = self._queued.get(key)
@@ -135,11 +135,11 @@ class EventQueue:
         return now if sent_at is None else max(now, sent_at + self._limits.again_s)
 
     def withdraw_state(self, ref: ClaimRef) -> None:
-        """Removes a claim's status that was not sent yet."""
+        """Removes a claim's status if it was not sent yet."""
         self._queued.pop(ref, None)
 
     def put_first(self, queued: QueuedReport) -> None:
-        """Adds a report that was taken, or a part of it, at the front, even if the queue is full."""
+        """Puts a report from `take`, or a part of it, back at the front, even if the queue is full."""
         key = _key(queued.report)
         newer = self._queued.get(key)
         if newer is not None:
@@ -150,9 +150,9 @@ class EventQueue:
         self._queued.move_to_end(key, last=False)
 
     def take(self, now: float, *, hurry: bool = False) -> QueuedReport | None:
-        """Returns the first report that may be sent now, minor events last; None if there is none.
+        """Removes and returns the first report that may be sent now, minor events last; None if none may be sent.
 
-        With `hurry`, does not delay reports because the same one was sent recently.
+        With `hurry`, a report may be sent even if the same one was sent recently.
         """
         ready = (entry for entry in self._queued.values() if self._ready_at(entry, now, hurry=hurry) <= now)
         queued = min(ready, key=lambda entry: is_minor(entry.report), default=None)
@@ -199,7 +199,7 @@ class EventQueue:
 
 
 def is_minor(report: Report) -> bool:
-    """Whether the report may be dropped first if there are too many."""
+    """Whether the report is sent after all others, and dropped before them."""
     return isinstance(report, ObjectEvent) and report.minor
 
 
@@ -266,15 +266,15 @@ class EventRecorder(BackgroundWorker):
         return has_ended
 
     def claim_event(self, ref: ClaimRef, reason: EventReason, message: str, *, warning: bool) -> None:
-        """Reports an event for a claim and the pods that use it, the same one at most once a minute."""
+        """Reports an event for a claim and the pods that use it; the same event at most once a minute."""
         self._put(ClaimEvent(ref, reason, message, warning))
 
     def minor_claim_event(self, ref: ClaimRef, reason: EventReason, message: str) -> None:
-        """Reports an event for a claim alone, after all others; it may be dropped."""
+        """Reports an event for a claim but not its pods, after all other events; it may be dropped."""
         self._put(ObjectEvent(claim_object(ref), reason, message, warning=False, minor=True))
 
     def node_event(self, reason: EventReason, message: str, *, warning: bool, minor: bool = False) -> None:
-        """Reports an event for this node, the same one at most once a minute. A `minor` event may be dropped."""
+        """Reports an event for this node; the same event at most once a minute. A `minor` event may be dropped."""
         self._put(ObjectEvent(node_object(self.node), reason, message, warning, minor))
 
     def claim_status(
@@ -285,11 +285,11 @@ class EventRecorder(BackgroundWorker):
         *,
         is_first: bool = False,
     ) -> None:
-        """Reports the status of all our devices in a claim. Replaces one that was not written yet.
+        """Reports the status of all our devices in a claim. Replaces an earlier status that was not written yet.
 
-        `written` is called from the recorder's thread when the API server has stored it, and never if it was
-        lost or nothing had to be written. `is_first` saves a read of a claim that was just read without a
-        status.
+        The recorder's thread calls `written` when the API server has stored the status, but not if the status was
+        dropped or needed no write. With `is_first`, the recorder does not read the claim again: Prepare has just
+        read it, and the claim had no status.
         """
         self._put(ClaimState(ref, tuple(devices), written, is_first))
 
@@ -314,7 +314,7 @@ class EventRecorder(BackgroundWorker):
             )
 
     def _turn(self) -> float:
-        """Sends the next report, if it may be sent now. Returns the seconds until the next one may."""
+        """Sends the next report, if it may be sent now. Returns the seconds until another report may be sent."""
         with self._lock:
             now, stop_by = self.clock(), self._stop_by
             at = self._queue.ready_at(now, hurry=stop_by is not None)
@@ -362,7 +362,7 @@ class EventRecorder(BackgroundWorker):
                     report.written()
 
     def _spread(self, report: ClaimEvent, queued: QueuedReport) -> None:
-        """Converts an event for a claim into one for each object, which are then sent and retried separately."""
+        """Converts an event for a claim into one event for each object; these are sent and retried separately."""
         try:
             pods = tuple(self.claims.pods_of(report.ref, timeout_s=_REQUEST_S))
         except ApiRejectedError as error:
@@ -377,7 +377,7 @@ class EventRecorder(BackgroundWorker):
 
     def _try_later(self, queued: QueuedReport, error: DraDriverError) -> None:
         if isinstance(queued.report, ClaimState):
-            # It may have been stored without an answer, and the claim may have changed.
+            # The API server may have stored the status although no response arrived, and the claim may have changed.
             queued = replace(queued, report=replace(queued.report, is_first=False))
         retry_after_s = error.retry_after_s if isinstance(error, ApiUnavailableError) else None
         delay = self._backoff.next(min(retry_after_s or 0.0, _MAX_RETRY_AFTER_S))

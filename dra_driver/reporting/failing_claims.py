@@ -6,7 +6,7 @@
         └── according to the API server, no pod on this node can need the claim
 
 The kubelet retries a failed Prepare every 60 to 90 seconds while the pod exists, but does not report when the
-pod is gone. So the plugin checks a claim in the API server if the kubelet has not retried for a longer time.
+pod is gone. So the plugin checks a claim in the API server if the kubelet has not retried for three minutes.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class FailingClaims(BackgroundWorker):
 
     `pool` has this node's driver and pool names. `look` returns a claim's current state from the API server,
     None if it does not exist; it raises a DraDriverError if the state is unknown. `slow` is called once for
-    each slow Prepare, with the seconds so far. `record` returns the record of a claim by its UID,
-    because another instance may have prepared the claim since.
+    each slow Prepare, with the seconds so far. `record` returns the record of a claim by the claim's UID; it
+    shows whether another instance has prepared the claim since it failed.
     """
 
     pool: tuple[str, str]
@@ -115,7 +115,7 @@ class FailingClaims(BackgroundWorker):
         self.wake()
 
     def problems(self) -> Sequence[NodeProblem]:
-        """Returns a problem for each claim that has failed twice, or for ten seconds."""
+        """Returns a problem for each claim that has failed more than once, or for ten seconds or more."""
         now = self.clock()
         return [
             NodeProblem("claims-failing", _sentence(one), f"{one.ref.namespace}/{one.ref.name}")
@@ -169,8 +169,8 @@ class FailingClaims(BackgroundWorker):
     def _look_up(self) -> None:
         """Forgets claims that no pod on this node can need. Keeps a claim if the API server does not answer.
 
-        Checks only a few at a time, the longest unchecked first, so that slow Prepares are still reported in
-        time.
+        Checks only a few claims at a time, starting with the least recently checked, so that slow Prepares are still
+        reported in time.
         """
         now = time.monotonic()
         self._looked_at = {uid: at for uid, at in self._looked_at.items() if uid in self._failing}

@@ -1,18 +1,18 @@
-"""The HTTP endpoint: metrics, and the probes for liveness, startup and readiness, with the reason for a
-failure in the body.
+"""The HTTP endpoint: metrics, and the probes for liveness, startup and readiness. The body of a failed probe gives
+the reason.
 
-prometheus_client's WSGI server serves it, with a thread for each connection. Three limits keep one client or
+prometheus_client's WSGI server serves the endpoint, with a thread for each connection. Three limits keep one client or
 one page from blocking the others:
 
 - A connection that sends nothing for ten seconds is closed.
 - The number of connections is limited: a new connection above the limit closes the oldest. If new connections were
   refused instead, clients that send a byte now and then could block the probes.
-- The number of threads for one page is limited. A page that hangs then answers 503, and the other pages still work.
+- The number of threads for one page is limited. At the limit, the page answers 503, and the other pages still work.
 
 A rolling update waits for readiness before it continues with the next node. So readiness fails for faults
 that a bad release or configuration causes on every node: the kubelet refuses the plugin, or nothing can be
 published. It does not fail for bad GPUs of this node, nor if the API server stops answering later: the new
-release does not cause these, stopping the update would not help, and the plugin still serves claims. Such
+release does not cause such problems, stopping the update would not help, and the plugin still serves claims. Such
 problems are notes in the response.
 """
 
@@ -88,7 +88,7 @@ _TEXT = "text/plain; charset=utf-8"
 _NOT_FOUND = Response(404, _TEXT, b"not found\n")
 _ONLY_GET = Response(405, _TEXT, b"use GET\n")
 _FAILED = Response(500, _TEXT, b"internal error; see the log of gpu-dra-driver\n")
-_BUSY = Response(503, _TEXT, b"too many requests for this page have no answer yet\n")
+_BUSY = Response(503, _TEXT, b"too many requests for this page are still in progress\n")
 
 
 class HttpEndpoint:
@@ -148,7 +148,7 @@ class _Server(ThreadingWSGIServer):
                 oldest = next(iter(self._open))
                 del self._open[oldest]
                 with suppress(OSError):
-                    oldest.shutdown(socket.SHUT_RDWR)  # its thread wakes up and closes it
+                    oldest.shutdown(socket.SHUT_RDWR)  # its thread wakes up and closes the socket
             self._open[request] = None
         super().process_request(request, client_address)
 
@@ -159,7 +159,7 @@ class _Server(ThreadingWSGIServer):
         super().close_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Logs no traceback if a client disconnects."""
+        """Logs at level debug that a client disconnected; the library would print a traceback."""
         _log.debug("http_client_lost", client=str(client_address), exc_info=True)
 
 
@@ -167,7 +167,7 @@ class _Handler(WSGIRequestHandler):
     timeout = 10
 
     def log_message(self, format: str, *args: object) -> None:
-        """Does not log each request."""
+        """Discards wsgiref's log line for each request."""
 
     def get_stderr(self) -> TextIO:
         """Discards the traceback that wsgiref writes if a write fails, because the client has disconnected."""
@@ -175,8 +175,8 @@ class _Handler(WSGIRequestHandler):
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Returns a socket at the first address of `host`, or at all addresses of both families if it is empty.
-    Raises: OSError.
+    """Returns a socket at the first address of `host`, or at all addresses of both families if `host` is empty or
+    `::`. Raises: OSError.
     """
     if host not in ("", "::"):
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -233,7 +233,7 @@ _STOPPING = "gpu-dra-driver is stopping; another instance takes over, or the pod
 class Probes:
     """Results of the kubelet's probes over gRPC and HTTP: lists of sentences, empty if all is well.
 
-    `problems` returns a sentence for each problem of the node; these are only notes.
+    `problems` returns a sentence for each problem of the node; these sentences are only notes.
     """
 
     plugin: KubeletPlugin
@@ -264,7 +264,7 @@ class Probes:
         return not self.readiness()
 
     def notes(self) -> list[str]:
-        """Returns problems of this node that fail no probe, one sentence each."""
+        """Returns the problems of this node that do not fail a probe, one sentence each."""
         failing = self.readiness()
         found = dict.fromkeys([*self._device_faults()[1], *self._slice_faults()[1], *self.problems()])
         return [note for note in found if note not in failing]
@@ -280,14 +280,14 @@ class Probes:
         return []
 
     def _device_faults(self) -> tuple[list[str], list[str]]:
-        """Returns faults and notes. Before the first discovery there is a fault; later problems are notes."""
+        """Returns faults and notes. A missing first discovery is a fault; later problems are notes."""
         problem = self.discovery.problem()
         lines = _listed(problem)
         return (lines, []) if problem == NOT_DISCOVERED else ([], lines)
 
     def _slice_faults(self) -> tuple[list[str], list[str]]:
-        """Returns faults and notes. Without devices there is nothing to publish, and the device note says
-        why.
+        """Returns faults and notes. Without devices there is nothing to publish, and the note of `_device_faults`
+        says why.
         """
         problem = self.publisher.problem
         lines = _listed(problem and f"slices: {problem}")

@@ -1,7 +1,7 @@
-"""What each scrape reads from other parts of the plugin, in limited time.
+"""The metrics that each scrape reads from other parts of the plugin, in limited time.
 
-Each view is registered when the part that it reads exists. A part that fails or does not answer in time is
-counted and omitted from this scrape; the others are still shown.
+Each view is registered once the part that it reads exists. A scrape counts and omits a part that fails or does not
+answer in time, and shows the other parts.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ Read = Callable[[], Iterable[Metric]]
 
 
 class Readings(Collector):
-    """Sources by name, each called in a separate thread. `failed` is called for each missing answer, with the
-    name of the source and one of `CAUSES`.
+    """Sources by name, each called in a separate thread. `failed` is called for each source that fails or is late,
+    with the name of the source and one of `CAUSES`.
     """
 
     def __init__(self, failed: Callable[[str, str], None], *, within_s: float = _WITHIN_S) -> None:
@@ -58,10 +58,10 @@ class Readings(Collector):
         self._calls[name] = BoundedCall(name, lambda: tuple(read()))
 
     def collect(self) -> Sequence[Metric]:
-        """Returns the answers of all sources that answer in time. Concurrent scrapes take turns."""
+        """Returns the metrics of all sources that answer in time. Concurrent scrapes take turns."""
         with self._turn:
             calls = self._calls.copy()
-            # An earlier scrape has already waited for these.
+            # Do not wait for these sources: an earlier scrape already has.
             late = {name for name, call in calls.items() if call.is_running}
             for call in calls.values():
                 call.start()
@@ -105,11 +105,11 @@ _GAUGES: Mapping[str, tuple[str, ...]] = {
     "gpu_power_watts": ("Power of a GPU that prepared claims use.", "uuid"),
     "gpu_reason": ("Severity of each health reason of a GPU or its MIG devices.", "uuid", "reason"),
     "gpu_severity": ("0 healthy, 1 information, 2 degraded, 3 unhealthy, 4 lost; missing while unknown.", "uuid"),
-    "maintenance_gpus": ("GPUs of a maintenance claim by its state.", "claim_namespace", "claim_name", "state"),
+    "maintenance_gpus": ("GPUs of a maintenance claim, by claim state.", "claim_namespace", "claim_name", "state"),
     "mig_devices": ("MIG devices that exist.", "uuid", "profile"),
     "mig_layout": ("1 for each GPU of the node's MIG layout.",
                    "uuid", "layout", "state"),
-    "mig_severity": ("As `nvidia_dra_gpu_severity`, for each MIG device with reasons of its own.",
+    "mig_severity": ("Like `nvidia_dra_gpu_severity`, for each MIG device that has its own reasons.",
                      "parent_uuid", "uuid", "mig_instance"),
     "mps_daemons": ("MPS control daemons of the node.", "state"),
     "node_problem": ("1 while `/readyz` shows a problem or a note.",),
@@ -118,7 +118,7 @@ _GAUGES: Mapping[str, tuple[str, ...]] = {
     "problems": ("Problems of the node by kind, as in `/problems`.", "problem"),
     "published_slices": ("Slices of this node in the API server.",),
     "ready": ("1 while `/readyz` is ready.",),
-    "unclaimed_memory_bytes": ("Memory of a GPU that processes without a claim or container use.", "uuid"),
+    "unclaimed_memory_bytes": ("GPU memory in use by processes without a claim or container.", "uuid"),
     "withdrawn_devices": ("Bad devices that the slices omit, because taints cannot keep pods away.",),
 }  # fmt: skip
 """Gauges of this node, by name without `nvidia_dra_`: help, and labels in addition to `driver`."""
@@ -139,8 +139,8 @@ _OF_DEVICES: Mapping[str, tuple[str, Callable[[DeviceUse, GpuLoad], float | None
                   lambda device, _: device.processes),
     "gpu_fraction": ("Fraction of the GPU's memory that the device has.", lambda device, _: device.gpu_fraction),
 }  # fmt: skip
-"""Help and value of each gauge of a device. `shared` is true if several claims share the device, so that the use of
-each is unknown."""
+"""Help and value of each gauge of a device. `shared` is true if several claims share the device, so that the usage of
+each claim is unknown."""
 
 
 class Views:
@@ -154,7 +154,7 @@ class Views:
         self._added = added
 
     def prepared_devices(self, kinds: Callable[[], Iterable[str]]) -> None:
-        """The type of each prepared device, from the records, so that it is correct after a restart."""
+        """The types of prepared devices, from the records, so that the counts are correct after a restart."""
 
         def read() -> Iterator[Metric]:
             tally = Tally(kind if kind in _PREPARED_TYPES else "unknown" for kind in kinds())
@@ -173,7 +173,7 @@ class Views:
         made_uuid: Callable[[str], str | None],
         inventory: InventorySource,
     ) -> None:
-        """Which claim has which device, and for which pods.
+        """Which claim has which device, for which pods.
 
         `made_uuid` returns the current UUID of a MIG device on demand, by the device's name. The labels that
         begin with `dra_` are those of the DCGM exporter.
@@ -272,7 +272,7 @@ class Views:
         self._show_tally("cleanups", "pending_cleanups", CLEANUP_KINDS, kinds)
 
     def maintenances(self, found: Callable[[], Iterable[Maintenance]]) -> None:
-        """The claims for maintenance on this node; `found` may read files."""
+        """The maintenance claims of this node; `found` may read files."""
 
         def read() -> Iterator[Metric]:
             yield self._gauge(
@@ -379,7 +379,7 @@ class Views:
         found = inventory()
         known = {gpu.uuid for gpu in found.gpus} if found else set()
         known |= {target.gpu_uuid for target, state in states.items() if state.severity == Severity.LOST}
-        # Known without a query of the GPU, which may hang as well.
+        # Known without a query of the GPU, because the query may hang too.
         unresponsive = {target.gpu_uuid for target, state in states.items() if state.has(UNRESPONSIVE)}
         known |= unresponsive
         fresh = {uuid: health.is_fresh(uuid) for uuid in sorted(known)}
@@ -395,7 +395,7 @@ class Views:
             if not target.is_instance:
                 severities[uuid,] = state.severity
             else:
-                # An Xid may precede the first reading of the instance; its severity counts from then on.
+                # An Xid may arrive before the instance's UUID is read; the severity is shown even then.
                 for mig in (state.identity or "unknown").split(","):
                     instances[uuid, mig, _ids_of(target)] = state.severity
             for reason in state.reasons:
@@ -436,7 +436,7 @@ class Views:
         return self._gauge(name, {(): value})
 
     def _gauge(self, name: str, samples: Samples) -> Metric:
-        """Returns one of `_GAUGES`, with our DRA driver's name as its first label."""
+        """Returns one of `_GAUGES`; its first label is the name of our DRA driver."""
         text, *labels = _GAUGES[name]
         named = {(self._driver, *values): value for values, value in samples.items()}
         return _gauge(f"nvidia_dra_{name}", text, ("driver", *labels), named)
@@ -450,7 +450,7 @@ def _gauge(name: str, text: str, labels: tuple[str, ...], samples: Samples) -> M
 
 
 def _names(pods: Pods) -> Sequence[str]:
-    """Returns the names of the first pods of a claim; an empty name if none is known."""
+    """Returns the names of the first pods of a claim; one empty name if no pod is known."""
     return [pod.name for pod in (pods or ())[:_MAX_PODS]] or [""]
 
 

@@ -1,7 +1,7 @@
 """Counters and histograms that the plugin updates when something happens.
 
-The metrics of requests have the names and labels of NVIDIA's own driver, so that one dashboard serves both;
-`metric_views` has what is read at each scrape.
+The metrics of requests have the same names and labels as in NVIDIA's DRA driver, so that one dashboard serves both.
+`metric_views` has the metrics that are read at each scrape.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def reason_of(error: Exception) -> str:
 
 
 _DURATION_BUCKETS = (0.002, 0.005, 0.01, 0.025, *(0.05 * 2**n for n in range(10)), 45.0)
-"""The buckets of NVIDIA's own driver, extended to the kubelet's timeout."""
+"""The buckets of NVIDIA's DRA driver, extended to the kubelet's timeout."""
 _STEP_BUCKETS = (0.001, 0.005, 0.02, 0.1, 0.5, 2.0, 10.0, 30.0, 45.0)
 _WAIT_BUCKETS = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0)
 _LAG_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -83,7 +83,7 @@ _COUNTERS: Mapping[str, tuple[str, _Labels]] = {
                    {"operation": _MIG_ACTIONS, "error_type": REASONS}),
     "step_errors": ("Failed steps of claims.", _STEP),
     "publish_errors": ("Failed updates of the slices, by cause.", {"error_type": REASONS}),
-    "api_requests": ("Requests to the API server; code `none` without an answer.",
+    "api_requests": ("Requests to the API server; code `none` means no response.",
                      {"method": [method for method, _ in _USUAL_ANSWERS], "code": [_NO_ANSWER]}),
 }  # fmt: skip
 """By name without `nvidia_dra_`: help, and the values of each label in addition to `driver`."""
@@ -108,7 +108,7 @@ class Metrics:
     """
 
     def __init__(self, driver: str, node: str, prepared: Callable[[], Iterable[str]]) -> None:
-        # Otherwise every counter and histogram has another series, which Prometheus does not use.
+        # Otherwise every counter and histogram has an additional `_created` series, which Prometheus does not use.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self._driver = driver
@@ -208,8 +208,8 @@ class Metrics:
     def _shown(
         self, kind: Callable[..., _Shown], name: str, text: str, labels: Mapping[str, Sequence[str]]
     ) -> _Shown:
-        """Returns a metric with a series for each combination of label values; our DRA driver's name comes
-        first.
+        """Returns a metric with a series for each combination of label values; the first label is the name of our
+        DRA driver.
         """
         metric = kind(f"nvidia_dra_{name}", text, ("driver", *labels), registry=self.registry)
         for values in product(*labels.values()):

@@ -1,12 +1,12 @@
-"""Collects the problems of this node from the parts that have them, and shows them to users.
+"""Collects the problems of this node from the parts of the plugin, and shows them to users.
 
 A thread calls the sources every two seconds. Their results are the state: a problem begins when a source
 returns it and ends when none does. Each change is logged and becomes an event on the node. The readiness
 notes, the metric `nvidia_dra_problems`, the page `/problems` and the file `problems.json`, which `top` reads,
 show the state itself.
 
-`running.lock` is held while this process lives, so that a reader knows whether the file is kept up to date.
-The file exists only while there are problems or failing claims.
+This process holds `running.lock` while it lives, so that readers know whether `problems.json` is kept up to date.
+The JSON file exists only while there are problems or failing claims.
 
 `DiskWatch` is one of the sources: it detects directories that cannot be written, before a claim needs them.
 """
@@ -62,8 +62,8 @@ class DiskWatch:
     """Finds directories that cannot be written: the last write failed or hangs, or the file system is full or
     read-only.
 
-    After a failure it writes a small file every few seconds, so that the problem ends on evidence. Otherwise
-    it writes nothing. `write` writes a file durably and raises StateError.
+    After a failure, it writes a small file every few seconds, so that the problem ends as soon as a write succeeds.
+    Otherwise it writes nothing. `write` writes a file durably and raises StateError.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class DiskWatch:
             self._probing.start()
 
     def _read_sizes_soon(self) -> None:
-        """Starts a thread, one at a time, because this call may hang on a disk that hangs."""
+        """Reads the sizes in a separate thread, one thread at a time, because the read hangs if the disk does."""
         with self._lock:
             if self._sizing.is_running or time.monotonic() < self._sizes_again_at:
                 return
@@ -159,7 +159,7 @@ _FORMAT = 1
 
 
 class Reported(NamedTuple):
-    """What the plugin reports of its node."""
+    """What the plugin reports about its node."""
 
     problems: tuple[ShownProblem, ...] = ()
     failing: tuple[FailingClaim, ...] = ()
@@ -186,7 +186,7 @@ def decode(content: bytes) -> Reported:
 
 
 def read_problems(directory: Path) -> tuple[bool, Reported]:
-    """Returns whether an instance of the plugin runs, and the last report.
+    """Returns whether an instance of the plugin is running, and the last report.
 
     Raises: StateError if either cannot be read.
     """
@@ -210,7 +210,7 @@ ProblemSource = Callable[[], Sequence[NodeProblem]]
 
 _TURN_S = 2.0
 _WRITE_AGAIN_S = 60.0
-"""Some texts count seconds and change every time; the file then follows once a minute."""
+"""Some texts count seconds and change every time; such changes are written once a minute."""
 _LONGEST_EVENT = 1000
 """The API server accepts messages of up to 1,024 bytes."""
 
@@ -229,18 +229,18 @@ _EVENTS: Mapping[ProblemCode, tuple[EventReason, EventReason, str]] = {
                                 "Virtual machines can use GPUs again"),
     "slices-not-published": ("SlicesNotPublished", "SlicesPublished", "The node's slices are published again"),
 }  # fmt: skip
-"""The events at the start and end of a problem, and the text at the end. Other problems have no event here: claims and
-GPUs have their own (`PrepareFailed`, `GPUUnhealthy`), waiting for the first NVIDIA driver is normal, and a failed check
-appears in the notes."""
+"""The event when a problem starts, the event when it ends, and the text of the latter. Other problems have no event
+here: claims and GPUs have their own (`PrepareFailed`, `GPUUnhealthy`), waiting for the first NVIDIA driver is normal,
+and a failed check appears in the notes."""
 
 
 @dataclass(eq=False)
 class NodeProblems(BackgroundWorker):
     """Collects the problems of the node.
 
-    `failing` is one of the sources; its claims survive a restart in the file. A source returns its current
-    problems, must not block, and may be called from any thread. While `speaks_for_node` returns False,
-    another instance of the plugin writes events and the file.
+    `failing` is one of the sources; the file preserves its claims across restarts. A source returns its current
+    problems, must not block, and may be called from any thread. While `speaks_for_node` returns False, another
+    instance of the plugin writes events and the file.
     """
 
     sources: Sequence[ProblemSource]
@@ -296,7 +296,7 @@ class NodeProblems(BackgroundWorker):
         return encode(Reported(self.current(), self.failing.all()), int(self.clock()))
 
     def codes(self) -> list[ProblemCode]:
-        """Returns the code of each problem, with duplicates if several subjects have it."""
+        """Returns the code of each problem; problems of several subjects may have the same code."""
         return [shown.problem.code for shown in self.current()]
 
     def turn(self) -> float:
@@ -316,8 +316,8 @@ class NodeProblems(BackgroundWorker):
     def _collected(self) -> Iterable[NodeProblem]:
         """Yields the results of all sources.
 
-        A failed source keeps its earlier problems, since problems end only on evidence, and the failure is a
-        further problem.
+        The earlier problems of a source that fails remain, because no evidence shows that they ended. The failure
+        is an additional problem.
         """
         for number, source in enumerate((*self.sources, self.failing.problems)):
             try:
@@ -344,7 +344,7 @@ class NodeProblems(BackgroundWorker):
                 _log.info("node_problem_ended", problem=code, subject=subject, since=shown.since)
 
     def _report(self, shown: Sequence[ShownProblem]) -> None:
-        """Writes an event for each code that began, has a new subject, or ended."""
+        """Writes an event for each problem code that began, has a new subject, or ended."""
         by_code: dict[ProblemCode, list[NodeProblem]] = {}
         for entry in shown:
             by_code.setdefault(entry.problem.code, []).append(entry.problem)
@@ -362,7 +362,7 @@ class NodeProblems(BackgroundWorker):
             self._reported[code] = subjects
 
     def _take_over(self) -> None:
-        """Reads from the file which claims failed under the previous instance."""
+        """Restores the failing claims of the previous instance from the file."""
         if self._speaks:
             return
         self._speaks = True

@@ -1,6 +1,5 @@
-"""Reports what happens on the node, to claims and to MIG devices: to metrics at once, to users through the
-event recorder. Lasting problems are in `reporting/node_problems.py`. `Reports` combines all reports of the
-daemon.
+"""Reports events of the node, claims and MIG devices: metrics change at once, and the event recorder informs users.
+`reporting/node_problems.py` reports lasting problems. `Reports` combines all reports of the daemon.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(eq=False)
 class NodeEvents:
-    """Receives events of the publisher, MIG layouts and cleanups. Each method is called from one thread.
+    """Receives events of the publisher, MIG layouts and cleanups. Each method is called from only one thread.
 
     While `speaks_for_node` returns False, another instance of the plugin reports for this node.
     """
@@ -96,7 +95,7 @@ class NodeEvents:
         return self._report("MemoryUnclaimed", unclaimed_text(f"GPU {gpu_uuid}", process), warning=True)
 
     def cleanup_pending(self, cleanup: PendingCleanup) -> None:
-        """A part of a claim could not be undone. Reported by the instance that tried, even if another one
+        """A part of a claim could not be undone. The instance that tried reports this, even if another instance
         speaks for the node.
         """
         self.recorder.node_event("CleanupPending", cleanup.text, warning=True)
@@ -108,7 +107,7 @@ class NodeEvents:
         self.recorder.node_event("CleanupDone", text, warning=False)
 
     def _report(self, reason: EventReason, text: str, *, warning: bool) -> bool:
-        """Returns whether this instance speaks for the node, and reports only then."""
+        """Reports an event if this instance speaks for the node; returns whether it does."""
         is_ours = self.speaks_for_node()
         if is_ours:
             self.recorder.node_event(reason, text, warning=warning)
@@ -212,9 +211,7 @@ class Reporter:
             self.recorder.minor_claim_event(ref, "MpsNeedsRequestNames", advice)
 
     def unprepared(self, ref: ClaimRef, duration_s: float, record: ClaimRecord | None) -> None:
-        """A claim is not prepared or no longer prepared. The API server removes its status with the
-        allocation.
-        """
+        """A claim is no longer prepared, or never was. The API server removes its status with the allocation."""
         self.metrics.unprepared(duration_s, None)
         self.failing.succeeded(ref)
         self.statuses.forget(ref)
@@ -234,7 +231,7 @@ class Reporter:
         self.recorder.node_event("ClaimRecovered", text, warning=False)
 
     def seen(self, ref: ClaimRef, reported: frozenset[ReportedDevice]) -> None:
-        """A claim was read, and its status has these devices. Missing parts of the status are written again."""
+        """A claim was read, and its status has these devices. If devices are missing, the status is written again."""
         self.statuses.renew(ref.uid, reported)
 
     def still_in_use(self, ref: ClaimRef, text: str) -> None:
@@ -261,8 +258,8 @@ class Reporter:
     def mig_changed(
         self, action: MigAction, subject: str, duration_s: float, error: Exception | None
     ) -> None:
-        """A MIG device (`subject` is its name) was created or destroyed, or the MIG mode of a GPU (its UUID)
-        was switched; or this failed.
+        """The plugin created or destroyed a MIG device (`subject` is its name) or switched the MIG mode of a GPU
+        (`subject` is its UUID), or failed to do so.
 
         For a device, called while the claim's record exists.
         """
@@ -303,8 +300,8 @@ class Reporter:
                 self.recorder.node_event("MigDestroyDelayed", text, warning=True)
 
     def partitions_missing(self, reason: str) -> None:
-        """The API server does not support partitionable devices, so GPUs are only published whole."""
-        text = f"MIG devices on demand are not offered: {reason}"
+        """The API server does not support partitionable devices, so MIG devices on demand are not published."""
+        text = f"MIG devices on demand are not published: {reason}"
         self.recorder.node_event("PartitionsNotSupported", text, warning=True)
 
     def scheduler_outdated(self, reason: str) -> None:
@@ -328,7 +325,7 @@ class Reporter:
 
 
 def claim_using(device: str, records: Iterable[ClaimRecord]) -> ClaimRef | None:
-    """Returns a claim whose record uses the MIG device; None if there is none."""
+    """Returns a claim whose record uses the MIG device; None if no record does."""
     for record in records:
         if any(isinstance(step, CreateMig) and step.device == device for step in record.steps):
             return record.ref

@@ -29,7 +29,7 @@ from dra_driver.reporting.rules.claim_usage import (
 )
 
 _WITHIN_S = 0.8
-"""Less than a scrape waits."""
+"""Shorter than the time that a scrape waits."""
 _APART_S = 0.02
 """How long a GPU may delay the next one: threads that read at the same time slow each other down and use more CPU than
 the reading itself."""
@@ -39,8 +39,8 @@ the reading itself."""
 class Usage:
     """Reads GPUs only when `look` is called; thread-safe.
 
-    A GPU whose read hangs is not read again until it ends, and later calls do not wait for it. `source` is
-    called in a thread for each GPU. `within_s` is how long a call waits for all GPUs together.
+    A GPU whose read hangs is not read again until that read ends, and later calls do not wait for it. `source` is
+    called in a separate thread for each GPU. `within_s` is how long a call waits for all GPUs together.
     """
 
     source: UsageSource
@@ -76,7 +76,7 @@ class Usage:
         )
 
     def unclaimed(self) -> Mapping[str, Sequence[GpuProcess]]:
-        """Returns the unclaimed processes, by the UUID of each GPU that answers in time. Reads nothing else
+        """Returns the unclaimed processes of each GPU that answers in time, by GPU UUID. Reads only the processes
         from the GPUs.
 
         Raises: the errors of `look`.
@@ -171,7 +171,7 @@ class UnclaimedMemory(BackgroundWorker):
             for uuid, processes in unclaimed.items()
             for process in processes
         }
-        # Nothing is forgotten about a GPU that did not answer.
+        # Keep what is known about GPUs that did not answer.
         kept = {key: since for key, since in self._since.items() if key in found or key[0] not in unclaimed}
         self._since = {key: kept.get(key, now) for key in found | kept}
         self._reported &= self._since.keys()

@@ -96,7 +96,7 @@ PARAMETERS = (
     Parameters(
         "too large",
         parameters(x="a" * 11000),
-        ("the parameters have 11070 bytes; at most 10240 are allowed",),
+        ("the parameters are 11070 bytes long; at most 10240 bytes are allowed",),
         refused_by_server="Too long: may not be more than 10240 bytes",
     ),
 )

@@ -156,7 +156,7 @@ def test_the_entry_that_decided_is_reported() -> None:
         ),
         (
             entry(None, driver=None),
-            "config 0 from the claim: it has no opaque parameters; this driver supports no",
+            "config 0 from the claim: gpu-dra-driver supports only opaque parameters",
         ),
         (entry("Magic"), r"config 0 from the claim: GpuConfig is not valid: sharing\.strategy"),
         (entry(None, kind="Other"), "config 0 from the claim: kind: 'Other' is not supported"),

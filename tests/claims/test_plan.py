@@ -231,7 +231,7 @@ def test_management_holds_locks_and_changes_nothing() -> None:
 def test_management_without_admin_access_is_refused(source: Any, after: tuple) -> None:
     asks = replace(config(management=True), source=source)
     reported = refusal(claim(result(GPU_0, "req/sub"), configs=(asks, *after)))
-    assert reported.endswith("management works only with adminAccess: true, which request 'req' lacks")
+    assert reported.endswith("management requires adminAccess: true on request 'req'")
 
 
 def test_parameters_of_a_newer_release_do_not_keep_a_prepared_monitor_from_its_devices() -> None:

@@ -51,7 +51,7 @@ VIEW = NodeView(
     ),
     health=(
         SeenReason("gpu-fe441430", "lost", "gpu-lost", 720.0, "the GPU does not answer"),
-        SeenReason("gpu-cbe0e302", "information", "slowdown thermal", None, "the GPU is too hot and slows down"),
+        SeenReason("gpu-cbe0e302", "information", "slowdown thermal", None, "the GPU is too hot and has slowed down"),
     ),
     processes=(SeenProcess("gpu-6b45fc99", 4711, "python3 train.py", 512 << 20, 7, "ml/small-0"),),
     mps=(SeenDaemon("gpu-cbe0e302", "failed", 60.0, None, None, "it did not start"),),

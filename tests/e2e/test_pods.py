@@ -273,7 +273,7 @@ def test_management_needs_admin_access_and_admin_access_the_label_of_the_namespa
     """Kubernetes checks the label, the policy and the driver check adminAccess."""
     managing = gpu_config(management=True)
     refused = cluster.refused(claim_and_pod("manager", parameters=managing))
-    assert "management works only with adminAccess: true, which request 'device' lacks" in refused
+    assert "management requires adminAccess: true on request 'device'" in refused
     asks = claim_and_pod("manager", parameters=managing, adminAccess=True)
     assert "resource.kubernetes.io/admin-access" in cluster.refused(asks)
     # Another user's class: only the driver knows what it allocates.
@@ -287,7 +287,8 @@ def test_management_needs_admin_access_and_admin_access_the_label_of_the_namespa
         wait_for(
             "the driver's refusal",
             lambda: any(
-                "which request 'device' lacks" in text for text in cluster.refusals("manager", "default")
+                "adminAccess: true on request 'device'" in text
+                for text in cluster.refusals("manager", "default")
             ),
         )
     finally:

@@ -476,8 +476,8 @@ def test_a_gpu_that_was_pulled_is_forgotten_after_ten_minutes(bench, is_replaced
     [change] = bench.transitions
     assert (change.is_gone, change.target) == (True, HealthTarget(gone))
     assert (
-        change.text
-        == f"the NVIDIA driver no longer has the GPU at {bench.places[gone]}; the plugin discards its health"
+        change.text == f"the NVIDIA driver no longer manages the GPU at {bench.places[gone]}; "
+        "gpu-dra-driver discards its health history"
     )
     bench.turn(10)
     assert (bench.condition(0), len(bench.transitions)) == ("unknown", 1), "it is not watched any more"
@@ -832,7 +832,7 @@ def test_gpu_whose_poll_does_not_return_is_unresponsive_and_its_neighbour_is_fre
     assert (made.reasons("GPU-a"), made.reasons("GPU-b")) == (["unresponsive/no-answer"], [])
     [(subject, (code, text))] = made.problems().items()
     assert (subject, code) == ("gpu-a", "gpu-unresponsive")
-    assert text.startswith("GPU gpu-a (GPU-a): the GPU does not answer: a call of NVML does not return")
+    assert text.startswith("GPU gpu-a (GPU-a): the GPU does not answer: an NVML call does not return")
     assert [condition_of(made.monitor, HealthTarget(gpu)) for gpu in ("GPU-a", "GPU-b")] == ["unknown", "ok"]
     assert [(change.target.gpu_uuid, change.is_hang) for change in made.reported] == [("GPU-a", True)]
     made.source.hangs.clear()
@@ -944,7 +944,7 @@ def test_gpu_is_unresponsive_while_an_operation_hangs_even_if_nvml_hangs_too(thr
     made.hang("GPU-a")
     made.hanging["GPU-a"] = ("the start of the MPS daemon", -UNRESPONSIVE_AFTER_S)
     made.monitor.check_for_hangs()
-    text = "the GPU does not respond: the start of the MPS daemon does not finish"
+    text = "the GPU does not respond: the start of the MPS daemon takes too long"
     assert made.problems() == {"gpu-a": ("gpu-unresponsive", f"GPU gpu-a (GPU-a): {text}")}
     made.hanging["GPU-a"] = ("the start of the MPS daemon", float(-REBOOT_AFTER_S))
     for _ in range(2):
@@ -952,7 +952,7 @@ def test_gpu_is_unresponsive_while_an_operation_hangs_even_if_nvml_hangs_too(thr
     made.hanging.clear()
     made.monitor.check_for_hangs()
     assert made.problems() == {}
-    late = "the GPU does not respond: the start of the MPS daemon has not finished for 15 minutes"
+    late = "the GPU does not respond: the start of the MPS daemon has taken more than 15 minutes"
     assert [(change.before, change.after) for change in made.reported] == [
         (Severity.OK, Severity.DEGRADED),
         (Severity.DEGRADED, Severity.UNHEALTHY),

@@ -174,7 +174,7 @@ def test_an_operation_that_hangs_makes_a_gpu_unresponsive_until_it_ends():
     what = "the setting of the time slice"
     assert observe(GPU, Hanging(what, UNRESPONSIVE_AFTER_S - 0.1), NOW) == GPU
     state = observe(GPU, Hanging(what, UNRESPONSIVE_AFTER_S), NOW)
-    text = f"the GPU does not respond: {what} does not finish"
+    text = f"the GPU does not respond: {what} takes too long"
     since = NOW - UNRESPONSIVE_AFTER_S
     assert state.reasons == (Reason("unresponsive", "", S.DEGRADED, since, since, text, "poll"),)
     for harmless in (WELL, Reset(), Hanging(what, REBOOT_AFTER_S - 0.1)):

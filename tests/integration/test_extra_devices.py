@@ -168,7 +168,7 @@ def test_by_configuration_every_claim_gets_what_is_there(make_node: Make) -> Non
         line for line in logs if line["event"] == "host_devices_missing"
     ]  # once, not for every claim
     assert reported["notes"] == [
-        "hostDevices gdrcopy of the configuration: this node has no /dev/gdrdrv; `modprobe gdrdrv` on the node, and "
+        "hostDevices gdrcopy is configured, but this node has no /dev/gdrdrv; `modprobe gdrdrv` on the node, and "
         "start the service gdrcopy"
     ]
 

@@ -116,7 +116,7 @@ def test_an_operation_that_does_not_end_makes_its_gpu_unresponsive(
     [taint] = eventually(tainted)[wanted]
     assert (taint["key"], taint["effect"]) == ("gpu.nvidia.com/unresponsive", "NoSchedule")
     assert list(tainted()) == [wanted]
-    reason = "the GPU does not respond: the time slice change does not finish"
+    reason = "the GPU does not respond: the time slice change takes too long"
     text = f"GPU {uuid}: {reason}"
     concerned = ["Node/node-a"]  # the claim ended with its Prepare
     eventually(lambda: reported(node, "GPUUnhealthy") == concerned)

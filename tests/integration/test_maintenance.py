@@ -74,7 +74,7 @@ def test_gpu_with_an_xid_is_reset_by_a_claim_and_its_taint_ends(
     assert reset(node, "3").returncode == 0
     error = failure(node, late)
     assert "NVML is closed until 2" in error
-    assert "for maintenance claim default/reset; NVML opens again when that claim is released" in error
+    assert "for maintenance claim default/reset; NVML opens again when the claim is released" in error
     assert node.ready(running) == answer
     assert node.ready(ref) == prepared, "the next pod of the Job gets the claim as it is"
     assert states(node) == {"reset": "active"}

@@ -218,7 +218,8 @@ def test_own_limit_counts_against_the_time_of_a_request(server):
     client = ApiClient(Endpoint(server=server.url), limiter=TokenBucket(0.1, 1))
     client.request("GET", NODES, action="list nodes")
     with pytest.raises(
-        ApiUnavailableError, match=r"list nodes: gpu-dra-driver's own limit of 0.1 requests a second"
+        ApiUnavailableError,
+        match=r"list nodes: gpu-dra-driver reached its own limit of 0.1 requests per second",
     ):
         client.request("GET", NODES, action="list nodes", timeout_s=0.5)
     client.close()

@@ -143,7 +143,7 @@ def test_page_that_hangs_takes_a_bounded_number_of_threads_and_blocks_no_other_p
             callers[-1].sendall(b"GET /slow HTTP/1.0\r\n\r\n")
             assert begun.acquire(timeout=20)
         answers = [get(one, "/slow") for _ in range(12)]
-        busy = (503, "text/plain; charset=utf-8", b"too many requests for this page have no answer yet\n")
+        busy = (503, "text/plain; charset=utf-8", b"too many requests for this page are still in progress\n")
         assert answers == [busy] * 12
         assert get(one, "/fast")[0] == 200
         assert threading.active_count() - before <= 8 + 4

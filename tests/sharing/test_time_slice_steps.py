@@ -43,8 +43,8 @@ def test_nvidia_smi_that_hangs_ends_with_the_kubelets_deadline(
     with until(began + 1.5):
         for gpu, text in [
             ("GPU-1", "it did not finish within 1"),
-            ("GPU-2", "no time is left"),
-            ("GPU-3", "no time is left"),
+            ("GPU-2", "ran out of time"),
+            ("GPU-3", "ran out of time"),
         ]:
             with pytest.raises(RetryableError, match=text):
                 hanging.do(SetTimeSlice(gpu, 3), plan)

@@ -30,14 +30,14 @@ _LONGEST_FILE_NAME = 255
 
 @dataclass(frozen=True, slots=True)
 class DescribedDevice:
-    """An allocation result, and the known attributes of its device, in the form of a slice."""
+    """An allocation result, and the known attributes of its device in the format of a ResourceSlice."""
 
     result: DeviceResult
     attributes: JsonObject
 
 
 def check_names(claim: AllocatedClaim) -> None:
-    """Check the names that become parts of paths. Raises: ClaimRefusedError if one is not a valid Kubernetes
+    """Check the names that become parts of paths. Raises: ClaimRefusedError if a name is not a valid Kubernetes
     name.
     """
     checked_claim_uid(claim.ref.uid)
@@ -62,7 +62,7 @@ def requests_of(claim: AllocatedClaim) -> tuple[str, ...]:
 
 
 def directory_name(ref: ClaimRef) -> str:
-    """Return the name of a claim's directory on the host. It contains the UID if the claim's name is too long."""
+    """Return the name of a claim's directory on the host. The UID replaces a claim name that is too long."""
     name = f"{ref.namespace}_{ref.name}"
     return name if len(name) <= _LONGEST_FILE_NAME else f"{ref.namespace}_{ref.uid}"
 
@@ -76,7 +76,7 @@ def container_path(claim: AllocatedClaim, request: str, driver: str) -> str:
 
 
 def cdi_id(driver: str, claim_uid: str, request: str) -> str:
-    """Return the qualified CDI name that mounts a request's file."""
+    """Return the qualified name of the CDI device that mounts a request's file."""
     return f"{driver}/{_CLASS}={_cdi_device(claim_uid, request)}"
 
 
@@ -113,7 +113,7 @@ def described(
     inventory: Inventory,
     created: OwnedInstance | None,
 ) -> DescribedDevice:
-    """Return what the slice says about a device, and what is only known after its Prepare.
+    """Return a device's attributes: those in its slice, and those that are known only after its Prepare.
 
     `created` is the MIG instance that was created for a MIG device on demand.
     """
@@ -151,7 +151,7 @@ def encode(
     versions: Iterable[str],
     generation: int,
 ) -> bytes:
-    """Return the file of a top-level request. Equal input gives equal bytes."""
+    """Return the content of a top-level request's file. Equal input yields equal bytes."""
     by_request: dict[str, list[JsonObject]] = {}
     for device in devices:
         result = device.result

@@ -1,7 +1,7 @@
-"""CDI specs: one per claim, with the NVIDIA driver's files once and the device nodes of each device.
+"""CDI specs: one per claim. A spec lists the NVIDIA driver's files once, and the device nodes of each device.
 
-Also adds what containers need to use an MPS daemon, and reads from a spec what it says about its claim: if the
-record is lost, nothing else is known.
+Also adds the mounts and variables that a container needs to use an MPS daemon, and reads the devices from a
+spec: if a claim's record is lost, only the spec says which devices the claim has.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _LIBRARY_SUBDIRS = ("gbm", "vdpau")
 ADMIN_ACCESS = "DRA_ADMIN_ACCESS=true"
 """Environment of a container whose claim has adminAccess; Kubernetes' example driver sets the same variable."""
 MAINTENANCE = "MAINTENANCE_GPUS={}"
-"""The environment of a container of a maintenance claim: the UUIDs of the claim's GPUs. A GPU can only be reset from a
+"""Environment of a maintenance claim's containers: the UUIDs of the claim's GPUs. A GPU can only be reset from a
 privileged container, which sees all GPUs of the node."""
 
-# Without these, an installed NVIDIA container runtime would inject GPUs too: it reads requests from the
-# environment or, if so configured, from mounts.
+# Without these, an installed NVIDIA container runtime would inject GPUs too: it reads which GPUs to inject from
+# the environment or, if so configured, from mounts.
 _NO_SECOND_INJECTION = "NVIDIA_VISIBLE_DEVICES=void"
 _NO_INJECTION_BY_MOUNT = CdiMount(
     "/dev/null", "/var/run/nvidia-container-devices/void", ("ro", "nosuid", "nodev", "bind")
@@ -60,7 +60,7 @@ def spec_kind(driver_name: str) -> str:
 
 def device_name(claim_uid: str, device: str) -> str:
     """Return the device's name in the spec. It contains the UID because runtimes cache specs, so a name must
-    not recur.
+    not be reused.
     """
     return f"{claim_uid}-{device}"
 
@@ -76,7 +76,7 @@ def file_stem(driver_name: str, claim_uid: str) -> str:
 
 
 def encode(spec: dict[str, Any], common: bytes | None = None) -> bytes:
-    """Return the content of a spec file. Equal specs give equal bytes.
+    """Return the content of a spec file. Equal specs yield equal bytes.
 
     `common` is the encoded `containerEdits` field, if it was encoded before.
     """
@@ -104,7 +104,7 @@ def claim_spec(
     `common` is the result of `common_edits`, if it was computed before.
 
     Raises: RetryableError if a required device node is missing; ClaimRefusedError if the claim has no device,
-    or two different devices of the same name.
+    or two different devices with the same name.
     """
     edits = common_edits(driver) if common is None else common
     return _spec(claim_uid, driver_name, {COMMON: edits}, devices, driver.hook)
@@ -113,7 +113,7 @@ def claim_spec(
 def vfio_spec(claim_uid: str, driver_name: str, devices: Sequence[CdiDevice]) -> dict[str, Any]:
     """Return the spec of devices for virtual machines, without any files of the NVIDIA driver.
 
-    Each device is complete by itself, because Kata reads them one by one. Raises: like `claim_spec`.
+    Each device is complete by itself, because Kata reads them one by one. Raises: the errors of `claim_spec`.
     """
     alone = [replace(device, env=(_NO_SECOND_INJECTION, *device.env)) for device in devices]
     return _spec(claim_uid, driver_name, {}, alone, None)
@@ -162,8 +162,8 @@ def _check_common_nodes(driver: DriverFiles) -> None:
     for path in _COMMON_NODES:
         if path not in present:
             raise RetryableError(
-                f"device node {path} is missing on the host, and no container can use a GPU without it: "
-                "load the NVIDIA kernel modules and run `nvidia-modprobe -u -c=0` there"
+                f"device node {path} is missing on the host, and no container can use a GPU without it; "
+                "load the NVIDIA kernel modules and run `nvidia-modprobe -u -c=0` on the host"
             )
 
 
@@ -176,8 +176,8 @@ def _distinct(claim_uid: str, devices: Sequence[CdiDevice]) -> list[CdiDevice]:
     for device in devices:
         if not device.nodes:
             raise RetryableError(
-                f"device {device.name} has no device node on the host, so its container would have no GPU: "
-                "load the NVIDIA driver and run `nvidia-modprobe` there"
+                f"device {device.name} has no device node on the host, so its container would have no GPU; "
+                "load the NVIDIA driver and run `nvidia-modprobe` on the host"
             )
         if by_name.setdefault(device.name, device) != device:
             raise ClaimRefusedError(
@@ -249,7 +249,7 @@ def _names_without_hook(driver: DriverFiles) -> dict[str, str]:
 
 
 def _common_hooks(driver: DriverFiles, hook: str) -> list[dict[str, Any]]:
-    """Return the hooks. Links come first, because the compatibility check and ldconfig need them."""
+    """Return the hooks. The hook for links is first, because enable-cuda-compat and ldconfig need the links."""
     hooks = []
     if driver.links:
         hooks.append(_symlink_hook(hook, ((link.path, link.target) for link in driver.links)))
@@ -278,7 +278,7 @@ def _device_edits(device: CdiDevice, hook: str | None) -> dict[str, Any]:
 
 
 def _node_edits(nodes: Sequence[HostNode]) -> dict[str, Any]:
-    """Return the nodes, and the groups that a non-root user needs to open them."""
+    """Return edits with the nodes, and with the groups that a non-root user needs to open them."""
     edits: dict[str, Any] = {"deviceNodes": [_node(node) for node in nodes]}
     gids = {node.node.gid for node in nodes if node.node.mode & _WORLD_RW != _WORLD_RW} - {0}
     if gids:
@@ -335,7 +335,7 @@ def with_mps(device: CdiDevice, usage: MpsShared, directories: MpsDirectories) -
     """Return the device with the MPS daemon's pipe and shared memory, and with the claim's limits.
 
     The limits are environment variables because they belong to the claim, and several claims may share the
-    daemon. CUDA can only lower the daemon's own limits. Devices are numbered as in the daemon. If the daemon
+    daemon. CUDA can only lower the daemon's own limits. The limits use the daemon's device numbers. If the daemon
     has several GPUs, each device sets the limits of all GPUs, because the runtime keeps only one value of the
     variable.
     """

@@ -40,9 +40,9 @@ NVLINK = "nvlink"
 NVLINK_ERRORS = "nvlink-errors"
 
 _ERRORS: Final[Mapping[str, str]] = {
-    "crc": "data on the GPU's NVLinks was damaged and sent again",
+    "crc": "data on the GPU's NVLinks was corrupted and resent",
     "recovery": "an NVLink of the GPU failed and recovered; if this repeats, the link may stay down",
-    "replay": "data on the GPU's NVLinks was sent again",
+    "replay": "data on the GPU's NVLinks was resent",
 }
 
 
@@ -52,14 +52,14 @@ _SIGNALS: tuple[tuple[str, str, Mapping[object, tuple[str, Severity, str]]], ...
     (RECOVERY_ACTION, "recovery_action", {
         1: ("reset", Severity.UNHEALTHY, f"{_DRIVER_WANTS} a GPU reset"),
         2: ("reboot", Severity.UNHEALTHY, f"{_DRIVER_WANTS} a reboot of the node"),
-        3: ("drain-p2p", Severity.DEGRADED, f"{_DRIVER_WANTS} a stop of all work with peer access to the GPU"),
-        4: ("drain-and-reset", Severity.DEGRADED, f"{_DRIVER_WANTS} a stop of all work on the GPU, then a reset"),
+        3: ("drain-p2p", Severity.DEGRADED, f"{_DRIVER_WANTS} that all work with peer access to the GPU stop"),
+        4: ("drain-and-reset", Severity.DEGRADED, f"{_DRIVER_WANTS} a GPU reset after all work on it has stopped"),
         5: ("recover-imex-domain", Severity.DEGRADED, f"{_DRIVER_WANTS} a recovery of the IMEX domain"),
         6: ("bus-reset", Severity.UNHEALTHY, f"{_DRIVER_WANTS} a reset of the GPU's bus"),
         7: ("system-reboot", Severity.UNHEALTHY, f"{_DRIVER_WANTS} a reboot of the whole system"),
     }),
     (ROW_REMAP, "remap_failed", {
-        True: ("failure", Severity.UNHEALTHY, "memory rows could not be remapped; the GPU needs a replacement"),
+        True: ("failure", Severity.UNHEALTHY, "memory rows could not be remapped; replace the GPU"),
     }),
     (ROW_REMAP, "remap_pending", {
         True: ("pending", Severity.DEGRADED, f"memory rows will be remapped {_NEXT_RESET}"),
@@ -69,10 +69,10 @@ _SIGNALS: tuple[tuple[str, str, Mapping[object, tuple[str, Severity, str]]], ...
     }),
     (SRAM, "sram_exceeded", {True: (
         "threshold-exceeded", Severity.DEGRADED,
-        "the GPU's SRAM had more errors than NVIDIA allows; replace the GPU",
+        "the GPU's SRAM has exceeded NVIDIA's error limit; replace the GPU",
     )}),
     (MEMORY, "memory_unrepairable", {
-        True: ("unrepairable", Severity.UNHEALTHY, "memory of the GPU cannot be repaired; replace the GPU"),
+        True: ("unrepairable", Severity.UNHEALTHY, "the GPU's memory cannot be repaired; replace the GPU"),
     }),
     (BANK_REMAP, "bank_remap_pending", {
         True: ("pending", Severity.DEGRADED, f"memory banks will be remapped {_NEXT_RESET}"),
@@ -82,23 +82,23 @@ _SIGNALS: tuple[tuple[str, str, Mapping[object, tuple[str, Severity, str]]], ...
         "tpc": ("tpc-pending", Severity.DEGRADED, f"some of the GPU's processors will be repaired {_NEXT_RESET}"),
     }),
     (SLOWDOWN, "slowdowns", {
-        "thermal": ("thermal", Severity.INFORMATION, "the GPU is too hot and slows down"),
-        "power": ("power", Severity.INFORMATION, "the GPU slows down because of its power supply"),
-        "hardware": ("hardware", Severity.INFORMATION, "the GPU slows down because of its hardware"),
+        "thermal": ("thermal", Severity.INFORMATION, "the GPU is too hot and has slowed down"),
+        "power": ("power", Severity.INFORMATION, "the GPU has slowed down because of its power supply"),
+        "hardware": ("hardware", Severity.INFORMATION, "the GPU has slowed down because of its hardware"),
     }),
     (PCIE_WIDTH, "pcie_narrow", {True: (
-        "below-maximum", Severity.INFORMATION, "the PCIe link has fewer lanes than the GPU and the machine allow",
+        "below-maximum", Severity.INFORMATION, "the PCIe link has fewer lanes than the GPU and the machine support",
     )}),
     (PCIE_GENERATION, "pcie_slow", {True: (
         "below-maximum", Severity.INFORMATION,
-        "the PCIe link is slower than the GPU and the machine allow, although the GPU is busy",
+        "the PCIe link is slower than the GPU and the machine support, although the GPU is busy",
     )}),
     (CONFIDENTIAL, "accepts_work", {False: (
         "not-ready", Severity.DEGRADED,
-        "confidential computing is on, and the ready state of the node's GPUs is not set yet",
+        "confidential computing is on, but the node's GPUs are not set to the ready state yet",
     )}),
 )  # fmt: skip
-"""The key of the reason, the field of the poll, and the meaning of each bad value of the field."""
+"""The key of the reason, the polled field, and the meaning of each bad value of the field."""
 _OF_REPAIR = frozenset({RECOVERY_ACTION, ROW_REMAP, PAGE_RETIREMENT, SRAM, MEMORY, BANK_REMAP, REPAIR})
 _REPAIR_FIELDS = tuple(field for key, field, _ in _SIGNALS if key in _OF_REPAIR)
 
@@ -126,12 +126,12 @@ def requests_action(polled: PolledHealth) -> bool:
 
 
 def is_memory_read(polled: PolledHealth) -> bool:
-    """Whether no value that `requests_action` reads is missing because its query failed."""
+    """Whether no query for the values that `requests_action` reads has failed."""
     return polled.failed.isdisjoint(_REPAIR_FIELDS)
 
 
 def fabric_findings(state: FabricState, detail: str) -> list[Finding]:
-    """Return the finding of a fabric; none if it is ready or absent. `detail` says what is wrong."""
+    """Return the finding for a fabric; empty if the fabric is ready or absent. `detail` says what is wrong."""
     if state not in _FABRIC:
         return []
     severity, text = _FABRIC[state]
@@ -139,7 +139,7 @@ def fabric_findings(state: FabricState, detail: str) -> list[Finding]:
 
 
 def compared(polled: PolledHealth, others: Iterable[NvLinks | None]) -> PolledHealth:
-    """Return the poll with the highest number of active links of equal GPUs among the `others`."""
+    """Return the poll with `equal_nvlinks` set: the most active links that an identical GPU in `others` has."""
     mine = polled.nvlinks
     if mine is None:
         return polled
@@ -162,9 +162,7 @@ def seen_nvlinks(before: NvLinks | None, now: NvLinks) -> NvLinks:
 
 
 def nvlink_findings(polled: PolledHealth, seen: NvLinks) -> list[Finding]:
-    """Return what is wrong with the links that the poll read. `seen` are the links that were active since the
-    boot.
-    """
+    """Return the faults of the polled links. `seen` are the links that have been active since the boot."""
     now = polled.nvlinks
     if now is None:
         return []
@@ -174,12 +172,12 @@ def nvlink_findings(polled: PolledHealth, seen: NvLinks) -> list[Finding]:
     links = f"NVLinks to {'switches' if is_on_switches else 'other GPUs'}"
     lost = [str(link) for link in seen.up if link not in now.up]
     if lost:
-        text = f"{links} that were up since the boot are down: {named(lost)}"
+        text = f"{links} have gone down since the boot: {named(lost)}"
         return [(NVLINK, "down", severity, text)]
     most = polled.equal_nvlinks or 0
     if len(now.up) >= most:
         return []
-    text = f"only {len(now.up)} {links} are up, but {most} on another GPU of this machine"
+    text = f"only {len(now.up)} {links} are up; another GPU of this machine has {most}"
     return [(NVLINK, "fewer", severity, text)]
 
 

@@ -1,9 +1,9 @@
 """Decides how observations change the health of a device, and how each reason ends.
 
 A state is a set of active reasons, and its severity is the worst of them, so a harmless event never makes a bad
-device look healthy. A reason ends only as its `Ending` says: not because time passed, a query failed or a poll
-found nothing. A poll that no live query answered ends no reason; after two such polls in a row the GPU is
-unresponsive. `merged` combines what two instances of the plugin know about the same GPUs.
+device look healthy. A reason ends only as its `Ending` says, never because a query failed. A poll in which no live
+query succeeded ends no reason; after two such polls in a row the GPU is unresponsive. `merged` combines the states
+of the same GPUs from two instances of the plugin.
 """
 
 from __future__ import annotations
@@ -59,18 +59,18 @@ SETTLE_S = 30
 bursts.
 """
 SETTLE_UNSURE_S = 600
-"""The same for a program's fault if the NVIDIA driver reports no recovery action."""
+"""Like SETTLE_S, for a program's fault if the NVIDIA driver reports no recovery action."""
 REMEMBER_S = 600
-"""How long an event that is only informational is remembered."""
+"""How long an informational event remains a reason."""
 SILENT_POLLS = 2
-"""Polls in a row without an answer after which the GPU is unresponsive. A single one may coincide with a reset."""
+"""After this many unanswered polls in a row, the GPU is unresponsive. A single one may coincide with a reset."""
 NO_ANSWER = "no-answer"
 FLAPS, FLAP_WINDOW_S = 3, 3600
-"""A device that fails this often within this window is held back."""
+"""A device that becomes bad FLAPS times within FLAP_WINDOW_S seconds stays tainted after it recovers."""
 HOLD_S, HOLD_MAX_S = 600, 4 * 3600
-"""How long a recovered device is held back: doubled each further time, up to the maximum."""
+"""How long such a device stays tainted, in seconds; doubled with each repetition, up to the maximum."""
 UNRESPONSIVE_AFTER_S = 60
-"""How long an operation must hang before its GPU is unresponsive; claims wait equally long."""
+"""How long an operation must hang before its GPU is unresponsive; claims wait for the same time."""
 REBOOT_AFTER_S = 15 * 60
 """After this time, the hang is not expected to end by itself."""
 
@@ -81,9 +81,9 @@ class Ending(Enum):
     GOOD_VALUE = "the query that found it reads a good value"
     ANSWER = "a live query of the GPU succeeds"
     RESET = "the GPU was reset, or NVML reports the recovery action NONE; no memory repair is pending"
-    STILL = "as RESET, and the count of errors has not grown since"
+    STILL = "like RESET, and the error count has not grown since"
     TIME = "time passes without another such event, and NVML requests no action"
-    OURS = "the work of gpu-dra-driver that failed or hung has finished"
+    OURS = "gpu-dra-driver's hung operation has finished, events arrive again, or the hold time is over"
 
 
 _BY_KEY: Mapping[str, Ending] = {
@@ -92,12 +92,12 @@ _BY_KEY: Mapping[str, Ending] = {
     LOST: Ending.ANSWER,
     UNMONITORED: Ending.OURS,
 }
-"""All other keys are read by polls."""
+"""Reasons with other keys end with a good value, unless `ending_of` handles their key itself."""
 
 
 def ending_of(reason: Reason) -> Ending:
-    """Return how the reason ends. Time ends an Xid only if it is informational, or a program's fault by
-    NVIDIA's catalog.
+    """Return how the reason ends. Time ends an Xid only if it is informational, or if NVIDIA's catalog calls it
+    a program's fault.
     """
     if reason.key == UNRESPONSIVE:
         return Ending.ANSWER if reason.value else Ending.OURS
@@ -108,7 +108,7 @@ def ending_of(reason: Reason) -> Ending:
 
 
 def waits_for_reset(reason: Reason) -> bool:
-    """Whether observing a reset would end the reason, and none has been observed yet."""
+    """Whether observing a reset would end the reason, and no reset has been observed yet."""
     return ending_of(reason) in (Ending.RESET, Ending.STILL) and not reason.reset_seen
 
 
@@ -117,8 +117,8 @@ def observe(
 ) -> HealthState:
     """Return the state after an observation made at `now`.
 
-    For an instance, observations of its whole GPU only clear reasons, because the GPU's own state has the
-    others.
+    For an instance, observations of its whole GPU only clear reasons. New reasons are added to the GPU's own
+    state.
     """
     match observation:
         case Xid(number, reports_action):
@@ -136,7 +136,7 @@ def observe(
         case Unreachable():
             after = _with_found(state, {LOST: [(LOST, "", Severity.LOST, _LOST_TEXT)]}, now)
         case NoAnswer(for_s):
-            text = "the GPU does not answer: a call of NVML does not return; " + _RESET_OR_REBOOT
+            text = "the GPU does not answer: an NVML call does not return; " + _RESET_OR_REBOOT
             after = _no_answer(state, text, now - int(for_s))
         case MonitoringState(problem):
             found = [] if problem is None else [(UNMONITORED, "", Severity.INFORMATION, problem)]
@@ -157,11 +157,11 @@ def observe(
 def _hang(what: str, for_s: float) -> list[Finding]:
     if for_s < UNRESPONSIVE_AFTER_S:
         return []
-    text = f"the GPU does not respond: {what} does not finish"
+    text = f"the GPU does not respond: {what} takes too long"
     if for_s < REBOOT_AFTER_S:
         return [(UNRESPONSIVE, "", Severity.DEGRADED, text)]
     text = (
-        f"the GPU does not respond: {what} has not finished for {REBOOT_AFTER_S // 60} minutes; drain the node and "
+        f"the GPU does not respond: {what} has taken more than {REBOOT_AFTER_S // 60} minutes; drain the node and "
         "reboot it"
     )
     return [(UNRESPONSIVE, "", Severity.UNHEALTHY, text)]
@@ -208,7 +208,7 @@ def _unanswered(state: HealthState) -> list[Finding]:
 
 
 def _after_silence(state: HealthState, polled: PolledHealth, now: int) -> HealthState:
-    """Record a poll without an answer. What the kernel driver knows without the GPU may add reasons, but ends
+    """Record an unanswered poll. Values that the kernel driver knows without the GPU may add reasons, but end
     none.
     """
     if state.target.is_instance:
@@ -221,7 +221,7 @@ def _after_silence(state: HealthState, polled: PolledHealth, now: int) -> Health
     state = replace(state, silent_polls=polls)
     if polls < SILENT_POLLS or state.has(LOST):
         return state
-    return _no_answer(state, "the GPU does not answer: every query to it fails; " + _RESET_OR_REBOOT, now)
+    return _no_answer(state, "the GPU does not answer: every query fails; " + _RESET_OR_REBOOT, now)
 
 
 def _no_answer(state: HealthState, text: str, since: int) -> HealthState:
@@ -254,7 +254,7 @@ def _after_poll(state: HealthState, polled: PolledHealth, now: int) -> HealthSta
 
 
 def shows_reset(state: HealthState, polled: PolledHealth) -> bool:
-    """Whether the GPU must have been reset since.
+    """Whether the poll proves that the GPU was reset since `state` was recorded.
 
     A lost GPU comes back only by a reset, and only a reset lowers the memory error counter.
     """
@@ -271,8 +271,8 @@ def _is_still(state: HealthState, polled: PolledHealth) -> bool:
 
 
 def _with_memory_errors(state: HealthState, polled: PolledHealth, now: int) -> HealthState:
-    """Record new memory errors. Errors from before the first poll are not reported; other values show what they
-    require.
+    """Record new memory errors. Errors from before the first poll are not reported, because other polled values
+    show whether those errors require an action.
     """
     found = polled.ecc_uncorrected
     if found is None:
@@ -295,7 +295,7 @@ def _with_nvlinks(state: HealthState, polled: PolledHealth, now: int) -> HealthS
 
 
 def _is_over(reason: Reason, polled: PolledHealth, now: int, *, is_still: bool) -> bool:
-    """Whether the reason of an event ends with a poll that the GPU answered."""
+    """Whether an answered poll ends a reason that an event caused."""
     if requests_action(polled) or not is_memory_read(polled):
         return False
     if ending_of(reason) is Ending.STILL and not is_still:
@@ -312,7 +312,7 @@ def _is_over(reason: Reason, polled: PolledHealth, now: int, *, is_still: bool) 
 
 
 def _reset(state: HealthState) -> HealthState:
-    """Mark reasons as reset. They stay until a poll shows that the reset helped."""
+    """Set `reset_seen` on reasons from events. They stay until a poll shows that the reset helped."""
     marked = [
         replace(reason, reset_seen=True) if reason.key in _EVENT_KEYS else reason for reason in state.reasons
     ]
@@ -345,7 +345,7 @@ def _is_bad(state: HealthState) -> bool:
 
 
 def _damped(before: HealthState, after: HealthState, now: int) -> HealthState:
-    """Count how often the device goes bad, and hold back one that does so repeatedly."""
+    """Count how often the device becomes bad; if it does so repeatedly, it stays tainted after it recovers."""
     if _is_bad(after) and not _is_bad(before):
         recent = [at for at in after.setbacks if now - FLAP_WINDOW_S < at <= now]
         return replace(after, setbacks=(*recent, now))
@@ -355,7 +355,7 @@ def _damped(before: HealthState, after: HealthState, now: int) -> HealthState:
     if times < FLAPS:
         return after
     until = now + min(HOLD_S * 2 ** (times - FLAPS), HOLD_MAX_S)
-    text = f"became unhealthy {times} times within {FLAP_WINDOW_S} s, so its taint stays for {until - now} s"
+    text = f"the device became unhealthy {times} times in {FLAP_WINDOW_S} s, so its taint stays for {until - now} s"
     held = Reason(FLAPPING, "", Severity.DEGRADED, now, now, text)
     return _with(replace(after, held_until=max(until, after.held_until or 0)), held)
 
@@ -374,7 +374,7 @@ def merged(mine: Iterable[HealthState], kept: Iterable[HealthState]) -> tuple[He
 
 def _with_events_of(own: HealthState, other: HealthState) -> HealthState:
     if own.identity is not None and other.identity is not None and own.identity != other.identity:
-        return own  # another instance with the same IDs
+        return own  # `other` belongs to another MIG instance with the same IDs
     names = {reason.name for reason in own.reasons}
     heard = [reason for reason in other.reasons if reason.source == "event" and reason.name not in names]
     held = [moment for moment in (own.held_until, other.held_until) if moment is not None]

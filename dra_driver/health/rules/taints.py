@@ -1,4 +1,4 @@
-"""Taints of a device, from the health of its GPU and of its own instance."""
+"""Taints of a device, from the health of its GPU and of its MIG instance."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ DEFAULT_POLICY = TaintPolicy()
 
 
 class MadeInstance(NamedTuple):
-    """The current instance of a MIG device that was created on demand. `uuid` is the MIG device's."""
+    """The current instance of a MIG device that was created on demand. `uuid` identifies the MIG device."""
 
     gpu_instance_id: int
     compute_instance_id: int
@@ -98,7 +98,7 @@ def instances_by_device(ledger: Iterable[OwnedInstance]) -> Mapping[str, MadeIns
 
 
 def device_targets(device: OfferedDevice, instances: Mapping[str, MadeInstance]) -> tuple[HealthTarget, ...]:
-    """Return the targets whose health is the device's."""
+    """Return the targets whose health affects the device."""
     match device:
         case StaticMigDevice(_, _, mig):
             return targets_of_mig(mig)
@@ -106,7 +106,7 @@ def device_targets(device: OfferedDevice, instances: Mapping[str, MadeInstance])
             made = instances[name]
             return targets_of_instance(gpu.uuid, made.gpu_instance_id, made.compute_instance_id)
         case VfioDevice(card=card) if card.is_bound:
-            return ()  # NVML does not list it
+            return ()  # NVML does not list the card
         case WholeGpu(gpu=gpu) | DynamicMigDevice(gpu=gpu) | VfioDevice(gpu=gpu):
             return (HealthTarget(gpu.uuid),)
 
@@ -121,10 +121,10 @@ def device_taints(
 ) -> tuple[JsonObject, ...]:
     """Return the taints of a device in wire format, one per key, sorted by key.
 
-    `pending` is a cleanup of an ended claim on the device; `layout` is the state of the MIG layout on its GPU.
+    `pending` is a cleanup that an ended claim left on the device; `layout` is the MIG layout of its GPU.
     A fabric that was not ready when discovery read the GPU remains a reason until discovery reads it again,
     whatever polls report, because the published device lacks its fabric attributes until then. If several
-    reasons have the same key, the worst is used, and the first among equals.
+    reasons have the same key, the worst is used; of equally bad ones, the oldest.
     """
     reasons = [*device_reasons(device, states, instances), *_unready_fabric(device)]
     if pending is not None:
@@ -151,7 +151,7 @@ def _reason_of(pending: PendingCleanup) -> Reason:
 
 
 def taints_of(reasons: Iterable[Reason], policy: TaintPolicy) -> tuple[JsonObject, ...]:
-    """Like `device_taints`, from reasons only. A lost GPU gets no taint for missing events."""
+    """Like `device_taints`, from reasons only. A lost GPU gets no taint `unmonitored`."""
     ranked = sorted(reasons, key=_rank)
     is_lost = any(reason.key == LOST and reason.severity == Severity.LOST for reason in ranked)
     chosen: dict[str, tuple[Reason, Effect]] = {}
@@ -174,11 +174,11 @@ def keep_away(taints: Iterable[JsonObject]) -> bool:
 def is_withdrawn(
     device: OfferedDevice, taints: Iterable[JsonObject], *, is_held: bool, is_shared: bool
 ) -> bool:
-    """Whether a device is removed from the slices because taints have no effect.
+    """Whether a device is removed from the slices on a cluster where taints have no effect.
 
-    A device that a claim holds stays: no other claim gets it, and readers of the slices find it. A shared
-    device is removed, because other claims would get a share, unless it has counters. The scheduler ignores the
-    counters of a device that is not in the slices, and would allocate that part of the GPU again.
+    A device that a claim holds stays: no other claim gets it, and readers of the slices find it. A shared device
+    without counters is removed, because other claims would get a share. A device with counters stays, because the
+    scheduler would ignore the counters of a removed device, and allocate its part of the GPU again.
     """
     if not keep_away(taints):
         return False
@@ -191,7 +191,7 @@ def withdrawals(
     records: Iterable[ClaimRecord],
     sharing: SharingPolicy,
 ) -> Callable[[OfferedDevice], bool]:
-    """Return `is_withdrawn` as a function of the device, with the current claims."""
+    """Return `is_withdrawn` as a function of the device, for the current claims."""
     held = {held.device for record in records for held in record.devices if not held.admin_access}
 
     def withdrawn(device: OfferedDevice) -> bool:
@@ -207,7 +207,7 @@ def rfc3339(at: int) -> str:
 
 
 def _uuid_of(device: OfferedDevice, instances: Mapping[str, MadeInstance]) -> str | None:
-    """Return the device's current UUID; None if it is unknown or there is no such device."""
+    """Return the device's current UUID; None if the UUID is unknown or the device does not exist."""
     if isinstance(device, DynamicMigDevice):
         made = instances.get(device.name)
         return None if made is None else made.uuid
@@ -215,7 +215,7 @@ def _uuid_of(device: OfferedDevice, instances: Mapping[str, MadeInstance]) -> st
 
 
 def _is_about(state: HealthState, uuid: str | None) -> bool:
-    """Whether a state with the right IDs belongs to the device. IDs of instances are reused; UUIDs are not."""
+    """Whether a state with the device's IDs belongs to the device. IDs of instances are reused; UUIDs are not."""
     if not state.target.is_instance or state.identity is None or uuid is None:
         return True
     return uuid in state.identity.split(",")

@@ -3,9 +3,9 @@
 `CATALOG` is NVIDIA's public Xid catalog for Ampere and newer GPUs, reworded: what happened, and what NVIDIA
 recommends first. The policy below it is the plugin's, not NVIDIA's.
 
-If the number alone is not decisive, because it is not in the catalog or its sub-codes differ, NVML's recovery
-action decides, which the plugin reads after each Xid. Older NVIDIA drivers report no recovery action (the
-catalog mentions it from R565 on); then such an Xid keeps new work away.
+If the number alone does not decide, because it is not in the catalog or its sub-codes differ, the plugin relies on
+NVML's recovery action, which it reads after each Xid. Older NVIDIA drivers report no recovery action (the catalog
+mentions it from R565 on); with these drivers, such an Xid keeps new work away.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ROWS: tuple[tuple[tuple[int, ...], str, str], ...] = (
     ((13,), "RESTART_APP", "a program caused a graphics engine exception"),
     ((14,), "IGNORE", "an injected error"),
     ((31,), "RESTART_APP", "a program accessed invalid GPU memory"),
-    ((37, 38), "IGNORE", "an error of the NVIDIA driver's firmware"),
+    ((37, 38), "IGNORE", "an error in the NVIDIA driver's firmware"),
     (
         (39, 40, 41, 70, 71, 72, 75, 76, 77, 85, *range(126, 136)),
         "RESTART_APP",
@@ -58,8 +58,8 @@ _ROWS: tuple[tuple[tuple[int, ...], str, str], ...] = (
     ((80,), "RESTART_APP", "the GPU received damaged commands"),
     ((82, *range(99, 106)), "RESTART_APP", "the JPEG engine raised an exception for a program"),
     ((86, 139), "RESTART_APP", "the optical flow engine raised an exception for a program"),
-    ((92,), "IGNORE", "very many correctable memory errors"),
-    ((93,), "IGNORE", "the wear limit of the InfoROM was reached"),
+    ((92,), "IGNORE", "a high number of correctable memory errors"),
+    ((93,), "IGNORE", "the InfoROM reached its wear limit"),
     ((94,), "RESTART_APP", "uncorrectable memory error, contained to one program"),
     ((95,), "RESET_GPU", "uncorrectable memory error that was not contained"),
     ((106, 107), "IGNORE", "a test message of the board's management interface"),
@@ -76,7 +76,7 @@ _ROWS: tuple[tuple[tuple[int, ...], str, str], ...] = (
     ((142,), "CONTACT_SUPPORT", "the video encoder raised an exception"),
     ((143,), "RESET_GPU", "the GPU could not be initialised"),
     ((*range(144, 151),), "WORKFLOW_NVLINK5_ERR", "NVLink error"),
-    ((151,), "RESTART_VM", "a key of confidential computing could not be changed"),
+    ((151,), "RESTART_VM", "a key for confidential computing could not be changed"),
     ((154,), "XID_154", "the NVIDIA driver requests another recovery action"),
     ((155,), "RESET_GPU", "an NVLink was taken down by software"),
     ((156,), "RESET_GPU", "a damaged part of the GPU was retired"),
@@ -119,8 +119,8 @@ _BY_BUCKET: Mapping[str, Severity | None] = {
     "WORKFLOW_NVLINK_ERR": Severity.UNHEALTHY,
     "XID_154": None,
 }
-"""None marks a program's fault, which says nothing about the GPU. For a bucket that is missing here, the
-recovery action decides.
+"""None means that the Xid says nothing about the GPU, for example a program's fault. For a bucket that is missing
+here, the recovery action decides.
 """
 _BY_NUMBER: Mapping[int, Severity | None] = {
     14: None,
@@ -203,7 +203,7 @@ def needs_reboot(number: int) -> bool:
 def xid_text(number: int) -> str:
     """Return a text such as `Xid 79: the GPU fell off the bus; reboot the node`.
 
-    For some numbers the catalog has no action, and for others no meaning.
+    The text has no action if the catalog recommends none, and no explanation if the catalog lacks the Xid.
     """
     entry = CATALOG.get(number)
     action = None if entry is None else _ACTIONS.get(entry.bucket)

@@ -38,8 +38,8 @@ _MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class DeviceUse:
-    """A device that claims hold. If several claims share it (`is_shared`), NVML does not report the use of
-    each.
+    """A device that claims hold. If several claims share it (`is_shared`), NVML does not report the usage of
+    each claim.
 
     `gpu_fraction` is the device's fraction of the GPU's memory; `load` and `processes` are None if NVML does
     not report them.
@@ -78,8 +78,8 @@ class PodUse:
 
 @dataclass(frozen=True, slots=True)
 class NodeUse:
-    """One reading of all GPUs: the devices of claims, the pods on them, and by GPU UUID the reading and the
-    unclaimed processes.
+    """One reading of all GPUs: the devices of claims, and the pods on them. `gpus` has the reading of each GPU, and
+    `unclaimed` its unclaimed processes, by GPU UUID.
 
     GPUs that did not answer in time are not included.
     """
@@ -95,8 +95,8 @@ Made = Callable[[str], OwnedInstance | None]
 
 
 def held_devices(records: Iterable[ClaimRecord]) -> dict[str, HeldDevice]:
-    """Returns the devices that claims hold, by name, without those with adminAccess, which only observe a
-    GPU.
+    """Returns the devices that claims hold, by name. Omits devices with adminAccess, whose claims only observe
+    the GPU.
     """
     return {one.device: one for record in records for one in record.devices if not one.admin_access}
 
@@ -108,8 +108,8 @@ def mig_addresses(held: Mapping[str, HeldDevice], inventory: Inventory, made: Ma
 
 
 def mig_address(held: HeldDevice, inventory: Inventory, made: Made) -> MigAddress | None:
-    """Returns NVML's address of a MIG device that a claim holds; None for a whole GPU, and if the device does
-    not exist.
+    """Returns NVML's address of a MIG device that a claim holds; None for a whole GPU, or if the device does not
+    exist.
     """
     if held.kind != "mig":
         return None
@@ -134,8 +134,8 @@ def device_uses(
     addresses: Mapping[str, MigAddress],
     gpus: Mapping[str, GpuUse],
 ) -> list[DeviceUse]:
-    """Returns each device of prepared claims once, without adminAccess. `addresses` has the MIG devices, by
-    device name.
+    """Returns the usage of each device that prepared claims hold without adminAccess. `addresses` has the
+    addresses of MIG devices, by device name.
     """
     claims: dict[str, set[str]] = {}
     devices: dict[str, HeldDevice] = {}
@@ -171,8 +171,8 @@ def pod_uses(
 ) -> list[PodUse]:
     """Returns the usage of each pod on each device of its prepared claims.
 
-    `addresses` has the MIG devices by device name, and `gpus` is by UUID. Devices with unknown processes are
-    omitted.
+    `addresses` has the addresses of MIG devices by device name, and `gpus` the readings by GPU UUID. Devices with
+    unknown processes are omitted.
     """
     devices: dict[str, HeldDevice] = {}
     holders: dict[str, dict[PodRef, set[ClaimRef]]] = {}
@@ -235,7 +235,7 @@ def _pods_on(
 def _processes_on(
     held: HeldDevice, mig: MigAddress | None, seen: GpuUse | None
 ) -> Sequence[GpuProcess] | None:
-    """Returns None if unknown. MIG devices of one GPU instance have the same processes."""
+    """Returns the processes on a device; None if unknown. MIG devices of one GPU instance get the same processes."""
     if seen is None or seen.processes is None or (held.kind == "mig" and mig is None):
         return None
     place = None if mig is None else mig.gpu_instance_id
@@ -271,7 +271,7 @@ def unclaimed(
         if _belongs(process):
             return True
         where, instance = origins[process.pid].where, process.gpu_instance_id
-        # Outside of MIG mode NVML may report instance 0 for the whole GPU.
+        # Outside of MIG mode, NVML may report instance 0 for the whole GPU.
         is_claimed = (gpu_uuid, instance) in claimed or (instance == 0 and (gpu_uuid, None) in claimed)
         return where == "container" or (where == "unknown" and is_claimed)
 

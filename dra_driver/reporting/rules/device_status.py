@@ -1,6 +1,6 @@
 """The reported status of a claim's devices, and which health changes affect which claims.
 
-Derived from the claim's record and the state of the node.
+Both are derived from the claim's record and the state of the node.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def is_hit(
 ) -> bool:
     """Whether a health change of a GPU or an instance affects a device of the claim.
 
-    Devices with adminAccess count too. An instance affects only the MIG devices in it.
+    Devices with adminAccess are affected too. An instance affects only the MIG devices in it.
     """
     if not target.is_instance:
         return target.gpu_uuid in record.gpu_uuids
@@ -142,7 +142,7 @@ def _facts(held: HeldDevice, inventory: Inventory | None, created_instance: Crea
     profile = offered.profile.name if isinstance(offered, StaticMigDevice | DynamicMigDevice) else None
     product = gpu.product_name if gpu is not None else None
     bus_id = gpu.pci_bus_id if gpu is not None else None
-    if isinstance(offered, VfioDevice):  # NVML does not list it while it is bound to vfio
+    if isinstance(offered, VfioDevice):  # NVML does not list the GPU while the card is bound to vfio
         product, bus_id = offered.card.product_name or product, offered.card.bus_id
     return DeviceFacts(
         type=held.kind,

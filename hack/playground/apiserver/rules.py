@@ -72,7 +72,7 @@ _WORDS = Words(names_found=False)
 _NOT_DECODED = ("must be an object", "must be a list")
 """Errors that the API server reports before it checks values."""
 
-_KINDS = {"items, at most": "Too many", "may not be more than": "Too long", "is required": "Required value"}
+_KINDS = {"items; at most": "Too many", "may not be more than": "Too long", "is required": "Required value"}
 """The beginning of the API server's message, by a part of the fault's text."""
 
 

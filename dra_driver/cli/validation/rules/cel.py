@@ -134,7 +134,7 @@ def _refusal(message: str) -> InvalidConfigError | NotJudgedError:
         unknown = _UNKNOWN.match(text)
         if unknown is not None and unknown[1] in _ONLY_KUBERNETES:
             return NotJudgedError(f"the selector uses {unknown[1]}(), which only the API server supports")
-        meant = f"; there are {_FIELDS}" if unknown is not None and unknown[1].startswith("device.") else ""
+        meant = f"; available: {_FIELDS}" if unknown is not None and unknown[1].startswith("device.") else ""
         if "kubernetes.Quantity" in text:
             meant = f"; compare amounts as in {COMPARED}"
         elif "(map(string, dyn)" in text:
