@@ -129,7 +129,7 @@ class TimeSliced:
 
 @dataclass(frozen=True, slots=True)
 class MpsShared:
-    """The claim shares the device through its MPS daemon, with these limits; None means unlimited.
+    """The claim shares the device through the device's MPS daemon, with these limits; None means unlimited.
 
     Limits apply to each process of the claim's containers, as MPS defines them. `memory_limits_mib` has the
     limits for all devices of a daemon with several GPUs, in the daemon's order; otherwise it is empty.

@@ -334,7 +334,7 @@ def _serviced(state: HealthState, at: int) -> HealthState:
 
 
 def _identified(state: HealthState, identity: str | None) -> HealthState:
-    """Set the identity. Another instance with the same IDs starts with a clean state."""
+    """Set the identity. A new MIG instance with the same IDs starts with a clean state."""
     if identity is None or (state.identity is not None and state.identity != identity):
         return HealthState(state.target, identity=identity)
     return replace(state, identity=identity)
