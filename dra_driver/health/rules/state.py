@@ -78,7 +78,7 @@ REBOOT_AFTER_S = 15 * 60
 class Ending(Enum):
     """What ends a reason."""
 
-    GOOD_VALUE = "the query that found it reads a good value"
+    GOOD_VALUE = "the query that found the fault reads a good value"
     ANSWER = "a live query of the GPU succeeds"
     RESET = "the GPU was reset, or NVML reports the recovery action NONE; no memory repair is pending"
     STILL = "like RESET, and the error count has not grown since"
