@@ -136,6 +136,6 @@ def _carried_out(arguments: Sequence[str], called: str | None) -> int:
         command, prog = command.commands[word].loaded(), f"{prog} {word}"
     given = read(_parser(command, called or prog), command.flags, words)
     faults = tuple(given.faults.values())
-    if faults and not hasattr(given, "config"):  # commands with --config report all faults in `resolve`
+    if faults and not hasattr(given, "config"):  # for commands with --config, `resolve` reports all faults
         raise InvalidConfigError("; ".join(faults), faults=faults)
     return command.act(given) or 0

@@ -67,7 +67,7 @@ class Trial:
         made = {name for gpu in self.gpus if gpu.profiles for name in generated_names(gpu.profiles)}
         near = (
             get_close_matches(names[0], {*self.layouts, *made}, 1)
-            if "there is no layout" in "".join(found)
+            if "unknown layout" in "".join(found)
             else []
         )
         return found + [f"did you mean {name}?" for name in near]
