@@ -120,7 +120,7 @@ def answered(settings: Settings, read: Callable[[], T]) -> T:
         if settings.simulate is not None or read_problems(settings.plugin_directory)[0]:
             raise NotAnsweredError(f"{late}; {_SHOWS_WHY}", late.answer) from None
         print(
-            f"gpu-dra-driver: {late}; idle GPUs take seconds to wake up, waiting up to {_WAKES_S:g} s more",
+            f"gpu-dra-driver: {late}; idle GPUs take seconds to wake up; waiting up to {_WAKES_S:g} s more",
             file=sys.stderr,
         )
         try:

@@ -166,7 +166,7 @@ def prepared_claims(settings: Settings) -> NodeClaims:
 def _running_steps(state: NodeState, uses: Iterable[LockUse]) -> Mapping[str, RunningStep]:
     """Return the running step on the GPUs of each claim that is being prepared, by claim UID.
 
-    A record of an earlier boot has none, because nothing has begun for it in this boot.
+    A claim of an earlier boot has no running step, because nothing has begun for it in this boot.
     """
     now, by_gpu = time.monotonic(), {use.gpu_uuid: use for use in uses}
     return {

@@ -323,8 +323,8 @@ def _mps(view: NodeView, width: int | None) -> list[RenderableType]:
 
 @dataclass
 class Screen:
-    """The state of the screen, which keys change. `first` is the top line; `typing` means that keys edit the
-    search text.
+    """The state of the screen. Key presses change it. `first` is the top line; `typing` means that keys edit
+    the search text.
     """
 
     order: Order = "index"

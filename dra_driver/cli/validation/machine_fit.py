@@ -63,7 +63,7 @@ class MachineFit:
         self.devices = self._empty.candidates
 
     def claim(self, spec: JsonObject, classes: Mapping[str, JsonObject]) -> Fit:
-        """Return whether a v1 claim spec fits.
+        """Return the outcome for a v1 claim spec.
 
         Raises: AllocationError for a missing class; InvalidConfigError and NotJudgedError for a selector.
         """
