@@ -30,7 +30,7 @@ class Finding:
 
 
 def ok(seen: str, version: str | None = None) -> Finding:
-    """Return the finding that a check found no problem."""
+    """Return the finding of a check without problems."""
     return Finding("OK", seen, version=version)
 
 
