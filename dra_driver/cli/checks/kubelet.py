@@ -135,7 +135,9 @@ class KubeletChecks:
         """Check that the MPS host runs and has applied its desired state. MPS claims wait for it."""
         layout = mps_layout(self.state)
         if not layout.lock.exists():
-            return ok("the MPS host is not installed; only MPS claims need it (chart value mps.enabled)")
+            return ok(
+                "the MPS host has never run on this node; only MPS claims need it (chart value mps.enabled)"
+            )
         files = MpsHostFiles(layout)
         problem = files.host_problem()
         if problem is not None:
