@@ -58,9 +58,9 @@ def gpu_users(proc: str, pod_uids: Collection[str], below: str | None = None) ->
     """Return the programs that have a GPU's device file open, such as `nv-hostengine (process 812)`, sorted by
     PID.
 
-    gpu-dra-driver itself, programs that must run on every node, and processes of the given pods are left out. With
-    `below`, only device files below this directory count, as this process sees it. Returns None if this process does
-    not see all processes.
+    gpu-dra-driver itself, programs that must run on every node, and processes of the given pods are left out. `below`
+    is a root directory as this process sees it; with it, only device files in that root's `/dev` count. Returns None
+    if this process does not see all processes.
     """
     pids = _all_processes(proc)
     if pids is None:

@@ -77,9 +77,9 @@ class Timings:
     """Durations in seconds. `patience` is how long a process may take to exit after `quit`, and again after SIGTERM.
     `start` includes CUDA's initialisation.
 
-    The others are intervals: `look` for reading the wanted daemons, `idle` for the same while no daemon exists,
-    `tick` for checking the daemons' processes, `probe` for querying servers and clients, `sign` for touching
-    `host.alive`, `exclusive` (a minimum) for checking compute modes.
+    The intervals are `look` for reading the wanted daemons, `idle` for the same while no daemon exists, `tick` for
+    checking the daemons' processes, `probe` for querying servers and clients, `sign` for touching `host.alive`,
+    `exclusive` (a minimum) for checking compute modes.
     """
 
     start: float = 20.0

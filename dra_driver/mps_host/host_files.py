@@ -1,4 +1,4 @@
-"""The files with which the plugin requests MPS daemons, and the MPS host reports them.
+"""The files in which the plugin requests MPS daemons, and the MPS host reports their state.
 
 | File below `mps/` | Written by | Content |
 |---|---|---|
@@ -15,9 +15,9 @@ until both the status and the host's record are gone.
 
     not wanted ──file written──▶ starting ──▶ ready ──file removed──▶ stopped ──▶ no record, no status
 
-The host never changes the `host.wanted` files. If the host cannot read or list them, for example because they are
-from another release, it keeps running daemons and starts none. So the host creates the directory only if no daemon
-exists.
+The host never changes the `host.wanted` files. If the host cannot read or list these files, for example because they
+are from another release, it keeps running daemons and starts none. So the host creates the directory only if no
+daemon exists.
 
 A file may be created or removed while the host is checking, so each side writes first and checks afterwards. To stop
 a daemon, the host withdraws `ready`, checks that the daemon is still unwanted, then stops it; the plugin writes the
