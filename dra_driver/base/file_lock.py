@@ -42,7 +42,7 @@ def hold_file(
     path: Path,
     thread_lock: threading.Lock,
     deadline: float,
-    what: str,
+    busy: str,
     lock: bytes = WHOLE_FILE_WRITE_LOCK,
     is_cancelled: Callable[[], bool] | None = None,
 ) -> Iterator[int]:
@@ -51,15 +51,15 @@ def hold_file(
     The file is created if it is missing, and must never be removed: a lock on a removed file excludes no other
     process.
 
-    Raises: LockBusyError, which names `what`, if `deadline` (time.monotonic()) passes or `is_cancelled` returns
-    True; StateError.
+    Raises: LockBusyError with the text `busy`, if `deadline` (time.monotonic()) passes or
+    `is_cancelled` returns True; StateError.
     """
     if not thread_lock.acquire(blocking=False):
-        _wait_for_thread(thread_lock, deadline, what, is_cancelled)
+        _wait_for_thread(thread_lock, deadline, busy, is_cancelled)
     try:
         descriptor = _open(path)
         try:
-            _lock(descriptor, path, deadline, what, lock, is_cancelled)
+            _lock(descriptor, path, deadline, busy, lock, is_cancelled)
             yield descriptor
         finally:
             os.close(descriptor)
@@ -68,7 +68,7 @@ def hold_file(
 
 
 def _wait_for_thread(
-    lock: threading.Lock, deadline: float, what: str, is_cancelled: Callable[[], bool] | None
+    lock: threading.Lock, deadline: float, busy: str, is_cancelled: Callable[[], bool] | None
 ) -> None:
     step = _CHECK_S if is_cancelled is not None else math.inf
     while True:
@@ -76,7 +76,7 @@ def _wait_for_thread(
         if lock.acquire(timeout=max(0.0, min(left, step))):
             return
         if left <= step or (is_cancelled is not None and is_cancelled()):
-            raise _busy(what)
+            raise LockBusyError(busy)
 
 
 def _open(path: Path) -> int:
@@ -91,7 +91,7 @@ def _lock(
     descriptor: int,
     path: Path,
     deadline: float,
-    what: str,
+    busy: str,
     lock: bytes,
     is_cancelled: Callable[[], bool] | None,
 ) -> None:
@@ -102,7 +102,7 @@ def _lock(
             if error.errno not in (errno.EAGAIN, errno.EACCES):
                 raise state_error("lock", path, error) from error
             if time.monotonic() >= deadline or (is_cancelled is not None and is_cancelled()):
-                raise _busy(what) from error
+                raise LockBusyError(busy) from error
             time.sleep(_POLL_S)
         else:
             return
@@ -126,10 +126,6 @@ def is_locked(path: Path, lock: bytes = WHOLE_FILE_WRITE_LOCK, own: int | None =
         os.close(descriptor)
     kind: int = struct.unpack(LOCK_LAYOUT, found)[0]
     return kind != fcntl.F_UNLCK
-
-
-def _busy(what: str) -> LockBusyError:
-    return LockBusyError(f"{what} is busy with another operation of gpu-dra-driver; the call will be retried")
 
 
 class UseMark:

@@ -333,7 +333,8 @@ class Detachments:
         shown = until.isoformat(sep=" ", timespec="seconds")
         made = Detachment(self._boot_id, self._clock() + seconds, shown, claim, gpu_uuids)
         lock = self._path.with_suffix(".lock")
-        with hold_file(lock, self._writing, time.monotonic() + _CLOSING_S, "the detach file"):
+        busy = "another process is writing the detach file; try again"
+        with hold_file(lock, self._writing, time.monotonic() + _CLOSING_S, busy):
             found = self.now() if claim is not None else None
             if found is not None and found.claim == claim:
                 return found

@@ -153,7 +153,8 @@ class GpuLocks:
         self, uuid: str, deadline: float, is_cancelled: Callable[[], bool] | None
     ) -> AbstractContextManager[int]:
         lock = self._locks.setdefault(uuid, threading.Lock())  # atomic between threads
-        return hold_file(self._file(uuid), lock, deadline, f"GPU {uuid}", is_cancelled=is_cancelled)
+        busy = f"GPU {uuid} is busy with another claim's prepare or unprepare; the call will be retried"
+        return hold_file(self._file(uuid), lock, deadline, busy, is_cancelled=is_cancelled)
 
     def _file(self, uuid: str) -> Path:
         name = re.sub(r"[^A-Za-z0-9-]", "_", uuid)
@@ -267,7 +268,8 @@ class ClaimLocks:
             for oldest in [*islice(idle, too_many)]:
                 del self._guards[oldest]
         try:
-            with hold_file(self._path, guard.lock, deadline, f"claim {uid}", _lock_of(uid), is_cancelled):
+            busy = f"an earlier call still prepares or unprepares claim {uid}; the call will be retried"
+            with hold_file(self._path, guard.lock, deadline, busy, _lock_of(uid), is_cancelled):
                 yield guard
         finally:
             with self._lock:

@@ -94,11 +94,12 @@ class ComputeMode:
             return
         lock, until = byte_lock(zlib.crc32(gpu_uuid.encode())), time.monotonic() + _OTHER_S
         try:
-            held = hold_file(self._locks, threading.Lock(), until, f"GPU {gpu_uuid}", lock)
+            busy = "an earlier nvidia-smi is still running"
+            held = hold_file(self._locks, threading.Lock(), until, busy, lock)
             with held as descriptor, inherited([descriptor]):
                 yield
         except LockBusyError as error:
-            raise RetryableError(f"{action}: an earlier nvidia-smi is still running") from error
+            raise RetryableError(f"{action}: {error}") from error
 
 
 def _problem(action: str, code: int, text: str, *, is_unsupported: bool = False) -> Exception:

@@ -70,6 +70,7 @@ class Supervisor:
         Raises: FatalError if another host serves the directory, StateError if the directory cannot be used.
         """
         layout = self._layout
+        busy = f"another MPS host already serves {layout.root}"
         try:
             layout.root.mkdir(parents=True, exist_ok=True)
             layout.root.chmod(0o711)  # servers may run as other users, which must reach their directories
@@ -78,13 +79,13 @@ class Supervisor:
             for path in (layout.statuses, layout.libraries):
                 _free(path, Path.is_dir)
             descriptor = self._held.enter_context(
-                hold_file(layout.lock, threading.Lock(), time.monotonic() + _LOCK_S, "the MPS host")
+                hold_file(layout.lock, threading.Lock(), time.monotonic() + _LOCK_S, busy)
             )
             os.ftruncate(descriptor, 0)  # empty until all daemons are adopted
             self._take_over()
             os.pwrite(descriptor, json.dumps({"format": host_files.FORMAT}).encode(), 0)
         except LockBusyError as error:
-            raise FatalError(f"another MPS host already serves {layout.root}") from error
+            raise FatalError(str(error)) from error
         except OSError as error:
             raise StateError(f"cannot use {layout.root} for MPS: {error.strerror or error}") from error
         self._held.callback(os.ftruncate, descriptor, 0)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from dra_driver.base.file_lock import UseMark
+from dra_driver.base.file_lock import UseMark, hold_file
 from dra_driver.errors import (
     ClaimsInTheWayError,
     DeviceBusyError,
@@ -29,6 +29,7 @@ from dra_driver.errors import (
     StateError,
 )
 from dra_driver.host.driver_programs import NvidiaSmi
+from dra_driver.inventory import detachment
 from dra_driver.inventory import discovery as discovery_module
 from dra_driver.inventory.detachment import LOCK_FILE, Detachments, detach, nvml_pause
 from dra_driver.inventory.discovery import Discovery
@@ -89,6 +90,19 @@ def test_maintenance_claim_keeps_its_detachment_and_waits_for_any_other(
     detachments.begin(300)
     with pytest.raises(NvmlDetachedError, match="detach --end"):
         detachments.begin(300, FLASH)
+
+
+def test_detach_while_another_process_writes_the_file_names_no_claim(
+    detachments: Detachments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(detachment, "_CLOSING_S", 0.0)
+    detachments.begin(300)
+    [lock] = tmp_path.rglob("detach.lock")
+    with (
+        hold_file(lock, threading.Lock(), 0.0, "it"),
+        pytest.raises(RetryableError, match=r"^another process is writing the detach file; try again$"),
+    ):
+        detachments.begin(300)
 
 
 def test_of_claims_that_begin_at_once_one_closes_nvml(tmp_path: Path) -> None:

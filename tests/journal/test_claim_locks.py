@@ -55,7 +55,10 @@ def test_lock_is_not_waited_for_when_the_kubelet_has_cancelled_the_call(
     for other in (locks, ClaimLocks(tmp_path / "locks")):
         with other.hold("uid-1", 1):
             is_cancelled = iter([False, False, True]).__next__
-            with pytest.raises(RetryableError, match="busy"), locks.hold("uid-1", 60, is_cancelled):
+            with (
+                pytest.raises(RetryableError, match="still prepares or unprepares"),
+                locks.hold("uid-1", 60, is_cancelled),
+            ):
                 pass
     with locks.hold("uid-1", 1, lambda: True):
         pass
@@ -107,7 +110,10 @@ def test_call_that_hangs_holds_up_no_other_claim(
     with locks.hold(hanging, 1):
         with other.hold(free, 0):
             pass
-        with pytest.raises(RetryableError, match=f"claim {hanging} is busy"), other.hold(hanging, 0):
+        with (
+            pytest.raises(RetryableError, match=f"prepares or unprepares claim {hanging}"),
+            other.hold(hanging, 0),
+        ):
             pass
     with other.hold(hanging, 0):
         pass
