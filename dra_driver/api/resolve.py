@@ -139,7 +139,7 @@ def config_for_result(
             raise _refused(
                 text,
                 f"{type(config).__name__} does not apply to device {result.device} of request {result.request}, "
-                f"which is {_TYPE_NAMES[device_type]}",
+                f"because the device is {_TYPE_NAMES[device_type]}",
             )
     return resolved
 

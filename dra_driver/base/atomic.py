@@ -97,7 +97,7 @@ _CLOCK_OF_FILES = 5  # CLOCK_REALTIME_COARSE; Python's `time` module has no name
 _SECOND_NS = 10**9
 
 _numbers = itertools.count(time.time_ns())
-"""Numbers for temporary names. The first is the current time, so a later process with the same PID uses others."""
+"""Numbers for temporary names. The first is the current time, so a later process with this PID uses new ones."""
 
 _REMEDIES = {
     errno.ENOSPC: "the disk is full; free some space",

@@ -138,8 +138,8 @@ def _decoded_yaml(content: bytes) -> Any:
 
 
 def _device_names(claim_uid: str, content: bytes | None) -> tuple[str, ...]:
-    """Return the device names in a spec. It may come from NVIDIA's DRA driver, which uses the same file names but
-    writes YAML.
+    """Return the device names in a spec. The spec may come from NVIDIA's DRA driver, which uses the same file names
+    but writes YAML.
     """
     if content is None:
         return ()

@@ -90,7 +90,7 @@ class GpuFingerprint:
     had one.
 
     `mig_mode` is (current, after the next reset) in NVML's numbers, None without MIG; `minor` is the N of
-    /dev/nvidiaN, which the mode may change.
+    /dev/nvidiaN; a change of the mode may change it.
     """
 
     uuid: str

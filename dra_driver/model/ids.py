@@ -23,8 +23,8 @@ _UUID_PART_STEP = 4
 
 
 def printable(text: str) -> str:
-    """Replaces unprintable characters of text from drivers, files and the API, which could control the
-    terminal.
+    """Replaces unprintable characters, which could control the terminal, in text from drivers, files and the
+    API.
     """
     return "".join(sign if sign.isprintable() else "?" for sign in text)
 
@@ -83,8 +83,8 @@ def gpu_minor_names(minors: Mapping[str, int | None], kept: Mapping[str, str]) -
 
 
 def names_gpus_by(device: str) -> Literal["uuid", "minor"] | None:
-    """Returns which scheme named the GPU in a device's name; None if the name has all digits of a UUID, which
-    both schemes can produce.
+    """Returns which scheme named the GPU in a device's name; None if the name has all digits of a UUID, because
+    both schemes can produce such a name.
     """
     found = _GPU_NAME.match(device)
     if found is None or len(found[1]) >= _WHOLE_UUID:

@@ -82,7 +82,7 @@ class MpsDaemonStatus:
     `clients` counts connected processes, None before the first query. `problem` is one sentence for a person.
     `users` are the user IDs of the processes that use the daemon's pipe directory, read only for daemons that
     serve one user at a time. `not_exclusive` are the UUIDs of GPUs without exclusive compute mode.
-    `directory` is the path of the daemon's directory on the host, which may differ from the device's name.
+    `directory` is the path of the daemon's directory on the host; its name may differ from the device's name.
     """
 
     device: str

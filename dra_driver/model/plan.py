@@ -65,8 +65,8 @@ class Plan:
 
     @property
     def locked_gpus(self) -> frozenset[str]:
-        """The GPUs that the plan must lock. Only maintenance locks the GPUs of requests with adminAccess, because
-        other such requests change nothing.
+        """The GPUs that the plan must lock. A request with adminAccess locks no GPU, because it changes nothing,
+        except in a maintenance claim.
         """
         step = maintenance_of(self.steps)
         return frozenset(offered.gpu.uuid for offered in self.used_devices()) | frozenset(

@@ -220,8 +220,8 @@ class ClaimRecord:
 
     @property
     def locked_gpus(self) -> frozenset[str]:
-        """The UUIDs of the GPUs that Prepare and Unprepare must lock. Only maintenance locks the GPUs of requests
-        with adminAccess, because other such requests change nothing.
+        """The UUIDs of the GPUs that Prepare and Unprepare must lock. A request with adminAccess locks no GPU,
+        because it changes nothing, except in a maintenance claim.
         """
         is_all = self.maintenance is not None
         return frozenset(held.gpu_uuid for held in self.devices if is_all or not held.admin_access)

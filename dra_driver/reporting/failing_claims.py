@@ -192,8 +192,8 @@ class FailingClaims(BackgroundWorker):
                 self._forget(one)
 
     def _may_be_wanted(self, ref: ClaimRef, now: ClaimNow | None) -> bool:
-        """Whether a pod on this node may still need the claim, which may have been allocated on another node
-        since.
+        """Whether a pod on this node may still need the claim: the claim may have been allocated on another node
+        since it failed.
         """
         if now is None or now.uid != ref.uid or not now.is_reserved:
             return False

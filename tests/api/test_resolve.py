@@ -152,7 +152,7 @@ def test_the_entry_that_decided_is_reported() -> None:
         (
             entry("MPS", "main", kind="MigDeviceConfig"),
             r"config 0 from the claim, requests main: MigDeviceConfig does not apply to device gpu-4cf8db2d of "
-            r"request main, which is a whole GPU",
+            r"request main, because the device is a whole GPU",
         ),
         (
             entry(None, driver=None),

@@ -185,7 +185,7 @@ def test_second_device_of_a_claim_is_checked_against_every_other_claim() -> None
         (
             claim(GPU_0, configs=(config("MigDeviceConfig", requests=("gpu",)),)),
             f"allocation config 0 from the claim, requests gpu: MigDeviceConfig does not apply to device {GPU_0} "
-            "of request gpu, which is a whole GPU",
+            "of request gpu, because the device is a whole GPU",
         ),
         (
             claim(result(GPU_0, admin_access=True), configs=(config(sharing=LONG),)),

@@ -217,7 +217,7 @@ def test_each_device_has_the_parameters_of_its_request() -> None:
 
 def test_parameters_of_another_type_are_refused() -> None:
     with pytest.raises(
-        InvalidConfigError, match=r"GpuConfig does not apply to device .* which is a VFIO device"
+        InvalidConfigError, match=r"GpuConfig does not apply to device .* because the device is a VFIO device"
     ):
         plan(claim(VFIO_0, configs=(config("gpu", kind="GpuConfig"),)))
 
