@@ -77,7 +77,7 @@ class MpsDaemonSpec:
 
 @dataclass(frozen=True, slots=True)
 class MpsDaemonStatus:
-    """The last known state of a control daemon. `since` is when it entered `state` (seconds since the epoch).
+    """The last known state of a control daemon. `since` is when the daemon entered `state` (seconds since 1970).
 
     `clients` counts connected processes, None before the first query. `problem` is one sentence for a person.
     `users` are the user IDs of the processes that use the daemon's pipe directory, read only for daemons that

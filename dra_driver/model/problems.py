@@ -1,8 +1,8 @@
 """Problems of this node as sentences for operators, and the reasons of events.
 
 Each part of the plugin returns its current problems when called. `reporting/node_problems.py` collects them
-for events, readiness notes, a metric and the file that `top` reads. So a problem ends when the part that returned
-it stops doing so.
+for events, readiness notes, a metric and the file that `top` reads. So a problem ends when its part no longer
+returns it.
 """
 
 from __future__ import annotations
