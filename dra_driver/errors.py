@@ -49,10 +49,18 @@ class ApiUnavailableError(RetryableError):
     being replaced.
     """
 
-    def __init__(self, message: str, *, retry_after_s: float | None = None, is_brief: bool = False) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        retry_after_s: float | None = None,
+        is_brief: bool = False,
+        timed_out: bool = False,
+    ) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
         self.is_brief = is_brief
+        self.timed_out = timed_out
 
 
 class NvmlUnavailableError(RetryableError):

@@ -19,8 +19,8 @@ from urllib3.exceptions import (
     ProtocolError,
     ProxyError,
     SSLError,
-    TimeoutError,
 )
+from urllib3.exceptions import TimeoutError as HTTPTimeoutError
 
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError, InvalidConfigError
 from dra_driver.model.ids import printable
@@ -55,10 +55,14 @@ def api_errors(action: str, proxy: str | None = None) -> Iterator[None]:
         raise ApiUnavailableError(f"{action}: {error}") from error
     except HTTPError as error:
         is_brief = isinstance(error, ConnectTimeoutError | ProtocolError)
-        raise ApiUnavailableError(f"{action}: {_transport_text(error, proxy)}", is_brief=is_brief) from error
+        # In urllib3 a refused connection is a timeout.
+        timed_out = isinstance(error, HTTPTimeoutError) and not isinstance(error, NewConnectionError)
+        text = f"{action}: {_transport_text(error, proxy)}"
+        raise ApiUnavailableError(text, is_brief=is_brief, timed_out=timed_out) from error
     # The certificates are being rotated, or the body is not JSON or is nested too deeply.
     except (OSError, ValueError, RecursionError) as error:
-        raise ApiUnavailableError(f"{action}: {one_line(str(error))}") from error
+        timed_out = isinstance(error, TimeoutError)
+        raise ApiUnavailableError(f"{action}: {one_line(str(error))}", timed_out=timed_out) from error
 
 
 def decoded_json(data: bytes, action: str) -> Any:
@@ -174,7 +178,7 @@ def _transport_text(error: HTTPError, proxy: str | None) -> str:
         return _tls_text(error)
     if isinstance(error, NewConnectionError):
         return f"cannot connect to the API server: {_root_text(error)}"
-    if isinstance(error, TimeoutError):
+    if isinstance(error, HTTPTimeoutError):
         return "the API server did not answer in time"
     if type(error) is HTTPError:  # raised by this package
         return str(error)

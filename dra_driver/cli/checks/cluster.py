@@ -20,9 +20,6 @@ from dra_driver.model.units import counted, named
 from dra_driver.slices.api_support import Support, ask_support
 from dra_driver.slices.rules.diff import PARTITIONS_GATE, SHARES_GATE, TAINTS_GATE, Owner
 
-_SLOW = ("did not answer in time", "time limit was reached")
-"""Client errors that contain one of these texts are timeouts."""
-
 
 def required_permissions(driver: str, *, mig_layouts: bool = False) -> tuple[Permission, ...]:
     """Return the permissions of the ClusterRole; `mig_layouts` adds the ones for watching the node's labels."""
@@ -67,7 +64,7 @@ class ClusterChecks:
         try:
             client.check_group()
         except ApiUnavailableError as error:
-            if any(sign in str(error) for sign in _SLOW):
+            if error.timed_out:
                 return warn(
                     f"{client.endpoint.server} did not answer in time, so doctor did not check the cluster",
                     f"check `time curl -k {client.endpoint.server}/readyz` on the node; then run doctor again",

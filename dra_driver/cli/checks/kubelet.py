@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from dra_driver.base.atomic import read_or_none
 from dra_driver.base.file_lock import is_locked
 from dra_driver.base.installation import logs
 from dra_driver.cli.checks.check import Check, not_written, of_text
@@ -143,7 +144,8 @@ class KubeletChecks:
         if problem is not None:
             # A starting host needs no action, and a stopped one matters only if a claim has a daemon.
             is_there = is_locked(layout.lock)
-            return of_text(problem, fails="is starting" not in problem and (is_there or files.is_in_use()))
+            is_starting = is_there and not read_or_none(layout.lock)
+            return of_text(problem, fails=not is_starting and (is_there or files.is_in_use()))
         waiting = files.unseen()
         if waiting:
             return warn(
