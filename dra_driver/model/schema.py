@@ -195,7 +195,7 @@ def _list_faults(value: Any, shape: ListField, path: str, words: Words) -> list[
     if shape.most is not None and len(value) > shape.most:
         found.append(FieldFault(path, f"has {len(value)} items; at most {shape.most} are allowed"))
     if len(value) < shape.least:
-        found.append(FieldFault(path, f"{words.must} {shape.least} or more entries"))
+        found.append(FieldFault(path, f"has {len(value)} items; at least {shape.least} is required"))
     for number, item in enumerate(value):
         found += faults(item, shape.items, path + words.index.format(number), words)
     text = shape.test(value) if shape.test is not None and not found else None
