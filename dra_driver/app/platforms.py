@@ -24,7 +24,7 @@ class Platform:
 
 
 def real_platform(settings: Settings) -> Platform:
-    """Return the node's own hardware. Each attempt to load NVML searches it again: it may be installed later."""
+    """Return the node's own hardware. Each attempt to load NVML searches for its library, which may come later."""
     from dra_driver.nvml.session import load_library
 
     inside = settings.container_driver_root

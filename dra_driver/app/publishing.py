@@ -84,7 +84,7 @@ class Publishing:
         return self._health.taints(self._cleaner.withheld(), self._layouts.states(), limits)
 
     def left_out(self, dropped: bool) -> Callable[[OfferedDevice], bool]:
-        """Return a function that says which devices are withheld from the slices now.
+        """Return a function that returns whether a device is withheld from the slices now.
 
         Devices of GPUs in maintenance are withheld. Devices with pending cleanup are withheld regardless of the
         health setting, because a Prepare would fail. `dropped` says whether the API server drops taints.

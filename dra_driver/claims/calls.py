@@ -178,7 +178,7 @@ def failed(observer: Observer, action: Action, ref: ClaimRef, duration_s: float,
 
 
 class ClaimFetch:
-    """Reads the claims of a call. It holds no lock."""
+    """Reads the claims of a kubelet call. It holds no lock."""
 
     def __init__(self, lookup: ClaimClient, records: RecordStore, driver: str) -> None:
         self._lookup = lookup

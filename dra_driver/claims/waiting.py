@@ -240,7 +240,7 @@ class Waiter:
             return RetryableError(f"{conflict.text}: claim {holder.ref} {why}; {waited}")
         users = self.users.describe(holder)
         if users is not None:
-            why = f"{why}, but {users}: stop the process on the node"
+            why = f"{why}, but {users} (end the programs on the node)"
         return RetryableError(
             f"cleanup of device {conflict.held.device} has not finished for claim {holder.ref}, which {why}; {waited}"
         )

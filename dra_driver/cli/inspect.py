@@ -98,7 +98,10 @@ def inspect(given: Namespace) -> None:
     devices = [device for entry in slices for device in entry["spec"].get("devices", [])]
     if given.gpus:
         if not output.is_for_people:
-            raise InvalidConfigError(f"-o {output} prints whole slices, so remove {', '.join(given.gpus)}")
+            names = ", ".join(given.gpus)
+            raise InvalidConfigError(
+                f"-o {output} prints whole slices, not single GPUs; run the command without {names}"
+            )
         known = {name for device in devices for name in _names(device)} | {
             name for one in maps for name in one.called
         }
@@ -182,7 +185,7 @@ def slices_to_publish(settings: Settings, *, is_empty: bool = False) -> tuple[li
 def _kept_taints(
     machine: CommandMachine, state: NodeState
 ) -> tuple[Taints, Callable[[OfferedDevice], bool], list[str]]:
-    """Return the taints of a device and whether it is withdrawn, from the plugin's files, and notes.
+    """Read the plugin's files; return functions for the taints of a device and whether it is withdrawn, and notes.
 
     Does not check whether the API server supports taints.
     """

@@ -105,7 +105,7 @@ class InstalledPrograms:
                 replace_symlink(self._links / name, target)
         except OSError as error:
             raise StateError(
-                f"cannot link the driver's libraries in {self._links}: {error.strerror}"
+                f"cannot create links to the NVIDIA driver's libraries in {self._links}: {error.strerror}"
             ) from error
         self._linked_from = tuple(dict.fromkeys(target.rpartition("/")[0] for target in wanted.values()))
         self._linked_for = mark if wanted else None

@@ -260,7 +260,7 @@ class VfioCards(Sysfs):
             if self._maps_memory():
                 return
         raise RetryableError(
-            "the kernel cannot map the memory of virtual machines: its module "
+            "the kernel cannot map the memory of virtual machines: the kernel module "
             f"{_CONTAINER_MODULE} is missing; run `modprobe {_CONTAINER_MODULE}` on the node"
         )
 
@@ -472,7 +472,7 @@ class VfioModules:
         return (self._sys / "bus/pci/drivers" / driver).is_dir()
 
     def is_installed(self, module: str) -> bool:
-        """Whether the module can be loaded, according to the kernel's lists of modules."""
+        """Whether the module can be loaded or is built in, according to the kernel's lists of modules."""
         return module in self._named("modules.dep") or module in self._named("modules.builtin")
 
     def is_there(self, module: str) -> bool:

@@ -172,7 +172,7 @@ class KubeletPlugin:
             text = f"The kubelet refused to register the plugin: {status.error}; {see}"
         elif status is None and waited_s >= _REGISTERED_WITHIN_S:
             text = (
-                f"The kubelet has not registered the plugin for {waited_s:.0f} s; check that "
+                f"The kubelet has still not registered the plugin after {waited_s:.0f} s; check that "
                 f"{self.settings.registry_dir} is the registry directory of a running kubelet: {see}"
             )
         else:

@@ -79,7 +79,7 @@ class StaticMigDevice:
 
 @dataclass(frozen=True, slots=True)
 class DynamicMigDevice:
-    """A MIG device that the plugin creates when a claim needs it, with its device name."""
+    """A MIG device that the plugin creates when a claim needs it."""
 
     name: str
     gpu: Gpu

@@ -293,7 +293,7 @@ def status_text(code: int | None) -> str:
         return "an unknown exit status"
     cause = _CUDA_ENDS.get(code)
     if cause is None and code > 1:
-        cause = "from R580 on, this is a CUDA error modulo 256"
+        cause = "with NVIDIA driver R580 or newer, the exit code is the number of a CUDA error modulo 256"
     return exit_text(code) if cause is None else f"{exit_text(code)}: {cause}"
 
 

@@ -396,7 +396,7 @@ class MpsLayout:
 
     @property
     def modes(self) -> Path:
-        """Empty; processes that read or set a GPU's compute mode lock a byte of it."""
+        """An empty file. A process that reads or sets a GPU's compute mode locks that GPU's byte of the file."""
         return self.root / "host.modes"
 
     @property

@@ -324,8 +324,9 @@ class MigHardware:
         return self._complete_table(self._profiles, handle, Gpu(uuid=gpu_uuid))
 
     def _complete_table(self, tables: Tables[T], handle: Handle, gpu: Gpu) -> T:
-        """Returns a GPU's table, read once for each driver version. Raises: RetryableError if the table is
-        incomplete.
+        """Returns the GPU's table from `tables`, which reads it once for each driver version.
+
+        Raises: RetryableError if the table is incomplete.
         """
         with nvml_errors("read the driver version"):
             version = str(pynvml.nvmlSystemGetDriverVersion())

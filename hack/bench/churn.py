@@ -50,11 +50,11 @@ class Claims:
         self.counts: Counter[str] = Counter()
 
     def _any(self) -> Life | None:
-        """Return an allocated claim of a random kind; None if no devices are left."""
+        """Create and allocate a claim of a random kind; return None if no devices are left."""
         return self._new(self._choose.choice(self.kinds))
 
     def _new(self, kind: str) -> Life | None:
-        """Return an allocated claim; None if no devices are left."""
+        """Create and allocate a claim; return None if no devices are left."""
         self._number += 1
         name = f"{self._prefix}-{self._number}"
         stored = self._node.server.add(

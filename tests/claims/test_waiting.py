@@ -301,7 +301,7 @@ def test_process_on_the_device_is_named_when_the_holder_does_not_leave_in_time(
     leaving(node)
     assert (
         "cleanup of device gpu-00000000 has not finished for claim default/claim-holder (UID holder), which was "
-        "deleted, but process 4711 (python3) still uses it: stop the process on the node; waited "
+        "deleted, but process 4711 (python3) still uses it (end the programs on the node); waited "
     ) in error_of(node.prepare(claim(GPU_0), SOON_S))
 
 

@@ -229,8 +229,9 @@ def test_plugin_that_no_kubelet_registers_is_a_problem_after_half_a_minute(node:
     plugin._started_at -= 31
     (text,) = not_registered(plugin)
     assert text == (
-        f"The kubelet has not registered the plugin for 31 s; check that {node.registry} is the registry directory of "
-        f"a running kubelet: `journalctl -u kubelet | grep -i {DRIVER}` on the node shows what the kubelet does"
+        f"The kubelet has still not registered the plugin after 31 s; check that {node.registry} is the registry "
+        f"directory of a running kubelet: `journalctl -u kubelet | grep -i {DRIVER}` on the node shows what the "
+        "kubelet does"
     )
     notify(plugin.sockets.registrar, True)
     assert plugin.problems() == []

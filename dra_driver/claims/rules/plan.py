@@ -447,8 +447,8 @@ def _holds(known: ClaimRecord, uuid: str) -> bool:
 
 
 def _as_held(device: OfferedDevice, known: ClaimRecord | None) -> OfferedDevice:
-    """Keep a MIG device that was created for the claim on demand, even if the node now offers it as a static
-    device.
+    """Return the device. A MIG device that was created on demand for the claim stays one, even if the node now
+    offers it as a static device.
     """
     is_ours = known is not None and any(
         held.device == device.name and held.placement is not None for held in known.devices

@@ -1,4 +1,4 @@
-"""Decides whether a claim fits on a machine, like the scheduler; `rules.explain` explains why."""
+"""Decides, as the scheduler would, whether a claim fits on a machine. `rules.explain` explains the result."""
 
 from __future__ import annotations
 

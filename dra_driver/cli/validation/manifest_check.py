@@ -430,7 +430,7 @@ class ManifestCheck:
         if claims and spec.get("hostUsers") is False:
             report.hints.append(
                 "hostUsers is false: the NVIDIA driver's device nodes must be in the host's /dev; if a container does "
-                "not start because of a hook, set nvidiaCDIHookPath of the chart to none (docs/cdi.md)"
+                "not start because of a hook, set the chart's nvidiaCDIHookPath to none (docs/cdi.md)"
             )
         if len(claims) < 2 or not all_fit or not self.machines:
             return

@@ -44,6 +44,7 @@ from dra_driver.model.health import (
     Unreachable,
     Xid,
 )
+from dra_driver.model.units import counted
 
 XID = "xid"
 ECC = "ecc"
@@ -280,7 +281,7 @@ def _with_memory_errors(state: HealthState, polled: PolledHealth, now: int) -> H
     known, state = state.ecc_uncorrected, replace(state, ecc_uncorrected=found)
     if known is None or found <= known:
         return state
-    text = f"{found} uncorrectable memory errors since the NVIDIA driver was loaded or the GPU was reset"
+    text = f"{counted(found, 'uncorrectable memory error')} since the NVIDIA driver was loaded or the GPU was reset"
     return _with(state, Reason(ECC, "uncorrected", Severity.DEGRADED, now, now, text, "poll"))
 
 

@@ -33,8 +33,8 @@ def device_statuses(
     created_instance: CreatedInstanceOf,
     states: HealthStates,
 ) -> tuple[DeviceStatus, ...]:
-    """Returns one entry for each device of a prepared claim. `created_instance` returns the instance of a
-    device on demand.
+    """Returns one entry for each device of a prepared claim. `created_instance` returns, for the name of
+    a MIG device on demand, the GPU instance that was created for it, or None.
 
     A device that cannot work, according to the health `states`, is not ready.
     """

@@ -68,7 +68,7 @@ PROFILE_CLASS: Final = ("mig-", ".nvidia.com")
 
 
 def object_faults(document: JsonObject, driver: str) -> list[FieldFault]:
-    """Return the faults of a claim, template or class in a served version of the API."""
+    """Return the faults of a claim, template or class. If its API version is not served, that is its only fault."""
     kind, version = str(document.get("kind")), str(document.get("apiVersion")).partition("/")[2]
     if version not in SERVED:
         text = f"{document.get('apiVersion')!r} is unknown or was removed; write {GROUP}/v1 (Kubernetes 1.34 and newer)"
