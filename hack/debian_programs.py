@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Programs from Debian for tests: a C compiler, C libraries of the releases before and after this machine's,
-and NVIDIA's own nvidia-smi, MPS programs, libnvidia-ml and libcuda of each driver branch.
+and NVIDIA's own nvidia-smi, MPS programs, libnvidia-ml and libcuda of several driver branches.
 
 NVIDIA's programs start without a GPU, so tests can check their messages. They are not committed, and not part of an
 image or a release. With the compiler and the C libraries, the NVIDIA driver of a simulated machine has ELF files as its
@@ -80,7 +80,7 @@ def _cached(*names: str) -> Path:
 
 
 def can_have_libcs() -> bool:
-    """Whether this machine runs one of `RELEASES`, so that its older and newer releases are known."""
+    """Whether this machine has apt-get and runs one of `RELEASES`, so that the previous and next ones are known."""
     return shell.find_program("apt-get") is not None and debian.own_release() in RELEASES
 
 

@@ -139,7 +139,7 @@ def _rows(text: str) -> Iterator[tuple[str, str, str]]:
 
 
 def _values(node: Json, lines: list[str], above: str) -> Iterator[tuple[str, str, str]]:
-    """Yield path, default as `: value`, and comment of each key with a comment. Keys below it are in its default."""
+    """Yield path, default as `: value`, and comment of each key with a comment. The default includes keys below it."""
     for key, value in node.value:
         path = f"{above}{key.value}"
         comment: list[str] = []

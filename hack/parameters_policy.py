@@ -1,7 +1,7 @@
 """Generates the admission policy for opaque parameters from their fields in dra_driver/api; `make manifests` runs it.
 
-The expressions use only CEL features that API servers support since 1.34. Each variable is a list of places or a list
-of faults. A place is a map of a path (`at`) and its value (`is`). A fault has the text that the driver uses for it.
+The expressions use only CEL features that API servers have supported since 1.34. Each variable is a list of places or a
+list of faults. A place is a map of a path (`at`) and its value (`is`). A fault has the text that the driver uses.
 """
 
 from __future__ import annotations

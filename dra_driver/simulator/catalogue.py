@@ -95,7 +95,7 @@ def driver_facts() -> dict[str, Any]:
 
 
 def locate(name: str) -> Path:
-    """Returns the file of a machine: a shipped name, or a path to a YAML file."""
+    """Returns the path of a machine file; `name` is a shipped machine or a path to a YAML file."""
     if name.endswith((".yaml", ".yml")) or "/" in name:
         path = Path(name)
         if not path.is_file():

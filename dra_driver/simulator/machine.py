@@ -36,7 +36,7 @@ XID_RECOVERY_ACTION = 154
 class Machine:
     """A simulated machine, whose state is stored in a directory. Several processes may use it at the same time.
 
-    GPUs are selected by index (in bus order, like NVML), UUID or PCI bus ID.
+    GPUs are selected by device name, index (in bus order, like NVML), UUID or PCI bus ID.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -297,7 +297,7 @@ class Machine:
         """Makes the next calls of an NVML function (shell pattern) fail with `code`, respond late, or both.
 
         If `function` is one of `faults.WRITES`, the fault applies to writes to sysfs. `more` is passed to
-        `make_fault`. Clearing the faults ends a delay. Returns a description.
+        `make_fault`. Clearing the faults ends the delay of a fault without a count. Returns a description.
         """
         with self._change() as state:
             subject = None if gpu is None else self._find(state, gpu).uuid
@@ -329,7 +329,7 @@ class Machine:
     # --- who drives it -------------------------------------------------------------------------
 
     def give_to(self, selector: Selector, driver: str) -> None:
-        """Binds the GPU and its IOMMU group to a driver permanently, like `driverctl`, even if it is in use."""
+        """Binds the GPU (for vfio, its IOMMU group) to a driver permanently, like `driverctl`, even if it is in use."""
         module = next((module for module, name in pci.VFIO_DRIVERS.items() if name == driver), None)
         if module is None and driver != NVIDIA:
             known = ", ".join((NVIDIA, *pci.VFIO_DRIVERS.values()))
@@ -350,7 +350,7 @@ class Machine:
             self._forgotten(gpu)
 
     def change_driver(self, word: str, bus_id: str, driver: str) -> None:
-        """Applies a write to sysfs; `word` is one of `faults.WRITES`. Raises: OSError."""
+        """Applies a write to sysfs; `word` is one of `faults.WRITES` except `modprobe`. Raises: OSError."""
         with self._change() as state:
             if word == "drivers_probe":
                 pci.probe(state, bus_id)

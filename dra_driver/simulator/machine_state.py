@@ -207,8 +207,8 @@ class Function:
     """A PCI function that is not a GPU, such as an NVSwitch, an audio function, or a virtual function of the GPU with
     bus ID `physical`.
 
-    `beside` is the bus ID of a GPU that shares its IOMMU group; functions in the GPU's slot always share it. For
-    other fields see `Gpu`.
+    `beside` is the bus ID of a GPU that shares its IOMMU group; functions in the GPU's slot always share it, except
+    virtual functions. For other fields see `Gpu`.
     """
 
     bus_id: str

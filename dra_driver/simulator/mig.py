@@ -1,6 +1,6 @@
 """The rules of MIG: which instances fit, their IDs, and the profiles within a GPU instance.
 
-All functions change a private copy of the machine, and raise a `Refusal` with the return code of the real
+Functions that change a GPU get a private copy of it, and raise a `Refusal` with the return code of the real
 NVIDIA driver.
 """
 

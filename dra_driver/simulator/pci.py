@@ -1,6 +1,6 @@
 """Drivers of PCI functions: the kernel's rules for the NVIDIA driver, vfio and others.
 
-All functions change a private copy of the machine, and raise an OSError as a write to sysfs does.
+Functions that change the state get a private copy of it, and raise an OSError as a write to sysfs does.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ class Publisher:
         self._known_faults: tuple[str, ...] = ()
         self._known_notes: tuple[str, ...] = ()
         self.withheld: tuple[str, ...] = ()
-        """Names of the devices that the last pool omits."""
+        """Names of the devices that the last pool omits because they must not be used."""
         self._known_drops: set[Drop] = set()
         self._known_gates: set[str] = set()
         self._undeleted: dict[str, str] = {}  # by UID, why a slice was not deleted

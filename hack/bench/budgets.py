@@ -62,7 +62,7 @@ class Row:
 
 
 def measure(runs: int, cycles: int) -> list[Row]:
-    """Measure all rows. Print a dot after each run, because the measurements take minutes."""
+    """Measure all rows. Print a dot after each start of the daemon, because the measurements take minutes."""
     started: list[tuple[float, float]] = []
     memory: list[float] = []
     for _ in range(runs):

@@ -196,7 +196,7 @@ class SoakNode(DaemonNode):
     # --- state -----------------------------------------------------------------------------------
 
     def is_tainted(self, gpu_uuid: str) -> bool:
-        """Whether any device of the GPU is published with a taint."""
+        """Whether the whole GPU is published with a taint."""
         return any(
             device.get("taints") and device["attributes"].get("uuid") == {"string": gpu_uuid}
             for device in self.devices()

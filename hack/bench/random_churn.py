@@ -231,7 +231,7 @@ class Pods(Claims):
         self.faults += [f"{life.ref.name} ({life.kind}) is prepared, but {what}" for what in lost if what]
 
     def _unprepare(self, life: Life) -> None:
-        """Retry until it succeeds, like the kubelet."""
+        """Retry, like the kubelet, until it succeeds or `give_up_at` has passed."""
         self._holders.drop(life)
         began, why = time.monotonic(), None
         while time.monotonic() < self.give_up_at:

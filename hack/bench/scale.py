@@ -113,11 +113,11 @@ class NodePublisher:
         return Owner(DRIVER, self._name, node_uid(self._client, self._name))
 
     def taints(self, _limits: TaintLimits) -> Taints:
-        """Return no taints."""
+        """Return a function that returns no taints."""
         return untainted
 
     def left_out(self, _dropped: bool) -> Callable[[OfferedDevice], bool]:
-        """Withhold no device."""
+        """Return a function that withholds no device."""
         return none_withheld
 
     def stop(self) -> None:

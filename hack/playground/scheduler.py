@@ -42,8 +42,8 @@ class PlaygroundScheduler:
             return self._write_status("resourceclaims", _GROUP, claim)
 
     def release_claim(self, namespace: str, name: str, *, pod: Object | None = None) -> Object:
-        """Remove the reservation of `pod`, or all reservations without `pod`. Deallocate the claim if none is left, and
-        return the stored claim.
+        """Remove the reservation of `pod`, or all reservations if `pod` is None. Deallocate the claim if none is left,
+        and return the stored claim.
         """
         with self._server.store.changed:
             claim = self._get("resourceclaims", namespace, name)

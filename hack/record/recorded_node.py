@@ -1,4 +1,4 @@
-"""The node of docs/commands.md, with claims of every kind and a bad GPU. Only the daemon runs as a separate process."""
+"""The node of docs/commands.md, with claims and a bad GPU. The daemon and the MPS host run as separate processes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ dynamicMig:
 
 
 class RecordedNode(PlaygroundNode):
-    """A node that starts in the constructor. `uids` are the UIDs of its claims, in creation order."""
+    """A node that starts in the constructor. `uids` are the UIDs of its prepared claims, in creation order."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root, MACHINE, name=NODE, cdi_hook=True)

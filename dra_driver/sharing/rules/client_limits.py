@@ -62,7 +62,7 @@ def _is_before(branch: int, versions: DriverVersions) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class BoundedRule:
-    """A device's sharing rule, limited to as many shares as its MPS daemon serves clients (`max_clients`).
+    """A device's sharing rule; if MPS enforces it, with at most `max_clients` shares.
 
     `note` is a sentence with the remedy if the device has fewer shares than configured.
     """

@@ -71,8 +71,8 @@ def sharing_modes_of(
     """Returns the sharing mode of each of the `devices`, in order. `parameters` are the opaque parameters of the
     devices, and `versions` the versions of the NVIDIA driver.
 
-    Opaque parameters take precedence; if they do not mention sharing, a share that the node's policy enforces through
-    MPS gets the policy's limits. Raises: ClaimRefusedError.
+    Opaque parameters decide the mode; a share keeps the lower of their limits and the policy's. If they do not mention
+    sharing, a share that the policy enforces through MPS gets the policy's limits. Raises: ClaimRefusedError.
     """
     for (result, _), resolved in zip(devices, parameters, strict=True):
         _refuse_parameters(result, resolved)
@@ -113,8 +113,8 @@ def _grouped(devices: Sequence[Allocated], usages: Sequence[SharingMode]) -> lis
 
 
 def _together(members: Mapping[str, MpsShared], device: str) -> MpsShared:
-    """Returns the mode of one device if a daemon serves all devices of the request. MPS has only one percentage for all
-    GPUs of a daemon.
+    """Returns the mode of one device of a request whose devices all use the same daemon. MPS has only one percentage
+    for all GPUs of a daemon.
     """
     if len(members) == 1:
         return members[device]
@@ -230,7 +230,7 @@ def _multi_user(config: MpsConfig, one: _Wanted) -> bool:
     """Returns the value in the parameters. Without a value, a share uses the setting of the device's other
     shares.
 
-    Raises: ClaimRefusedError if MPS cannot serve several users on the device.
+    Raises: ClaimRefusedError if the value is true, but MPS cannot serve several users on the device.
     """
     if config.multi_user is None:
         return one.serves_users

@@ -1,8 +1,8 @@
 """The NVIDIA driver's installation: libraries by name, programs, firmware, sockets; nvidia-smi with its data;
 the MPS programs; and nvidia-imex with its configuration and control socket, on machines in a fabric.
 
-The programs and libraries of a machine may be ELF files (`SIMULATE_ELF`). Like real ones, they need the NVIDIA
-driver's libraries and a C library that differs from the container's. All programs are copies of `program`, which runs
+nvidia-smi, the MPS programs and some libraries may be ELF files (`SIMULATE_ELF`). Like real ones, they need the NVIDIA
+driver's libraries and a C library that differs from the container's. These programs are copies of `program`, which runs
 the simulator's script: the script is appended to the ELF file, or is the file of the same name in usr/libexec.
 `library` is libnvidia-ml and libcuda, `libc` a C library that does not work in containers.
 """

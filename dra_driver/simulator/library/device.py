@@ -89,7 +89,7 @@ _VERSIONS = {
     "nvmlDeviceGetAddressingMode": pynvml.nvmlDeviceAddressingMode_v1,
     "nvmlDeviceGetSramEccErrorStatus": pynvml.nvmlEccSramErrorStatus_v1,
 }
-"""The structs whose version the library checks, with the only valid version."""
+"""The functions above whose struct has a version, with the only valid version."""
 
 
 def busy(holders: Iterable[Holder]) -> int:

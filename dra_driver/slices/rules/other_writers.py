@@ -48,11 +48,11 @@ class OtherWriters:
         self._writer: OtherWriter | None = None
 
     def settled(self, slices: Iterable[JsonObject]) -> None:
-        """Note that these slices are correct, no matter who wrote them."""
+        """Records that these slices are correct, no matter who wrote them."""
         self._seen = frozenset(map(_version, slices))
 
     def differing(self, slices: Iterable[JsonObject], now: float) -> None:
-        """Note that these slices are not correct, and who wrote them."""
+        """Records that these slices are not correct, and who wrote them."""
         for entry in slices:
             manager = None if _version(entry) in self._seen else self._other(entry)
             self._seen |= {_version(entry)}
@@ -89,9 +89,9 @@ def _version(entry: JsonObject) -> tuple[str, str]:
 class WritePacing:
     """Decides when a write may follow the previous one. Times are seconds of a monotonic clock.
 
-    A write of an unchanged pool reverts a change by another writer. The first such writes are immediate. Each
-    later one waits twice as long as the one before, until the slices have not been changed for a minute. Our
-    own changes never wait.
+    A write of an unchanged pool reverts a change by another writer. The first such writes are immediate. Each later one
+    waits twice as long as the one before, at most 30 s, until the slices have not been changed for a minute. Our own
+    changes never wait.
     """
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ class WritePacing:
         return now - self._wrote < _CALM_AFTER_S
 
     def not_needed(self) -> None:
-        """Note that the slices are correct, so no write is needed."""
+        """Records that the slices are correct, so no write is needed."""
         self._needed = None
 
     def wait_s(self, pool: Pool, now: float) -> float:
@@ -125,7 +125,7 @@ class WritePacing:
         return max(0.0, self._needed + delay - now)
 
     def wrote(self, pool: Pool, now: float) -> None:
-        """Note that the pool was written."""
+        """Records that the pool was written."""
         if pool == self._pool:
             self._answers += 1
         self._pool, self._wrote, self._needed = pool, now, None

@@ -81,7 +81,7 @@ def begin(argv: Sequence[str]) -> None:
 
 
 def _own_library() -> None:
-    """Mount a new /var/lib without the directories of clusters. Links lead to its other directories."""
+    """Mount a new /var/lib without the directories of clusters, and with links to everything else in the old one."""
     own = [_LIBRARY / name for name in _OWN_BELOW_LIBRARY]
     for point in reversed(host.mount_points()):
         if any(map(point.is_relative_to, own)):

@@ -62,7 +62,7 @@ def remember(layout: Layout) -> None:
 
 
 def recall(layout: Layout) -> Before | None:
-    """Return the state that ``remember`` saved; None if ``up`` failed before."""
+    """Return the state that ``remember`` saved; None if ``up`` failed before it was saved."""
     try:
         return Before(**json.loads((layout.state / "before.json").read_text()))
     except FileNotFoundError:
@@ -227,7 +227,7 @@ def make_network(addresses: Addresses) -> None:
 
 
 def remove_network() -> None:
-    """Remove the rules, the bridge and the CNI plugins' results, as far as they exist."""
+    """Remove the rules, the bridge and the CNI plugins' results, if they exist."""
     for addresses in ADDRESSES.values():
         for table, chain, rule in _iptables_rules(addresses):
             while shell.succeeds(_iptables(addresses, table, "-D", chain, rule)):

@@ -108,7 +108,7 @@ def _start_together(layout: Layout, components: dict[str, Component], names: tup
 
 
 def _start_rest(layout: Layout, components: dict[str, Component], built: Path) -> None:
-    """Load the images, then start the other components, so that no pod waits for its sandbox image."""
+    """Load the images before the kubelet starts, so that no pod waits for its sandbox image."""
     for name in ("kube-controller-manager", "kube-scheduler"):
         _launch(layout, components[name])
     images.load(layout, built, images.write_archive(layout))

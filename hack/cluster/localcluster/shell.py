@@ -53,8 +53,8 @@ def step(title: str) -> Iterator[None]:
 
 @contextmanager
 def exclusive(path: Path, *, wait: bool = False) -> Iterator[None]:
-    """Hold a lock on the file ``path``. With ``wait``, wait for the lock. Raises: ClusterError if another process
-    holds it.
+    """Hold a lock on the file ``path``. With ``wait``, wait for the lock. Raises: without ``wait``, ClusterError if
+    another process holds it.
 
     The process that holds the lock may delete the file (``down`` removes the whole
     directory), so a lock is valid only if the path still leads to the locked file.

@@ -61,7 +61,7 @@ def not_found(group: str, plural: str, name: str) -> ApiFailure:
 
 
 def path_not_found() -> ApiFailure:
-    """Return a 404 response for a path, whose details have no name."""
+    """Return a 404 response for a path; its `details` are empty."""
     return ApiFailure(404, "NotFound", "the server could not find the requested resource", details={})
 
 

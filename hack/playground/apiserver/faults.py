@@ -81,7 +81,7 @@ class Faults:
             self.silenced += 1
 
     def end_watches(self, *events: dict[str, Any]) -> None:
-        """Respond to each new watch with 200 and these raw events, then end the watch regularly."""
+        """Respond to each new watch with 200 and these raw events, then end the watch normally."""
         self.watch_events = [*events]
 
     def clear(self) -> None:

@@ -167,7 +167,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class WatchCutError(Exception):
-    """The connection must be dropped without a regular end."""
+    """The connection must be dropped without a normal end."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -150,8 +150,8 @@ def _key(metadata: Object) -> Key:
 
 
 def _merged(resource: Resource, before: Object, obj: Object, *, status: bool) -> Object:
-    """Return the new object. A write of the status changes only the status, any other write everything else. Metadata
-    that the server sets does not change.
+    """Return the new object. A status write changes only the status and managedFields, any other write everything else.
+    Metadata that the server sets does not change.
     """
     if status:
         after = copy_json(before)
