@@ -65,7 +65,7 @@ class WatchedNode(Protocol):
         """Whether the NVIDIA driver is bound to this PCI bus ID."""
 
     def hanging(self) -> Mapping[str, tuple[str, float]]:
-        """Return the plugin's operation that hangs on each GPU, by UUID, and its start on the monotonic clock."""
+        """Return the plugin's current operation on each GPU, by UUID, and its start on the monotonic clock."""
 
     def health_changed(self) -> None:
         """Report a visible change, or that the health of a GPU is known again."""

@@ -224,7 +224,7 @@ def _display_name(name: str, uuid: str) -> str:
 
 
 class EventListener(HealthThread):
-    """Passes each event to the thread of its GPU."""
+    """Waits for NVML's events, and passes each event to the poller of its GPU."""
 
     def __init__(self, monitor: Monitor) -> None:
         self._monitor, self._source, self._book = monitor, monitor.source, monitor.book

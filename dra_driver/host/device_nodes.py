@@ -104,7 +104,7 @@ def _node_type(mode: int) -> NodeType | None:
 
 
 class DevRoot:
-    """The host's device nodes, which containers can get; never the nodes in this process's own `/dev`."""
+    """The host's device nodes, which containers can get. `root` decides where this process reads them."""
 
     def __init__(self, paths: HostPaths, reader: DeviceNodeReader) -> None:
         self._paths = paths

@@ -346,8 +346,8 @@ def unsupported_system(tree: RootedTree, root: str) -> str | None:
 def find_nvml_library(driver_root: str, machine: str = MACHINE) -> str:
     """Return the path of the NVML library for `machine` below a driver root, as this process sees it.
 
-    Raises: DriverGoneError that names the searched directories; NvmlLibraryError if all libraries found are for
-    another architecture.
+    Raises: DriverGoneError that names the searched directories or an unsupported system; NvmlLibraryError if all
+    libraries found are for another architecture.
     """
     tree = RootedTree(driver_root)
     directories = library_directories(tree, machine)

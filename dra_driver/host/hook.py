@@ -203,9 +203,8 @@ class HookFinder:
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """The verbs that are safe to use, and if the program failed, why, and its exit code (0 if it did not exit).
-
-    The answer is valid until `due_at` (time.monotonic()).
+    """The verbs that are safe to use, and if the program failed, why, and its exit code: 126 if it could not be
+    started, 0 if it did not finish in time. The answer is valid until `due_at` (time.monotonic()).
     """
 
     verbs: tuple[str, ...]

@@ -165,7 +165,7 @@ def _is_of_pods(cgroup: str, pod_uids: Collection[str]) -> bool:
 
 
 def is_of_the_host(proc: str, pid: int) -> bool:
-    """Whether a process belongs to a service or login session of the host and not to a pod, such as a display server;
+    """Whether a process, such as a display server, belongs to a service or login session of the host and not to a pod;
     False if unknown.
     """
     paths = _cgroup_paths(proc, pid)

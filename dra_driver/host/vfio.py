@@ -33,6 +33,7 @@ from dra_driver.host.sysfs import Sysfs
 from dra_driver.model.driver_files import HostNode, exit_text
 from dra_driver.model.gpu import VFIO_PCI, Card, is_vfio, uuid_of_bus_id
 from dra_driver.model.host import HostPaths
+from dra_driver.model.units import counted
 
 NVIDIA = "nvidia"
 IOMMU_NODE = "/dev/iommu"
@@ -404,7 +405,8 @@ class VfioCards(Sysfs):
                 )
         count = self.virtual_functions(card.bus_id)
         if count:
-            yield f"it has {count} virtual functions (SR-IOV); remove them (`sriov-manage -d {card.bus_id}`)"
+            has, which = counted(count, "virtual function"), "it" if count == 1 else "them"
+            yield f"it has {has} (SR-IOV); remove {which} (`sriov-manage -d {card.bus_id}`)"
         if card.driver not in (None, NVIDIA) and not card.is_bound:
             yield f"it is bound to the kernel driver {card.driver}; unbind it first"
         if not self._modules.has_driver(card.vfio_driver) and not self._modules.is_installed(module):

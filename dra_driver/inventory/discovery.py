@@ -94,7 +94,7 @@ class Discovery:
         self._pauses = 0  # number of NVML pauses at the last check
         self._unsettled: frozenset[str] = frozenset()  # GPUs whose MIG devices changed at the last check
         self._offer = MigOffer(self.ownership)
-        # The last snapshot; None until NVML answered for the first time.
+        # The last snapshot; None until NVML has answered.
         self.inventory: Inventory | None = None
         self._problem: str | None = NOT_DISCOVERED
         self._was_available = False
@@ -124,7 +124,7 @@ class Discovery:
         return self.inventory
 
     def driver_version(self) -> str | None:
-        """Return the version of the NVIDIA driver; None until NVML answered for the first time."""
+        """Return the version of the NVIDIA driver; None until NVML has answered."""
         return self.inventory.versions.driver if self.inventory else None
 
     def unavailable(self) -> str | None:
@@ -147,8 +147,8 @@ class Discovery:
     def problems(self) -> Sequence[NodeProblem]:
         """Return the node's problems: devices cannot be used, NVML hangs, or driver files are missing.
 
-        Empty before the first discovery. Until devices were usable for the first time, the problem is that the
-        node waits for the NVIDIA driver, unless NVML is kept closed on purpose.
+        Empty before the first discovery. Until devices have been usable once, the problem is that the node waits
+        for the NVIDIA driver, unless NVML is kept closed on purpose.
         """
         found = [NodeProblem("driver-files-missing", fault.text) for fault in self._driver_file_faults()]
         unavailable, problem = self._problem, self.problem()

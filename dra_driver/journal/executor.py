@@ -64,9 +64,9 @@ def _now() -> str:
 
 
 def changes_more_than_the_spec(plan: Plan) -> bool:
-    """Whether a plan has a step whose effect survives a power cut.
+    """Whether a plan has a step other than writing the CDI spec and metadata files.
 
-    CDI specs and metadata files do not count: a power cut removes them, or the next Prepare checks them.
+    These files need no durable record: a power cut removes them, or the next Prepare checks them.
     """
     return not all(map(writes_files, plan.steps))
 
@@ -96,7 +96,7 @@ class Executor:
     def intend(self, plan: Plan, known: ClaimRecord | None) -> ClaimRecord:
         """Write the plan's record before its steps run; `known` is the previous record.
 
-        A record that says `prepared` in this boot is not changed. Raises: StateError.
+        A `prepared` record of this boot with the same claim, devices and steps is not changed. Raises: StateError.
         """
         record = self._intended(plan, known)
         if record != known:
@@ -122,8 +122,8 @@ class Executor:
 
         When the caller retries, steps that are already done stay done.
 
-        Raises: the error of a step (of several errors, preferably a permanent one); RetryableError if a step did not
-        finish in the call's time (it continues in its lane); GpuUnresponsiveError.
+        Raises: the error of a step (of several errors, the first that is not an NvmlTransientError); RetryableError if
+        a step did not finish in the call's time (it continues in its lane); GpuUnresponsiveError.
         """
         if all(map(writes_files, plan.steps)):
             return
@@ -262,7 +262,7 @@ class Executor:
         self.cleaner.finish(uid, time_left(_UNDO_WAIT_S))
 
     def lost(self, claim_uid: str) -> ClaimRecord:
-        """Return a substitute record, so that `end` can end a claim without a readable record. Raises: StateError."""
+        """Remove the claim's unreadable record, if any, and return a substitute for `end`. Raises: StateError."""
         if self.records.delete(claim_uid):
             _log.warning(
                 "newer_record_removed",

@@ -129,7 +129,7 @@ class RecordStore(JsonStore[ClaimRecord]):
         )
 
     def prepared_kinds(self) -> Iterator[str]:
-        """Yield the kind of each device of a prepared claim."""
+        """Yield the kind of each device of each prepared claim."""
         for record in self.all().values():
             if record.phase == "prepared":
                 yield from (held.kind for held in record.devices)

@@ -126,8 +126,8 @@ def _is_pod(entry: dict[str, Any]) -> bool:
 def parse_allocated_claim(obj: dict[str, Any], ref: ClaimRef) -> AllocatedClaim:
     """Return the results and configs of all drivers in a v1 claim, in the server's order.
 
-    Raises: ClaimRefusedError "claim ns/name not allocated" (checked first), or "claim ns/name got replaced" if
-    the UID differs from the one in `ref`.
+    Raises: ClaimRefusedError "claim ns/name not allocated" (checked first), "claim ns/name got replaced" if the UID
+    differs from the one in `ref`, or one that says that the allocation cannot be read.
     """
     status = obj.get("status") or {}
     allocation = status.get("allocation")

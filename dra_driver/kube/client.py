@@ -436,7 +436,7 @@ def path_segment(name: str) -> str:
 
 
 def is_not_found(error: BaseException) -> bool:
-    """Whether the API server said that the object does not exist."""
+    """Whether the request failed with 404: the object does not exist, or the server does not serve the path."""
     return isinstance(error, ApiRejectedError) and error.status == 404
 
 

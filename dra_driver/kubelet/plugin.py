@@ -144,7 +144,7 @@ class KubeletPlugin:
         self._guard.start()
 
     def problems(self) -> Sequence[NodeProblem]:
-        """Returns why the kubelet may not reach this plugin, and which other drivers it may reach instead."""
+        """Returns why the kubelet cannot reach this plugin, and which other drivers it may reach instead."""
         return [*self._registration_problems(), *self._others.problems()]
 
     def stop(self, grace_s: float | None = None) -> None:

@@ -145,8 +145,8 @@ class SocketWatch:
     live instances of this plugin.
 
     `look` may take a second for each socket that does not respond, and must run in one thread only; the other
-    methods return what the last check found. A socket with a known owner is not called again until its file
-    is replaced.
+    methods return what the last check found. A socket of this plugin, or of a plugin with another name, is not
+    called again until its file is replaced.
     """
 
     def __init__(
@@ -253,8 +253,8 @@ class SocketWatch:
 
 
 def owner_of(path: Path, driver: str, plugin_dir: Path) -> SocketOwner:
-    """Returns the current owner of the socket. In the plugin directory, any server that is not ours belongs to
-    another driver.
+    """Returns the current owner of the socket. In the plugin directory, a server without GetInfo belongs to another
+    driver.
     """
     if not listening(path):
         return SocketOwner("dead")

@@ -31,8 +31,8 @@ any other step. A device in phase `unknown` is also pending cleanup, until its i
 or has not appeared for 30 s; after a crash the 30 s start at the first check. `MigMode` leaves MIG mode later.
 
 An instance is ours if the ledger of this boot has its slot, and the GPU instance's ID and the MIG device's
-UUID match as far as they are known. All other instances are foreign and are never touched, even if a person
-created one in place of ours.
+UUID match as far as they are known. All other instances are foreign, even if a person created one in place of
+ours. The plugin destroys them only for a layout whose configuration allows it (`destroy_foreign`).
 """
 
 from __future__ import annotations
@@ -150,12 +150,12 @@ class MigDevices:
         return created
 
     def _instance(self, step: CreateMig) -> OwnedInstance | None:
-        """Returns the ledger's entry for the device of a step."""
+        """Returns the ledger's detail for the device of a step; None if there is none."""
         of_gpu = self._ledger.details(OwnedInstance, step.gpu_uuid)
         return next((one for one in of_gpu if one.device == step.device), None)
 
     def _complete(self, known: OwnedInstance, there: GpuInstance) -> OwnedInstance:
-        """Creates the missing parts of the device, and returns its ledger entry, which is unchanged if
+        """Creates the missing parts of the device, and returns its ledger detail, which is unchanged if
         nothing was missing.
         """
         inside = self._hardware.compute_instances(*known.gpu, there.gpu_instance_id)
@@ -170,7 +170,7 @@ class MigDevices:
         return self._save_created(known, there.gpu_instance_id, *inside[0])
 
     def _make(self, step: CreateMig, found: Iterable[GpuInstance], for_layout: bool) -> OwnedInstance:
-        """Creates the device and its ledger entry."""
+        """Creates the device and its ledger detail."""
         in_the_way = [instance for instance in found if instance.placement.overlaps(step.placement)]
         self._clear(step.gpu, in_the_way, f"MIG device {step.device}")
         self._mode.enter(step.gpu)
@@ -269,10 +269,9 @@ class MigDevices:
             _log.error("mig_device_not_undone", device=failed.device, reason=str(error))
 
     def _clear(self, gpu: GpuAddress, in_the_way: Sequence[GpuInstance], wanted: str) -> None:
-        """Destroys these instances if they are all ours and unused.
+        """Destroys these instances, unless one has no ledger detail or is used by a claim.
 
-        Raises: ClaimRefusedError if one is foreign, DeviceBusyError if one is in use. In these cases, nothing is
-        destroyed.
+        Raises: ClaimRefusedError if one is foreign, DeviceBusyError if one is in use.
         """
         if not in_the_way:
             return
@@ -296,8 +295,8 @@ class MigDevices:
     def _make_whole(self, step: LeaveMigMode) -> None:
         """Takes a GPU out of MIG mode.
 
-        Raises: ClaimRefusedError if a foreign instance exists or this plugin did not enable the mode;
-        RetryableError if a claim uses an instance of ours; DeviceBusyError.
+        Raises: ClaimRefusedError if a foreign instance exists or this plugin did not enable the mode; DeviceBusyError
+        if a claim or process uses an instance of ours; RetryableError.
         """
         self._clear(step.gpu, self._hardware.instances(*step.gpu), f"GPU {step.gpu_uuid} as a whole")
         self._mode.leave(step.gpu)

@@ -34,7 +34,7 @@ class LayoutFile:
             return ()
 
     def remove(self) -> None:
-        """Removes the file if the node no longer has a layout."""
+        """Removes the file, because the node no longer has a layout."""
         with suppress(OSError):
             self._path.unlink()
 

@@ -106,7 +106,7 @@ class NodeLayouts(BackgroundWorker):
         super().__init__("mig-layouts", self._turn)
 
     def start(self) -> None:
-        """Starts checking if the configuration has a layout."""
+        """Starts the checks if the configuration has a layout; otherwise removes the layout file."""
         if self.wanted.is_on:
             super().start()
         else:
@@ -190,7 +190,7 @@ class NodeLayouts(BackgroundWorker):
             self.on_change(new)
 
     def _check(self, gpu: Gpu, gpu_name: str, index: int, name: str) -> GpuLayout | None:
-        """Checks one GPU in its lane. Returns None if the layout does not mention the GPU."""
+        """Checks, and may change, a GPU in its lane. Returns None if no layout entry fits or the state is unknown."""
         tainted_at = self._tainted_at.get((gpu.uuid, name))
         may_change = tainted_at is not None and self._clock() >= tainted_at + TAINTED_FIRST_S
 

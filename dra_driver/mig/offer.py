@@ -38,7 +38,7 @@ class MigOwnership(Protocol):
 class LedgerOwnership:
     """Ownership according to the ledgers.
 
-    Entries count for 30 s after their removal, because a hardware scan may have begun before the removal.
+    Details count for 30 s after their removal, because a hardware scan may have begun before the removal.
     """
 
     ledger: Ledger

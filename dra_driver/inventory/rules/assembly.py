@@ -201,7 +201,7 @@ def nvlink_domains(gpus: Sequence[Gpu], reachable: Mapping[Pair, int]) -> dict[s
     most of the GPUs is used.
 
     A GPU in MIG mode has no domain, because MIG disables peer access. A GPU that leaves MIG mode when a claim gets the
-    whole GPU is treated as if it were not in MIG mode. A single GPU is not a domain.
+    whole GPU is treated as if it were not in MIG mode. A single GPU has a domain only in a multi-node fabric.
     """
     whole = [gpu for gpu in gpus if gpu.can_be_whole]
     domains = _fabric_domains({gpu.uuid: gpu.fabric.domains for gpu in whole if gpu.fabric is not None})

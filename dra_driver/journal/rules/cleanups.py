@@ -7,7 +7,8 @@
 | a MIG device | is withheld, and so is what overlaps it; a Prepare that needs the GPU destroys it first |
 | a card in vfio, while a virtual machine runs | is withheld, like all devices of the GPU; a Prepare returns it first |
 
-A setting that an active claim also needs is not undone; the active claim's own entry stays. A reboot undoes everything.
+A setting that an active claim also needs is not undone; the active claim's own entry stays. A reboot undoes everything
+except the directories of MPS daemons.
 """
 
 from __future__ import annotations

@@ -296,7 +296,7 @@ def _body_faults(body: JsonObject, path: str) -> Iterator[FieldFault]:
 def _config_faults(
     entries: Sequence[JsonObject], path: str, requests: set[str] | None, driver: str
 ) -> list[FieldFault]:
-    """Return the faults of config entries. `requests` are the names that they may use; None in a class."""
+    """Return the faults of config entries. `requests` are the requests they may name; None for a class."""
     found: list[FieldFault] = []
     for number, entry in enumerate(entries):
         here = f"{path}[{number}]"

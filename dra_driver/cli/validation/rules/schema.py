@@ -147,7 +147,7 @@ _MOST: Mapping[str, int | None] = {
     "DeviceRequest.firstAvailable": 8, "ExactDeviceRequest.tolerations": 16, "DeviceSubRequest.tolerations": 16,
     "DeviceRequest.tolerations": 16, "ResourceRequirements.claims": None,
 }  # fmt: skip
-"""The maximum length of lists; 32 for all others."""
+"""The maximum length of a list; None for no limit. Lists that are not named here may have 32 items."""
 _REQUIRED: Mapping[str, tuple[str, ...]] = {
     "DeviceSelector": ("cel",), "DeviceClaimConfiguration": ("opaque",), "DeviceClassConfiguration": ("opaque",),
     "ResourceClaimSpec": ("devices",), "ResourceClaimTemplateSpec": ("spec",),
