@@ -38,7 +38,7 @@ _METRICS_ONE_S = 10.0
 
 FLAGS = (
     switch("usage", "Show utilisation and memory of each claim's devices, the most wasteful first."),
-    Flag("namespace", "Show only claims in this namespace.", spelled=("-n", "--namespace"), env=()),
+    Flag("namespace", "Show only claims and pods in this namespace.", spelled=("-n", "--namespace"), env=()),
     Flag(
         "filter",
         "Show only rows that contain this text, such as a node, a GPU, a pod or `taint`.",
@@ -169,7 +169,7 @@ class _Look:
             name = metadata.get("name") if isinstance(metadata, dict) else None
             why = f"{type(error).__name__} {error}"
             self.unknown.append(
-                f"{plural} {name or 'without a name'} is skipped, because it cannot be read: {why}"
+                f"{plural}: {name or 'an object without a name'} is skipped, because it cannot be read: {why}"
             )
 
     def _loads(self) -> dict[Slot, Used]:
@@ -212,7 +212,7 @@ def _explained(error: ApiRejectedError, resource: str) -> Exception:
         )
     if error.status == 403:
         return FatalError(
-            f"this user may not list {resource} in all namespaces; "
+            f"this user may not list {resource} in the whole cluster; "
             f"request a ClusterRole with the verb list for {resource}"
         )
     return error

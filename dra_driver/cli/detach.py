@@ -144,4 +144,4 @@ def attach_node(settings: Settings) -> str:
     detachments = CommandMachine(settings).detachments
     was = detachments.now()
     detachments.end()
-    return "the node was not detached" if was is None else "gpu-dra-driver opens NVML again"
+    return "there was no detachment to end" if was is None else "gpu-dra-driver opens NVML again"

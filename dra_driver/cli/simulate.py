@@ -199,7 +199,7 @@ COMMANDS = {
     "release": _does("release_gpu", "Stop the processes that use a GPU.", "0", _GPU,
         _option("pid", "Only this process.", int, shown="all"), said="{called} is released"),
     "reset": _does("reset_gpu", "Reset a GPU.", "0", _GPU, _FORCE, said="{called} was reset",
-        held_by="reset {called}: it", about="Makes pending repairs, and sets volatile error counters to 0."),
+        held_by="reset {called}: it", about="Carries out pending repairs, and sets volatile error counters to 0."),
     "ecc": _does("set_gpu", "Set a GPU's volatile ECC counters.", "0 --uncorrected 1", _GPU,
         _option("ecc_corrected", "Errors that were corrected.", int, spelled=("--corrected",), default=0),
         _option("ecc_uncorrected", "Errors that were not corrected.", int, spelled=("--uncorrected",), default=0),

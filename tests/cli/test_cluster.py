@@ -118,7 +118,7 @@ def test_gpu_in_maintenance_is_shown_with_the_claims_on_it_and_not_counted_as_mi
         Row("n", "gpu-1", "-", "ml/train", ("ml/train-0",), "-", "in maintenance for claim ml/reset"),
         Row("n", "gpu-2", "H100"),
     ]
-    assert str(sums) == "1 GPUs: 1 free, 0 in use, 0 tainted; 1 more in maintenance"
+    assert str(sums) == "1 GPU: 1 free, 0 in use, 0 tainted; 1 more in maintenance"
     rows, sums = look([slice_of("n", device("gpu-1"))], [service])
     assert (rows, sums) == ([Row("n", "gpu-1", "H100")], Totals(gpus=1, free=1))
 

@@ -84,7 +84,7 @@ def test_a_right_that_is_missing_is_named(at_work: list[str], node: Node) -> Non
     done = call(*at_work)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == (
-        "gpu-dra-driver: this user may not list resourceclaims.resource.k8s.io in all namespaces; "
+        "gpu-dra-driver: this user may not list resourceclaims.resource.k8s.io in the whole cluster; "
         "request a ClusterRole with the verb list for resourceclaims.resource.k8s.io\n"
     )
     # Without pods the rest is still true.

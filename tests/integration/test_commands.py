@@ -599,8 +599,8 @@ def test_each_sort_of_machine_is_tried_and_the_pods_of_an_object_as_one() -> Non
     assert [report["verdict"] for report in reports] == ["OK", "OK", "FAULT", "OK"]
     free = "although each fits alone: request gpu asks for 3 devices, but other claims use too many"
     assert reports[2]["faults"] == [
-        f"the pod's 3 claims do not fit on dgx-h100 together, {free} (2 of 8 matching devices are free)",
-        f"the pod's 3 claims do not fit on a30-4 together, {free} (1 of 4 matching devices are free)",
+        f"the pod's 3 claims do not fit on dgx-h100 together, {free} (matching: 8, free: 2)",
+        f"the pod's 3 claims do not fit on a30-4 together, {free} (matching: 4, free: 1)",
     ]
     # A claim that fits one kind of machine fits, and the report names the kind that it does not fit.
     assert any(note.startswith("fits dgx-h100, for example: ") for note in reports[3]["notes"])

@@ -132,7 +132,7 @@ class AdmissionProof:
         """Return the finding for a request that the server should have refused."""
         why = "the policy is missing or not bound, or its binding does not deny requests"
         if not self._may(MARK_VERB):
-            why = f"the policies apply only to accounts that may {MARK_VERB} {MARK_RESOURCE}.{self.driver}"
+            why = f"this account lacks the permission {MARK_VERB} {MARK_RESOURCE}.{self.driver}, so no policy applies"
         return warn(
             f"an attacker on this node could {what}: the API server accepted this request in a dry run; {why}",
             apply_again(),
@@ -140,7 +140,7 @@ class AdmissionProof:
 
     def _exempt(self) -> Finding:
         return skip(
-            f"this account may {EXEMPT_VERB} {MARK_RESOURCE}.{self.driver}, so the policies do not apply to it; run "
+            f"this account has the permission {EXEMPT_VERB} {MARK_RESOURCE}.{self.driver}, so no policy applies; run "
             "doctor in the pod of gpu-dra-driver"
         )
 

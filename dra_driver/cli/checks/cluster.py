@@ -146,7 +146,7 @@ class ClusterChecks:
         missing = [name for name in ("gpu.nvidia.com", "mig.nvidia.com") if name not in names]
         renamed = [other for other in names if any(_is_renamed(name, other) for name in missing)]
         if missing:
-            why = f"; probably renamed to {named(renamed)}; claims use the old names" if renamed else ""
+            why = f"; probably renamed to {named(renamed)}; claims with the old names wait" if renamed else ""
             return warn(
                 f"missing: {', '.join(missing)}{why}",
                 helm_set("deviceClasses.create=true"),
@@ -162,7 +162,7 @@ class ClusterChecks:
             return fail(
                 f"pools that gpu-dra-driver did not create: {named(foreign)}",
                 f"another DRA driver publishes as {self.driver}; find it with `kubectl get resourceslices "
-                f"--field-selector spec.nodeName={self.node} -o yaml | grep manager`",
+                f"--field-selector spec.nodeName={self.node} --show-managed-fields -o yaml | grep manager`",
             )
         count = sum(len(item["spec"].get("devices") or ()) for item in items)
         if not items:
@@ -234,7 +234,7 @@ class ClusterChecks:
             except ApiRejectedError as error:
                 if error.status in (401, 403):
                     return skip(
-                        "these credentials lack the permission for this check; gpu-dra-driver does not need it"
+                        "not permitted with these credentials; `permissions` shows whether gpu-dra-driver needs it"
                     )
                 raise
 

@@ -255,7 +255,7 @@ class DriverChecks:
         GPUs from containers.
         """
         if DevRoot(self.paths, self.nodes).node("/dev/nvidiactl") is None:
-            return skip("the NVIDIA driver has no device nodes")
+            return skip("/dev/nvidiactl is missing")
         links = DevCharLinks(self.paths, self.nodes)
         missing = sorted(links.missing())
         if missing:
@@ -337,7 +337,7 @@ class DriverChecks:
         count = channels.count()
         if count is None:
             return fail(
-                f"the NVIDIA driver has no IMEX channels (see {self.paths.proc}/devices and driver/nvidia/params)",
+                f"the NVIDIA driver has no IMEX channels (see devices and driver/nvidia/params in {self.paths.proc})",
                 "load the nvidia module with NVreg_ImexChannelCount=2048 (needs NVIDIA driver 550 or newer)",
             )
         if wanted == "all" and count > MAX_IMEX_CHANNELS:
@@ -473,7 +473,7 @@ class DriverChecks:
             if self.passthrough and gpus and len(self._under_vfio(gpus)) == len(gpus):
                 return skip("every GPU of this node is bound to vfio")
             is_ok = isinstance(found, Finding) and found.status == "OK"
-            return found if is_ok or gpus else skip("this node has no GPU")
+            return found if is_ok or gpus else skip("no NVIDIA GPU on the PCI bus")
 
         return looked
 

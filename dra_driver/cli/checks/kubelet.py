@@ -98,7 +98,7 @@ class KubeletChecks:
         if aside:
             places = sorted({str(path.parent) for path in aside})
             return warn(
-                f"{counted(len(aside), 'file')} set aside as unreadable: {named([path.name for path in aside])}",
+                f"{counted(len(aside), 'file')} set aside as unusable: {named([path.name for path in aside])}",
                 f"inspect them in {' and '.join(places)}, then remove them",
             )
         waiting = sum(1 for record in state.records if record.phase != "prepared")

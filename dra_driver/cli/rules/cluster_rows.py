@@ -132,7 +132,7 @@ class Totals:
     maintenance: int = 0
 
     def __str__(self) -> str:
-        text = f"{self.gpus} GPUs: {self.free} free, {self.used} in use, {self.tainted} tainted"
+        text = f"{counted(self.gpus, 'GPU')}: {self.free} free, {self.used} in use, {self.tainted} tainted"
         missing = f"; {self.maintenance} more in maintenance" if self.maintenance else ""
         missing += f"; claimed devices without a slice: {self.missing}" if self.missing else ""
         waiting = counted(self.waiting, "claim or pod waits", "claims or pods wait")

@@ -41,7 +41,7 @@ _REMEDIES: tuple[tuple[str, str], ...] = (
     ("recovery-action system-reboot", _REBOOT),
     ("recovery-action bus-reset", _REBOOT),
     ("recovery-action drain-p2p", "delete the pods that use the GPU together with other GPUs{pods}"),
-    ("recovery-action recover-imex-domain", "repair the IMEX daemons that `nvidia-imex-ctl -N` on the node lists"),
+    ("recovery-action recover-imex-domain", "repair the IMEX daemons that are not READY in `nvidia-imex-ctl -N`"),
     ("recovery-action", _RESET),
     ("row-remap pending", _RESET),
     ("page-retirement", _RESET),

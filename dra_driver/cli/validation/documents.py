@@ -117,7 +117,7 @@ def _text(name: str, file: IO[bytes]) -> str:
         content += part
     if len(content) > _MAX_BYTES:
         raise InvalidConfigError(
-            f"{name} has more than {_MAX_BYTES // 1024**2} MiB; split it into smaller files"
+            f"{name} is larger than {_MAX_BYTES // 1024**2} MiB; split it into smaller files"
         )
     if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise InvalidConfigError(f"{name} is UTF-16; save it as UTF-8")
@@ -157,7 +157,7 @@ def _documents(file: str, text: str) -> Iterator[Document]:
                 continue
             yield from _taken_apart(Document(file, line, loader.construct_document(node)))
     except RecursionError:
-        yield Document(file, line, problem="this document is nested too deep")
+        yield Document(file, line, problem="this document is nested too deeply")
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         yield Document(

@@ -94,7 +94,7 @@ class MachineFit:
                     return alone.problem
                 others = [{"status": {"allocation": allocation}} for allocation in held]
                 text, free, matching = self.taken_away(alone, others)
-                return f"{text} ({free} of {matching} matching devices are free)"
+                return f"{text} (matching: {matching}, free: {free})"
         return None
 
     def _allocate(self, specs: Sequence[JsonObject], classes: Mapping[str, JsonObject]) -> list[JsonObject]:
@@ -143,7 +143,7 @@ class MachineFit:
                     if number
                     else f"but no matching device has this attribute{meant_attribute(attribute, self.devices)}"
                 )
-                asks = f"the claim needs {count} devices with the same value"
+                asks = f"the claim needs {counted(count, 'device')} with the same value"
                 return f"constraint matchAttribute {attribute}: {asks}, {largest}"
         for constraint in constraints:
             attribute = constraint.get("distinctAttribute")

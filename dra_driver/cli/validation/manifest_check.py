@@ -387,7 +387,7 @@ class ManifestCheck:
         report.requests += [asdict(found) for found in fit.funnels]
         report.devices += [{"request": request, "device": device} for request, device in fit.devices]
         report.hints += [
-            f"request {found.request}: selector {found.error}; the claim fits only while all earlier devices are free"
+            f"request {found.request}: selector {found.error}; the claim fits unless the scheduler reaches this error"
             for found in fit.funnels
             if found.error is not None
         ]

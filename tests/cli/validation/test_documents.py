@@ -66,9 +66,9 @@ def test_line_ends_and_a_byte_order_mark_do_not_matter(tmp_path: Path, content: 
 @pytest.mark.parametrize(
     ("content", "line", "problem"),
     [
-        ("a: " + "[" * 100_000, 1, "this document is nested too deep"),
-        ("a: 1\n---\na: " + "[" * 3000 + "]" * 3000, 1, "this document is nested too deep"),
-        ("".join(" " * n + "a:\n" for n in range(1500)), 1, "this document is nested too deep"),
+        ("a: " + "[" * 100_000, 1, "this document is nested too deeply"),
+        ("a: 1\n---\na: " + "[" * 3000 + "]" * 3000, 1, "this document is nested too deeply"),
+        ("".join(" " * n + "a:\n" for n in range(1500)), 1, "this document is nested too deeply"),
         (BOMB, 1, "its aliases expand to too many values"),
         ("<!DOCTYPE html>\n<html><body>log in</body></html>\n", 1, "this is HTML or XML, not YAML"),
         ("a: b\nc: \x07\n", 2, "this is not valid YAML: character U+0007 is not allowed"),
@@ -88,7 +88,7 @@ def test_unreadable_file_is_one_sentence(tmp_path: Path, content: str, line: int
         (CLAIM.encode("utf-16-le"), "is not a text file in UTF-8"),
         (b"\x7fELF\x02\x01\x01\x00", "is not a text file in UTF-8"),
         (b"a: \xff\n", "is not a text file in UTF-8"),
-        (b"a" * (_MAX_BYTES + 1), "has more than 4 MiB; split it into smaller files"),
+        (b"a" * (_MAX_BYTES + 1), "is larger than 4 MiB; split it into smaller files"),
     ],
 )
 def test_a_file_that_is_not_text_is_refused(
@@ -104,7 +104,7 @@ def test_a_file_that_is_not_text_is_refused(
 
 
 def test_of_a_file_without_end_only_so_much_is_read() -> None:
-    with pytest.raises(InvalidConfigError, match=r"/dev/zero has more than 4 MiB"):
+    with pytest.raises(InvalidConfigError, match=r"/dev/zero is larger than 4 MiB"):
         list(read_documents(["/dev/zero"]))
 
 

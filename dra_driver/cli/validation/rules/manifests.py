@@ -261,8 +261,8 @@ def alternative_hints(devices: JsonObject, path: str, driver: str) -> Iterator[s
         misfits = [name for name in use.bodies if name not in fits]
         if use.named is None and not fits:
             yield (
-                f"{use.entry}: {use.kind} applies to none of the requests of class "
-                f"{', '.join(dict.fromkeys(body['deviceClassName'] for body in use.bodies.values()))}, and is ignored"
+                f"{use.entry}: {use.kind} does not apply to requests of class "
+                f"{', '.join(dict.fromkeys(body['deviceClassName'] for body in use.bodies.values()))}, which ignore it"
             )
         if use.named is not None and misfits and fits:
             yield (
