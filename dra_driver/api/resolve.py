@@ -33,7 +33,7 @@ STRATEGY_PARTS: Mapping[str, str] = {"TimeSlicing": "timeSlicingConfig", "MPS": 
 def decode(parameters: Any, words: Words = WORDS) -> OpaqueConfig:
     """Return the parameters with defaults filled in.
 
-    Raises: InvalidConfigError, whose one-line message lists every fault with the path of its field.
+    Raises: InvalidConfigError with a one-line message: a fault of the object as a whole, or all faults of its fields.
     """
     kind = _checked_kind(parameters)
     fields = {name: value for name, value in parameters.items() if name not in ("apiVersion", "kind")}
@@ -156,7 +156,7 @@ def asks_for_maintenance(claim: AllocatedClaim) -> bool:
 
 
 def needs_admin_access(what: str, request: str) -> str:
-    """Return the fault if `what` (`management` or MaintenanceConfig) is set for a request without adminAccess."""
+    """Return the fault of a request that sets `what` (`management` or MaintenanceConfig) without adminAccess."""
     return f"{what} requires adminAccess: true on request {request!r}"
 
 

@@ -90,7 +90,7 @@ class Part(NamedTuple):
 
 
 class Driver:
-    """The daemon. When `start` returns, the kubelet can reach it; the other parts start in the background."""
+    """The daemon. When `start` returns, the kubelet can reach it, but the first scan may still be running."""
 
     def __init__(self, settings: Settings, platform: Platform | None = None) -> None:
         """Create all parts without starting them. Raises: InvalidConfigError; StateError without a boot ID."""
@@ -537,7 +537,7 @@ class Driver:
         self.layouts.wake()
 
     def _layouts_changed(self, found: Sequence[GpuLayout]) -> None:
-        """Handle new states of the MIG layout on these GPUs; empty if GPUs no longer have a layout."""
+        """Handle new states of the MIG layout on GPUs; `found` is empty if GPUs only lost their layout."""
         _call_all(self._publish, partial(self.reporting.node.mig_layouts_changed, found))
 
     def _claim_released(self) -> None:
@@ -549,7 +549,7 @@ class Driver:
         _call_all(self.discovery.request_rescan, self._publish, self.cleaner.retry_now, self.layouts.wake)
 
     def _publish(self) -> None:
-        """Publish again, because the content of the slices has changed."""
+        """Publish again, because the content of the slices may have changed."""
         self.publishing.publisher.mark_dirty()
 
 

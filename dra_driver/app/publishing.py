@@ -86,8 +86,8 @@ class Publishing:
     def left_out(self, dropped: bool) -> Callable[[OfferedDevice], bool]:
         """Return a function that returns whether a device is withheld from the slices now.
 
-        Devices of GPUs in maintenance are withheld. Devices with pending cleanup are withheld regardless of the
-        health setting, because a Prepare would fail. `dropped` says whether the API server drops taints.
+        Devices of GPUs in maintenance are withheld. Devices with pending cleanup, for which a Prepare would fail, are
+        withheld unless taints mark them. `dropped` says whether the API server drops taints.
         """
         mode = self._settings.unhealthy_devices
         # Set before the records are read, so that a claim that is released after that triggers a publication.

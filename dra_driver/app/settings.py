@@ -2,7 +2,7 @@
 defaults.
 
 `Settings` defines each setting: flag, variable, key, default. The command line reads flags and environment once,
-and passes them on as one value; no other code reads the environment.
+and passes them on as one value; no other code reads settings from the environment.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Flag:
 
     In the configuration file, a setting is at the dotted path `key`; its value has `shape`, and `of_file`
     converts it. A setting without `help` can only be in the file. For a setting that may be None, an empty text
-    means None.
+    is valid.
     """
 
     name: str
@@ -163,7 +163,7 @@ def _address(text: str) -> str | None:
 def consumable_shares(text: str) -> SharingPolicy:
     """Return the policy of `--consumable-shares`: one rule for every device, which only the scheduler enforces.
 
-    Raises: InvalidConfigError for anything but disabled, memory, unlimited or a number of shares.
+    Raises: InvalidConfigError for anything but disabled (or empty), memory, unlimited or a number of shares.
     """
     match text.strip():
         case "" | "disabled":
@@ -466,8 +466,8 @@ def resolve(
 ) -> Settings:
     """Return the settings from the command line and a configuration file.
 
-    In `given`, None means that a setting is not given. Names that are not settings are ignored, except `faults`:
-    the faults that the command line has found, by flag name. A setting has its value or its flag's text.
+    `given` contains the value of each setting or the text of its flag; None means that it is not given. Other names are
+    ignored, except `feature_gates`, and `faults`: the faults that the command line has found, by flag name.
     `defaults` are the command's defaults. Raises: InvalidConfigError that lists all faults.
     """
     flag_faults: Mapping[str, str] = given.get("faults", {})

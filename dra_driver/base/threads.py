@@ -31,9 +31,9 @@ class NotAnsweredError(RetryableError):
 def bounded(what: str, read: Callable[[], T], wait_s: float) -> T:
     """Call `read` in a new thread, with a copy of the caller's context, and return its result.
 
-    A call that hangs is left behind in its thread. The error message begins with `what`.
+    A call that hangs is left behind in its thread.
 
-    Raises: the errors of `read`; NotAnsweredError after `wait_s` seconds.
+    Raises: the errors of `read`; NotAnsweredError, whose message begins with `what`, after `wait_s` seconds.
     """
     answer: Future[T] = Future()
 
@@ -54,7 +54,7 @@ class BoundedCall(Generic[T]):
     """Calls `read` in background threads, one call at a time. A call that hangs is left behind when the process
     exits.
 
-    Error messages begin with `what`. Not thread-safe.
+    Error messages begin with `what`, except those of `read`. Not thread-safe.
     """
 
     def __init__(self, what: str, read: Callable[[], T]) -> None:

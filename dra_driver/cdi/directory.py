@@ -67,7 +67,7 @@ class CdiDirectory:
         return True
 
     def read(self, claim_uid: str) -> dict[str, Any] | None:
-        """Return the claim's spec; None if it is missing or is not a spec of this plugin. Raises: StateError."""
+        """Return the claim's spec; None if it is missing or not a JSON object. Raises: StateError."""
         return _decoded(read_or_none(self.file(claim_uid)))
 
     def remove(self, claim_uid: str) -> bool:

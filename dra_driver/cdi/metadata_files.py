@@ -213,7 +213,7 @@ def _remove_if_empty(directory: Path) -> None:
 
 
 def _is_abandoned(directory: Path) -> bool:
-    """Whether the directory is so old that its creator must have died before it wrote a file."""
+    """Whether the directory, if it is empty, is so old that its creator must have died."""
     try:
         return directory.lstat().st_mtime < time.time() - _ABANDONED_AFTER_S
     except OSError:

@@ -124,8 +124,8 @@ class CdiSteps:
     """Does and undoes `WriteCdiSpec`.
 
     Each spec is built from the current files on disk, because paths become stale when the NVIDIA driver or the
-    toolkit is replaced. `ledger` is None without MIG on demand, `cards` is None without passthrough, and
-    `dev_char` is None if no links are wanted in /dev/char.
+    toolkit is replaced. `ledger` may be None without MIG on demand, and `cards` without passthrough. `dev_char` is
+    None if no links are wanted in /dev/char.
     """
 
     driver_name: str
@@ -230,7 +230,7 @@ class CdiSteps:
         self.specs.remove(record.ref.uid)
 
     def in_place(self, step: Step, record: ClaimRecord) -> bool:
-        """Whether the claim's spec file exists."""
+        """Whether the claim's spec file exists and contains a JSON object."""
         return self.specs.read(record.ref.uid) is not None
 
     def _device(self, planned: PlannedDevice) -> CdiDevice:
@@ -284,7 +284,7 @@ class CdiSteps:
         )
 
     def _for_virtual_machine(self, planned: PlannedDevice, device: VfioDevice) -> CdiDevice:
-        """Return the device with the card's current nodes; their names change each time vfio takes the card.
+        """Return the device with the card's current nodes; their names may change when vfio takes the card.
 
         Raises: RetryableError.
         """

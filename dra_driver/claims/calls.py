@@ -35,7 +35,7 @@ _FIRST_PAUSE_S = 0.5
 _MAX_PAUSE_S = 4.0
 _CHECK_EVERY_S = 1.0
 _LATE_RIGHTS = frozenset({401, 403})
-"""After an installation or a token renewal, permissions may arrive a few seconds after the plugin starts."""
+"""After an installation or a token renewal, the API server may refuse the plugin's requests for a few seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ class CallsUnderWay:
             self._changed.notify_all()
 
     def wait(self, seen: int, seconds: float) -> int:
-        """Wait up to `seconds` until a claim is unprepared or `wake` is called.
+        """Wait up to `seconds` until an Unprepare succeeds or fails, or `wake` is called.
 
         Pass what the last `wait` returned as `seen` (0 at first), so that a change in between is not missed.
         """
@@ -138,7 +138,7 @@ class Observer(Protocol):
         """Report a prepared claim. `record` is None if the claim has no device of this driver."""
 
     def unprepared(self, ref: ClaimRef, duration_s: float, record: ClaimRecord | None) -> None:
-        """Report that a claim was unprepared; `record` is None if it had never been prepared."""
+        """Report that a claim was unprepared; `record` is None if it had no readable record."""
 
     def waited(self, ref: ClaimRef, duration_s: float) -> None:
         """Report the end of a Prepare that waited for a device, whether it succeeded or failed."""
@@ -186,7 +186,7 @@ class ClaimFetch:
         self._driver = driver
 
     def allocated(self, ref: ClaimRef, call: KubeletCall) -> AllocatedClaim:
-        """Return this driver's part of a claim, from the API server or, if that fails, from the claim's record.
+        """Return this driver's part of a claim, from the API server or, if that fails, from a prepared claim's record.
 
         Raises: like `ClaimClient.read`; RetryableError.
         """

@@ -1,8 +1,8 @@
 """Prepares one claim: makes a plan from the current devices, records and configuration, runs its steps, and answers the
 kubelet. While a device is in use, it waits and retries.
 
-A failed attempt removes the record that it wrote, unless the claim has been prepared or unprepared since, or a later
-attempt continues with the record:
+A failed attempt removes the record that it wrote, unless the claim has been prepared or unprepared since, a later
+attempt continues with the record, or a maintenance claim may still succeed:
 
     (nothing) ──attempt writes the record──▶ record of this attempt ──a later attempt uses it──▶ record of that attempt
       ▲                                        │
@@ -107,7 +107,7 @@ class ClaimPlanner:
     def plan(self, claim: AllocatedClaim, known: ClaimRecord | None) -> Plan:
         """Return the plan of a claim whose record is `known`.
 
-        Raises: like `plan_claim`; NvmlUnavailableError; RetryableError if the node lacks an extra device.
+        Raises: like `plan_claim`; NvmlUnavailableError; RetryableError if the NVIDIA driver has no IMEX channels.
         """
         inventory = self._inventory()
         plan = plan_claim(
@@ -131,10 +131,10 @@ class ClaimPlanner:
     ) -> None:
         """Check that IMEX is ready, if the claim gets a channel and is not prepared yet.
 
-        Call it before locking GPUs, because the daemon may be slow. If the fabric was not ready at the last
+        Call it before locking GPUs, because nvidia-imex may be slow. If the fabric was not ready at the last
         scan, the devices are scanned again.
 
-        Raises: RetryableError if the fabric or the daemon is not ready.
+        Raises: RetryableError if the fabric or nvidia-imex is not ready.
         """
         is_prepared = known is not None and known.phase == "prepared" and known.claim == claim
         if self.identity.extra_devices.imex is None or is_prepared:

@@ -211,7 +211,7 @@ class Reconciler(BackgroundWorker):
     def _found_stale(self, only: Collection[str] | None) -> list[_Stale]:
         """Return the stale claims found by this check.
 
-        Raises: DraDriverError if the API server returns none of the claims; claims that were stale stay stale.
+        Raises: DraDriverError if every query of the API server failed; claims that were stale stay stale.
         """
         subjects = self._checked_records()
         verdicts: dict[str, _Stale | None] = {}

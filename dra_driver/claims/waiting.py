@@ -65,7 +65,7 @@ class PrepareAttempt:
     """One attempt to prepare one claim, passed through all parts of Prepare. `claim` is this driver's part of
     the claim.
 
-    The other fields belong to `Waiter`: when the attempt first waited, by the waiter's clock; the type of the
+    The fields with defaults belong to `Waiter`: when the attempt first waited, by the waiter's clock; the type of the
     last error; and the number of changes that it has seen. `leaving` says, by holder UID, why a holder releases
     its devices; `gone` are the holders whose claims no longer exist, which are not queried again.
     """

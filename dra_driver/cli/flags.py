@@ -43,7 +43,7 @@ OF_NODE = of_run(
     "driver_name", "kubelet_plugins_directory_path", "cdi_root", "config", "nvidia_driver_root",
     "container_driver_root", "simulate", "simulator_dir", "device_names", "http_endpoint",
 )  # fmt: skip
-"""Shared by all commands that read the plugin's state on a node."""
+"""Shared by several commands that read the plugin's state on a node."""
 
 
 def switch(name: str, help_text: str, *spelled: str) -> Flag:

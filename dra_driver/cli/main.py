@@ -1,4 +1,4 @@
-"""The entry points of `gpu-dra-driver`. Errors are one line and an exit code, never a traceback."""
+"""The entry points of `gpu-dra-driver`. Expected errors are one line and an exit code, not a traceback."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ class NodeSnapshot:
 
 
 def prepared_claims(settings: Settings) -> NodeClaims:
-    """Return the prepared claims on this node, from its files only."""
+    """Return the claims on this node, from its files, and the failing claims that the plugin reports."""
     # A simulated machine has its own boot ID. It is read directly, because creating the platform would repair
     # the machine.
     proc = "/proc" if settings.simulator_dir is None else f"{settings.simulator_dir}/root/proc"

@@ -140,7 +140,7 @@ def value_of(entry: JsonObject | None) -> str:
 
 
 def device_table(devices: Iterable[JsonObject], width: int | None) -> Iterator[str]:
-    """Yield lines with one row per device: name, index, type, product, memory, place, and NVLink domain.
+    """Yield the lines of a table with one row per device.
 
     MIG devices on demand of one profile share a row, even across GPUs that are otherwise equal, because there
     are dozens per GPU.

@@ -117,9 +117,9 @@ def node_picture(
 ) -> list[RenderableType]:
     """Return the whole view: GPUs, problems, claims, pods, MPS daemons.
 
-    `order` sorts GPUs and processes: busiest first by memory or utilisation, worst first by health. `text` is
-    the search text: a GPU or claim that is the only match is shown in detail. `history` has the utilisations of
-    each GPU in percent, by device name, newest last.
+    `order` sorts the GPUs: busiest first by memory or utilisation, worst first by health; `memory` also sorts the
+    pods. `text` is the search text: a GPU or claim that is the only match is shown in detail. `history` has the
+    utilisations of each GPU in percent, by device name, newest last.
     """
     sections = [
         [_head(view), *_problems(view)],

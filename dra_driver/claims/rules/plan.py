@@ -103,7 +103,7 @@ def plan_claim(
     be prepared, unless it is for maintenance.
 
     Raises: ClaimRefusedError that names the request, the device and the remedy (DeviceHeldError if other claims
-    hold the device, or its MPS daemon is full); DeviceLostError; InvalidConfigError for opaque parameters.
+    hold the device, or its MPS daemon is full); DeviceLostError; RetryableError; InvalidConfigError.
     """
     found = _found(claim, pool, inventory, known, setting_for_lost)
     _refuse_repeats(found)

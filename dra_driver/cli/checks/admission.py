@@ -40,7 +40,7 @@ _OWN_CHECK = re.compile(r'requires resource="?resourceclaims/')
 
 def refusal_finding(error: ApiRejectedError, what: str) -> Finding:
     """Return the finding for a refused attempt to do `what`: OK if a policy of gpu-dra-driver or Kubernetes itself
-    refused it.
+    refused it, but FAIL if the account's token names no node.
     """
     text = str(error)
     policy, webhook = _BY_POLICY.search(text), _BY_WEBHOOK.search(text)

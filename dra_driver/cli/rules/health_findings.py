@@ -76,7 +76,7 @@ _WITHOUT_WORK = ("unresponsive no-answer", "fabric")
 
 
 def health_findings(found: NodeView, *, has_nvml: bool) -> list[Finding]:
-    """Return a finding for each unhealthy GPU and MIG device, worst first, or one finding if all are healthy.
+    """Return a finding for all unhealthy devices with the same reasons, worst first, or one if all are healthy.
 
     `has_nvml` is whether NVML answered. Reasons that NVML no longer shows are left out.
     """

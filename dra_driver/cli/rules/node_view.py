@@ -118,7 +118,7 @@ class SeenDaemon:
 class SeenProcess:
     """A process with memory on the GPU named `gpu`. `gpu_instance_id` is only set in MIG mode.
 
-    `pod` is `NAMESPACE/NAME`, or the UID of a pod with unknown claims; None for a process of the host.
+    `pod` is `NAMESPACE/NAME`, or `pod UID` for a pod with unknown claims; None for a process of the host.
     `is_unclaimed` means that the process belongs to no prepared claim and no container.
     """
 
@@ -266,7 +266,7 @@ _Found = tuple[HealthTarget, tuple[str, str], Severity, SeenReason]
 def _reasons(
     facts: NvmlFacts, states: Iterable[HealthState], names: Mapping[str, str], ids: InstanceIds, now: int
 ) -> Iterator[_Found]:
-    """Yield the reasons by device, worst first: the recorded ones, then those that only NVML shows."""
+    """Yield the reasons by device, worst first: the recorded ones and those that only NVML shows."""
     kept = {HealthTarget(uuid): HealthState(HealthTarget(uuid)) for uuid in names}
     kept |= {state.target: state for state in states}
     for uuid, name in names.items():

@@ -38,7 +38,7 @@ class Document:
     content: Any = None
     problem: str | None = None
     is_configuration: bool = False
-    """Whether it is a configuration file of gpu-dra-driver: not a Kubernetes object, and with a known key."""
+    """Whether it is a configuration file of gpu-dra-driver: not a Kubernetes object, and with a key like a setting's."""
 
     @property
     def place(self) -> str:
@@ -66,8 +66,8 @@ class Document:
 def read_documents(files: Sequence[str], settings: Collection[str] = ()) -> Iterator[Document]:
     """Yield the documents of all files. Empty ones are skipped, and a List is split into its items.
 
-    `-` means standard input, and a directory means all YAML files in it. `settings` are the keys of a configuration
-    file. Raises: InvalidConfigError for a file that cannot be read.
+    `-` means standard input, and a directory means all YAML and JSON files below it. `settings` are the keys of a
+    configuration file. Raises: InvalidConfigError for a file that cannot be read.
     """
     for name in files:
         if name == "-":

@@ -297,7 +297,7 @@ class ManifestCheck:
     def _knows_classes(self, names: Sequence[str], report: DocumentReport) -> bool:
         """Return whether all classes are known and select devices of gpu-dra-driver.
 
-        A class name that resembles a known one is a fault; any other unknown class may exist in the cluster.
+        Without the cluster's classes, an unknown class is a fault only if its name resembles a known one.
         """
         unjudged = []
         for name in names:

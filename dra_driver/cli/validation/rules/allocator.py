@@ -34,8 +34,8 @@ def shareable(device: Mapping[str, Any]) -> bool:
 
 
 def consumption(requests: Mapping[str, Any], device: Mapping[str, Any]) -> Amounts | None:
-    """Return what an allocation consumes of every capacity, including zeros; None if even a free device does not have
-    enough.
+    """Return what an allocation consumes of every capacity, including zeros; None if even a free device cannot serve
+    the requests.
     """
     # kube-scheduler compares names literally, so `gpu.nvidia.com/memory` is not the capacity `memory`.
     if not requests.keys() <= (device.get("capacity") or {}).keys():

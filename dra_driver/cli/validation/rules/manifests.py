@@ -59,7 +59,7 @@ CLASS_TYPES: Mapping[str, DeviceType] = {
     "mig.nvidia.com": "mig",
     "vfio.gpu.nvidia.com": "vfio",
 }
-"""The type of devices that each installed class selects."""
+"""The type of devices that each installed class selects, if it selects only one type."""
 _FOREIGN_KINDS: Final = ("ComputeDomain", "ComputeDomainClique")
 """Objects of NVIDIA's own DRA driver in the same API group as the plugin's parameters."""
 _ALIKE: Final = 0.8
@@ -272,7 +272,7 @@ def alternative_hints(devices: JsonObject, path: str, driver: str) -> Iterator[s
 
 
 def class_type(name: str) -> DeviceType | None:
-    """Return the type of device that an installed class selects; None for an unknown class."""
+    """Return the only type of device that an installed class selects; None for any other class."""
     begin, end = PROFILE_CLASS
     return "mig" if name.startswith(begin) and name.endswith(end) else CLASS_TYPES.get(name)
 
