@@ -43,9 +43,9 @@ EXAMPLES = ("0000:1b:00.0 --for 10m", "--end")
 
 def detach(given: Namespace) -> None:
     """While NVML is closed, you can reset GPUs, switch MIG modes and unload the NVIDIA driver. The command returns
-    when every instance of gpu-dra-driver on this node has closed NVML. Until NVML is open again, the node publishes no
-    devices. Afterwards, gpu-dra-driver opens NVML again, and restores time slices and compute modes. The command
-    fails while claims use the GPUs. Run it as root on the node, or with kubectl exec in the pod of gpu-dra-driver.
+    when every instance of gpu-dra-driver on this node has closed NVML. Until the time is over, the node publishes no
+    devices. Then gpu-dra-driver opens NVML again, and restores time slices and compute modes. The command fails while
+    claims use the GPUs. Run it as root on the node, or with kubectl exec in the pod of gpu-dra-driver.
     """
 
     if given.end and (given.gpus or given.force or given.duration is not None):

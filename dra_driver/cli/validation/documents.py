@@ -38,7 +38,7 @@ class Document:
     content: Any = None
     problem: str | None = None
     is_configuration: bool = False
-    """Whether it is a configuration file of gpu-dra-driver: not a Kubernetes object, and with a key like a setting's."""
+    """Whether it is a configuration file of gpu-dra-driver: not a Kubernetes object, and a key resembles a setting."""
 
     @property
     def place(self) -> str:
