@@ -67,8 +67,8 @@ class Gpu:
     `index` is NVML's, and changes when a card is drained; `minor` is the N of /dev/nvidiaN. `pci_bus_id` is
     in sysfs form; `memory_bytes` is the total; versions are (major, minor). `nvlink_links` counts active
     links; `mig_enabled` is the current mode; `multiprocessors` counts all of the GPU's multiprocessors, even those
-    that MIG mode does not use. `partitioning` is set if MIG devices are created on demand; such a GPU does not
-    count as being in MIG mode, whatever its current mode. `memory_numa_node` is the NUMA node of the GPU's
+    that MIG mode does not use. `partitioning` is set if MIG devices are created on demand; once such a GPU is
+    published, `mig_enabled` ignores a mode that this plugin enabled. `memory_numa_node` is the NUMA node of the GPU's
     own memory, if the host has such a node. At most one of `fabric` and `unready_fabric` is set.
     `persistence` is whether persistence mode is on.
     """

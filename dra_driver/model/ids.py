@@ -83,8 +83,8 @@ def gpu_minor_names(minors: Mapping[str, int | None], kept: Mapping[str, str]) -
 
 
 def names_gpus_by(device: str) -> Literal["uuid", "minor"] | None:
-    """Returns which scheme named the GPU in a device's name; None if the name has all digits of a UUID, because
-    both schemes can produce such a name.
+    """Returns which scheme named the GPU in a device's name; None for other names, and for a name with all digits of a
+    UUID, which both schemes can produce.
     """
     found = _GPU_NAME.match(device)
     if found is None or len(found[1]) >= _WHOLE_UUID:

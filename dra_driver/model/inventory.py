@@ -161,8 +161,8 @@ class Inventory:
 
     @cached_property
     def cards_by_gpu(self) -> Mapping[str, Card]:
-        """The published cards by GPU UUID. Omits GPUs that have static MIG devices, because this plugin never
-        destroys these devices.
+        """The published cards by GPU UUID. Omits GPUs that cannot be used whole: this plugin never
+        destroys static MIG devices.
         """
         return {gpu.uuid: card for gpu, card in self._cards() if _is_whole(gpu)}
 
@@ -188,7 +188,7 @@ class Inventory:
 
     @cached_property
     def withheld_by_name(self) -> Mapping[str, StaticMigDevice]:
-        """MIG devices on partitioned GPUs that this plugin does not manage, by the name that they would have."""
+        """MIG devices that this plugin does not manage, on partitioned GPUs, by the name that they would have."""
         return {
             (name := mig_device_name(self.gpu_names[gpu.uuid], mig)): StaticMigDevice(name, gpu, mig)
             for gpu in self.every_gpu
@@ -218,7 +218,7 @@ class Inventory:
         return replace(self, gpus=gpus, lost=lost, cards=())
 
     def devices(self) -> Iterable[OfferedDevice]:
-        """Every published device, in publishing order. A GPU in MIG mode is never published whole."""
+        """Every published device, in publishing order."""
         return self.by_name.values()
 
     def _cards(self) -> Iterator[tuple[Gpu, Card]]:
@@ -252,7 +252,7 @@ def _pci_order(gpu: Gpu) -> tuple[str, str]:
 
 
 def _is_whole(gpu: Gpu) -> bool:
-    """Whether the GPU is published whole."""
+    """Whether the GPU can be used whole."""
     return not gpu.mig_enabled if gpu.partitioning is None else gpu.partitioning.offers_whole
 
 

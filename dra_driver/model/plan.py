@@ -37,7 +37,7 @@ class PlannedDevice:
 
     @property
     def cdi_device(self) -> str:
-        """The device's name in the claim's CDI spec; see `cdi_device`."""
+        """The device's name in the claim's CDI spec."""
         return cdi_device(self.result)
 
     def held(self) -> HeldDevice:

@@ -17,7 +17,7 @@ SelectedDevices = Literal["gpu", "mig", "all"]
 
 MAX_SHARES = 4096
 MAX_MPS_SHARES = 60
-"""The largest number of clients that an MPS daemon can serve with any NVIDIA driver; `sharing/rules/client_limits.py`
+"""The number of clients that an MPS daemon can serve with the newest NVIDIA drivers; `sharing/rules/client_limits.py`
 has the limit for the node's driver and GPU."""
 
 _UUID = re.compile(r"^(?:GPU|MIG)-[0-9A-Fa-f]{8}(?:-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}\Z")
@@ -57,7 +57,7 @@ class GpuSelector:
         return self.devices in ("all", kind_of(device)) and self._matches(device.gpu, device.uuid)
 
     def matches_gpu(self, gpu: Gpu) -> bool:
-        """Whether the GPU is selected, whole or as MIG devices."""
+        """Whether the properties of the GPU match; ignores `devices`, and UUIDs of MIG devices match no GPU."""
         return self._matches(gpu, gpu.uuid)
 
     def _matches(self, gpu: Gpu, device_uuid: str) -> bool:

@@ -156,7 +156,7 @@ class Daemon:
     def stop(self, is_over: Callable[[], bool]) -> None:
         """Stops the daemon and removes everything that it created, unless `is_over` returns False.
 
-        `is_over` is called once the status says that the daemon no longer serves. Never raises; a failed stop is
+        `is_over` is called after the status says that the daemon no longer serves. Never raises; a failed stop is
         retried.
         """
         with self._lock:

@@ -60,7 +60,7 @@ class ComputeMode:
     def get(self, gpu_uuid: str) -> int | None:
         """Returns the mode; None if the GPU or the NVIDIA driver is gone.
 
-        Raises: NotSupportedError if the GPU has no compute mode, otherwise RetryableError.
+        Raises: NotSupportedError if the GPU has no compute mode, RetryableError for other failures.
         """
         action = f"cannot read the compute mode of {gpu_uuid}"
         code, text = self._run(action, gpu_uuid, "--query-gpu=compute_mode", "--format=csv,noheader")
@@ -72,7 +72,7 @@ class ComputeMode:
         raise _problem(action, code, text, is_unsupported=code == 0 and name in _NO_SETTING)
 
     def set(self, gpu_uuid: str, mode: int) -> None:
-        """Sets the mode. Raises: NotSupportedError if the GPU does not support it, otherwise RetryableError."""
+        """Sets the mode. Raises: NotSupportedError if the GPU does not support it; RetryableError."""
         action = f"cannot set the compute mode of {gpu_uuid} to {_NAMES[mode]}"
         code, text = self._run(action, gpu_uuid, "-c", _NAMES[mode])
         lowered = text.lower()

@@ -98,7 +98,7 @@ LONGEST_SOCKET = 106
 LONGEST_SOCKET_NAME = "control_privileged"
 """The longest name of a control daemon's sockets in its pipe directory."""
 _PLAIN_CHARACTERS = 12
-"""MicroK8s has the longest known kubelet root, which leaves room for 13 characters."""
+"""The longest device name used as a directory name. The longest known kubelet root (MicroK8s) leaves room for 13."""
 _POLL_S = 0.015
 _SILENT_S = 30.0
 """Three times the interval at which the host touches `host.alive`."""
@@ -215,7 +215,7 @@ class MpsHostFiles:
         return is_ready and self._wanted.get(spec.device) == spec
 
     def unseen(self) -> list[str]:
-        """Returns the devices whose daemon differs from the wanted one, or is missing. Raises: StateError."""
+        """Returns the devices whose daemon is missing, unwanted, or differs from the wanted one. Raises: StateError."""
         wanted, found = self._wanted.all(), self._statuses.all()
         return sorted(
             device
@@ -224,8 +224,8 @@ class MpsHostFiles:
         )
 
     def problems(self) -> Sequence[NodeProblem]:
-        """Reports failed daemons, and a host that is needed but has been missing, silent or incompatible for
-        30 s.
+        """Returns the problem of each daemon that has one, and of a host that is needed but has been missing, silent or
+        incompatible for 30 s.
 
         Compares with earlier calls, so it must be called every few seconds. Raises: StateError.
         """
@@ -263,7 +263,7 @@ class MpsHostFiles:
     def _is_needed(self) -> bool:
         """Whether the configuration requires a host, or a claim has, had or recently requested a daemon.
 
-        The kubelet repeats a request every two minutes while the pod exists.
+        The kubelet retries a failed Prepare every 60 to 90 seconds while the pod exists.
         """
         return self._is_expected or self._clock() - self._missed_at < _ASKED_AGAIN_S or self.is_in_use()
 
@@ -517,7 +517,7 @@ _RECORD = Codec(DaemonRecord)
 class DaemonRecords(JsonStore[DaemonRecord]):
     """The record files of one layout, by device; only the host of the layout writes them.
 
-    A record from a newer release is also set aside, because claims then request the daemon again.
+    A record from a newer release is set aside like an unreadable one, because claims request the daemon again.
     """
 
     def __init__(self, layout: MpsLayout) -> None:

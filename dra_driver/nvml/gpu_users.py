@@ -123,10 +123,12 @@ def busy_error(action: str, holders: Sequence[str], subject: str, look_at: str) 
             f"{action}: {subject} is in use, but NVML shows no process on it; a monitor such as DCGM or "
             f"another process may have the device file open: check with {look_at}"
         )
-    return DeviceBusyError(
-        f"{action}: {subject} is in use by {named(holders, _MAX_NAMED)}; stop the process, or wait "
-        "until it stops"
+    remedy = (
+        "stop the process, or wait until it stops"
+        if len(holders) == 1
+        else "stop them, or wait until they stop"
     )
+    return DeviceBusyError(f"{action}: {subject} is in use by {named(holders, _MAX_NAMED)}; {remedy}")
 
 
 class PersistenceModes:

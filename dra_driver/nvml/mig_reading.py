@@ -393,7 +393,7 @@ def _driver_name(info: Any) -> str | None:
 
 
 def _rule_name(info: Any, number: int, total_bytes: int | None) -> str:
-    """Returns the profile name by NVIDIA's rule: memory in eighths of the card, rounded half up."""
+    """Returns the profile name by NVIDIA's rule: the memory in whole eighths of the card's, then in whole gigabytes."""
     total = total_bytes or int(info.memorySizeMB) * _MIB
     eighths = math.ceil(int(info.memorySizeMB) * _MIB / total * 8) / 8
     gigabytes = math.floor(eighths * math.ceil(total / _GIB) + 0.5)

@@ -1,4 +1,4 @@
-"""One NVML session and everything that the daemon reads through it. Imports the binding on first use, because
+"""One NVML session and everything that the plugin reads through it. Imports the binding on first use, because
 most commands do not need it.
 """
 

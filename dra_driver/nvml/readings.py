@@ -159,7 +159,7 @@ def _addressing_mode(value: Any) -> str | None:
 
 
 def _memory_numa_node(log: FaultLog, handle: Handle, addressing: str | None) -> int | None:
-    """Queried only if the GPU may share addresses with the host's CPU."""
+    """Queries NVML only if the addressing mode is ATS or unknown: other GPUs have no such node."""
     if addressing in ("None", "HMM"):
         return None
     node = log.read("NUMA node of the memory", pynvml.nvmlDeviceGetNumaNodeId, handle)

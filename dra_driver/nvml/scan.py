@@ -98,7 +98,8 @@ def read_reachable_pairs(
     peer access takes precedence, because it accounts for switch partitions; without a report, the links decide.
     Behind a switch the count is 1, because all pairs are equal there. The result in `memory` is used for GPUs that
     are in MIG mode but can be whole again, for `silent` GPUs, which are not called, and for pairs whose query fails
-    or does not return. A pair that was never read counts as without peer access, and is reported as a fault.
+    or does not return. For a pair that was never read, the links decide if one GPU is in
+    MIG mode; otherwise it counts as without peer access.
     """
     linked = {
         index: (handle, gpu) for index, (handle, gpu) in gpus.items() if gpu.nvlink_links and gpu.can_be_whole
@@ -153,7 +154,7 @@ def _links_of_pair(
 ) -> int:
     """Returns the number of links between two GPUs, and stores it in `memory`.
 
-    Without usable answers it returns the stored number.
+    Without usable answers it returns the stored number; if there is none, the links decide in MIG mode, else 0.
     """
     pair = frozenset((a.uuid, b.uuid))
     of_a, of_b = found.get(a.uuid, _UNREAD), found.get(b.uuid, _UNREAD)
@@ -274,10 +275,11 @@ def read_gpus(
 ) -> Inventory:
     """Returns all GPUs in PCI order, without NVLink domains.
 
-    A GPU that does not answer is reported as a fault and does not delay others. GPUs and values that cannot be read
-    now are returned as last read, if they were read before. GPUs that `on_demand` selects (None: none) and that
-    support it get a `partitioning`, with all existing GPU instances as `withheld`. Their MIG devices are those in the
-    instances that `foreign_instances` returns (None: all). `memory` must be the same object in each scan.
+    A GPU that does not answer is reported as a fault; the others are still read. GPUs and values that cannot be read
+    now are returned as last read, if they were read before; lost GPUs are omitted. GPUs that `on_demand` selects
+    (None: none) and that support it get a `partitioning`, with all existing GPU instances as `withheld`. Their MIG
+    devices are those in the instances that `foreign_instances` returns (None: all). `memory` must be the same
+    object in each scan.
 
     Raises: NvmlUnavailableError if NVML itself does not answer; the errors of `foreign_instances`.
     """

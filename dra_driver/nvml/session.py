@@ -68,7 +68,7 @@ class NvmlSession:
     leave a GPU half changed.
 
     NVML is never shut down during a call, because that may hang or crash the process. Closing waits for
-    running calls; until then operations can begin as usual, and calls in `kept_open` are refused:
+    running calls; until then operations can begin as usual. Other calls are refused unless an operation is running:
 
         closed ──reopen──▶ opening ──▶ open ──a pause waits; no call is running──▶ closing ──▶ paused
                               ▲          └── a call hangs, or the wait is too long: refused, no change   │
@@ -118,7 +118,7 @@ class NvmlSession:
         """Keeps NVML initialised during the calls made inside.
 
         Yields the number of the opening: handles and event sets of an earlier opening are invalid. Raises:
-        NvmlUnavailableError if NVML is not initialised, or if a thread waits for these calls to end.
+        NvmlUnavailableError if NVML is not initialised, or if a thread waits to close it and no operation is running.
         """
         call = object()
         with self._turn:

@@ -25,8 +25,8 @@ _SAMPLED_US = 2_000_000
 """NVML averages the use of a process over the time since a given moment. `nvidia-smi pmon` uses about this period."""
 _FULL = 100
 _SHORTEST_S = 1.0
-"""The minimum time between two samples of a device. Earlier readings, such as for a second Prometheus, get the previous
-value."""
+"""The minimum time between two samples of a device. A reading before that, such as for a second Prometheus, gets the
+previous value."""
 
 
 def read_load(uuid: str, handle: Handle | None = None) -> GpuLoad:
@@ -165,8 +165,8 @@ def with_utilisation(
     the whole GPU.
 
     NVML has samples only of processes that ran a kernel in the last seconds. A process without a sample was
-    idle if another process has a sample, or if the GPU was idle. Otherwise NVML may have no samples of the
-    process at all, for example for MPS clients, so its utilisation is unknown.
+    idle if another process has a sample, or if the GPU was idle. Otherwise, and always next to an MPS server, NVML
+    may have no samples of the process at all, so its utilisation is unknown.
 
     Raises: the errors of `read_load`.
     """

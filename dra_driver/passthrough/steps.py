@@ -78,7 +78,7 @@ class _Rendezvous:
 
 @dataclass(eq=False)
 class VfioSteps:
-    """Runs and undoes `BindVfio`. Call neither during an NVML operation.
+    """Runs and undoes `BindVfio`. Must not be called during an NVML operation.
 
     While `pause` is entered, NVML is closed in every process of the plugin; its arguments are a description
     for logs and errors, and a function that returns how many seconds to wait for running NVML calls. `rescan` starts a
@@ -186,7 +186,7 @@ class VfioSteps:
             raise NvmlUnavailableError(reason)
 
     def _prepare_card(self, step: BindVfio, now: Mapping[str, str | None]) -> None:
-        """Records the current drivers and turns persistence mode off, if NVML still lists the GPU.
+        """Records the current drivers; if NVML still lists the GPU, also turns persistence mode off.
 
         Raises: DeviceBusyError; RetryableError if other programs have the GPU open, which is checked without
         closing NVML.
@@ -345,7 +345,7 @@ class VfioSteps:
         _refuse_users(step, users)
 
     def _restore_drivers(self, moves: Sequence[Move], step: BindVfio) -> None:
-        """Makes all moves, even if one fails: another function of the card must not keep the GPU bound.
+        """Makes all moves, even if the move of another function of the card fails: it must not keep the GPU bound.
 
         If a driver does not accept its function, the kernel chooses another driver.
         """

@@ -112,8 +112,8 @@ class EventQueue:
         return len(self._queued)
 
     def put(self, report: Report, now: float) -> list[Report]:
-        """Adds a report. If the queue is full, drops others and returns them: minor events are dropped first, claim
-        statuses last, and older reports before newer ones.
+        """Adds a report. If the queue is full, drops and returns reports, possibly the new one: minor events first,
+        claim statuses last, and older reports before newer ones.
         """
         key = _key(report)
         known = self._queued.get(key)

@@ -59,7 +59,7 @@ class Response(NamedTuple):
 def problems_page(
     problems: Callable[[], Sequence[str]], notes: Callable[[], Sequence[str]] | None = None
 ) -> Page:
-    """Returns a page with status 200 and `ok` without problems, else 503 and one problem on each line.
+    """Returns a page: status 200 and `ok` if there are no problems, else 503 and one problem on each line.
 
     The notes follow; they do not change the status.
     """
@@ -94,7 +94,7 @@ _BUSY = Response(503, _TEXT, b"too many requests for this page are still in prog
 class HttpEndpoint:
     """Serves GET on `pages` by path, at `address` in the form `host:port`, `[IPv6]:port` or `:port`.
 
-    Without a host, and with `[::]`, it serves IPv4 and IPv6 clients on one port: the kubelet probes a pod at
+    Without a host, or with `[::]`, it serves IPv4 and IPv6 clients on one port: the kubelet probes a pod at
     its first address, which is an IPv6 address in many clusters. Raises: InvalidConfigError; FatalError if it
     cannot listen.
     """

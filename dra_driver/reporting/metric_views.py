@@ -1,7 +1,7 @@
 """The metrics that each scrape reads from other parts of the plugin, in limited time.
 
-Each view is registered once the part that it reads exists. A scrape counts and omits a part that fails or does not
-answer in time, and shows the other parts.
+Each view is registered as soon as the part that it reads exists. A scrape counts and omits a part that fails or does
+not answer in time, and shows the other parts.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ database."""
 _CONDITIONS: tuple[Condition, ...] = get_args(Condition)
 
 Instances = Mapping[str, MadeInstance]
-"""The existing MIG devices on demand, by device name."""
+"""The on-demand MIG devices that exist, by device name."""
 Samples = Mapping[tuple[str, ...], float]
 InventorySource = Callable[[], Inventory | None]
 
@@ -175,7 +175,7 @@ class Views:
     ) -> None:
         """Which claim has which device, for which pods.
 
-        `made_uuid` returns the current UUID of a MIG device on demand, by the device's name. The labels that
+        `made_uuid` returns the current UUID of an on-demand MIG device, by its name. The labels that
         begin with `dra_` are those of the DCGM exporter.
         """
 

@@ -79,7 +79,7 @@ _COUNTERS: Mapping[str, tuple[str, _Labels]] = {
     "requests": ("Claims prepared or unprepared successfully.", _OPERATION),
     "node_prepare_errors": ("Failed Prepares of claims, by cause.", {"error_type": REASONS}),
     "node_unprepare_errors": ("Failed Unprepares of claims, by cause.", {"error_type": REASONS}),
-    "mig_errors": ("MIG devices that the plugin failed to create or destroy.",
+    "mig_errors": ("Failed changes of MIG devices or MIG mode.",
                    {"operation": _MIG_ACTIONS, "error_type": REASONS}),
     "step_errors": ("Failed steps of claims.", _STEP),
     "publish_errors": ("Failed updates of the slices, by cause.", {"error_type": REASONS}),
@@ -91,7 +91,7 @@ _HISTOGRAMS: Mapping[str, tuple[str, Sequence[float], _Labels]] = {
     "request_duration_seconds": ("Time to prepare or unprepare one claim.", _DURATION_BUCKETS, _OPERATION),
     "release_wait_seconds": ("Time that a Prepare waited for a device.",
                              _WAIT_BUCKETS, {}),
-    "mig_duration_seconds": ("Time to create or destroy one MIG device on demand.", _DURATION_BUCKETS,
+    "mig_duration_seconds": ("Time to change one MIG device, or MIG mode.", _DURATION_BUCKETS,
                              {"operation": _MIG_ACTIONS}),
     "step_duration_seconds": ("Time to do or undo one step of a claim, even if it failed.", _STEP_BUCKETS,
                               _STEP),
@@ -103,7 +103,7 @@ _HISTOGRAMS: Mapping[str, tuple[str, Sequence[float], _Labels]] = {
 class Metrics:
     """All metrics of the process in a separate registry; all start at zero.
 
-    `prepared` yields the type (`gpu`, `mig`) of each currently prepared device; it is called at each scrape,
+    `prepared` returns the type (`gpu`, `mig`, `vfio`) of each prepared device; it is called at each scrape,
     like everything that `show` registers.
     """
 
@@ -154,7 +154,7 @@ class Metrics:
         self._durations["release_wait_seconds"].labels(self._driver).observe(duration_s)
 
     def mig_changed(self, action: str, duration_s: float, error: Exception | None) -> None:
-        """The creation or destruction of a MIG device succeeded or failed."""
+        """The creation or destruction of a MIG device, or a switch of MIG mode, succeeded or failed."""
         if error is None:
             self._durations["mig_duration_seconds"].labels(self._driver, action).observe(duration_s)
         else:

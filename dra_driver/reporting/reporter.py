@@ -1,5 +1,5 @@
 """Reports events of the node, claims and MIG devices: metrics change at once, and the event recorder informs users.
-`reporting/node_problems.py` reports lasting problems. `Reports` combines all reports of the daemon.
+`reporting/node_problems.py` reports lasting problems. `Reports` combines all reports of the plugin.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ _CHANGED: Mapping[str, tuple[EventReason, str]] = {
 class Reporter:
     """Receives events of Prepare, Unprepare and the MIG code.
 
-    `users` returns a claim whose record uses a MIG device on demand. `freed` is called after a claim was
+    `users` returns a claim whose record uses an on-demand MIG device. `freed` is called after a claim was
     unprepared.
     """
 
@@ -333,7 +333,7 @@ def claim_using(device: str, records: Iterable[ClaimRecord]) -> ClaimRef | None:
 
 
 class Reports:
-    """Everything that the daemon reports.
+    """Everything that the plugin reports.
 
     `recorder` writes events; `node` and `mps` report about the node, `claims` and `failing` about claims.
     `reporter` receives events of Prepare and Unprepare.

@@ -369,7 +369,7 @@ def test_processes_on_a_mig_device_are_named(bench: Bench) -> None:
     assert str(caught.value) == (
         f"destroy compute instance {compute} of GPU instance {made} of GPU {bench.gpu.uuid}: it is in use by "
         "process 4711 (trainer), process 4712 (/usr/bin/python3), process 4713 (nvidia-cuda-mps-server); stop "
-        "the process, or wait until it stops"
+        "them, or wait until they stop"
     )
     bench.machine.release_gpu(0)
     bench.hardware.destroy_compute(*bench.where, made, compute)

@@ -184,7 +184,7 @@ def _runs_out(row: PlacedProfile) -> bool:
 
 
 def _bounded(profile: MigProfile, totals: Amounts) -> bool:
-    """Whether the GPU has too few engines for more than `max_instances` instances of the profile."""
+    """Whether the `totals` alone already exclude more than `max_instances` instances of the profile."""
     above = profile.max_instances + 1
     return any(amount * above > totals[name] for name, amount in _amounts(profile).items())
 

@@ -86,8 +86,8 @@ def _in_name(profile: str) -> str:
 
 
 def _balanced(profiles: Sequence[PlacedProfile]) -> Mapping[str, int]:
-    """Returns two instances of the smallest profile, one with two slices and one with three, as far as the GPU has such
-    profiles.
+    """Returns the counts of `all-balanced`: two instances with one slice, one with two and one with three, reduced to
+    what fits on the GPU.
     """
     plain = [row.profile for row in profiles if row.profile.name.partition("gb")[2] == ""]
     smallest = {
@@ -106,10 +106,10 @@ def target_of(
     existing: Sequence[GpuInstance],
     fixed: Iterable[Slot],
 ) -> LayoutTarget:
-    """Returns the placements of an entry's instances on a GPU.
+    """Returns the desired state of a GPU for an entry, with a placement for each instance.
 
     Matching instances keep their place if the remaining instances then still fit. Instances at the `fixed` slots always
-    keep their place. Raises: LayoutRefusedError that names the nearest layout that fits.
+    keep their place. Raises: LayoutRefusedError if the GPU cannot have the layout.
     """
     if not profiles and entry.mode:
         raise LayoutRefusedError("the GPU does not support MIG")

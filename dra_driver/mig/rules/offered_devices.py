@@ -53,7 +53,7 @@ def offered_beside(
 ) -> Gpu:
     """Returns a GPU with the devices that fit next to its `foreign` instances.
 
-    `raw` is its partitioning as read; `mode_is_foreign` means that this plugin did not enable its MIG mode.
+    `raw` is its partitioning as read; `mode_is_foreign`: MIG mode is on, and this plugin did not enable it.
     """
     return replace(
         gpu,

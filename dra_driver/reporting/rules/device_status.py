@@ -75,7 +75,7 @@ class HealthEventKind(NamedTuple):
 
 
 def event_of(change: HealthChange) -> HealthEventKind | None:
-    """Returns the event of a health change; None if the device is usable before and after."""
+    """Returns the event of a health change; None if the device stays usable, or stays bad without becoming worse."""
     if change.is_gone:
         return HealthEventKind("GPUGone", warning=False)
     if change.is_hang or (change.after > change.before and change.after >= Severity.DEGRADED):
