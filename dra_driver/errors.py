@@ -9,7 +9,7 @@
     │   │   └── NvmlDetachedError     NVML is closed on purpose (NvmlPausedError: for a moment)
     │   ├── NvmlInUseError        NVML cannot be closed or initialised while a call is in progress
     │   ├── DeviceLostError       a GPU no longer answers
-    │   ├── DeviceBusyError       a process uses a device that must be changed
+    │   ├── DeviceBusyError       a process or claim uses a device that must be changed
     │   └── NvmlTransientError    the NVIDIA driver cannot perform the action now, but may later
     │       └── NvmlUnknownOutcomeError   the action may have taken effect
     ├── PermanentError        a person must change something first: claim, configuration, node
@@ -43,7 +43,7 @@ class RetryableError(DraDriverError):
 
 
 class ApiUnavailableError(RetryableError):
-    """The API server did not answer in time, refused the connection, or sent Retry-After.
+    """The API server cannot be reached, did not answer in time, or answered with HTTP 408, 429 or 5xx.
 
     `is_brief` means that a retry within the same call may succeed: the server is busy, starting, failing, or
     being replaced.
@@ -95,7 +95,7 @@ class DeviceLostError(RetryableError):
 
 
 class DeviceBusyError(RetryableError):
-    """A process uses the GPU, GPU instance or compute instance, so it cannot be changed now."""
+    """A process or claim uses the GPU, GPU instance or compute instance, so it cannot be changed now."""
 
 
 class NvmlTransientError(RetryableError):

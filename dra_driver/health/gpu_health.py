@@ -131,7 +131,7 @@ class GpuHealth:
     `under_vfio` returns the UUIDs of the GPUs that are, or will soon be, bound to vfio; NVML may not list
     them. `ledger` has the MIG devices that were created on demand. If another instance of the plugin leads,
     that instance writes the health file. Several threads call `on_shown` after each visible change,
-    `on_transition` after each change of a state, and `on_polled` after each poll.
+    `on_transition` after each new entry of the history, and `on_polled` after each poll.
     """
 
     def __init__(

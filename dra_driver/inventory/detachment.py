@@ -376,7 +376,7 @@ class Detachments:
         return UseMark(self._path.with_name(LOCK_FILE))
 
     def content(self) -> bytes | None:
-        """Return the content of the detach file; None if there is none."""
+        """Return the content of the detach file; None if it is missing or cannot be read."""
         try:
             return self._path.read_bytes()
         except OSError:
@@ -439,8 +439,8 @@ def nvml_pause(
 def closed_elsewhere(
     session: NvmlSession, detachments: Detachments, refuse_hanging: Callable[[str], None]
 ) -> Callable[[str, str], AbstractContextManager[None]]:
-    """Return a context manager that keeps NVML closed in the plugin's other processes on the node, but not in this
-    process.
+    """Return a context manager that closes NVML in the plugin's other processes on the node, if any of them has NVML
+    open, but not in this process.
 
     It takes the UUID of the GPU to change, and a text as in `nvml_pause`. `refuse_hanging` raises an error if an
     operation on another GPU hangs, because its process might not close NVML. Raises: like `Detachments.pause`; errors

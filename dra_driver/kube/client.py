@@ -43,7 +43,7 @@ FIELD_MANAGER = "gpu-dra-driver"
 USER_AGENT = f"{FIELD_MANAGER}/{dra_driver.__version__}"
 GROUP = "resource.k8s.io"
 GROUP_VERSION = f"{GROUP}/v1"
-"""API servers serve this version since Kubernetes 1.34."""
+"""API servers have served this version since Kubernetes 1.34."""
 JSON = "application/json"
 MERGE_PATCH = "application/merge-patch+json"
 DEFAULT_TIMEOUT_S = 10.0

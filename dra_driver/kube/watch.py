@@ -181,7 +181,7 @@ class NodeLabels(Follower):
     def now(self) -> Mapping[str, str] | None:
         """Return the labels; None until they are known, and while the node does not exist.
 
-        Raises: ApiUnavailableError if list or watch fails, and no list has arrived for a while.
+        Raises: ApiUnavailableError if list or watch fails, and no list or event has arrived for a while.
         """
         failing, updated_at = self.failing, self._updated_at
         if failing is not None and (

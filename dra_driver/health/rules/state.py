@@ -265,7 +265,7 @@ def shows_reset(state: HealthState, polled: PolledHealth) -> bool:
 
 
 def _is_still(state: HealthState, polled: PolledHealth) -> bool:
-    """Whether the memory error counter is unchanged since the last poll, or the GPU has no such counter."""
+    """Whether the memory error counter is unchanged since the last poll (for an instance: was read) or is missing."""
     if polled.ecc_uncorrected is None:
         return "ecc_uncorrected" not in polled.failed
     return state.target.is_instance or state.ecc_uncorrected == polled.ecc_uncorrected

@@ -187,7 +187,7 @@ Pair = frozenset[str]
 
 
 def with_nvlink_domains(found: Inventory) -> Inventory:
-    """Add NVLink domains to the inventory: those of the GPU pairs that NVML found reachable."""
+    """Add NVLink domains to the inventory, from the fabrics and the GPU pairs that NVML found reachable."""
     domains = nvlink_domains(found.gpus, found.reachable_pairs)
     return replace(found, nvlink_domains={**domains, **found.nvlink_domains})
 

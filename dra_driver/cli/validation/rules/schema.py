@@ -95,7 +95,7 @@ def amount(value: Any) -> str | None:
 
 
 def distinct(items: Sequence[Any]) -> str | None:
-    """Return the fault of a list of names, or of objects with names, that has duplicates."""
+    """Return what is wrong if a list of names, or of objects with names, has duplicates."""
     keys = [(one.get("name"), one.get("request")) if isinstance(one, dict) else (one, None) for one in items]
     twice = next((name for name, request in keys if name and keys.count((name, request)) > 1), None)
     return None if twice is None else f"{twice!r} appears twice"
@@ -141,7 +141,7 @@ _VALUES: Mapping[str, Shape] = {
     "DeviceTaint.value": _text(_label),
     "DeviceTaint.effect": _one_of("None", "NoSchedule", "NoExecute"),
 }
-"""Rules that the models lack, by model name without version and field."""
+"""Rules that the models lack, by the model's name (without its version) and field."""
 _MODES: Final = _one_of("ExactCount", "All")
 _MOST: Mapping[str, int | None] = {
     "DeviceRequest.firstAvailable": 8, "ExactDeviceRequest.tolerations": 16, "DeviceSubRequest.tolerations": 16,
