@@ -209,7 +209,7 @@ def _check_shutdown(report: Report, view: View) -> None:
 def ask_smi(program: str, arguments: tuple[str, ...], library_dir: str | None = None) -> str:
     """Return the output of nvidia-smi. Its exit code is ignored if the output names a GPU: others may be lost.
 
-    `library_dir` is NVML's directory, if it is not a default one. Raises: ValueError, OSError.
+    `library_dir` is NVML's directory, if it is not a default one. Raises: ValueError, OSError, TimeoutExpired.
     """
     if arguments not in READS:
         raise AssertionError(f"nvidia-smi {' '.join(arguments)} may change something")

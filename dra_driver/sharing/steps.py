@@ -57,7 +57,7 @@ class TimeSliceSteps:
             ) from error
 
     def undo(self, step: SetTimeSlice, record: ClaimRecord) -> None:
-        """Restores the default time slice. Raises: RetryableError."""
+        """Restores the default time slice. Raises: RetryableError, StateError."""
         try:
             timeout = seconds_for(f"reset the time slice of GPU {step.gpu_uuid}", _TIME_SLICE_S)
             self._nvidia_smi.set_time_slice(step.gpu_uuid, 0, timeout)
@@ -122,8 +122,8 @@ class MpsSteps:
     ledger: Ledger
 
     def do(self, step: RunMps, plan: Plan) -> None:
-        """Starts the daemon if necessary, and waits until it responds. Raises: RetryableError,
-        ClaimRefusedError.
+        """Starts the daemon if necessary, and waits until it responds. Raises: the errors of `MpsHostFiles.ensure`;
+        StateError if the daemon is in FAULT, or if the MIG device does not exist.
         """
         timeout = seconds_for(f"start the MPS daemon of device {step.spec.device}", _MPS_START_S)
         status = self.host.ensure(self._of_today(step.spec), timeout)
@@ -134,7 +134,7 @@ class MpsSteps:
             )
 
     def undo(self, step: RunMps, record: ClaimRecord) -> None:
-        """Stops the daemon. Raises: RetryableError."""
+        """Stops the daemon. Raises: the errors of `MpsHostFiles.stop`."""
         device = step.spec.device
         self.host.stop(device, seconds_for(f"stop the MPS daemon of device {device}", _MPS_STOP_S))
 

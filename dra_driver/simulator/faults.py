@@ -18,7 +18,7 @@ _PREFIX = "NVML_ERROR_"
 
 
 WRITES = ("driver_override", "unbind", "bind", "drivers_probe", "modprobe")
-"""Writes that change the driver of a PCI function. The code of their faults is an errno, or one of the following."""
+"""Actions that change the driver of a PCI function. The code of their faults is an errno, or one of the following."""
 NO_EFFECT, HANG, LATE_USER = -1, -2, -3
 _BEHAVIOURS = {"no-effect": NO_EFFECT, "hang": HANG, "late-user": LATE_USER}
 _LANES = 16

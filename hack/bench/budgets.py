@@ -1,7 +1,7 @@
 """`make bench`: measures the budgets of docs/decisions.md on this machine, and prints them as a table.
 
 The daemon runs as a separate process on a simulated DGX H100, with the playground's API server and kubelet in
-this one. Every figure is the median of several runs. The exit code is 1 if a budget is exceeded.
+this one. Most figures are medians of several runs. The exit code is 1 if a budget is exceeded.
 
     python hack/bench             everything that takes seconds
     python hack/bench --cycles N  also N prepare/unprepare cycles, to find leaks

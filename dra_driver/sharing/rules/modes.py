@@ -71,8 +71,8 @@ def sharing_modes_of(
     """Returns the sharing mode of each of the `devices`, in order. `parameters` are the opaque parameters of the
     devices, and `versions` the versions of the NVIDIA driver.
 
-    Opaque parameters decide the mode; a share keeps the lower of their limits and the policy's. If they do not mention
-    sharing, a share that the policy enforces through MPS gets the policy's limits. Raises: ClaimRefusedError.
+    Opaque parameters decide the mode; a share keeps the lower of their limits and the policy's. Without a sharing
+    section, it gets the policy's limits if MPS enforces them. Raises: ClaimRefusedError, InvalidConfigError.
     """
     for (result, _), resolved in zip(devices, parameters, strict=True):
         _refuse_parameters(result, resolved)
@@ -244,7 +244,7 @@ def _multi_user(config: MpsConfig, one: _Wanted) -> bool:
 
 
 def _neutral_spec(device: OfferedDevice, multi_user: bool) -> MpsDaemonSpec:
-    """Returns a daemon without its own limits, so that claims with different limits can share it."""
+    """Returns the spec of a daemon without its own limits, so that claims with different limits can share it."""
     kind: MpsKind = "gpu" if isinstance(device, WholeGpu) else "mig"
     return MpsDaemonSpec(device.name, device.uuid, kind, device.gpu.uuid, multi_user)
 

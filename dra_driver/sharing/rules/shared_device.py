@@ -118,7 +118,7 @@ def _optional(total: int, step: int) -> JsonObject:
 
 
 def _counted(total: int, step: int, *, default: int) -> JsonObject:
-    """Returns a capacity of which every claim consumes at least one step. A range needs at least two steps."""
+    """Returns a capacity of which every claim consumes at least one step; all of it if it has less than two steps."""
     if total < 2 * step:
         return _only(total, total, step)
     span = {"min": _text(step, step), "max": _text(total, step), "step": _text(step, step)}

@@ -17,7 +17,7 @@ _PATHS = "rendered.paths"
 class HostRoot:
     """`<directory>/root`. The caller of `render` holds the machine's lock.
 
-    The marker file contains the machine version that the tree shows. A process that dies during a change leaves no
+    The marker file contains the version of the state that the tree shows. A process that dies during a change leaves no
     marker; the next process then writes the whole tree again.
     """
 

@@ -168,7 +168,7 @@ class System(Core):
 @dataclass(slots=True)
 class _EventSet:
     """An event set. For each GPU, `masks` has the event types, the last event before its registration, and its number
-    of resets at registration. `checked` is the machine version that was last searched for events.
+    of resets at registration. `checked` is the version of the state that was last searched for events.
     """
 
     masks: dict[str, tuple[int, int, int]] = field(default_factory=dict)

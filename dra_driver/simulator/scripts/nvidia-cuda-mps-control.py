@@ -2,7 +2,7 @@
 # ruff: noqa: PTH100, PTH101, PTH103, PTH105, PTH107, PTH108, PTH110, PTH120, PTH123, S103, S108
 """The MPS control program of a simulated machine: the daemon (-f), and the command line to it (no option).
 
-It supports only the queries of the plugin and the MPS host, and has no limits for clients;
+It supports only the queries of the plugin and the MPS host, and enforces no limits;
 tests/mps_host/test_real_programs.py uses NVIDIA's own program. It needs only Python's standard library. A file of the
 machine overrides its behaviour, for "*" or a device's UUID: it can `say` lines, sleep for `sleep_s`, `exit` with a
 code instead of serving, give `answers` by command, or be `silent`.

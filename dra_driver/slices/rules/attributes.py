@@ -1,7 +1,7 @@
 """Converts a device to the form of resource.k8s.io/v1: its attributes and capacities.
 
 Names and types are those of NVIDIA's own driver, because users' CEL selectors and other schedulers depend on
-them. Every attribute except `type` and `uuid` is best effort: unknown values are omitted, never 0 or "N/A".
+them. Every attribute except `type` is best effort: unknown values are omitted, never 0 or "N/A".
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def _mig_attributes(device: StaticMigDevice | DynamicMigDevice) -> dict[str, Jso
 
 
 def _vfio_attributes(device: VfioDevice) -> dict[str, JsonObject | None]:
-    """Uses only the host's data about the card, which does not depend on its driver."""
+    """Uses the host's data about the card, which does not depend on its driver."""
     card = device.card
     return {
         "type": {"string": "vfio"},

@@ -233,7 +233,7 @@ def _chunks(items: Sequence[T], size: int) -> Iterator[tuple[T, ...]]:
 
 
 def device_faults(device: JsonObject) -> list[str]:
-    """Returns a text for each limit that this device exceeds."""
+    """Returns a text for each rule of the API server that this device breaks."""
     name = device["name"]
     faults = [] if is_dns_label(name) else [f"device {name!r}: the name is not a DNS label"]
     count = len(device.get("attributes", {})) + len(device.get("capacity", {}))
@@ -245,7 +245,7 @@ def device_faults(device: JsonObject) -> list[str]:
 
 
 def counter_set_faults(entry: JsonObject) -> list[str]:
-    """Returns a text if this counter set exceeds a limit."""
+    """Returns a text if this counter set has no counters or too many."""
     count = len(entry["counters"])
     if 0 < count <= MAX_COUNTERS_PER_SET:
         return []

@@ -1,5 +1,5 @@
-"""Computes the fewest writes from existing slices to a desired pool; compares slices by meaning; and finds
-fields that an API server dropped because a feature gate is off.
+"""Computes the fewest writes that turn existing slices into a desired pool; compares slices by meaning; and
+finds fields that an API server dropped because a feature gate is off.
 
 The rules match those of the upstream publishing helper, so no slice is rewritten when one driver takes over from
 another. A slice's index is in the object's name. A pool keeps its generation if no slice is created and at most one

@@ -1,6 +1,6 @@
 """Builds the programs of the cluster from pinned Go modules.
 
-Each folder below ``go/`` is a Go module. Its ``tool`` lines or its ``main.go`` are the programs. The modules are
+Each folder below ``go/`` is a Go module. Its programs are its ``tool`` lines or its ``main.go``. The modules are
 separate, because they need different versions of the same dependencies.
 """
 
