@@ -541,7 +541,7 @@ class Driver:
         _call_all(self._publish, partial(self.reporting.node.mig_layouts_changed, found))
 
     def _claim_released(self) -> None:
-        """Handle the end of an Unprepare: nothing of the claim is left on the node."""
+        """Handle the end of an Unprepare; a cleanup of the claim may be pending."""
         _call_all(self.layouts.wake, self.publishing.claim_released)
 
     def _cleanups_changed(self) -> None:

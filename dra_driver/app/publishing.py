@@ -80,7 +80,7 @@ class Publishing:
         return None
 
     def taints(self, limits: TaintLimits = NEWEST_TAINTS) -> Taints:
-        """Return a function with the current taints of devices."""
+        """Return a function that returns the current taints of a device."""
         return self._health.taints(self._cleaner.withheld(), self._layouts.states(), limits)
 
     def left_out(self, dropped: bool) -> Callable[[OfferedDevice], bool]:

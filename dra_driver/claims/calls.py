@@ -28,8 +28,7 @@ CLAIMS_AT_ONCE = 256
 """How many claims of one call are processed at the same time. Each has its own thread, because any of them may hang."""
 KUBELET_DEADLINE_S = 45.0
 _ANSWER_BEFORE_S = 2.0
-"""The plugin answers this long before the kubelet's deadline. The kubelet drops later answers and their error messages.
-"""
+"""The plugin answers this long before the kubelet's deadline, after which the kubelet drops answers and errors."""
 _KNOWN_CLAIMS_API_S = 3.0
 _FIRST_PAUSE_S = 0.5
 _MAX_PAUSE_S = 4.0

@@ -74,7 +74,7 @@ class Identity:
 
 @dataclass(eq=False)
 class ClaimPlanner:
-    """Plans claims. It takes no lock and changes nothing, but may trigger a rescan of the devices.
+    """Plans claims. Planning takes no lock and changes nothing, but may trigger a rescan of the devices.
 
     `setting_for_lost` returns the setting that would keep new pods away from lost GPUs; None if they already
     stay away.
@@ -231,7 +231,7 @@ class Preparer:
             raise
 
     def _prepare_until_free(self, attempt: PrepareAttempt) -> tuple[Prepared, ClaimRecord | None]:
-        """Try until success; wait and retry while the holders of the devices are about to release them."""
+        """Try until success; wait and retry while the devices will soon be free, or NVML refuses for a moment."""
         has_looked = False
         while True:
             try:

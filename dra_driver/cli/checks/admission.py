@@ -81,7 +81,7 @@ _CONSUMER = {"resource": "pods", "name": "gpu-dra-driver-probe", "uid": "gpu-dra
 class AdmissionProof:
     """Checks the policies with the token of gpu-dra-driver, because they do not apply to other accounts.
 
-    `claims` returns the claims that are prepared on this node. The checks raise ApiClient's errors.
+    `claims` returns the claims that have a record on this node. The checks raise ApiClient's errors.
     """
 
     client: ApiClient
@@ -148,7 +148,7 @@ class AdmissionProof:
         return is_allowed(self.client, Permission(verb, MARK_RESOURCE, self.driver))
 
     def _allocated_claim(self) -> JsonObject | None:
-        """Return a claim that is prepared on this node and has a device of gpu-dra-driver."""
+        """Return an allocated claim of this node that has a device of gpu-dra-driver; None if there is none."""
         lookup = ClaimClient(self.client)
         for ref in self.claims():
             claim = lookup.find(ref)

@@ -1,8 +1,8 @@
 """Evaluates CEL selectors as Kubernetes does, with the official implementation, cel-expr-python, plus
 quantities and versions.
 
-The image does not include the package. Missing from Kubernetes' CEL: libraries for networks and URLs, some list
-functions, find(), and cost limits.
+The image does not include the package. These parts of Kubernetes' CEL are missing here: libraries for networks and
+URLs, some list functions, find(), and cost limits.
 """
 
 from __future__ import annotations
