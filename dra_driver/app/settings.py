@@ -240,7 +240,7 @@ class Settings:
     )
     nvidia_cdi_hook_path: str | None = _setting(
         None,
-        "Path of nvidia-cdi-hook on the host; none: containers get all files without hooks.",
+        "Path of nvidia-cdi-hook on the host, or none to work without it (containers get more mounts).",
         _begins_with_slash("expected an absolute path or none", NO_HOOK),
         key="nvidiaCDIHookPath",
         shown="searched on the host, next to the plugin, and in the driver root",
@@ -298,7 +298,7 @@ class Settings:
     log_format: str = _setting("json", "", Choice(("json", "console")))
     sharing: SharingPolicy = _setting(
         NO_SHARING,
-        "Share every device: disabled, memory, unlimited, or a number of shares.",
+        "How every device is shared: disabled, memory, unlimited, or a number of shares.",
         SHARING,
         of_file=sharing_policy,
         flag="consumable_shares",
@@ -347,13 +347,13 @@ class Settings:
     taint_effects: Mapping[str, TaintEffect] = _setting(dict, None, TAINTS, key="health.taints", of_file=dict)
     device_names: DeviceNames = _setting(
         "uuid",
-        "How devices are named: uuid (gpu-4cf8db2d), or minor (gpu-0) as NVIDIA's own driver names them. It can be "
+        "How devices are named: uuid (gpu-4cf8db2d), or minor (gpu-0), as in NVIDIA's own DRA driver. It can be "
         "changed only on a node without claims.",
         Choice(get_args(DeviceNames)),
     )
     device_metadata: str = _setting(
         "off",
-        "Mount files that describe the devices into containers: off or both.",
+        "Mount files that describe the devices into containers: off, or both versions of the format (both).",
         Choice(tuple(METADATA_VERSIONS)),
         of_file=word,
     )

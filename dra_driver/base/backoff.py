@@ -78,7 +78,7 @@ class TokenBucket:
             now = self._clock()
             if self.ready_at(now) - now > max_s:
                 raise TimeoutError(
-                    f"gpu-dra-driver reached its own limit of {self._qps:g} requests per second; raise kubeAPIQPS"
+                    f"gpu-dra-driver reached its own limit of API requests, kubeAPIQPS={self._qps:g}; raise it"
                 )
             wait_s = self.take(now)
         if wait_s:

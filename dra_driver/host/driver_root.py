@@ -64,8 +64,8 @@ _UNSUPPORTED = (
         ("/dev/dxg", "/usr/lib/wsl/lib"),
     ),
     (
-        "Jetson or another Tegra system",
-        "its GPU is not a PCI device, and its driver (nvgpu) has different device nodes and libraries",
+        "Jetson and other Tegra systems",
+        "their GPU is not a PCI device, and its driver (nvgpu) has different device nodes and libraries",
         ("/etc/nv_tegra_release", *(f"{directory}/libnvrm_gpu.so" for directory in _JETSON_DIRS)),
     ),
 )

@@ -257,7 +257,7 @@ class VfioCards(Sysfs):
         if self._maps_memory():
             return
         if wait_s is not None:
-            self._load(_CONTAINER_MODULE, "the memory of virtual machines", wait_s)
+            self._load(_CONTAINER_MODULE, "mapping the memory of virtual machines", wait_s)
             if self._maps_memory():
                 return
         raise RetryableError(
@@ -270,7 +270,7 @@ class VfioCards(Sysfs):
             return self._control.maps_memory()
         except OSError as error:
             raise RetryableError(
-                f"open {CONTAINER_NODE}: {error.strerror}; see the kernel log for vfio"
+                f"open {CONTAINER_NODE}: {error.strerror}; see the kernel log for vfio errors"
             ) from error
 
     def _load(self, module: str, purpose: str, wait_s: float) -> None:
@@ -345,7 +345,7 @@ class VfioCards(Sysfs):
 
     def _write(self, action: str, path: str, text: str, wait_s: float) -> None:
         try:
-            bounded(action, lambda: self._control.write(path, text), wait_s)
+            bounded(f"the kernel ({action})", lambda: self._control.write(path, text), wait_s)
         except OSError as error:
             kind = DeviceBusyError if error.errno == errno.EBUSY else RetryableError
             raise kind(f"{action}: {error.strerror}; see the kernel log") from error

@@ -232,8 +232,7 @@ class Detachments:
         while busy.is_held():
             if time.monotonic() >= until:
                 raise NvmlInUseError(
-                    "close NVML for a moment: a change to a GPU or nvidia-smi is in progress; gpu-dra-driver retries "
-                    "soon"
+                    "close NVML for a moment: gpu-dra-driver is changing a GPU or running nvidia-smi, and retries soon"
                 )
             time.sleep(_POLL_S)
 

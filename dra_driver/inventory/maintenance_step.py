@@ -132,7 +132,7 @@ class MaintenanceSteps:
         while self.is_offered(step.gpu_uuids):
             if time.monotonic() >= end:
                 raise RetryableError(
-                    f"GPU {', '.join(step.gpu_uuids)} is still in the ResourceSlices of this node; maintenance starts "
-                    "when the plugin has removed it"
+                    f"the ResourceSlices of this node still have devices of GPU {', '.join(step.gpu_uuids)}; "
+                    "maintenance starts when the plugin has removed them"
                 )
             time.sleep(_POLL_S)

@@ -249,7 +249,7 @@ class Cleaner(BackgroundWorker):
             if (found := withholding(left, device, self.ledger.boot_id or "")) is not None:
                 self.lanes.refuse_unresponsive(_gpus(found))
                 whole = next(one for one in now if one.name == found.name)
-                raise RetryableError(f"the device cannot be used yet. {whole.text}")
+                raise RetryableError(f"device {device.name} cannot be used yet. {whole.text}")
 
     # --- in the lanes --------------------------------------------------------------------------
 

@@ -153,7 +153,7 @@ class GpuLocks:
         self, uuid: str, deadline: float, is_cancelled: Callable[[], bool] | None
     ) -> AbstractContextManager[int]:
         lock = self._locks.setdefault(uuid, threading.Lock())  # atomic between threads
-        busy = f"GPU {uuid} is busy with another claim's prepare or unprepare; the call will be retried"
+        busy = f"GPU {uuid} is busy with another operation of gpu-dra-driver; this call will be retried"
         return hold_file(self._file(uuid), lock, deadline, busy, is_cancelled=is_cancelled)
 
     def _file(self, uuid: str) -> Path:
@@ -268,7 +268,7 @@ class ClaimLocks:
             for oldest in [*islice(idle, too_many)]:
                 del self._guards[oldest]
         try:
-            busy = f"an earlier call still prepares or unprepares claim {uid}; the call will be retried"
+            busy = f"an earlier call still prepares or unprepares claim {uid}; this call will be retried"
             with hold_file(self._path, guard.lock, deadline, busy, _lock_of(uid), is_cancelled):
                 yield guard
         finally:

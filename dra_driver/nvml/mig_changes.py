@@ -119,7 +119,7 @@ class MigHardware:
         try:
             # Every process with NVML open is a client of every GPU.
             with (
-                self._closed_elsewhere(gpu_uuid, f"switches MIG mode of GPU {gpu_uuid}"),
+                self._closed_elsewhere(gpu_uuid, f"is switching MIG mode of GPU {gpu_uuid}"),
                 nvml_errors(action),
             ):
                 try:

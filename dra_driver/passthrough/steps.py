@@ -417,7 +417,7 @@ class VfioSteps:
         raise stuck
 
     def _paused(self, step: BindVfio) -> AbstractContextManager[None]:
-        return self.pause(f"changes the kernel driver of GPU {step.gpu_uuid}", nvml_wait_s)
+        return self.pause(f"is changing the kernel driver of GPU {step.gpu_uuid}", nvml_wait_s)
 
 
 def nvml_wait_s() -> float:

@@ -176,7 +176,7 @@ def test_failed_try_keeps_the_record_unless_the_failure_is_permanent(
 ) -> None:
     wanted = maintenance(GPU_0)
     steps.is_offered = lambda _gpus: True
-    assert f"GPU {uuid(0)} is still in the ResourceSlices" in error_of(node.prepare(wanted))
+    assert f"still have devices of GPU {uuid(0)}" in error_of(node.prepare(wanted))
     assert (phase(node), steps.detachments.written()) == ("preparing", None)
     steps.is_offered = lambda _gpus: False
     with nvml_open(node):

@@ -182,7 +182,7 @@ def test_gpu_on_switches_that_never_had_all_links_is_noticed_with_the_second_pol
     bench.turn(10)
     assert bench.tainted() == {"0": ["nvlink=fewer:NoSchedule"]}
     state = bench.monitor.book.state(HealthTarget(bench.uuids[0]))
-    assert state.reasons[0].text == ("only 17 NVLinks to switches are up; another GPU of this machine has 18")
+    assert state.reasons[0].text == ("only 17 NVLinks to switches are up; another GPU of this machine had 18")
 
 
 def test_gpu_with_direct_links_is_distinguished_and_its_mig_devices_are_not_affected(

@@ -304,7 +304,7 @@ def test_card_goes_to_vfio_with_all_its_functions_and_comes_back(node: Node, iom
 def test_write_that_blocks_is_left_behind_and_reports_when_it_ends(node: Node) -> None:
     node.machine.set_fault("unbind", code="hang", gpu=0)
     with pytest.raises(
-        NotAnsweredError, match=f"unbind PCI function {GPU} from nvidia has not answered"
+        NotAnsweredError, match=rf"the kernel \(unbind PCI function {GPU} from nvidia\) has not answered"
     ) as hangs:
         node.cards.unbind(GPU, 0.05)
     assert (hangs.value.answer.done(), node.drivers()[0]) == (False, "nvidia")

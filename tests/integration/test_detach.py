@@ -56,10 +56,10 @@ def test_a_gpu_is_reset_while_the_driver_is_detached(node: Node, detach: Callabl
 
 
 def test_doctor_says_who_keeps_nvml_closed_and_since_when(node: Node) -> None:
-    with Detachments(node.plugin_dir, None).pause("changes the kernel driver of GPU-7"):
+    with Detachments(node.plugin_dir, None).pause("is changing the kernel driver of GPU-7"):
         report = json.loads(call("doctor", "-o", "json", *node.machine_flags).stdout)
     [found] = [one for one in report["checks"] if one["check"] == "NVML"]
-    who = f"process {os.getpid()} of gpu-dra-driver changes the kernel driver of GPU-7"
+    who = f"process {os.getpid()} of gpu-dra-driver is changing the kernel driver of GPU-7"
     assert re.fullmatch(rf"NVML is closed for a moment \(since [-0-9]+ [:0-9]+ UTC\): {who}", found["seen"])
     assert (found["status"], "drain and reboot the node" in found["remedy"]) == ("WARN", True)
     eventually(lambda: node.driver.problems() == [])

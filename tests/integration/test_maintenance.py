@@ -377,7 +377,7 @@ def test_slices_that_cannot_be_written_keep_nvml_open(node: Node, monkeypatch: p
     ref, late = maintenance(node, "reset", name), node.allocated_by_hand("late", names(node)[2])
     node.server.faults.fail(10**6, 503, path="resourceslices", method="PUT")
     node.server.faults.fail(10**6, 503, path="resourceslices", method="PATCH")
-    assert "is still in the ResourceSlices of this node" in failure(node, ref)
+    assert "the ResourceSlices of this node still have devices" in failure(node, ref)
     assert node.driver._gpus.detachments.written() is None
     node.ready(late)
     node.server.faults.clear()

@@ -550,7 +550,7 @@ def test_pause_waits_for_changes_and_nvidia_smi_and_keeps_no_one_from_them(
             assert session.is_open
     with (
         detachments.using_nvml(0.0),
-        pytest.raises(NvmlInUseError, match="a change to a GPU or nvidia-smi is in progress"),
+        pytest.raises(NvmlInUseError, match="gpu-dra-driver is changing a GPU or running nvidia-smi"),
         closed("tests", lambda: 0.0),
     ):
         pytest.fail("it began")

@@ -273,8 +273,8 @@ def test_pool_is_not_emptied_when_the_bus_has_gpus_that_nvml_does_not_show(bench
     bench.nvml.inventory = Inventory(VERSIONS)
     assert bench.scan() is None
     assert bench.discovery.unavailable() == (
-        "NVML shows no GPU, but the PCI bus has 3 GPUs (0000:10:00.0, 0000:11:00.0, 0000:12:00.0) not (yet) bound "
-        "to the NVIDIA driver: see the kernel log, or wait for the driver's installer"
+        "NVML shows no GPU, but the PCI bus has 3 GPUs (0000:10:00.0, 0000:11:00.0, 0000:12:00.0), perhaps not "
+        "bound to the NVIDIA driver yet: see the kernel log, or wait for the driver's installer"
     )
     assert bench.changes == []
 

@@ -377,7 +377,7 @@ def test_prepare_is_refused_while_an_mps_daemon_is_left(bench: Bench) -> None:
     with pytest.raises(RetryableError) as caught:
         bench.clean_before(DEVICE_0)
     assert str(caught.value) == (
-        f"the device cannot be used yet. Cleanup pending for claim default/claim-uid-1 (UID uid-1): "
+        f"device {DEVICE_0.name} cannot be used yet. Cleanup pending for claim default/claim-uid-1 (UID uid-1): "
         f"stop the MPS daemon of device {GPU_0}: nvidia-smi fails for RunMps; gpu-dra-driver retries; check that "
         "the MPS host (DaemonSet gpu-dra-driver-mps) and nvidia-smi work on the node"
     )

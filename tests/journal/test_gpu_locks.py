@@ -157,7 +157,7 @@ def test_busy_gpu_is_named_after_the_timeout(locks: GpuLocks) -> None:
             pass
         assert 0.04 < time.monotonic() - started < 20
     assert str(caught.value) == (
-        "GPU GPU-b is busy with another claim's prepare or unprepare; the call will be retried"
+        "GPU GPU-b is busy with another operation of gpu-dra-driver; this call will be retried"
     )
     assert can_hold(locks, A, B)
 

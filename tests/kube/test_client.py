@@ -219,7 +219,7 @@ def test_own_limit_counts_against_the_time_of_a_request(server):
     client.request("GET", NODES, action="list nodes")
     with pytest.raises(
         ApiUnavailableError,
-        match=r"list nodes: gpu-dra-driver reached its own limit of 0.1 requests per second",
+        match=r"list nodes: gpu-dra-driver reached its own limit of API requests, kubeAPIQPS=0.1; raise it",
     ):
         client.request("GET", NODES, action="list nodes", timeout_s=0.5)
     client.close()

@@ -8,6 +8,7 @@ from dra_driver.errors import ClaimRefusedError, RetryableError
 from dra_driver.model.claim import DeviceResult
 from dra_driver.model.host import FABRIC_REMEDY, MAX_IMEX_CHANNELS, ImexChannels
 from dra_driver.model.inventory import Inventory, OfferedDevice, WholeGpu
+from dra_driver.model.units import counted
 
 _UNREADY: Final = {
     "pending": "is not registered with its NVLink fabric yet",
@@ -45,8 +46,8 @@ def imex_of(
     if channels != "all" and channels >= count:
         raise ClaimRefusedError(
             f"request {result.request}: the configuration requests IMEX channel {channels} for device {device.name}, "
-            f"but the NVIDIA driver of this node has channels 0 to {count - 1}; set imex.channel to one of these, or "
-            "load the module nvidia with a larger NVreg_ImexChannelCount"
+            f"but the NVIDIA driver of this node has {counted(count, 'channel')}; set imex.channel to a number "
+            f"below {count}, or load the module nvidia with a larger NVreg_ImexChannelCount"
         )
     return channels
 

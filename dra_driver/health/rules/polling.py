@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Final
 
 from dra_driver.model.health import FabricState, HealthState, NvLinks, PolledHealth, Severity
-from dra_driver.model.units import named
+from dra_driver.model.units import counted, named
 
 RECOVERY_ACTION = "recovery-action"
 ROW_REMAP = "row-remap"
@@ -33,7 +33,7 @@ Finding = tuple[str, str, Severity, str]
 
 _FABRIC: Mapping[FabricState, tuple[Severity, str]] = {
     "pending": (Severity.DEGRADED, "the GPU is not registered with its NVLink fabric yet"),
-    "limited": (Severity.DEGRADED, "the GPU's NVLink fabric is limited"),
+    "limited": (Severity.DEGRADED, "the GPU's NVLink fabric is degraded"),
     "broken": (Severity.UNHEALTHY, "the GPU cannot use its NVLink fabric"),
 }
 NVLINK = "nvlink"
@@ -169,15 +169,16 @@ def nvlink_findings(polled: PolledHealth, seen: NvLinks) -> list[Finding]:
     # A GPU without any active link so far is compared only with GPUs on switches.
     is_on_switches = seen.to_switches or not seen.up
     severity = Severity.DEGRADED if is_on_switches else Severity.INFORMATION
-    links = f"NVLinks to {'switches' if is_on_switches else 'other GPUs'}"
+    ends = "to switches" if is_on_switches else "to other GPUs"
     lost = [str(link) for link in seen.up if link not in now.up]
     if lost:
-        text = f"{links} have gone down since the boot: {named(lost)}"
+        text = f"NVLinks {ends} have gone down since the boot: {named(lost)}"
         return [(NVLINK, "down", severity, text)]
     most = polled.equal_nvlinks or 0
     if len(now.up) >= most:
         return []
-    text = f"only {len(now.up)} {links} are up; another GPU of this machine has {most}"
+    up = counted(len(now.up), f"NVLink {ends} is", f"NVLinks {ends} are")
+    text = f"only {up} up; another GPU of this machine had {most}"
     return [(NVLINK, "fewer", severity, text)]
 
 

@@ -87,8 +87,8 @@ def _refuse_empty(faults: Sequence[DiscoveryFault], hidden: Sequence[str]) -> No
         raise NvmlUnavailableError(f"NVML cannot read any GPU: {causes}")
     if hidden:
         raise NvmlUnavailableError(
-            f"NVML shows no GPU, but the PCI bus has {counted(len(hidden), 'GPU')} ({', '.join(hidden)}) not (yet) "
-            "bound to the NVIDIA driver: see the kernel log, or wait for the driver's installer"
+            f"NVML shows no GPU, but the PCI bus has {counted(len(hidden), 'GPU')} ({', '.join(hidden)}), perhaps "
+            "not bound to the NVIDIA driver yet: see the kernel log, or wait for the driver's installer"
         )
 
 

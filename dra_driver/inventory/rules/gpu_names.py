@@ -77,9 +77,7 @@ def named_gpus(
         if uuid is None and name.startswith("GPU-") and not is_whole:
             uuid = name  # an unknown lost GPU, which no claim can use
         if uuid is None:
-            rows = (
-                ", ".join(f"{index}={uuid}" for index, uuid in indices.items()) or "none that NVML shows now"
-            )
+            rows = ", ".join(f"{index}={uuid}" for index, uuid in indices.items()) or "NVML shows none now"
             raise InvalidConfigError(
                 f"there is no GPU {name!r}; use a device name, a UUID, an index or a PCI bus ID (GPUs: {rows})"
             )
