@@ -1,6 +1,6 @@
 """Simulated machines with GPUs, for tests and for clusters without GPUs.
 
-`create_machine` writes a host root and keeps the machine's state in a locked file. `SimulatedLibrary` replaces the
+`create_machine` writes a host root and keeps the machine's state in a file with a lock. `SimulatedLibrary` replaces the
 NVML library in the binding. `SimulatedDeviceNodes` reads the machine's device nodes: real nodes, or files that
 describe nodes. See machines/README.md for the format of machine files.
 """

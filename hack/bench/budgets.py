@@ -37,7 +37,7 @@ from node import Node
 from processes import memory_mib, resident_mib
 
 _IDLE_S = 60.0
-"""Long enough for each periodic task to run once."""
+"""Long enough for each periodic task to run once, except hourly ones."""
 SHARED = {"sharing": [{"mode": "shares", "shares": 50, "enforce": "mps"}]}
 
 

@@ -25,7 +25,7 @@ JsonObject = dict[str, Any]
 _SETTLE_S = 60.0
 _MAX_ALIVE = 24
 _NOTICED_S = 5.0
-"""The time after a repair until no Prepare may fail any more, because the daemon has noticed the repair."""
+"""How long a Prepare may still fail after a repair, because the daemon has not noticed the repair yet."""
 _PROFILES = ("1g.10gb", "1g.20gb", "2g.20gb", "3g.40gb", "7g.80gb")
 
 

@@ -1,7 +1,7 @@
 """A node in one directory: a simulated machine with the playground's API server, scheduler and kubelet.
 
-The daemon is the real one. It runs in this process (`make_driver`) or in a separate one (`start_daemon`). Both connect
-to the API server as in a pod; commands use a kubeconfig.
+The daemon is the real one. It runs in this process (`make_driver`) or in a separate one (`start_daemon`). Either way,
+it connects to the API server as in a pod; commands use a kubeconfig.
 """
 
 from __future__ import annotations

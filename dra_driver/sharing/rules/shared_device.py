@@ -150,7 +150,7 @@ def limits_of(result: DeviceResult, device: OfferedDevice, rule: SharingRule) ->
     """Returns the limits of an allocated share.
 
     Each limit is the tighter of two: the amount that the claim requested, and in mode shares the claim's fraction of
-    the device. A value that was not requested or is unknown means unlimited. So does the default memory that the
+    the device. An amount that was not requested or is unknown sets no limit; nor does the default memory that the
     scheduler counts, except in mode memory.
 
     Raises: InvalidConfigError if the allocation has an amount that is not a quantity.

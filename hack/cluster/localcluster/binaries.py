@@ -30,7 +30,7 @@ _NETWORK = re.compile(
 
 CLUSTER = (KUBERNETES, "etcd", "containerd", "runc")
 """The modules of the cluster's programs. A cluster does not need the other modules, and a new version of one of them
-does not rebuild the cluster's programs."""
+does not cause a rebuild of the cluster's programs."""
 HELM = {3: "helm", 4: "helm4"}
 """The module of each major version of Helm."""
 COMPUTE_DOMAINS = ("compute-domains", "sigs.k8s.io/dra-driver-nvidia-gpu")

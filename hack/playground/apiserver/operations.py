@@ -26,7 +26,7 @@ _NAME_TRIES = 8
 
 
 class Operations:
-    """The writes of one server. Do not use an object again after passing it: it becomes the stored object.
+    """The writes of one server. Do not use an object again after passing it, because a call may change it.
 
     A dry run performs all checks, and returns the object that would be stored.
     """
