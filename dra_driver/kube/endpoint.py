@@ -128,8 +128,9 @@ def _one_sentence(origin: str) -> Iterator[None]:
     except DraDriverError:
         raise
     except OSError as error:
+        what = f"{error.filename} cannot be read" if error.filename else "a temporary file cannot be written"
         raise InvalidConfigError(
-            f"{origin}: {error.filename} cannot be read: {error.strerror}; check the path and the file's permissions"
+            f"{origin}: {what}: {error.strerror}; check the path and the file's permissions"
         ) from error
     except Exception as error:
         # PyYAML's messages have several lines and quote the file, which may contain a token.

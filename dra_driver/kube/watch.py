@@ -160,7 +160,7 @@ def version_after(version: str, event: dict[str, Any]) -> str:
     if not isinstance(new, str) or not new:
         return version
     if new.isdecimal() and version.isdecimal() and int(new) < int(version):
-        text = f"version {new} came after {version} in a watch; the history of the server was reset"
+        text = f"resource version {new} came after {version} in a watch; the API server's history was reset"
         raise WatchExpiredError(text, status=410, reason="Expired")
     return new
 

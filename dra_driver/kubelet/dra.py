@@ -184,8 +184,8 @@ def claim_fault(ref: ClaimRef) -> str | None:
         return f"claim {_shown(f'{ref.namespace}/{ref.name}')} has no UID"
     if not is_uid(ref.uid):
         return (
-            f"claim UID {_shown(ref.uid)} is not valid: it must have at most {_MAX_UID_CHARS} letters and "
-            f"digits, with single '-', '_' or '.' between them"
+            f"claim UID {_shown(ref.uid)} is not valid: it must have at most {_MAX_UID_CHARS} characters: "
+            f"letters and digits, with '-', '_' or '.' between them, but without '..'"
         )
     if not is_dns_label(ref.namespace):
         return f"claim namespace {_shown(ref.namespace)} is not valid: it must be a DNS label"

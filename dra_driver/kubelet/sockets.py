@@ -105,7 +105,7 @@ def ensure_plugin_dir(directory: Path) -> None:
     except OSError as error:
         raise StateError(
             f"cannot create the plugin directory {directory}: {error.strerror}; check the mount, or set "
-            f"another one with --kubelet-plugins-directory-path"
+            f"another directory with --kubelet-plugins-directory-path"
         ) from error
 
 

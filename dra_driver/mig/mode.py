@@ -148,7 +148,8 @@ class MigMode:
         mode = self._hardware.mode(*gpu)
         if mode is None:
             raise ClaimRefusedError(
-                f"GPU {gpu.uuid} does not support MIG; delete the claim so that the scheduler allocates it again"
+                f"GPU {gpu.uuid} does not support MIG; delete the pod and its claim so that the scheduler allocates "
+                "another device"
             )
         if mode[0]:
             return

@@ -41,7 +41,7 @@ def parse_quantity(text: str) -> Fraction:
         return number * _FACTORS[match["suffix"] or ""]
     exponent = int(match["exponent"])
     if abs(exponent) > _LARGEST_EXPONENT:
-        raise InvalidConfigError(f"{text!r} is not a quantity; its exponent is too large")
+        raise InvalidConfigError(f"{text!r} is not a quantity; its exponent is out of range")
     return number * Fraction(10) ** exponent
 
 

@@ -350,14 +350,12 @@ def wanted_files(
     layout: MpsLayout, tell: Callable[[UnreadableFile], None] = lambda _file: None
 ) -> JsonStore[MpsDaemonSpec]:
     """Returns the wanted daemons by device, for a process that only reads."""
-    return _files(
-        layout.wanted_directory, "request for an MPS daemon", lambda body: SPEC.decode(body["spec"]), tell
-    )
+    return _files(layout.wanted_directory, "MPS daemon request", lambda body: SPEC.decode(body["spec"]), tell)
 
 
 def status_files(layout: MpsLayout) -> JsonStore[MpsDaemonStatus]:
     """Returns the host's status reports by device, for a process that only reads."""
-    return _files(layout.statuses, "status", _STATUS.decode, lambda _file: None)
+    return _files(layout.statuses, "MPS status file", _STATUS.decode, lambda _file: None)
 
 
 def _files(
@@ -524,7 +522,7 @@ class DaemonRecords(JsonStore[DaemonRecord]):
         tell = log_unreadable(
             unreadable_event="mps_record_unreadable",
             name="device",
-            remedy="the plugin finds the daemon again through its claims; inspect the file, then remove it",
+            remedy="the MPS host finds the daemon again without its record; inspect the file, then remove it",
         )
         super().__init__(layout.root, "MPS record", _decode_record, tell, is_name=is_device_name)
         self._layout = layout

@@ -382,7 +382,8 @@ def _listed(instances: Iterable[GpuInstance]) -> str:
 
 
 def _slices(placement: Placement) -> str:
-    return f"memory slices {placement.start}-{placement.start + placement.size - 1}"
+    start, size = placement.start, placement.size
+    return f"memory slice {start}" if size == 1 else f"memory slices {start}-{start + size - 1}"
 
 
 def _destroy_again(error: DraDriverError, destroy: Callable[[Handle], object], made: Handle) -> None:
@@ -397,7 +398,7 @@ def _destroy_again(error: DraDriverError, destroy: Callable[[Handle], object], m
     except DraDriverError as second:
         is_gone = isinstance(error, DeviceLostError | NvmlUnavailableError)
         kind = type(error) if is_gone else NvmlUnknownOutcomeError
-        raise kind(f"{error}; the new instance still exists ({second})") from error
+        raise kind(f"{error}; the new instance may still exist ({second})") from error
 
 
 def _compute_instances_in(instance: Handle) -> list[tuple[int, str, Handle]]:

@@ -146,7 +146,9 @@ class VfioSteps:
             self._refuse_programs(step)
             stuck = self._make(to_vfio(self._drivers(card), card.bus_id, driver))
         self._wait_for_write(stuck, step)
-        self.cards.verify(card, driver, seconds_for(f"see GPU {step.gpu_uuid} under vfio", _NODE_S))
+        self.cards.verify(
+            card, driver, seconds_for(f"wait for the vfio node of GPU {step.gpu_uuid}", _NODE_S)
+        )
         _log.info(
             "card_bound",
             device=step.device,
@@ -170,7 +172,7 @@ class VfioSteps:
         if users:
             raise RetryableError(
                 f"GPU {step.gpu_uuid} ({card.bus_id}) is being unbound from vfio or removed from the PCI bus, and "
-                f"the kernel waits until {', '.join(users)} closes the GPU; stop that virtual machine"
+                f"the kernel waits for {', '.join(users)} to close the GPU; stop the virtual machine"
             )
         if users is None:
             raise RetryableError(
@@ -315,7 +317,7 @@ class VfioSteps:
             if self.cards.overridden_by(step.pci_bus_id) != (override := overrides.get(step.pci_bus_id)):
                 raise RetryableError(
                     f"GPU {step.gpu_uuid} ({card.bus_id}) is no longer bound to vfio, but its driver_override could "
-                    f"not be restored to {override or 'empty'}; see the kernel log"
+                    f"not be {f'restored to {override}' if override else 'cleared'}; see the kernel log"
                 )
             _log.info("card_returned", device=step.device, gpu_uuid=step.gpu_uuid)
         self.rescan(seconds_for("check the card", _RESCAN_S))
@@ -445,5 +447,9 @@ def _refuse_users(step: BindVfio, users: Iterable[str]) -> None:
 
 
 def _in_use(step: BindVfio, users: Sequence[str]) -> str:
-    who = ", ".join(users)
-    return f"GPU {step.gpu_uuid} ({step.pci_bus_id}) is in use by {who}; stop these programs, or wait until they stop"
+    remedy = (
+        "these programs, or wait until they stop"
+        if len(users) > 1
+        else "this program, or wait until it stops"
+    )
+    return f"GPU {step.gpu_uuid} ({step.pci_bus_id}) is in use by {', '.join(users)}; stop {remedy}"

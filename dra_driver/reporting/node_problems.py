@@ -325,8 +325,8 @@ class NodeProblems(BackgroundWorker):
             except DraDriverError as error:
                 yield NodeProblem("check-failed", f"A check of this node failed: {error}", str(error))
             except Exception as error:  # noqa: BLE001  our own bug must not hide the other problems
-                text = "A check of this node failed because of a bug in gpu-dra-driver; see its log"
-                yield NodeProblem("check-failed", f"{text}: {error!r}", repr(error))
+                text = f"A check of this node failed because of a bug in gpu-dra-driver: {error!r}"
+                yield NodeProblem("check-failed", text, repr(error))
             yield from self._returned.get(number, ())
 
     def _log_changes(self, before: Sequence[ShownProblem], now: Sequence[ShownProblem]) -> None:

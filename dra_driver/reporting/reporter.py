@@ -272,7 +272,7 @@ class Reporter:
 
     def _mode_changed(self, wanted: str, gpu_uuid: str, duration_s: float, error: Exception | None) -> None:
         if error is None:
-            text = f"Switched MIG mode of GPU {gpu_uuid} {wanted} in {duration_s:.2f} s"
+            text = f"Switched {wanted} MIG mode of GPU {gpu_uuid} in {duration_s:.2f} s"
             self.recorder.node_event("MigModeChanged", text, warning=False, minor=True)
         else:
             text = f"MIG mode of GPU {gpu_uuid} could not be switched {wanted}: {error}"

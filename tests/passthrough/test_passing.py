@@ -446,7 +446,7 @@ def test_card_that_is_pulled_out_under_a_virtual_machine_names_that(node: KindNo
     try:
         refused(
             in_a_hurry(node, wanted(site)),
-            "the kernel waits until qemu-system-x86 (process 900) closes the GPU",
+            "the kernel waits for qemu-system-x86 (process 900) to close the GPU",
         )
         assert node.unprepare(wanted(site)) is None
         [left] = node.cleaner.outstanding()

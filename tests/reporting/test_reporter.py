@@ -264,7 +264,7 @@ def test_reports_of_another_instance_are_not_repeated(reports: RecordedReports) 
 
 SPEC = MpsDaemonSpec(GPU_0, uuid(0), "gpu", uuid(0))
 READY = MpsDaemonStatus(GPU_0, "ready", SPEC, pid=1)
-ALONE = f"GPU {uuid(0)} does not support the compute mode EXCLUSIVE_PROCESS: a program that does not reach"
+ALONE = f"the compute mode EXCLUSIVE_PROCESS is not available on GPU {uuid(0)}: a program that does not reach"
 USERS = f"processes of the users 0, 1000 use the MPS daemon of {GPU_0}, which serves one user at a time"
 
 

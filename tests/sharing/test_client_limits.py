@@ -80,9 +80,9 @@ def test_each_device_with_fewer_shares_is_reported_when_the_rule_requests_more()
     notes = build_pool(node(R580, h100(0), pascal(1)), NODE, SIXTY).notes
     assert notes == (
         "device gpu-00000000: it has 48 shares instead of 60, because MPS serves at most 48 clients on a GPU with "
-        "driver 580.95.05, before R590; set shares to 48 or fewer, or enforce to none",
+        "driver 580.95.05, before R590; set shares to 48 or fewer, or set enforce to none",
         "device gpu-00000001: it has 16 shares instead of 60, because MPS serves at most 16 clients on a GPU before "
-        "Volta; set shares to 16 or fewer, or enforce to none",
+        "Volta; set shares to 16 or fewer, or set enforce to none",
     )
     assert build_pool(node(R590), NODE, SIXTY).notes == ()
 

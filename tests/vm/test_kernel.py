@@ -169,7 +169,7 @@ def test_card_that_is_pulled_out_under_a_machine_ends_with_it_and_comes_back(vm:
     with used_by_a_machine(D):
         order("device_del gpu3")
         eventually("the removal to wait for the machine", lambda: driver_of(D) is None)
-        assert "and the kernel waits until" in (vm.call("prepare", ref) or "")
+        assert "and the kernel waits for" in (vm.call("prepare", ref) or "")
         vm.release(ref)
     eventually("the removal", lambda: not (PCI / "devices" / D).exists())
     eventually("slices without the card", lambda: vm.devices(D) == [])

@@ -85,7 +85,7 @@ def bounded_rule(
     cause = "before Volta" if is_before_volta(device.gpu) else f"with driver {versions.driver}, before R590"
     note = (
         f"device {device.name}: it has {most} shares instead of {rule.shares}, because MPS serves at most "
-        f"{most} clients on a GPU {cause}; set shares to {most} or fewer, or enforce to none"
+        f"{most} clients on a GPU {cause}; set shares to {most} or fewer, or set enforce to none"
     )
     return BoundedRule(replace(rule, shares=most), most, note)
 
@@ -96,8 +96,8 @@ def notes_of(status: MpsDaemonStatus) -> Iterator[tuple[EventReason, str]]:
     if status.not_exclusive:
         yield (
             "MpsNotExclusive",
-            f"GPU {', '.join(status.not_exclusive)} does not support the compute mode EXCLUSIVE_PROCESS: a program "
-            f"that does not reach the MPS daemon of {devices} runs on that GPU without the limits of its claim; use "
+            f"the compute mode EXCLUSIVE_PROCESS is not available on GPU {' and GPU '.join(status.not_exclusive)}: a "
+            f"program that does not reach the MPS daemon of {devices} runs there without the limits of its claim; use "
             "another GPU if the limits must be enforced",
         )
     if len(status.users) > 1 and not status.spec.multi_user:
