@@ -40,7 +40,7 @@ def claims(given: Namespace) -> None:
 
 def _lines(found: NodeClaims, directory: Path, width: int | None) -> list[str]:
     is_empty = not found.claims and not found.failing
-    lines = [f"no claims are prepared (records: {directory / 'claims'})"] if is_empty else []
+    lines = [f"no prepared claims found (records: {directory / 'claims'})"] if is_empty else []
     lines += [_failing(one, width) for one in found.failing]
     for claim in found.claims:
         set_up = ", ".join(_STEPS.get(step, step) for step in reversed(claim.undo))

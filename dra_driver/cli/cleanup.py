@@ -27,7 +27,7 @@ def cleanup(given: Namespace) -> int:
     left, problems = pending_cleanup(node_settings(given), now=given.now)
 
     def lines(width: int | None) -> list[str]:
-        pending = [hanging("", one.text, width) for one in left] or ["no cleanup is pending"]
+        pending = [hanging("", one.text, width) for one in left] or ["no pending cleanup found"]
         return [*pending, *(hanging("problem: ", problem, width) for problem in problems)]
 
     cleanups = [asdict(shown(one)) for one in left]

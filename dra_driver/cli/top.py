@@ -226,7 +226,7 @@ def _health(view: NodeView, width: int | None) -> list[RenderableType]:
             *table(columns, rows, width),
             _text(f"Health{whose} unknown: {_why(view, unknown)}", "bold red"),
         ]
-    return table(columns, rows, width) or [*title, _text("All GPUs are healthy.", "green")]
+    return table(columns, rows, width) or [*title, _text("All listed GPUs are healthy.", "green")]
 
 
 def _why(view: NodeView, unknown: Sequence[str]) -> str:
@@ -234,7 +234,7 @@ def _why(view: NodeView, unknown: Sequence[str]) -> str:
     for problem in view.problems:
         if problem.problem == "nvml-unavailable" or problem.subject in unknown:
             return problem.text
-    return "NVML did not report it."
+    return "NVML did not report it." if view.gpus else "no GPU is listed."
 
 
 def _claims(view: NodeView, width: int | None) -> list[RenderableType]:
@@ -249,7 +249,7 @@ def _claims(view: NodeView, width: int | None) -> list[RenderableType]:
         )
         for one in view.holdings
     ]
-    return table(columns, rows, width) or [_text("CLAIM", "bold"), _text("no claims are prepared")]
+    return table(columns, rows, width) or [_text("CLAIM", "bold"), _text("no prepared claims found")]
 
 
 def _how(held: Holding) -> Iterator[str]:

@@ -207,7 +207,7 @@ def test_claims_and_pods_that_wait_come_last_with_what_the_scheduler_says() -> N
     assert [(row.claim, row.pods, row.problem) for row in rows] == [
         ("ml/c", ("ml/by-name", "ml/templated"), "waits: 0/3 nodes"),
         ("ml/d", (), "waits: no pod waits for this claim"),
-        ("ml/e", (), "waits: DeviceClass gpus.nvidia.com does not exist"),
+        ("ml/e", (), "waits: unknown DeviceClass gpus.nvidia.com"),
         ("-", ("ml/old-way",), "waits: 0/1 nodes"),
         ("-", ("ml/implicit",), "waits: the scheduler has not tried this pod yet"),
     ]

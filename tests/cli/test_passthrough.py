@@ -145,7 +145,7 @@ def test_node_whose_gpus_are_all_under_vfio_needs_no_nvidia_driver(host: Host) -
     assert isinstance(found, Finding)
     assert (found.status, found.seen) == (
         "OK",
-        "8 on the PCI bus, 8 of them bound to vfio for virtual machines",
+        "8 on the PCI bus, 8 bound to vfio for virtual machines",
     )
     for check in others:
         look = check.look()

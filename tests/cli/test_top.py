@@ -159,9 +159,9 @@ HUNG = SeenProblem("nvml-unavailable", "", "NVML has not answered for more than 
 @pytest.mark.parametrize(
     ("gpus", "problems", "said"),
     [
-        ((), (), "Health unknown: NVML did not report it."),
+        ((), (), "Health unknown: no GPU is listed."),
         ((SeenGpu("gpu-1", "GPU-1"),), (HUNG,), f"Health unknown: {HUNG.text}"),
-        ((SeenGpu("gpu-1", "GPU-1", health="ok"),), (), "All GPUs are healthy."),
+        ((SeenGpu("gpu-1", "GPU-1", health="ok"),), (), "All listed GPUs are healthy."),
         (
             (SeenGpu("gpu-1", "GPU-1", health="ok"), SeenGpu("gpu-2", "GPU-2")),
             (),
@@ -179,7 +179,7 @@ def test_health_that_is_not_known_is_said_with_the_reason(
 ) -> None:
     text = draw_node(NodeView("n", "d", "now", gpus=gpus, problems=problems))
     assert f"\nHEALTH\n{said}\n" in text
-    assert "\nCLAIM\nno claims are prepared\n" in text
+    assert "\nCLAIM\nno prepared claims found\n" in text
     assert "NVIDIA driver unknown" in text
 
 

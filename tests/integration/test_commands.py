@@ -355,7 +355,7 @@ def test_claims_of_a_node_that_never_had_any(tmp_path: Path) -> None:
         "claims", "--kubelet-plugins-directory-path", str(tmp_path), "--cdi-root", str(tmp_path / "cdi")
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == f"no claims are prepared (records: {tmp_path / DRIVER / 'claims'})\n"
+    assert done.stdout == f"no prepared claims found (records: {tmp_path / DRIVER / 'claims'})\n"
     assert list(tmp_path.iterdir()) == []
 
 

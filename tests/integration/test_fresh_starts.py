@@ -33,7 +33,7 @@ def test_commands_work(tmp_path: Path) -> None:
     lines = [
         (["device-classes", *machine], "kind: DeviceClass"),
         (["claims", "-o", "yaml", *files], "claims: []"),
-        (["cleanup", *files], "no cleanup is pending"),
+        (["cleanup", *files], "no pending cleanup found"),
         (["detach", "--for", "10m", *plugins], "gpu-dra-driver has closed NVML"),
     ]
     with ThreadPoolExecutor(_AT_ONCE) as pool:

@@ -104,15 +104,13 @@ class DriverChecks:
                 "run `modprobe nvidia` on the node; if that fails, `dmesg | grep -i nvrm` shows why",
             )
         if passed and self.passthrough:
-            return ok(
-                f"{len(functions)} on the PCI bus, {len(passed)} of them bound to vfio for virtual machines"
-            )
+            return ok(f"{len(functions)} on the PCI bus, {len(passed)} bound to vfio for virtual machines")
         if passed:
             return warn(
-                f"bound to vfio-pci for virtual machines: {named(passed)}; containers cannot use them",
+                f"bound to vfio for virtual machines: {named(passed)}; containers cannot use them",
                 f"if containers should use them: `driverctl unset-override {passed[0]}` on the node",
             )
-        return ok(f"{len(functions)} on the PCI bus, all bound to nvidia")
+        return ok(f"{len(functions)} on the PCI bus, bound to nvidia")
 
     def kernel_driver(self) -> Finding:
         """Check that the kernel module is loaded."""

@@ -118,7 +118,7 @@ class KubeletChecks:
             more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
             pending, _, remedy = found[0].text.rpartition("; ")
             return warn(pending + more, f"{remedy}; `gpu-dra-driver cleanup` lists all pending cleanup")
-        return ok("no cleanup is pending")
+        return ok("no pending cleanup found")
 
     def mig_layout(self) -> Finding:
         """Check that the node's MIG layout is applied to its GPUs."""

@@ -398,7 +398,7 @@ def _waiting(
         waiting = [pod for pod in pods if pod.namespace == claim.namespace and claim.name in pod.claims]
         says = waiting[0].says if waiting else "no pod waits for this claim"
         if unknown := ", ".join(sorted(claim.classes - known)):
-            says = f"DeviceClass {unknown} does not exist"
+            says = f"unknown DeviceClass {unknown}"
         yield Row(
             "-",
             claim=f"{claim.namespace}/{claim.name}",

@@ -48,7 +48,7 @@ from dra_driver.cli.validation.rules.pods import (
 from dra_driver.cli.validation.rules.selectors import compiled, selected_driver
 from dra_driver.model.mig import LAYOUT_LABEL, Layouts
 from dra_driver.model.schema import JsonObject
-from dra_driver.model.units import counted, named
+from dra_driver.model.units import named
 
 NOT_JUDGED = "not judged"
 DEFAULT_NAMESPACE = "default"
@@ -290,7 +290,7 @@ class ManifestCheck:
             else:
                 of = f" of {machine.name}" if len(self.machines) > 1 else ""
                 report.notes.append(
-                    f"{len(found.matching)} of {counted(len(machine.devices), 'device')}{of} match"
+                    f"devices{of} that match: {len(found.matching)} of {len(machine.devices)}"
                 )
         report.faults += errors
 
