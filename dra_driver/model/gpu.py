@@ -195,8 +195,8 @@ class Card:
     locks: NVML's UUID if known, else a UUID made from the bus ID. `functions` are the group's functions in bus
     order, including the GPU but no bridges. `vfio_driver` is the matching kernel driver: `vfio-pci`, or the
     variant that the kernel names for this GPU; `driver` is the current driver, None if unbound. `by_us` is set
-    if this plugin bound the card to vfio in this boot. `addressable_memory` is the total size of the 64-bit
-    memory regions in bytes, rounded up to a power of two. `problem` says in one sentence why no virtual machine
+    if this plugin bound the card to vfio in this boot, or is about to. `addressable_memory` is the total size of the
+    64-bit memory regions in bytes, rounded up to a power of two. `problem` says in one sentence why no virtual machine
     can get the card; such a card is not published.
     """
 
@@ -235,7 +235,7 @@ class OwnedCard:
     """The ledger's entry for a card that this plugin bound to vfio in boot `boot_id`, or is about to bind.
 
     `functions` are those of the card's IOMMU group in bus order. `persistence` is the earlier persistence mode,
-    None if the GPU has none. `product_name` is kept because only the NVIDIA driver can report it.
+    None if unsupported or unknown. `product_name` is kept because only the NVIDIA driver can report it.
     """
 
     gpu_uuid: str

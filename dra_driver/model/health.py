@@ -127,8 +127,8 @@ class HealthState:
     several joined by commas) of the MIG devices of an instance, because instance IDs are reused. `setbacks`
     are the times at which the device recently became bad; if there are too many, the device stays tainted until
     `held_until`. `pci_bus_id` is where the GPU was last seen: a lost GPU is monitored while it is on the bus.
-    `silent_polls` counts consecutive polls in which no live query succeeded. `nvlinks` has all links that
-    have been up since the boot, `nvlink_errors` the error counts of the last reading.
+    `silent_polls` counts consecutive polls in which no live query succeeded, up to a limit. `nvlinks` has all links
+    that have been up since the boot, `nvlink_errors` the error counts of the last reading.
     """
 
     target: HealthTarget

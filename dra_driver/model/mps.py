@@ -79,7 +79,7 @@ class MpsDaemonSpec:
 class MpsDaemonStatus:
     """The last known state of a control daemon. `since` is when the daemon entered `state` (seconds since 1970).
 
-    `clients` counts connected processes, None before the first query. `problem` is one sentence for a person.
+    `clients` counts connected processes, None if unknown. `problem` is one sentence for a person.
     `users` are the user IDs of the processes that use the daemon's pipe directory, read only for daemons that
     serve one user at a time. `not_exclusive` are the UUIDs of GPUs without exclusive compute mode.
     `directory` is the path of the daemon's directory on the host; its name may differ from the device's name.

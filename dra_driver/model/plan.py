@@ -20,7 +20,7 @@ _SHARE_SUFFIX = re.compile(r"-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\Z")
 class PlannedDevice:
     """One of our allocation results, its device, and how the claim uses it.
 
-    `managed` are the additional GPUs that containers get if the claim manages the node. `imex` and
+    `managed` are the GPUs whose management nodes containers get if the claim manages the node. `imex` and
     `host_devices` are other devices that containers get in addition. A device for a virtual machine uses the
     kernel's iommufd if the claim `prefers_iommufd` and the host supports it. With `has_api_device`, containers
     also get the API's node: /dev/iommu or /dev/vfio/vfio.

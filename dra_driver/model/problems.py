@@ -34,7 +34,7 @@ ProblemCode = Literal[
 ]
 """Values of the label `problem` of the metric `nvidia_dra_problems`. They never change, because users alert on them."""
 FOUND_BY_TOP: Final = frozenset({"nvml-unavailable", "plugin-not-running"})
-"""Problems that the plugin cannot report about itself."""
+"""Problems that only commands such as `top` find; the plugin never returns them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,8 +35,8 @@ class FieldFault:
 class Words:
     """The wording of faults for one kind of document.
 
-    `unknown` is the text for an unknown field; without it the fault lists the known fields. `meant`: the
-    message suggests a similar field. `null_is_absent`: an unknown field that is null is allowed.
+    `unknown` is the text for an unknown field; without it, a fault that suggests no field lists the known ones.
+    `meant`: the message suggests a similar field. `null_is_absent`: an unknown field that is null is allowed.
     `names_found`: the message includes the value that was found.
     """
 

@@ -206,7 +206,7 @@ class Daemon:
     # --- up ------------------------------------------------------------------------------------
 
     def _bring_up(self) -> None:
-        """Raises: the cause of the failure; StartCancelledError."""
+        """Starts or adopts the daemon; undoes a failed first start. Raises: DraDriverError, StartCancelledError."""
         try:
             self._start_or_adopt(time.monotonic() + self._tools.timings.start)
         except DraDriverError:

@@ -16,8 +16,8 @@ until both the status and the host's record are gone.
     not wanted ──file written──▶ starting ──▶ ready ──file removed──▶ stopped ──▶ no record, no status
 
 The host never changes the `host.wanted` files. If the host cannot read or list these files, for example because they
-are from another release, it keeps running daemons and starts none. So the host creates the directory only if no
-daemon exists.
+are from another release, it keeps running daemons and starts none. An empty directory would stop all daemons, so
+the host creates the directory only if no daemon exists.
 
 A file may be created or removed while the host is checking, so each side writes first and checks afterwards. To stop
 a daemon, the host withdraws `ready`, checks that the daemon is still unwanted, then stops it; the plugin writes the

@@ -102,7 +102,7 @@ class Supervisor:
         self._held.close()
 
     def status(self) -> tuple[MpsDaemonStatus, ...]:
-        """Returns the status of all daemons, oldest first."""
+        """Returns the status of all daemons: first the adopted ones, then the others in the order of their requests."""
         return tuple(daemon.status for daemon in [*self._daemons.values()] if not daemon.gone)
 
     def _take_over(self) -> None:

@@ -79,8 +79,8 @@ def process_name(pid: int) -> str:
 
 
 def process_text(pid: int, name: str) -> str:
-    """Returns `process 4711 (python3)`, without an empty name. The name is quoted, because the program in the
-    pod chooses it.
+    """Returns `process 4711 (python3)`, or `process 4711` if the name is empty. Unusual characters are quoted, because
+    the program in the pod chooses the name.
     """
     return f"process {pid} ({quoted(name)})" if name else f"process {pid}"
 

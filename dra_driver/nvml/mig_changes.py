@@ -172,7 +172,7 @@ class MigHardware:
         """Creates a GPU instance at exactly this placement and returns its ID.
 
         Raises: RetryableError if an instance is in the way, or the NVIDIA driver used another placement;
-        NvmlTransientError, including if MIG mode is off, or if nothing is in the way but the NVIDIA driver has no
+        NvmlTransientError, for example if MIG mode is off, or if nothing is in the way but the NVIDIA driver has no
         space.
         """
         handle = gpu_handle(gpu_uuid, pci_bus_id)
@@ -389,8 +389,8 @@ def _slices(placement: Placement) -> str:
 def _destroy_again(error: DraDriverError, destroy: Callable[[Handle], object], made: Handle) -> None:
     """Destroys the instance that was created before `error`.
 
-    Raises: if this fails, NvmlUnknownOutcomeError, or an error of the same type as `error` if the GPU or driver is
-    gone.
+    Raises, if this fails: NvmlUnknownOutcomeError; if the GPU or driver is gone, an error of the same type as
+    `error`.
     """
     try:
         with nvml_errors("destroy the new instance"):

@@ -51,7 +51,7 @@ class NvmlReader:
         """Initialises NVML again.
 
         Raises: NvmlUnavailableError; RetryableError if access is refused; NvmlInUseError, without any change,
-        while a change to a GPU is running.
+        if a call does not end soon, or while NVML is paused.
         """
         self.session.reopen()
 

@@ -187,8 +187,8 @@ def _links(of_a: Mapping[str, int], of_b: Mapping[str, int], b: Gpu, granted: bo
 
 
 def _is_out_of_mig_mode(handle: Handle, gpu: Gpu) -> bool:
-    """Whether MIG mode was off when the GPU was read and still is. It can change in between only on GPUs with
-    MIG on demand.
+    """Whether MIG mode was off when the GPU was read and still is. The mode can change in between only on GPUs
+    with MIG on demand.
     """
     if gpu.mig_enabled:
         return False

@@ -186,7 +186,7 @@ class ClaimHealthReporter(BackgroundWorker):
             self.statuses.renew(uid)
 
     def _were_lost(self) -> bool:
-        """Whether the recorder dropped reports since this last returned True; True at most once a minute."""
+        """Whether the recorder dropped reports since this method last returned True; True at most once a minute."""
         dropped, now = self.recorder.dropped, self.clock()
         if dropped == self._dropped or now < self._lost_again_at:
             return False

@@ -1,7 +1,7 @@
 """Collects the problems of this node from the parts of the plugin, and shows them to users.
 
 A thread calls the sources every two seconds. Their results are the state: a problem begins when a source
-returns it and ends when none does. Each change is logged and becomes an event on the node. The readiness
+returns it and ends when none does. Each change is logged, and most become events on the node. The readiness
 notes, the metric `nvidia_dra_problems`, the page `/problems` and the file `problems.json`, which `top` reads,
 show the state itself.
 

@@ -6,7 +6,7 @@
 | of MPS, of the NVIDIA driver, or a monitoring program, by its name | no | it is expected on the node |
 | in a service or login session of the host | yes | pods cannot use its memory, and no claim accounts for it |
 | exited, or of unknown origin, on a device of a claim | no | it may be the claim's |
-| exited, or of unknown origin, elsewhere | yes | its memory is not free, but unused |
+| exited, or of unknown origin, elsewhere | yes | no claim accounts for its memory |
 """
 
 from __future__ import annotations
