@@ -181,7 +181,7 @@ class DriverRoot:
         )
 
     def problem(self, nvml_version: str | None) -> str | None:
-        """Return the message of the error that `scan` would raise; None if it finds none. Does not check the hook."""
+        """Return the message of the error that `scan` would raise; None if it would succeed. Skips the hook."""
         try:
             self._libraries(RootedTree(self._paths.driver_root), nvml_version)
             self._common_nodes()

@@ -2,8 +2,8 @@
 
 The snapshot is level-triggered. Every two seconds, one thread checks a cheap fingerprint of the host and of
 NVML. If the fingerprint changed, or on request, the thread reads everything again, once for all requests. If only MIG
-devices appeared or disappeared, the thread checks whether the plugin itself changed them, which does not affect the
-snapshot. The gRPC server starts without waiting for discovery: until NVML answers there is no inventory, and Unprepare
+devices appeared or disappeared, it first checks whether the plugin itself changed them: then the snapshot stays valid.
+The gRPC server starts without waiting for discovery: until NVML answers there is no inventory, and Unprepare
 needs only the records.
 """
 

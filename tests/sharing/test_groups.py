@@ -133,7 +133,7 @@ def test_every_gpu_of_the_daemon_is_withheld_while_it_is_still_to_be_stopped() -
     ]
     assert withheld == [GPU_0, GPU_1, GPU_2]
     assert gpus_of(step) == {uuid(0), uuid(1), uuid(2)}
-    assert what(step) == f"stop the MPS daemon of device {GPU_0}, {GPU_1}, {GPU_2}"
+    assert what(step) == f"stop the MPS daemon of devices {GPU_0}, {GPU_1}, {GPU_2}"
 
 
 def test_steps_of_gpus_that_one_daemon_joins_run_one_after_the_other() -> None:

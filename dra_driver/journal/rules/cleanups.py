@@ -233,7 +233,8 @@ def what(step: Step) -> str:
         case SetTimeSlice(gpu_uuid=uuid):
             return f"reset the time slice of GPU {uuid}"
         case RunMps(spec=spec):
-            return f"stop the MPS daemon of device {', '.join(spec.devices)}"
+            noun = "device" if len(spec.devices) == 1 else "devices"
+            return f"stop the MPS daemon of {noun} {', '.join(spec.devices)}"
         case CreateMig(device=device):
             return f"destroy MIG device {device}"
         case BindVfio(gpu_uuid=uuid, pci_bus_id=bus_id):
