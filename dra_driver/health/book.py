@@ -176,7 +176,7 @@ class HealthBook:
         )
 
     def forget(self, gpu_uuids: Collection[str]) -> None:
-        """Drop everything known about GPUs that were removed, and report it."""
+        """Drop everything known about GPUs that were removed, and report their removal."""
         if not gpu_uuids:
             return
         with self._guard:
@@ -338,7 +338,7 @@ def _short(reason: Reason) -> str:
 
 
 def _is_same(kept: HealthChange, change: HealthChange) -> bool:
-    """Whether both entries say the same, regardless of time."""
+    """Whether both entries are equal, apart from the time and the number of repetitions."""
     return kept == replace(change, at=kept.at, times=kept.times)
 
 
