@@ -524,8 +524,8 @@ class Driver:
         self.reporting.claims.health_changed(change)
 
     def _mig_changed(self, action: MigAction, device: str, seconds: float, error: Exception | None) -> None:
-        """Handle the creation or destruction of a MIG device on demand, or a switch of a MIG mode, or its
-        failure.
+        """Handle the creation or destruction of a MIG device on demand, a switch of a MIG mode, or a failed attempt
+        (`error`).
         """
         _call_all(
             partial(self.health.mig_changed, action),

@@ -59,7 +59,7 @@ METADATA_VERSIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "both": EVERY_METADATA_VERSION,
 }
 """The versions to write, newest first, for each value of `device_metadata`. Readers use the first version that
-they support, and some support only one, so both are always written.
+they support, and some support only one, so both are written.
 """
 DeviceNames = Literal["uuid", "minor"]
 PROBE_PATHS = ("/healthz", "/startupz", "/readyz", "/problems")

@@ -23,7 +23,7 @@ _guard = threading.Lock()
 
 @dataclass(slots=True)
 class Inherited:
-    """Descriptors that programs started in a block inherit, and the programs that survived SIGKILL (`left`)."""
+    """Descriptors that the programs of a block inherit, and those programs that survived SIGKILL (`left`)."""
 
     descriptors: list[int]
     left: list[subprocess.Popen[str]] = field(default_factory=list)

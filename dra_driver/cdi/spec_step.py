@@ -98,7 +98,7 @@ class ExtraDeviceFinder:
 
 
 def channels_of(plan: Plan) -> ImexChannels | None:
-    """Return the IMEX channels of a plan. All its devices have the same channels."""
+    """Return the IMEX channels of a plan. All its devices that have channels have the same ones."""
     return next((planned.imex for planned in plan.devices if planned.imex is not None), None)
 
 

@@ -81,8 +81,8 @@ _LOCK_WAIT_S = 1.0
 class Rhythm:
     """Times in seconds.
 
-    `grace_s` is the minimum time between finding a claim stale and unpreparing it. `retry_s` is the first pause
-    after a failure; each further failure doubles it, up to `every_s`.
+    `grace_s` is the minimum time between finding a claim stale and unpreparing it, unless an attempt waits for its
+    devices. `retry_s` is the first pause after a failure; each further failure doubles it, up to `every_s`.
     """
 
     first_s: float = 30.0

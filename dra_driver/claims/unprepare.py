@@ -43,7 +43,7 @@ class Unpreparer:
         Does nothing if the claim's record is no longer `expected`, or if the claim is being prepared now or was
         prepared after `checked_ns` (time.monotonic_ns(), when the API server was queried).
 
-        Raises: the error that prevented the Unprepare; the record stays.
+        Raises: the error that prevented the Unprepare; the record stays, unless only the cleanup failed.
         """
         call = KubeletCall(time.monotonic_ns(), time.monotonic() + within_s)
 

@@ -194,7 +194,7 @@ class Pick:
 
     @property
     def is_share(self) -> bool:
-        """Whether this is one of several allocations of the device."""
+        """Whether the device may have other allocations."""
         return shareable(self.candidate.device)
 
     def consumes(self) -> Amounts:
