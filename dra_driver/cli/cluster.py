@@ -173,7 +173,7 @@ class _Look:
             )
 
     def _loads(self) -> dict[Slot, Used]:
-        """Return the usage of each device of a claim, by pool and device name."""
+        """Return the usage of each claimed device, by pool and device name."""
         plugins = {"labelSelector": "app.kubernetes.io/component=node"}
         listed = self._list("/api/v1/pods", partial(rules.plugin_pod, driver=self._driver), query=plugins)
         pods = [pod for pod in listed if pod is not None]

@@ -108,7 +108,7 @@ _NVML_WAIT_S = 4.0
 
 
 def doctor_checks(settings: Settings) -> list[Check]:
-    """Return all checks of `doctor`, in output order."""
+    """Return all checks of `doctor`, from the host to the cluster."""
     machine = CommandMachine(settings)
     snapshot = NodeSnapshot(machine)
     # NVML is opened only once: in one process, closing one session would shut down the other.

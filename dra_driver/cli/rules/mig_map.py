@@ -50,8 +50,8 @@ class SeenInstance:
 class GpuMap:
     """The content of a GPU's drawing.
 
-    `mode` and `whole_owner` are texts: the MIG mode, and the holder of the whole GPU (None without one).
-    `instances` are in order. `room` is how many instances of each profile still fit, one profile at a time.
+    `mode` and `whole_owner` are texts: the MIG mode, and the holder of the whole GPU (None without one). `instances`
+    are in the order of their slices. `room` is how many instances of each profile still fit, one profile at a time.
     `called` contains all names that users can give for the GPU.
     """
 
