@@ -218,7 +218,7 @@ def test_card_without_the_module_that_maps_memory_is_refused_by_group_only(bench
     """As for a card that an administrator has bound, for which no step loads it."""
     bench.control.has_module = False
     with pytest.raises(
-        RetryableError, match="its module vfio_iommu_type1 is missing; run `modprobe vfio_iommu_type1`"
+        RetryableError, match="the kernel module vfio_iommu_type1 is missing; run `modprobe vfio_iommu_type1`"
     ):
         bench.paths(bench.plan())
     bench.has_iommufd(card(0).bus_id, "vfio3")

@@ -362,7 +362,7 @@ def test_modprobe_that_fails_says_what_to_do(node: KindNode, site: Site) -> None
 
 LACKING = {
     "EPERM": "load the kernel module vfio_iommu_type1 for mapping the memory of virtual machines: modprobe reports ",
-    "no-effect": "its module vfio_iommu_type1 is missing; run `modprobe vfio_iommu_type1` on the node",
+    "no-effect": "the kernel module vfio_iommu_type1 is missing; run `modprobe vfio_iommu_type1` on the node",
 }
 
 
