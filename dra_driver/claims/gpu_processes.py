@@ -111,7 +111,7 @@ class GpuProcesses:
         return None if found is None else found.text
 
     def _own_devices(self, record: ClaimRecord) -> Iterator[HeldDevice]:
-        """Yield the record's devices that no other claim holds, except adminAccess and devices for virtual machines."""
+        """Yield the record's devices that no other claim holds, except with adminAccess or for virtual machines."""
         if record.boot_id != self.ledger.boot_id:
             return
         shared = {
