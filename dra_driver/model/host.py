@@ -74,9 +74,9 @@ class PciFunction:
 class HostFingerprint:
     """The state of the host's kernel, to detect changes.
 
-    `hardware` changes when a GPU or other NVIDIA PCI function appears or disappears. `driver` changes when
-    another driver is loaded; it is empty if none is loaded. `instances` maps the minor number of each GPU to a
-    value that changes when a GPU instance or compute instance appears or disappears.
+    `hardware` changes when a GPU or other NVIDIA PCI function appears, disappears, is bound to the NVIDIA driver or
+    unbound from it. `driver` changes when another driver is loaded; it is empty if none is loaded. `instances` maps
+    the minor number of each GPU to a value that changes when a GPU instance or compute instance appears or disappears.
     """
 
     hardware: Hashable

@@ -288,7 +288,7 @@ class EventRecorder(BackgroundWorker):
         """Reports the status of all our devices in a claim. Replaces an earlier status that was not written yet.
 
         The recorder's thread calls `written` when the API server has stored the status, but not if the status was
-        dropped or needed no write. With `is_first`, the recorder does not read the claim again: Prepare has just
+        dropped or needed no write. With `is_first`, the recorder writes without reading the claim: Prepare has just
         read it, and the claim had no status.
         """
         self._put(ClaimState(ref, tuple(devices), written, is_first))

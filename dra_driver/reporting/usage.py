@@ -143,7 +143,7 @@ _REPORT_AFTER_S = 600.0
 
 @dataclass(eq=False)
 class UnclaimedMemory(BackgroundWorker):
-    """Reports each unclaimed process once, and stops none of them.
+    """Reports each process that stays unclaimed for ten minutes, once. Does not stop processes.
 
     `look` returns unclaimed processes by the UUID of each GPU that answers; it may raise DraDriverError.
     `report` gets a GPU's UUID and a process, and returns False if another instance reports for this node.

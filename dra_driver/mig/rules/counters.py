@@ -175,7 +175,7 @@ def _totals(profiles: tuple[PlacedProfile, ...]) -> Amounts:
 
 
 def _runs_out(row: PlacedProfile) -> bool:
-    """Whether the GPU has fewer instances of a profile than fit into the memory slices."""
+    """Whether the GPU allows fewer instances of a profile than fit into the memory slices."""
     count, end = 0, 0
     for placement in sorted(row.placements, key=lambda entry: entry.start + entry.size):
         if placement.start >= end:

@@ -40,7 +40,7 @@ class LayoutRefusedError(ValueError):
 def entry_for(
     name: str, layouts: Layouts, index: int, pci_id: str | None, profiles: Sequence[PlacedProfile]
 ) -> LayoutEntry | None:
-    """Returns the entry of the named layout for the GPU with this PCI index and ID; None if no entry matches.
+    """Returns the named layout's entry for the GPU with this index in PCI order and PCI ID; None if none matches.
 
     Raises: LayoutRefusedError if there is no such layout.
     """
