@@ -137,7 +137,7 @@ def test_a_check_of_several_things_has_a_line_for_each() -> None:
 
 
 def test_checks_that_cannot_run_for_one_cause_are_one_line() -> None:
-    away = skip("the API server does not answer")
+    away = skip("not checked without the API server")
     outcomes = [
         Outcome("API server", fail("it is away", "start it")),
         Outcome("node", away),
@@ -149,7 +149,7 @@ def test_checks_that_cannot_run_for_one_cause_are_one_line() -> None:
     ]
     assert folded(outcomes) == [
         outcomes[0],
-        Outcome("3 checks", skip("the API server does not answer: node, clock, slices")),
+        Outcome("3 checks", skip("not checked without the API server: node, clock, slices")),
         outcomes[2],
         outcomes[4],
         outcomes[5],
@@ -354,7 +354,7 @@ def test_checks_that_need_nvml_are_skipped_without_it(host: Host) -> None:
     checks = host.checks(NvmlUnavailableError("away; x"), extra_devices=ExtraDevices(imex=0))
     names = ("GPU processes", "IMEX", "MIG mode", "GPU memory")
     found = [one.finding for one in run_checks(checks.all()) if one.check in names]
-    assert found == [skip("not checked, because NVML does not answer")] * 4
+    assert found == [skip("not checked without NVML")] * 4
 
 
 def test_host_devices_that_are_missing(assert_golden: CompareFinding, host: Host) -> None:

@@ -32,7 +32,7 @@ def test_healthy_gpus_are_one_line() -> None:
     assert of() == [Finding("OK", "2 GPUs are healthy")]
     assert of(gpus=(ONE,)) == [Finding("OK", "1 GPU is healthy")]
     assert of(gpus=()) == [Finding("SKIP", "NVML lists no GPU")]
-    assert of(has_nvml=False) == [Finding("SKIP", "not checked, because NVML does not answer")]
+    assert of(has_nvml=False) == [Finding("SKIP", "not checked without NVML")]
 
 
 def test_each_device_has_a_line_with_its_reasons_when_several_are_ill(
@@ -120,9 +120,7 @@ def test_unknown_health_is_a_warning() -> None:
         ),
         Finding("WARN", "the file cannot be read: x; y", "do it"),
     ]
-    assert of(gpus=(unread,), has_nvml=False) == [
-        Finding("SKIP", "not checked, because NVML does not answer")
-    ]
+    assert of(gpus=(unread,), has_nvml=False) == [Finding("SKIP", "not checked without NVML")]
 
 
 def test_devices_with_the_same_reasons_share_a_line() -> None:

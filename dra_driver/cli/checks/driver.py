@@ -466,7 +466,7 @@ class DriverChecks:
             try:
                 found = look()
             except _NotKnownError:
-                found = skip("not checked, because NVML does not answer")
+                found = skip("not checked without NVML")
             gpus = self._sysfs.gpus()
             if self.passthrough and gpus and len(self._under_vfio(gpus)) == len(gpus):
                 return skip("every GPU of this node is bound to vfio")

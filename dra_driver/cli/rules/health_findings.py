@@ -192,7 +192,7 @@ def _problems(problems: Iterable[str]) -> Iterator[Finding]:
 
 def _all_well(gpus: Sequence[SeenGpu], *, has_nvml: bool) -> Finding:
     if not has_nvml:
-        return skip("not checked, because NVML does not answer")
+        return skip("not checked without NVML")
     if not gpus:
         return skip("NVML lists no GPU")
     return ok(f"{counted(len(gpus), 'GPU is', 'GPUs are')} healthy")
