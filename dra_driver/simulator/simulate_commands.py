@@ -35,7 +35,7 @@ def done(machine: Machine, method: str, said: str, values: Mapping[str, Any], he
 
 def _shown(name: str, value: Any) -> Any:
     if isinstance(value, list):
-        return ", ".join(value) or "no such nodes"
+        return ", ".join(value) or "no extra device nodes"
     word = name.rpartition("_")[2]
     return value if not isinstance(value, bool | None) else word if value else f"not {word}"
 
@@ -44,7 +44,7 @@ def _refuse_while_open(machine: Machine, what: str, force: bool) -> None:
     clients = [] if force else machine.clients()
     if clients:
         raise StateError(
-            f"cannot {what} is in use by {', '.join(clients)}; stop it, or close NVML "
+            f"cannot {what} is in use by {', '.join(clients)}; stop all programs that use it, or close NVML "
             "(`gpu-dra-driver detach`); --force skips this check, which real hardware enforces"
         )
 
@@ -58,7 +58,7 @@ def create_machine(
 ) -> str:
     machine = simulator.create_machine(name, directory, cdi_hook=cdi_hook, device_nodes=device_nodes)
     gpus = len(machine.current().present)
-    return f"{machine.name}: {gpus} GPUs, driver {machine.driver_version}, host root {machine.host_root}"
+    return f"{machine.name}: {counted(gpus, 'GPU')}, driver {machine.driver_version}, host root {machine.host_root}"
 
 
 def show(machine: Machine) -> tuple[str, Rows]:
