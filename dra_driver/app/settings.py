@@ -235,7 +235,7 @@ class Settings:
     )
     host_root: str | None = _setting(
         None,
-        "Path of the host's / in this container, if it is mounted; used to find nvidia-cdi-hook.",
+        "Path of the host's / in this container, if it is mounted; used for nvidia-cdi-hook, IMEX and passthrough.",
         _PATH,
     )
     nvidia_cdi_hook_path: str | None = _setting(

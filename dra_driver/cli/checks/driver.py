@@ -346,8 +346,9 @@ class DriverChecks:
             )
         if wanted != "all" and wanted >= count:
             return fail(
-                f"imex.channel is {wanted}, but the NVIDIA driver has only channels 0 to {count - 1}",
-                "set imex.channel to one of them, or load the nvidia module with a larger NVreg_ImexChannelCount",
+                f"imex.channel is {wanted}, but the NVIDIA driver's last channel is {count - 1}",
+                f"set imex.channel to a number below {count}, or load the nvidia module with a larger "
+                "NVreg_ImexChannelCount",
             )
         try:
             with TemporaryDirectory() as links:

@@ -26,7 +26,7 @@ class CatalogEntry:
 
 _ROWS: tuple[tuple[tuple[int, ...], str, str], ...] = (
     ((8,), "RESTART_APP", "a program's channel was idle for too long"),
-    ((11, 25, 32), "RESTART_APP", "a program sent commands that are not valid"),
+    ((11, 25, 32), "RESTART_APP", "the GPU received commands that are not valid"),
     ((13,), "RESTART_APP", "a program caused a graphics engine exception"),
     ((14,), "IGNORE", "an injected error"),
     ((31,), "RESTART_APP", "a program accessed invalid GPU memory"),
@@ -45,7 +45,7 @@ _ROWS: tuple[tuple[tuple[int, ...], str, str], ...] = (
     ((62,), "RESET_GPU", "the GPU's internal microcontroller stopped"),
     ((63,), "IGNORE", "a memory row was remapped or a memory page was retired"),
     ((64,), "RESET_GPU", "a memory row could not be remapped or a memory page could not be retired"),
-    ((66, 67), "IGNORE", "the NVIDIA driver made an illegal memory access"),
+    ((66, 67), "IGNORE", "the NVIDIA driver made an illegal access"),
     (
         (60, 68, 83, 84, 88, 89, 96, 97, 98),
         "RESTART_APP",
