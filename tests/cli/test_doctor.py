@@ -643,6 +643,22 @@ def test_records(assert_golden: CompareFinding, kubelet: KubeletChecks) -> None:
     assert broken.read_text() == "x"
 
 
+@pytest.mark.parametrize("file", ["ledger/GPU-1.json", "claims/uid-8.json", "mig-layout.json"])
+def test_cleanup_and_layout_are_not_known_when_a_file_cannot_be_read(
+    kubelet: KubeletChecks, file: str
+) -> None:
+    assert (kubelet.cleanup().status, kubelet.mig_layout().status) == ("OK", "OK")
+    path = kubelet.state / file
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("x")
+    text = "not known, because some of the plugin's files cannot be read: see `records`"
+    assert (kubelet.records().status, kubelet.cleanup(), kubelet.mig_layout()) == (
+        "FAIL",
+        skip(text),
+        skip(text),
+    )
+
+
 def test_records_of_a_boot_that_is_not_known_are_not_called_prepared(kubelet: KubeletChecks) -> None:
     store = RecordStore(kubelet.state / "claims")
     store.open("boot-1")

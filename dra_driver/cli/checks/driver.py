@@ -512,4 +512,4 @@ class DriverChecks:
 
 
 def _channels(wanted: ImexChannels, count: int) -> str:
-    return f"all {count} channels" if wanted == "all" else f"channel {wanted} of {count}"
+    return f"all {counted(count, 'channel')}" if wanted == "all" else f"channel {wanted} of {count}"

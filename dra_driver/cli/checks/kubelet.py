@@ -25,6 +25,8 @@ from dra_driver.mps_host.host_files import MpsHostFiles, mps_layout
 from dra_driver.reporting.node_problems import Reported
 from dra_driver.sharing.rules.client_limits import notes_of
 
+_UNREAD = "not known, because some of the plugin's files cannot be read: see `records`"
+
 
 @dataclass(frozen=True, slots=True)
 class KubeletChecks:
@@ -113,18 +115,20 @@ class KubeletChecks:
 
     def cleanup(self) -> Finding:
         """Check for pending cleanup."""
-        found = self.node_state().cleanups
+        state = self.node_state()
+        found = state.cleanups
         if found:
             more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
             pending, _, remedy = found[0].text.rpartition("; ")
             return warn(pending + more, f"{remedy}; `gpu-dra-driver cleanup` lists all pending cleanup")
-        return ok("no pending cleanup found")
+        return skip(_UNREAD) if state.faults else ok("no pending cleanup found")
 
     def mig_layout(self) -> Finding:
         """Check that the node's MIG layout is applied to its GPUs."""
-        found = self.node_state().layouts
+        node = self.node_state()
+        found = node.layouts
         if not found:
-            return ok("the node has no MIG layout")
+            return skip(_UNREAD) if node.faults else ok("the node has no MIG layout")
         for state in ("refused", "waiting"):
             concerned = [one for one in found if one.state == state]
             if concerned:
