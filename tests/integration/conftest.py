@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -24,6 +25,17 @@ from tests.fakes.waiting import eventually
 NODE = "node-a"
 
 Json = dict[str, Any]
+
+
+_ADDRESSES = itertools.count()
+
+
+def own_address() -> str:
+    """An address for a daemon's HTTP endpoint. No other process of the machine uses this loopback address; a port of
+    127.0.0.1 that is free now may be taken before the daemon listens.
+    """
+    number = os.getpid() * 64 + next(_ADDRESSES)
+    return f"127.{128 + (number >> 16 & 63)}.{number >> 8 & 255}.{number & 255}:21317"
 
 
 def result(device: str, request: str = "gpu", **more: Any) -> Json:

@@ -11,7 +11,6 @@ import json
 import os
 import re
 import signal
-import socket
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
@@ -31,7 +30,7 @@ from tests.fakes.machines import silence
 from tests.fakes.mps_behaviour import fails_to_start, misbehave
 from tests.fakes.scrapes import samples_in
 from tests.fakes.waiting import eventually
-from tests.integration.conftest import DRIVER, Node, parameters
+from tests.integration.conftest import DRIVER, Node, own_address, parameters
 from tests.integration.test_process import call
 from tests.kubelet.support import OtherDriver, notify
 
@@ -59,9 +58,7 @@ class Site:
         self.node = Node(root)
         self.node.configure_runtime()
         self.refused = root / "refused"
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.address = f"127.0.0.1:{probe.getsockname()[1]}"
+        self.address = own_address()
         self.process: Any = None
         self.more = ExitStack()
         self.pod = self.node.service_account() | {"HOSTNAME": POD}

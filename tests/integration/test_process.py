@@ -21,7 +21,7 @@ from dra_driver.cli import commands
 from dra_driver.cli import main as main_module
 from tests.fakes.tables import tabled
 from tests.fakes.waiting import eventually
-from tests.integration.conftest import DRIVER, Node, sliced
+from tests.integration.conftest import DRIVER, Node, own_address, sliced
 
 MEMORY = "/dev/shm"
 
@@ -115,14 +115,14 @@ def test_grpc_writes_nothing_between_the_events_when_a_port_is_taken(make_node: 
     assert {json.loads(line)["level"] for line in events} <= {"info", "warning"}
 
 
-def test_http_endpoint_serves_metrics_and_reasons(make_node: Callable[..., Node], free_port: int) -> None:
-    node = make_node()
-    node.spawn(HTTP_ENDPOINT=f"127.0.0.1:{free_port}", METRICS_PATH="/gpu-metrics")
+def test_http_endpoint_serves_metrics_and_reasons(make_node: Callable[..., Node]) -> None:
+    node, address = make_node(), own_address()
+    node.spawn(HTTP_ENDPOINT=address, METRICS_PATH="/gpu-metrics")
     node.kubelet.wait_registered(DRIVER)
     node.wait_devices(8)
 
     def get(path: str) -> str:
-        with urllib.request.urlopen(f"http://127.0.0.1:{free_port}{path}", timeout=5) as answer:
+        with urllib.request.urlopen(f"http://{address}{path}", timeout=5) as answer:
             return answer.read().decode()
 
     assert eventually(lambda: _quietly(lambda: get("/readyz"))) == "ok\n"
@@ -136,13 +136,6 @@ def _quietly(ask: Callable[[], str]) -> str | None:
         return ask()
     except OSError:
         return None
-
-
-@pytest.fixture
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @tabled("arguments", "env", "words")
