@@ -29,7 +29,7 @@ def apply_again() -> str:
 
 
 def logs() -> str:
-    """Return the command that prints the plugin's log."""
+    """Return a remedy that names the command for the plugin's log."""
     return f"`kubectl -n {_namespace()} logs -l app.kubernetes.io/component=node --tail=50` shows more"
 
 

@@ -53,7 +53,7 @@ def _top_of(words: Sequence[str]) -> None:
     Raises: DraDriverError if there is no such pod.
     """
     if not words or words[0].startswith("-"):
-        raise InvalidConfigError("the node is missing; use kubectl gpus top NODE [FLAGS of top]")
+        raise InvalidConfigError("no node is named; use kubectl gpus top NODE [FLAGS of top]")
     node, *flags = words
     kubectl = ["kubectl"]
     for flag in ("--context", "--kubeconfig"):

@@ -145,7 +145,7 @@ def test_top_of_a_node_is_run_in_the_pod_of_the_plugin(tmp_path: Path) -> None:
         0, "--context prod --kubeconfig k exec --stdin -n gpus plugin-2 -c driver -- gpu-dra-driver top --once\n"
     )  # fmt: skip
     assert run("node-b") == (1, "gpu-dra-driver: no pod of gpu-dra-driver runs on node node-b\n")
-    assert run() == (2, "gpu-dra-driver: the node is missing; use kubectl gpus top NODE [FLAGS of top]\n")
+    assert run() == (2, "gpu-dra-driver: no node is named; use kubectl gpus top NODE [FLAGS of top]\n")
 
 
 @pytest.mark.parametrize("namespace", ["Bad NS", "", "a.b", "a\x1b[2J"])

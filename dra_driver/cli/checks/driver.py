@@ -96,7 +96,7 @@ class DriverChecks:
         if others:
             return fail(
                 f"bound to another driver: {named(others)}",
-                "unload and blacklist that driver (such as `modprobe -r nouveau`), then reboot the node",
+                "unload that driver (for example, `modprobe -r nouveau`) and blacklist it, then reboot the node",
             )
         if unbound:
             return fail(

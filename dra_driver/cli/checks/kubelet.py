@@ -67,7 +67,9 @@ class KubeletChecks:
             # The check `health` reports GPUs that do not answer, and failing claims are listed above.
             if problem.code not in ("gpu-unresponsive", *(["claims-failing"] if failing else [])):
                 found.append(of_text(problem.text, fails=problem.code in CODES_THAT_FAIL))
-        return found or [ok("the plugin is running and reports no problems")]
+        is_silent = any(shown.problem.code == "gpu-unresponsive" for shown in problems)
+        more = " besides GPUs that do not answer" if is_silent else ""
+        return found or [ok(f"the plugin is running and reports no problems{more}")]
 
     def directories(self) -> Finding:
         """Check that the kubelet's directories are writable."""

@@ -201,7 +201,8 @@ def gpus_of(step: Step) -> frozenset[str]:
 
 
 def by_gpus(steps: Iterable[Step]) -> list[tuple[frozenset[str], list[Step]]]:
-    """Group the steps by the GPUs that they change, in order. Leaves out steps that only write files.
+    """Group the steps by the GPUs that they change; a group keeps the order of its steps. Leaves out steps that
+    only write files.
 
     No GPU is in two groups, so groups can run in parallel. An MPS daemon of several GPUs merges their groups.
     """

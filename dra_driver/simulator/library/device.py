@@ -274,7 +274,9 @@ class _Taken(NamedTuple):
 
 
 class Gpm(Core):
-    """nvmlGpm*. Two samples of different instances that have the same ID give an impossible value."""
+    """nvmlGpm*. If a GPU instance is replaced by one with the same ID between two samples, the metrics get an
+    impossible value.
+    """
 
     def __init__(self, machine: Any) -> None:
         super().__init__(machine)

@@ -169,7 +169,7 @@ def _value(value: Any) -> Any:
 
 
 def _quantity(text: str) -> Any:
-    """Return a message, because equal messages are equal in CEL."""
+    """Return the quantity as a protobuf message, because CEL compares messages by their content."""
     return _messages()(amount=str(parse_quantity(text)))
 
 

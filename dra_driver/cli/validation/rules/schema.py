@@ -67,7 +67,9 @@ def _driver(value: str) -> str | None:
 def _label(value: str) -> str | None:
     if not value or _LABEL.match(value):
         return None
-    return f"{value!r} is not the value of a label (at most 63 letters, digits, -, _ and .)"
+    return (
+        f"{value!r} is not a valid label value (letters, digits, -, _ and .; a letter or digit at both ends)"
+    )
 
 
 def _label_key(value: str) -> str | None:
