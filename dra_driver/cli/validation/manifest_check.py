@@ -387,7 +387,8 @@ class ManifestCheck:
         report.requests += [asdict(found) for found in fit.funnels]
         report.devices += [{"request": request, "device": device} for request, device in fit.devices]
         report.hints += [
-            f"request {found.request}: selector {found.error}; the claim fits unless the scheduler reaches this error"
+            f"request {found.request}: selector {found.error}; the claim fits only if the scheduler finds its devices "
+            "before it evaluates this selector on such a device"
             for found in fit.funnels
             if found.error is not None
         ]
