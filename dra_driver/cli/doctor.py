@@ -26,7 +26,7 @@ from dra_driver.cli.node import NodeSnapshot
 from dra_driver.cli.output import COLOR, OUTPUT, Output, answer, colored, hanging
 from dra_driver.cli.rules.node_view import NodeView, NvmlFacts, node_view
 from dra_driver.cli.scratch import node_settings, this_machine
-from dra_driver.cli.state_on_disk import plugin_problems, read_claims
+from dra_driver.cli.state_on_disk import is_only_simulated, plugin_problems, read_claims
 from dra_driver.host.processes import gpu_users
 from dra_driver.kube.client import ApiClient
 from dra_driver.kube.endpoint import load_endpoint
@@ -159,7 +159,7 @@ def doctor_checks(settings: Settings) -> list[Check]:
         state.get,
         Path(settings.cdi_root),
         None
-        if settings.simulate is not None and not Path(settings.plugin_directory).is_dir()
+        if is_only_simulated(settings)
         else lambda: plugin_problems(settings.plugin_directory, settings.http_endpoint),
     )
     cluster = ClusterChecks(

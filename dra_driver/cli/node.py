@@ -22,7 +22,7 @@ from dra_driver.cli.machine import CommandMachine, unread
 from dra_driver.cli.rules.node_state import NodeState
 from dra_driver.cli.rules.node_view import NodeView, NvmlFacts, node_view
 from dra_driver.cli.rules.prepared_claims import NodeClaims, RunningStep
-from dra_driver.cli.state_on_disk import plugin_problems, read_claims, read_state
+from dra_driver.cli.state_on_disk import is_only_simulated, plugin_problems, read_claims, read_state
 from dra_driver.errors import DeviceLostError, DraDriverError, NvmlUnavailableError, StateError
 from dra_driver.host.driver_programs import InstalledPrograms, NvidiaSmi
 from dra_driver.host.processes import origin
@@ -81,7 +81,9 @@ class NodeSnapshot:
             notes.append(f"MPS daemons are not shown: {error}")
         state = self.machine.state()
         claims = read_claims(state, settings, now)
-        problems = [*plugin_problems(settings.plugin_directory, settings.http_endpoint).problems]
+        problems: list[ShownProblem] = []
+        if not is_only_simulated(settings):
+            problems += plugin_problems(settings.plugin_directory, settings.http_endpoint).problems
         nvml, nvml_problem = self._facts.result(wait_s)
         nvml = nvml or NvmlFacts()
         if nvml_problem is not None:

@@ -45,6 +45,11 @@ NOT_RUNNING = (
 )
 
 
+def is_only_simulated(settings: Settings) -> bool:
+    """Whether the machine is simulated only for this command, so that no plugin runs on it."""
+    return settings.simulate is not None and not Path(settings.plugin_directory).is_dir()
+
+
 def plugin_problems(directory: Path, http_endpoint: str) -> Reported:
     """Return the node's problems and the failing claims as the plugin reports them. A missing plugin is itself
     a problem.

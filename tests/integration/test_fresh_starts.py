@@ -41,6 +41,10 @@ def test_commands_work(tmp_path: Path) -> None:
     for (arguments, said), ended in zip(lines, done, strict=True):
         assert (ended.returncode, ended.stderr) == (0, ""), arguments
         assert said in ended.stdout, arguments
+    top = call("top", "--once", *machine)
+    assert (top.returncode, "PROBLEM" in top.stdout) == (0, False), (
+        "no plugin is missing on a machine of this command"
+    )
 
 
 def test_no_check_of_doctor_fails_itself(node: Node) -> None:
