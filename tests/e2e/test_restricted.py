@@ -138,7 +138,10 @@ WITHOUT: dict[str, tuple[str, str]] = {
     "plugins": ("terminated", "cannot create the directory /var/lib/kubelet/plugins/"),
     "cdi": ("terminated", "cannot create the directory /var/run/cdi"),
     "api-token": ("terminated", "Service token file does not exist"),
-    "driver-root": ("gpu-dra-driver inspect", "neither the PCI bus nor NVML (libnvidia-ml.so.1) shows a GPU"),
+    "driver-root": (
+        "gpu-dra-driver inspect",
+        "neither the PCI bus nor NVML (libnvidia-ml.so.1) shows a usable GPU",
+    ),
     "tmp": ("gpu-dra-driver inspect", "No usable temporary directory"),
 }
 """By volume: how the daemon exits without it, or which command reports what is missing, and the text."""
