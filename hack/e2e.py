@@ -176,7 +176,7 @@ def _run_side_by_side(flags: list[str]) -> int:
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}
     processes: list[subprocess.Popen[bytes]] = []
     readers: list[threading.Thread] = []
-    told: list[str] = []
+    summaries: list[str] = []
     try:
         for part in range(len(APART) + 1):
             place = [*CLUSTER, "apart"] if part else []
@@ -185,7 +185,7 @@ def _run_side_by_side(flags: list[str]) -> int:
                 command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
             )
             processes.append(process)
-            readers.append(threading.Thread(target=_copy_lines, args=(part + 1, process.stdout, told)))
+            readers.append(threading.Thread(target=_copy_lines, args=(part + 1, process.stdout, summaries)))
             readers[-1].start()
         statuses = [process.wait() for process in processes]
     except Interrupted:
@@ -199,17 +199,17 @@ def _run_side_by_side(flags: list[str]) -> int:
             reader.join()
     for part, status in enumerate(statuses):
         print(f"e2e: cluster {part + 1}: {'passed' if status == 0 else f'FAILED with exit code {status}'}")
-    print("\n".join(told))
+    print("\n".join(summaries))
     return next((status for status in statuses if status), 0)
 
 
-def _copy_lines(number: int, output: IO[bytes], told: list[str]) -> None:
-    """Print each line with the cluster's number, and add the summary's lines to `told`."""
+def _copy_lines(number: int, output: IO[bytes], summaries: list[str]) -> None:
+    """Print each line with the cluster's number, and add the summary line of pytest to `summaries`."""
     with output:
         for content in output:
             line = content.decode(errors="replace").rstrip()
             if _SUMMARY.fullmatch(line):
-                told.append(f"{number}| {line}")
+                summaries.append(f"{number}| {line}")
             print(f"{number}| {line}", flush=True)
 
 

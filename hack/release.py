@@ -69,8 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print((target / "SHA256SUMS").read_text(), end="")
     source = f" --label org.opencontainers.image.source={parsed.source}" if parsed.source else ""
     revision, epoch = _git(ROOT, "log", "-1", "--format=%H %ct").split()
-    told = {"image": parsed.image, "version": parsed.version, "source": source}
-    print(IMAGES.format(**told, revision=revision, epoch=epoch), file=sys.stderr)
+    values = {"image": parsed.image, "version": parsed.version, "source": source}
+    print(IMAGES.format(**values, revision=revision, epoch=epoch), file=sys.stderr)
     return 0
 
 
@@ -78,11 +78,11 @@ def check(root: Path, version: str) -> None:
     """Raises: RefusedError if the version cannot be released."""
     if not _VERSION.fullmatch(version):
         raise RefusedError(f"{version!r} is not a version: write VERSION=1.2.3 or VERSION=1.2.3-rc.1.")
-    said = {name: found for name, found in versions(root).items() if found != version}
-    if said:
-        told = ", ".join(f"{name} says {found or 'nothing'}" for name, found in said.items())
+    wrong = {name: found for name, found in versions(root).items() if found != version}
+    if wrong:
+        listed = ", ".join(f"{name} says {found or 'nothing'}" for name, found in wrong.items())
         raise RefusedError(
-            f"these files do not have version {version}: {told}; change and commit them first."
+            f"these files do not have version {version}: {listed}; change and commit them first."
         )
     if not (root / "daemonset" / "chart" / "Chart.yaml").exists():
         raise RefusedError("daemonset/chart/Chart.yaml is missing: a release needs a chart.")

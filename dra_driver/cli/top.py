@@ -193,7 +193,7 @@ def _fraction(load: GpuLoad | None) -> float | None:
 
 
 def _word(severity: str) -> str:
-    """Return a severity that needs attention in capitals, so that it stands out without colours."""
+    """Return the severity, in capitals if it needs attention: it then stands out even without colours."""
     return severity.upper() if severity in ("degraded", "unhealthy", "lost", "unknown") else severity
 
 

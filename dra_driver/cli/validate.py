@@ -183,8 +183,10 @@ def machine_to_try(settings: Settings) -> tuple[MachineFit | None, str]:
         return None, f"{error}; run this as root"
     fit = MachineFit(name, settings.driver_name, slices, gpus_for_layouts(settings))
     if settings.simulate is None and not fit.devices:
-        why = "no GPU, or only GPUs in MIG mode without MIG devices"
-        return None, f"this node has no device: {why}; choose a machine with --simulate"
+        return (
+            None,
+            "this node has no device (no GPU, or no MIG device in MIG mode); choose a machine with --simulate",
+        )
     return fit, counted(len(fit.devices), "device")
 
 

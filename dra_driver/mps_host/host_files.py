@@ -280,13 +280,17 @@ class MpsHostFiles:
         if not is_locked(self._layout.lock):
             enable = f"enable it: {helm_set('mps.enabled=true')}"
             return f"the MPS host is not running on this node; if MPS is enabled, {_SEE_PODS}, otherwise {enable}"
-        content = read_or_none(self._layout.lock)
-        if not content:
+        if self.is_starting():
             return f"the MPS host on this node is starting; {_SEE_PODS}, and its log"
+        content = read_or_none(self._layout.lock) or b""
         with suppress(StateError):
             parse_file(content, "lock file", dict, known=FORMAT, field="format")
             return None
         return f"the MPS host on this node is from a different release than gpu-dra-driver; {_REPLACE}"
+
+    def is_starting(self) -> bool:
+        """Whether a host is running that has not yet adopted all daemons. Raises: StateError."""
+        return is_locked(self._layout.lock) and not read_or_none(self._layout.lock)
 
     def _want(self, spec: MpsDaemonSpec) -> None:
         """Requests the daemon from the host.

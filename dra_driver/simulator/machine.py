@@ -199,7 +199,7 @@ class Machine:
 
     def remove_gpu(self, selector: Selector) -> None:
         """Removes a GPU without warning. If a virtual machine has the GPU open, the kernel waits until the virtual
-        machine closes it; meanwhile the GPU has no driver.
+        machine closes it. Until then, the GPU has no driver.
         """
         with self._change() as state:
             gpu = self._find(state, selector)
@@ -383,7 +383,7 @@ class Machine:
             function.boot_driver = function.driver
             state.functions.append(function)
 
-    # --- what is beside the GPUs ---------------------------------------------------------------
+    # --- the rest of the machine ---------------------------------------------------------------
 
     def set_system(self, **facts: Any) -> None:
         """Changes values of `system` (see machines/README.md); None keeps a value. Raises: InvalidConfigError."""

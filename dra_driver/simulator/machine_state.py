@@ -207,8 +207,8 @@ class Function:
     """A PCI function that is not a GPU, such as an NVSwitch, an audio function, or a virtual function of the GPU with
     bus ID `physical`.
 
-    `beside` is the bus ID of a GPU that shares its IOMMU group; functions in the GPU's slot always share it, except
-    virtual functions. For other fields see `Gpu`.
+    The function is in the IOMMU group of the GPU with bus ID `beside`. Functions in the slot of a GPU are always in
+    that GPU's group, except virtual functions. For the other fields see `Gpu`.
     """
 
     bus_id: str

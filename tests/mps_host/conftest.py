@@ -48,7 +48,7 @@ FAST = Timings(
     exclusive=0.1,
 )
 RETRIED_LATER = {"first_backoff": 600.0, "longest_backoff": 600.0}
-"""For a test that looks at what a failed start leaves: no second start runs meanwhile."""
+"""For a test that checks what a failed start leaves behind: the host does not retry the start during the test."""
 
 
 @pytest.fixture

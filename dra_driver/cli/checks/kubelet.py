@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from dra_driver.base.atomic import read_or_none
 from dra_driver.base.file_lock import is_locked
 from dra_driver.base.installation import logs
 from dra_driver.cli.checks.check import Check, not_written, of_text
@@ -67,9 +66,10 @@ class KubeletChecks:
             # The check `health` reports GPUs that do not answer, and failing claims are listed above.
             if problem.code not in ("gpu-unresponsive", *(["claims-failing"] if failing else [])):
                 found.append(of_text(problem.text, fails=problem.code in CODES_THAT_FAIL))
-        is_silent = any(shown.problem.code == "gpu-unresponsive" for shown in problems)
-        more = " besides GPUs that do not answer" if is_silent else ""
-        return found or [ok(f"the plugin is running and reports no problems{more}")]
+        if found:
+            return found
+        more = " besides GPUs that do not answer" if problems else ""
+        return [ok(f"the plugin is running and reports no problems{more}")]
 
     def directories(self) -> Finding:
         """Check that the kubelet's directories are writable."""
@@ -150,8 +150,7 @@ class KubeletChecks:
         if problem is not None:
             # A starting host needs no action, and a stopped one matters only if a claim has a daemon.
             is_there = is_locked(layout.lock)
-            is_starting = is_there and not read_or_none(layout.lock)
-            return of_text(problem, fails=not is_starting and (is_there or files.is_in_use()))
+            return of_text(problem, fails=not files.is_starting() and (is_there or files.is_in_use()))
         waiting = files.unseen()
         if waiting:
             return warn(

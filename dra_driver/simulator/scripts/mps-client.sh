@@ -17,7 +17,7 @@ host=$(cat /proc/sys/kernel/hostname 2>/dev/null || echo host)
 name=$host-$$
 reply=$dir/reply-$name
 rm -f "$reply"
-# Opened for reading as well: opening a pipe that nobody reads would wait for ever.
+# Open the pipe for reading as well: opening a pipe without a reader would block.
 exec 3<>"$dir/connect" || exit 3
 # Before it connects: it is listed from then on, and may be ended at any moment.
 leave() { printf 'disconnect %s\n' "$name" >&3; exit 0; }

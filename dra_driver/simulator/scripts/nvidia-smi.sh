@@ -1,6 +1,6 @@
 #!/bin/sh
 # The nvidia-smi of a simulated machine. It needs a POSIX shell and nothing else, because it is mounted
-# alone into containers: what it knows of the machine stands below, and a GPU or MIG device is shown if
+# alone into containers. The facts about the machine are below, and a GPU or MIG device is shown if
 # its device nodes are here.
 #@FACTS@
 
