@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import Field, dataclass, fields, replace
 from pathlib import Path
 
 import pytest
@@ -700,6 +700,30 @@ def test_instance_of_someone_else_is_read_with_everything(
     assert now.gpus[1].partitioning.withheld == (THEIRS,)
     cut_bench.host.shown = {1: "a compute instance in somebody else's GPU instance"}
     assert cut_bench.look()
+
+
+@dataclass(frozen=True, slots=True)
+class LaterFingerprint(GpuFingerprint):
+    """The fingerprint of a release that compares one more value."""
+
+    later: int = 0
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["whole", "on demand"])
+@pytest.mark.parametrize("changed", fields(LaterFingerprint), ids=lambda field: field.name)
+def test_changed_field_of_a_fingerprint_is_noticed(
+    cut_bench: Bench, changed: Field[object], number: int
+) -> None:
+    nvml = cut_bench.nvml
+    nvml.existing[BARE[1].uuid] = (False, ())
+    before = [LaterFingerprint(gpu.uuid, minor, (0, 0)) for minor, gpu in enumerate(BARE)]
+    nvml.fingerprint = tuple(before)
+    cut_bench.scan()
+    assert (cut_bench.look(), nvml.requested) == (False, [])
+    before[number] = replace(before[number], **{changed.name: "other"})
+    nvml.fingerprint = tuple(before)
+    is_mig = number == 1 and changed.name in {"minor", "mig_mode"}
+    assert (cut_bench.look(), nvml.requested) == (not is_mig, [BARE[1].uuid] if is_mig else [])
 
 
 def test_mode_that_someone_else_switched_on_is_read_with_everything(cut_bench: Bench) -> None:

@@ -12,7 +12,7 @@ from itertools import combinations
 from dra_driver.errors import NvmlUnavailableError
 from dra_driver.model.gpu import Fabric, Gpu
 from dra_driver.model.health import PolledHealth
-from dra_driver.model.host import GpuFingerprint, HostFingerprint, NvmlFingerprint
+from dra_driver.model.host import HostFingerprint, NvmlFingerprint
 from dra_driver.model.ids import gpu_device_names
 from dra_driver.model.inventory import DiscoveryFault, Inventory
 from dra_driver.model.units import counted
@@ -109,19 +109,17 @@ def is_other_hardware(now: HostFingerprint, before: HostFingerprint) -> bool:
     """Whether GPUs appeared or disappeared, or the NVIDIA driver was reloaded, so that NVML must be initialised
     again.
     """
-    return (now.hardware, now.driver) != (before.hardware, before.driver)
+    return replace(now, instances={}) != replace(before, instances={})
 
 
 def repartitioned_gpus(now: HardwareFingerprint, before: HardwareFingerprint) -> frozenset[str] | None:
-    """Return the UUIDs of the GPUs whose MIG mode or instances differ.
+    """Return the UUIDs of the GPUs whose MIG mode, minor number or instances differ.
 
     None if anything else differs too, or if the affected GPU is unknown.
     """
-    if now.nvml is None or before.nvml is None or is_other_hardware(now.host, before.host):
+    if _without_mig(now) != _without_mig(before):
         return None
-    if _uuids(now.nvml) != _uuids(before.nvml):
-        return None
-    pairs = list(zip(now.nvml, before.nvml, strict=True))
+    pairs = list(zip(now.nvml or (), before.nvml or (), strict=True))
     changed = {gpu.uuid for gpu, old in pairs if gpu is not None and gpu != old}
     for minor in now.host.instances.keys() | before.host.instances.keys():
         if now.host.instances.get(minor) == before.host.instances.get(minor):
@@ -131,6 +129,12 @@ def repartitioned_gpus(now: HardwareFingerprint, before: HardwareFingerprint) ->
             return None
         changed |= owners
     return frozenset(changed)
+
+
+def _without_mig(seen: HardwareFingerprint) -> HardwareFingerprint:
+    """Remove what MIG changes. Everything else, including fields added later, counts as other hardware."""
+    gpus = (None if gpu is None else replace(gpu, minor=None, mig_mode=None) for gpu in seen.nvml or ())
+    return replace(seen, host=replace(seen.host, instances={}), nvml=seen.nvml and tuple(gpus))
 
 
 def differs(now: Inventory, before: Inventory | None) -> bool:
@@ -161,14 +165,6 @@ def is_other_nvlink(known: Inventory | None, gpu_uuid: str, polled: PolledHealth
     keeps_it = gpu.partitioning is not None and gpu.fabric is not None
     registration = polled.fabric_registration
     return gpu.fabric_registration != registration and (isinstance(registration, Fabric) or not keeps_it)
-
-
-def _uuids(fingerprint: NvmlFingerprint) -> list[str | None]:
-    return [_uuid(gpu) for gpu in fingerprint]
-
-
-def _uuid(gpu: GpuFingerprint | None) -> str | None:
-    return None if gpu is None else gpu.uuid
 
 
 def _without_minors(inventory: Inventory) -> Inventory:
