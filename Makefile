@@ -34,7 +34,7 @@ $(RUNTIME): requirements.txt
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || \
 		{ echo "The venv module is missing: install python3-venv"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "Installing the locked dependencies (once, about a minute)"
+	@echo "Installing the locked dependencies (once; minutes on a slow machine)"
 	@$(INSTALL) --no-deps --require-hashes -r requirements.txt
 	@touch $@
 
@@ -48,7 +48,7 @@ $(PROGRAM): $(RUNTIME) requirements-dev.txt pyproject.toml
 # --no-deps: the lock is complete, and pip 23 stops at a package that is locked and also wanted with an extra, once a newer
 # version of it is released.
 $(STAMP): $(PROGRAM) requirements-dev.txt
-	@echo "Installing the locked tools for development (once, about a minute)"
+	@echo "Installing the locked tools for development (once; minutes on a slow machine)"
 	@$(INSTALL) --no-deps --require-hashes -r requirements-dev.txt
 	@touch $@
 

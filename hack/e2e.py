@@ -45,6 +45,11 @@ QUICK = ["--sync-frequency", "10s"]
 """The kubelet retries a failed Prepare after 10 to 15 s instead of 60 to 90 s. Tests that require success at the first
 attempt check the pod's events, not the time."""
 SIMULATOR_STATE = Path("/var/lib/gpu-dra-simulator")
+BUILD = (
+    ("build the image", [sys.executable, "hack/image.py"]),
+    ("build and download the clusters' programs", [*CLUSTER, "fetch"]),
+)
+"""What takes minutes, before the tests: a test does not build anything."""
 INSTALL = [sys.executable, "hack/cluster/install.py"]
 MACHINE = [sys.executable, "-m", "dra_driver.cli.main", "simulate", "create", "dgx-h100"]
 HOOK = [sys.executable, "hack/cdi_hook.py", str(SIMULATOR_STATE / "root")]
@@ -62,7 +67,6 @@ APART = tuple(map(tuple, yaml.safe_load(Path(__file__).with_suffix(".yaml").read
 _SUMMARY = re.compile(r"(FAILED|ERROR) .*|=+ \d+ .* in [\d.]+s.* =+")
 """The summary lines of pytest."""
 TESTS = ("tests/e2e", "tests/kube", "tests/deploy", "tests/playground")
-IMAGE = [sys.executable, "hack/image.py"]
 
 
 class Interrupted(Exception):  # noqa: N818  a signal is no error
@@ -166,10 +170,7 @@ def _run_side_by_side(flags: list[str]) -> int:
     """Run all tests on several clusters. Each line of output begins with the cluster's number. Return the exit code of
     the first failure.
     """
-    for title, command in (
-        ("build the image", IMAGE),
-        ("build and download the clusters' programs", [*CLUSTER, "fetch"]),
-    ):
+    for title, command in BUILD:
         status = _step(title, command)
         if status:
             return status
@@ -216,7 +217,7 @@ def _copy_lines(number: int, output: IO[bytes], summaries: list[str]) -> None:
 def _run_all(flags: Sequence[str], pytest_args: list[str], tests: Sequence[str] = TESTS) -> int:
     os.environ |= debian_programs.hostile()
     for title, command in (
-        ("build the image", IMAGE),
+        *BUILD,
         ("start the cluster", [*CLUSTER, "up", *flags]),
         ("create the simulated machine", MACHINE),
         ("install NVIDIA's CDI hook on it", HOOK),

@@ -17,6 +17,7 @@ import debian_programs
 import pytest
 import structlog
 from hypothesis import settings
+from localcluster import ClusterError, binaries
 
 settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=60, database=None)
 settings.register_profile("explore", deadline=None, max_examples=1000)
@@ -24,6 +25,14 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 # Simulated machines of all tests, also in processes that they start, are as unkind as real ones.
 os.environ |= debian_programs.hostile()
+
+
+def _not_in_a_test(part: binaries.Part, *_: object) -> None:
+    """A build takes minutes, and each test would try again what failed."""
+    raise ClusterError(f"{part.name} is not built; run: python3 hack/cluster/cluster.py fetch")
+
+
+binaries._provide_part = _not_in_a_test
 
 # Imports and collection create many objects and discard none; `pytest_collection_finish` enables it again.
 gc.disable()

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 ROW = [
-    "build the image", "start the cluster", "create the simulated machine", "install NVIDIA's CDI hook on it",
-    "install the driver", "run the tests",
+    "build the image", "build and download the clusters' programs", "start the cluster",
+    "create the simulated machine", "install NVIDIA's CDI hook on it", "install the driver", "run the tests",
 ]  # fmt: skip
 
 

@@ -1,4 +1,7 @@
-"""The chart next to other drivers named gpu.nvidia.com: what it finds through the API server, and what it then does."""
+"""The chart next to other drivers named gpu.nvidia.com: what it finds through the API server, and what it then does.
+
+Helm renders, so these tests run in `make e2e`, which builds it; they need no cluster.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,8 @@ from localcluster import chart
 from tests.deploy.test_chart import chart_with_notes
 
 __all__ = ["chart_with_notes"]
+
+pytestmark = pytest.mark.cluster
 
 Json = dict[str, Any]
 

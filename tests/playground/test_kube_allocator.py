@@ -418,7 +418,6 @@ def random_machines(chance: random.Random, count: int) -> Iterator[Json]:
 
 
 @pytest.mark.cluster
-@pytest.mark.timeout(1200)
 def test_allocator_on_random_claims_decides_as_kube_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(allocator, "_MAX_TRIES", 20_000)  # what takes longer is not judged
     machines = list(random_machines(random.Random(20261127), CASES // 10))

@@ -6,6 +6,7 @@ separate, because they need different versions of the same dependencies.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -77,21 +78,21 @@ def directory(layout: Layout, modules: tuple[str, ...] = CLUSTER) -> Path:
 def build(layout: Layout, modules: tuple[str, ...] = CLUSTER) -> Path:
     """Build the missing programs, and return their directory."""
     target, wanted = directory(layout, modules), parts(layout, modules)
-    if all((target / part.name).exists() for part in wanted):
+    missing = [part for part in wanted if not (target / part.name).exists()]
+    if not missing:
         return target
+    shell.say(f"Go builds {', '.join(part.name for part in missing)}; this takes minutes, once")
     with shell.exclusive(layout.binaries / "lock", wait=True):
-        _require_go()
         target.mkdir(parents=True, exist_ok=True)
-        for number, part in enumerate(wanted, 1):
-            if not (target / part.name).exists():
-                with shell.step(f"[{number}/{len(wanted)}] {part.name}"):
+        for number, part in enumerate(missing, 1):
+            if not (target / part.name).exists():  # another process may have built it
+                with shell.step(f"[{number}/{len(missing)}] {part.name}"):
                     _provide_part(part, layout, target)
     return target
 
 
 def source_of(folder: str, module: str) -> Path:
     """Return the directory of a module that the go.mod in `folder` requires. Download it if it is missing."""
-    _require_go()
     done = _run_go(["go", "mod", "download", "-json", module], folder)
     if done.returncode != 0:
         raise ClusterError(f"Downloading {module} failed: {(done.stdout + done.stderr).strip()[-2000:]}")
@@ -117,6 +118,7 @@ def _build_part(part: Part, target: Path) -> None:
 
 
 def _run_go(argv: list[str], module: str) -> subprocess.CompletedProcess[str]:
+    _require_go()
     # Go fails at the first module that it cannot download, but keeps the modules that it has already downloaded.
     for tries_left in (2, 1, 0):
         done = subprocess.run(
@@ -167,6 +169,7 @@ def _machine() -> str:
     return os.uname().machine
 
 
+@functools.cache
 def _require_go() -> None:
     """Raises: ClusterError if Go is missing or too old. `go` runs in a module, so it may fetch go.mod's toolchain."""
     wanted = ".".join(map(str, _OLDEST_GO))
