@@ -15,7 +15,16 @@ from dra_driver.model.ids import gpu_device_names
 from dra_driver.simulator import catalogue, mig, pci
 from dra_driver.simulator.faults import error_text, fault_text, make_fault
 from dra_driver.simulator.hostroot import HostRoot
-from dra_driver.simulator.machine_files import COMPUTE_MODE, TIMESLICE, Policies, Session, Sessions, Store
+from dra_driver.simulator.machine_files import (
+    COMPUTE_MODE,
+    PERSISTENCE,
+    RESET,
+    TIMESLICE,
+    Policies,
+    Session,
+    Sessions,
+    Store,
+)
 from dra_driver.simulator.machine_state import (
     NVIDIA,
     Fault,
@@ -100,9 +109,7 @@ class Machine:
     def open_session(self, name: str) -> Session:
         """Opens an NVML session for a process, which is then a client of every GPU."""
         with self._store.locked():
-            for gpu in self.current().present:
-                if self._policies.take_reset(gpu.uuid):
-                    self.reset_gpu(gpu.uuid)
+            self._apply_nvidia_smi()
             return self._sessions.open(name)
 
     def close_session(self, session: Session) -> None:
@@ -113,11 +120,21 @@ class Machine:
         """
         with self._store.locked():
             session.end()
+            self._apply_nvidia_smi()
             if self._sessions.names(with_own=True):
                 return
             for gpu in self.current().present:
                 if not gpu.persistence and not gpu.holders:
                     self._policies.forget(gpu.uuid)
+
+    def _apply_nvidia_smi(self) -> None:
+        """Applies what nvidia-smi did since a session was last opened or closed."""
+        for gpu in self.current().present:
+            mode = self._policies.take(PERSISTENCE, gpu.uuid)
+            if mode:
+                self.set_gpu(gpu.uuid, persistence=int(mode == 1))
+            if self._policies.take(RESET, gpu.uuid):
+                self.reset_gpu(gpu.uuid)
 
     def clients(self, *, with_own: bool = False) -> list[str]:
         """Returns the open sessions of other processes, such as `dcgm (process 4711)`; `with_own` includes
@@ -257,6 +274,8 @@ class Machine:
         """Sets fields of `Gpu`, such as counters, links or slowdowns."""
         with self._change() as state:
             gpu = self._find(state, selector)
+            if "persistence" in facts:
+                self._policies.set(PERSISTENCE, gpu.uuid, 0)  # newer than what nvidia-smi set
             for name, value in facts.items():
                 setattr(gpu, name, value)
 

@@ -8,8 +8,8 @@ to reset a GPU, and to switch the MIG mode for another session. Here each sessio
 end with their process.
 
 The settings are small files inside the host root, one for each GPU: nvidia-smi, here a shell script, finds them
-relative to its own path, even after a chroot. The host root also contains the files of the sessions, and of resets by
-nvidia-smi, which the machine applies at the next session.
+relative to its own path, even after a chroot. The host root also contains the files of the sessions, and of resets and
+changes of persistence mode by nvidia-smi, which the machine applies when a session opens or closes.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ _numbers = itertools.count(1)
 COMPUTE_MODE = "compute-mode"
 TIMESLICE = "timeslice"
 RESET = "reset"
+PERSISTENCE = "persistence"
+"""1: switched on, 2: switched off."""
 
 
 class Store:
@@ -214,7 +216,7 @@ class Policies:
         self.directory = host_root / "var/lib/nvidia-simulator"
 
     def prepare(self) -> None:
-        for setting in (COMPUTE_MODE, TIMESLICE, RESET):
+        for setting in (COMPUTE_MODE, TIMESLICE, RESET, PERSISTENCE):
             (self.directory / setting).mkdir(parents=True, exist_ok=True)
 
     def get(self, setting: str, uuid: str) -> int:
@@ -233,12 +235,12 @@ class Policies:
         temporary.write_text(f"{value}\n")
         temporary.replace(path)
 
-    def take_reset(self, uuid: str) -> bool:
-        """Whether nvidia-smi has reset the GPU since the last call."""
-        if not self.get(RESET, uuid):
-            return False
-        self.set(RESET, uuid, 0)
-        return True
+    def take(self, setting: str, uuid: str) -> int:
+        """Returns and forgets what nvidia-smi did to the GPU since the last call; 0 for nothing."""
+        value = self.get(setting, uuid)
+        if value:
+            self.set(setting, uuid, 0)
+        return value
 
     def forget(self, uuid: str) -> None:
         """Restores the defaults of one GPU."""
@@ -247,6 +249,6 @@ class Policies:
 
     def reset(self) -> None:
         """Restores all defaults, as a driver reload or a reboot does."""
-        for setting in (COMPUTE_MODE, TIMESLICE, RESET):
+        for setting in (COMPUTE_MODE, TIMESLICE, RESET, PERSISTENCE):
             shutil.rmtree(self.directory / setting, ignore_errors=True)
         self.prepare()

@@ -11,6 +11,7 @@ from pathlib import Path
 import debian_programs
 import pytest
 
+from dra_driver import simulator
 from dra_driver.simulator import create_machine
 
 SHELLS = [shell for shell in ("dash", "bash", "busybox") if shutil.which(shell)] or ["sh"]
@@ -112,26 +113,76 @@ def test_query(shell, make):
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_reset_is_refused_while_a_program_has_nvml_open_and_seen_by_the_next(shell, make, container):
+def test_reset_is_refused_while_something_keeps_the_gpu_open_and_seen_by_the_next(shell, make, container):
     machine = make("dgx-h100")
     machine.set_recovery_action(2, 1)
-    reset = ("--gpu-reset", "-i", machine.gpu(2).uuid)
+    one = ("-i", machine.gpu(2).uuid)
+
+    def refused(*ids: str) -> str:
+        done = run(smi(machine), "--gpu-reset", *ids, shell=shell, check=False)
+        assert done.returncode == 255
+        return done.stdout
+
+    assert refused(*one).splitlines()[1:4] == [
+        "The following GPUs could not be reset:", "  GPU 00000000:52:00.0: In use by another client", "",
+    ]  # fmt: skip
     session = machine.open_session("dcgm")
-    done = run(smi(machine), *reset, shell=shell, check=False)
-    assert done.returncode == 1
-    assert "in use by another client" in done.stdout
+    assert run(smi(machine), "-pm", "0", *one, shell=shell).stdout == (
+        "Disabled persistence mode for GPU 00000000:52:00.0.\nAll done.\n"
+    )
+    assert "1 device is currently being used" in refused(*one)  # by DCGM
+    assert "8 devices are currently being used" in refused()
     machine.close_session(session)
+    machine.hold_gpu(2, 4711, "python3")
+    assert "1 device is currently being used" in refused(*one)
+    machine.release_gpu(2)
     (smi(machine).parents[2] / "var/lib/nvidia-simulator/sessions/left.1.1.killed").touch()
-    assert run(smi(machine), *reset, shell=shell).stdout == (
+    assert run(smi(machine), "--gpu-reset", *one, shell=shell).stdout == (
         "GPU 00000000:52:00.0 was successfully reset.\nAll done.\n"
     )
     machine.close_session(machine.open_session("dcgm"))
-    assert [(gpu.recovery_action, gpu.resets) for gpu in machine.current().present[1:4]] == [
-        (0, 0), (0, 1), (0, 0)
+    assert [(gpu.recovery_action, gpu.resets, gpu.persistence) for gpu in machine.current().present[1:4]] == [
+        (0, 0, 1), (0, 1, 0), (0, 0, 1)
     ]  # fmt: skip
     script, dev = container(machine, "nvidia2")
-    done = run(script, *reset, shell=shell, dev=dev, check=False)
+    done = run(script, "--gpu-reset", *one, shell=shell, dev=dev, check=False)
     assert (done.returncode, "only on the host" in done.stdout) == (4, True)
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_persistence_mode(shell, make):
+    machine = make("t4-4")
+    query = ("--query-gpu=persistence_mode", "--format=csv,noheader")
+    run(smi(machine), "-pm", "0", "-i", "1", shell=shell)
+    assert run(smi(machine), *query, shell=shell).stdout.split() == [
+        "Enabled",
+        "Disabled",
+        "Enabled",
+        "Enabled",
+    ]
+    assert "already Disabled" in run(smi(machine), "--persistence-mode=0", "-i", "1", shell=shell).stdout
+    machine.set_gpu(1, persistence=1)  # through NVML
+    assert run(smi(machine), *query, shell=shell).stdout.split() == ["Enabled"] * 4
+    assert run(smi(machine), "-pm", "2", shell=shell, check=False).returncode == 2
+
+
+def test_texts_of_reset_and_persistence_mode_are_nvidias(nvidia):
+    program = nvidia.root.joinpath("usr/lib/nvidia/current/nvidia-smi").read_bytes()
+    script = Path(simulator.__file__).with_name("scripts").joinpath("nvidia-smi.sh").read_text()
+    for text in (
+        "The following GPUs could not be reset:",
+        "In use by another client",
+        "currently being used by one or more other processes (e.g., Fabric Manager, CUDA application, graphics "
+        "application such as an X server, or a monitoring application such as another instance of nvidia-smi). Please "
+        "first kill all processes using ",
+        " and all compute applications running in the system.",
+        " was successfully reset.",
+        " persistence mode for GPU ",
+        "Persistence mode is already %s for GPU %s.",
+        "Invalid persistence mode: ",
+    ):
+        assert text.encode() in program
+        assert text in script
 
 
 @pytest.mark.parametrize("shell", SHELLS)

@@ -140,6 +140,7 @@ def _gpu_facts(state: State, gpu: Gpu) -> str:
         "Enabled" if gpu.persistence else "Disabled",
         "lost" if gpu.lost else "ok",
         "vgpu" if gpu.virtualization == pynvml.NVML_GPU_VIRTUALIZATION_MODE_VGPU else "none",
+        "held" if gpu.holders else "free",
     ]
     return " ".join(quoted(fact) for fact in facts)
 

@@ -19,7 +19,8 @@ usage() {
         "    nvidia-smi -L                       list of GPUs and MIG devices" \
         "    nvidia-smi --query-gpu=FIELDS --format=csv[,noheader][,nounits] [-i ID]" \
         "    nvidia-smi [-i ID] -c MODE          DEFAULT, PROHIBITED or EXCLUSIVE_PROCESS" \
-        "    nvidia-smi --gpu-reset [-i ID]      while no other program has a GPU open" \
+        "    nvidia-smi [-i ID] -pm 0|1          persistence mode" \
+        "    nvidia-smi --gpu-reset [-i ID]      without persistence mode, and while no other program has a GPU open" \
         "    nvidia-smi compute-policy [-i ID] --set-timeslice N | -l" \
         "    nvidia-smi --version"
 }
@@ -50,7 +51,13 @@ compute_mode_name() {
     case $value in 2) value=Prohibited ;; 3) value=Exclusive_Process ;; *) value=Default ;; esac
 }
 
-# on_gpu MINOR UUID NAME BUS_ID MEMORY_MIB USED_MIB MIG PENDING SERIAL COMPUTE_CAP PERSISTENCE LOST VIRTUALIZATION
+# `-pm` takes effect here at once; the machine learns of it when a program opens or closes NVML.
+persistence_name() {
+    policy_value persistence "$1"
+    case $value in 1) value=Enabled ;; 2) value=Disabled ;; *) value=$2 ;; esac
+}
+
+# on_gpu MINOR UUID NAME BUS_ID MEMORY_MIB USED_MIB MIG PENDING SERIAL COMPUTE_CAP PERSISTENCE LOST VIRTUALIZATION HELD
 on_gpu() {
     current=no
     gpu_visible "$1" || return 0
@@ -85,9 +92,20 @@ on_gpu() {
             esac
             store timeslice "$2" "$wanted"
             printf 'Successfully set timeslice duration to %s for GPU %s.\n' "$wanted_name" "$4" ;;
+        persistence)
+            persistence_name "$2" "${11}"
+            if [ "$value" = "$wanted_name" ]; then
+                printf 'Persistence mode is already %s for GPU %s.\n' "$value" "$4"; return 0
+            fi
+            store persistence "$2" "$wanted"
+            printf '%s persistence mode for GPU %s.\n' "$wanted_name" "$4" ;;
+        may-reset)
+            persistence_name "$2" "${11}"
+            if [ "$value" = Enabled ] || [ "${14}" = held ] || in_use; then
+                busy=$((busy + 1)); blocked="$blocked
+  GPU $4: In use by another client"
+            fi ;;
         reset)
-            in_use && fail 1 "GPU $4 could not be reset: in use by another client (${session##*/})." \
-                "End all programs that use the GPUs of this machine, and try again."
             store reset "$2" 1
             printf 'GPU %s was successfully reset.\n' "$4" ;;
         list-timeslice)
@@ -142,7 +160,7 @@ query_row() {
             mig.mode.pending) cell=$8 ;;
             serial|gpu_serial) cell=$9 ;;
             compute_cap) cell=${10} ;;
-            persistence_mode) cell=${11} ;;
+            persistence_mode) persistence_name "$2" "${11}"; cell=$value ;;
             driver_version) cell=$DRIVER_VERSION ;;
             compute_mode)
                 compute_mode_name "$2"; cell=$value
@@ -171,8 +189,9 @@ query_header() {
 }
 
 table_row() {
+    persistence_name "$2" "${11}"; persistence=$value
     compute_mode_name "$2"
-    printf '| %3s  %-28s %-8s | %-16s | %20s | %-17s %-8s |\n' "$index" "$3" "${11}" "$4" "$6MiB / $5MiB" "$value" "$7"
+    printf '| %3s  %-28s %-8s | %-16s | %20s | %-17s %-8s |\n' "$index" "$3" "$persistence" "$4" "$6MiB / $5MiB" "$value" "$7"
 }
 
 walk() {
@@ -206,6 +225,8 @@ while [ $# -gt 0 ]; do
         --set-timeslice) shift; command=set-timeslice; wanted=${1:-} ;;
         --set-timeslice=*) command=set-timeslice; wanted=${1#*=} ;;
         -r|--gpu-reset) command=reset ;;
+        -pm) shift; command=persistence; wanted=${1:-} ;;
+        --persistence-mode=*) command=persistence; wanted=${1#*=} ;;
         -c|--compute-mode) shift; command=compute-mode; wanted=${1:-} ;;
         --compute-mode=*) command=compute-mode; wanted=${1#*=} ;;
         --query-gpu=*) command=query; fields=${1#*=} ;;
@@ -244,7 +265,25 @@ case $command in
             *) fail 2 "Invalid compute mode '$wanted'." ;;
         esac
         walk; printf 'All done.\n' ;;
-    reset) walk; printf 'All done.\n' ;;
+    persistence)
+        case $wanted in
+            0|DISABLED) wanted=2; wanted_name=Disabled ;;
+            1|ENABLED) wanted=1; wanted_name=Enabled ;;
+            *) fail 2 "Invalid persistence mode: $wanted" ;;
+        esac
+        walk; printf 'All done.\n' ;;
+    reset)
+        command=may-reset; busy=0; blocked=; walk
+        if [ "$busy" != 0 ]; then
+            devices='device is'; these='this device'
+            [ "$busy" = 1 ] || { devices='devices are'; these='these devices'; }
+            fail 255 "
+The following GPUs could not be reset:$blocked
+
+$busy $devices currently being used by one or more other processes (e.g., Fabric Manager, CUDA application, graphics application such as an X server, or a monitoring application such as another instance of nvidia-smi). Please first kill all processes using $these and all compute applications running in the system.
+"
+        fi
+        command=reset; walk; printf 'All done.\n' ;;
     table)
         line='+-------------------------------------------------------------------------------------------------------------------+'
         printf '%s\n' "$line"
