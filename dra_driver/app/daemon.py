@@ -335,6 +335,7 @@ class Driver:
             self.reporting.recorder,
             self.leadership.speaks_for_node,
             directory,
+            lambda: publisher.has_pool,
         )
         self.probes = Probes(self._plugin, self.discovery, publisher, self.node_problems.notes)
 

@@ -49,7 +49,7 @@ class Publishing:
         self._health, self._cleaner, self._layouts = health, cleaner, layouts
         self._withdraws = False
         self.leads, self.inventory, self._discovery = leadership.is_ours, discovery.latest, discovery
-        self.support = ApiSupport(api, settings.sharing, reports.reporter)
+        self.support = ApiSupport(api, settings.sharing)
         self.cache = SliceCache(api, settings.driver_name, settings.node_name, self._dirty)
         self.publisher = Publisher(self, self.cache, settings.sharing, self.support, reports.node)
 

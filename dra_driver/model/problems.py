@@ -16,6 +16,7 @@ ProblemCode = Literal[
     "check-failed",
     "claim-in-use",
     "claims-failing",
+    "device-not-published",
     "disk-not-writable",
     "driver-files-missing",
     "foreign-driver",
@@ -27,14 +28,22 @@ ProblemCode = Literal[
     "mps-host-missing",
     "not-registered",
     "nvml-unavailable",
+    "partitions-not-supported",
     "passthrough-unavailable",
     "plugin-not-running",
+    "scheduler-outdated",
+    "slice-fields-dropped",
     "slices-not-published",
     "waiting-for-driver",
 ]
 """Values of the label `problem` of the metric `nvidia_dra_problems`. They never change, because users alert on them."""
 FOUND_BY_TOP: Final = frozenset({"nvml-unavailable", "plugin-not-running"})
 """Problems that only commands such as `top` find; the plugin never returns them."""
+FOUND_WITH_POOL: Final[frozenset[ProblemCode]] = frozenset({
+    "device-not-published", "partitions-not-supported", "scheduler-outdated", "slice-fields-dropped",
+})  # fmt: skip
+"""Problems that the publisher finds when it builds the pool. After a restart, those of the previous process remain
+until then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +96,9 @@ EventReason = Literal[
     "DriverFilesMissing", "DriverFilesFound", "GPUHealthUnknown", "GPUHealthKnown", "MpsDaemonFailed",
     "MpsDaemonsWork", "MpsHostMissing", "MpsHostRuns", "PassthroughUnavailable", "PassthroughAvailable",
     "PluginNotRegistered", "PluginRegistered", "MaintenanceStarted", "MaintenanceOverdue", "MaintenanceEnded",
-    "SlicesContested", "SliceFieldsDropped", "DeviceNotPublished",
+    "SlicesContested", "SliceFieldsDropped", "SliceFieldsKept", "DeviceNotPublished", "DevicesPublished",
     "MigLayoutApplied", "MigLayoutWaits", "MigLayoutRefused", "MemoryUnclaimed", "PartitionsNotSupported",
-    "SchedulerOutdated",
+    "PartitionsSupported", "SchedulerOutdated", "SchedulerFits",
 ]  # fmt: skip
 """Users filter events by these reasons, so they never change. `Prepared` is used only for the condition Ready."""
 

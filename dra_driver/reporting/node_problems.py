@@ -39,6 +39,7 @@ from dra_driver.base.file_lock import UseMark
 from dra_driver.base.threads import BackgroundWorker, BoundedCall
 from dra_driver.errors import DraDriverError, StateError
 from dra_driver.model.problems import (
+    FOUND_WITH_POOL,
     EventReason,
     FailingClaim,
     NodeProblem,
@@ -215,6 +216,7 @@ _LONGEST_EVENT = 1000
 """The API server accepts messages of up to 1,024 bytes."""
 
 _EVENTS: Mapping[ProblemCode, tuple[EventReason, EventReason, str]] = {
+    "device-not-published": ("DeviceNotPublished", "DevicesPublished", "No device exceeds a limit of the API"),
     "disk-not-writable": ("DiskNotWritable", "DiskWritable", "The plugin can write its files again"),
     "driver-files-missing": ("DriverFilesMissing", "DriverFilesFound",
                              "The files of the NVIDIA driver are complete again"),
@@ -225,8 +227,14 @@ _EVENTS: Mapping[ProblemCode, tuple[EventReason, EventReason, str]] = {
     "mps-daemon-failed": ("MpsDaemonFailed", "MpsDaemonsWork", "The MPS daemons of this node work again"),
     "mps-host-missing": ("MpsHostMissing", "MpsHostRuns", "The MPS host is running again"),
     "not-registered": ("PluginNotRegistered", "PluginRegistered", "The kubelet has registered the plugin"),
+    "partitions-not-supported": ("PartitionsNotSupported", "PartitionsSupported",
+                                 "The API server can count all devices of this node"),
     "passthrough-unavailable": ("PassthroughUnavailable", "PassthroughAvailable",
                                 "Virtual machines can use GPUs again"),
+    "scheduler-outdated": ("SchedulerOutdated", "SchedulerFits",
+                           "No shared device of this node needs a newer scheduler"),
+    "slice-fields-dropped": ("SliceFieldsDropped", "SliceFieldsKept",
+                             "The API server stores all fields of the node's slices"),
     "slices-not-published": ("SlicesNotPublished", "SlicesPublished", "The node's slices are published again"),
 }  # fmt: skip
 """The event when a problem starts, the event when it ends, and the text of the latter. Other problems have no event
@@ -240,7 +248,8 @@ class NodeProblems(BackgroundWorker):
 
     `failing` is one of the sources; the file preserves its claims across restarts. A source returns its current
     problems, must not block, and may be called from any thread. While `speaks_for_node` returns False, another
-    instance of the plugin writes events and the file.
+    instance of the plugin writes events and the file. Until `has_pool` returns True, no source can return the problems
+    of `FOUND_WITH_POOL`, and those of the previous process remain.
     """
 
     sources: Sequence[ProblemSource]
@@ -248,6 +257,7 @@ class NodeProblems(BackgroundWorker):
     recorder: EventRecorder
     speaks_for_node: Callable[[], bool]
     directory: Path
+    has_pool: Callable[[], bool]
     _: KW_ONLY
     clock: Callable[[], float] = time.time
 
@@ -259,6 +269,7 @@ class NodeProblems(BackgroundWorker):
         self._reported: dict[ProblemCode, frozenset[str]] = {}
         self._written: tuple[Reported, float] | None = None
         self._speaks = False
+        self._inherited: tuple[ShownProblem, ...] = ()  # problems of the previous process
         self._path = self.directory / PROBLEMS_FILE
         self._mark = UseMark(self.directory / RUNNING_LOCK)
         self._to_write = Reported()
@@ -282,6 +293,8 @@ class NodeProblems(BackgroundWorker):
     def current(self) -> tuple[ShownProblem, ...]:
         """Returns all current problems, in the order of their sources."""
         found = {(problem.code, problem.subject): problem for problem in self._collected()}
+        if not self.has_pool():
+            found |= {_key(shown): shown.problem for shown in self._inherited}
         now = int(self.clock())
         with self._lock:
             self._since = {key: self._since.get(key, now) for key in found}
@@ -301,16 +314,18 @@ class NodeProblems(BackgroundWorker):
 
     def turn(self) -> float:
         """Checks once, and logs and reports changes. Returns the seconds until the next check."""
+        speaks = self.speaks_for_node()
+        if speaks:
+            self._take_over()
         shown, before = self.current(), self._shown
         self._shown = shown
         self._log_changes(before, shown)
-        if self.speaks_for_node():
-            self._take_over()
+        if speaks:
             self._report(shown)
             self._keep(Reported(shown, self.failing.all()))
         else:
             self._speaks = False
-            self._reported, self._written = {}, None
+            self._reported, self._written, self._inherited = {}, None, ()
         return _TURN_S
 
     def _collected(self) -> Iterable[NodeProblem]:
@@ -362,14 +377,23 @@ class NodeProblems(BackgroundWorker):
             self._reported[code] = subjects
 
     def _take_over(self) -> None:
-        """Restores the failing claims of the previous instance from the file."""
+        """Restores the failing claims of the previous instance from the file, and its problems that this instance
+        cannot know yet.
+        """
         if self._speaks:
             return
         self._speaks = True
         try:
-            self.failing.restore(read_problems(self.directory)[1].failing)
+            before = read_problems(self.directory)[1]
         except StateError as error:
             _log.debug("problems_not_read", reason=str(error))
+            return
+        self.failing.restore(before.failing)
+        self._inherited = tuple(one for one in before.problems if one.problem.code in FOUND_WITH_POOL)
+        with self._lock:
+            self._since |= {_key(one): one.since for one in self._inherited}
+        for code, subject in map(_key, self._inherited):
+            self._reported[code] = self._reported.get(code, frozenset()) | {subject}
 
     def _keep(self, reported: Reported) -> None:
         """Updates the file in another thread, so that a hanging disk does not block the reports. Disk

@@ -66,15 +66,6 @@ class NodeEvents:
         """Another program changes our slices repeatedly."""
         self._report("SlicesContested", reason, warning=True)
 
-    def device_left_out(self, fault: str) -> None:
-        """The slices omit a device because the API server would reject it."""
-        self._report("DeviceNotPublished", fault, warning=True)
-
-    def fields_dropped(self, gates: str) -> None:
-        """The API server dropped fields of a slice; `gates` names the disabled feature gates."""
-        text = f"the API server drops fields of the node's slices; enable its feature gates: {gates}"
-        self._report("SliceFieldsDropped", text, warning=True)
-
     def mig_layouts_changed(self, found: Sequence[GpuLayout]) -> None:
         """The state of the MIG layout changed on these GPUs."""
         for one in found:
@@ -298,15 +289,6 @@ class Reporter:
                 self.recorder.claim_event(ref, "MigDestroyDelayed", text, warning=True)
             else:
                 self.recorder.node_event("MigDestroyDelayed", text, warning=True)
-
-    def partitions_missing(self, reason: str) -> None:
-        """The API server does not support partitionable devices, so MIG devices on demand are not published."""
-        text = f"MIG devices on demand are not published: {reason}"
-        self.recorder.node_event("PartitionsNotSupported", text, warning=True)
-
-    def scheduler_outdated(self, reason: str) -> None:
-        """The cluster's scheduler has a version that may allocate a device twice."""
-        self.recorder.node_event("SchedulerOutdated", reason, warning=True)
 
     def _claim_of(self, device: str) -> ClaimRef | None:
         try:

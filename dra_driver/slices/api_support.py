@@ -21,11 +21,10 @@ import re
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import structlog
 
-from dra_driver.errors import ApiRejectedError, DraDriverError
+from dra_driver.errors import ApiRejectedError
 from dra_driver.kube.client import ApiClient
 from dra_driver.kube.cluster import server_version
 from dra_driver.mig.rules.counters import is_counted
@@ -177,12 +176,12 @@ def sharing_caution(client: ApiClient) -> str | None:
     """Returns why shares of devices with counters are allocated wrongly in this cluster, as a sentence with
     the remedy.
 
-    Returns None if they are allocated correctly, or if the release is unknown: a missing warning must not prevent
-    publishing.
+    Returns None if they are allocated correctly, or if the server does not say its release. Raises:
+    ApiUnavailableError.
     """
     try:
         release = server_version(client)
-    except DraDriverError:
+    except ApiRejectedError:
         return None
     found = _NUMBERS.match(release)
     if found is None or tuple(map(int, found.groups())) >= _COUNTS_SHARES:
@@ -201,33 +200,25 @@ def shares_counters(inventory: Inventory, sharing: SharingPolicy) -> bool:
     )
 
 
-class SupportObserver(Protocol):
-    """Receives missing capabilities in the publisher's thread. Must not block or raise."""
-
-    def partitions_missing(self, reason: str) -> None:
-        """Called if the API server does not support partitionable devices."""
-
-    def scheduler_outdated(self, reason: str) -> None:
-        """Called if the API server supports partitionable devices, but the scheduler allocates their shares wrongly."""
-
-
 @dataclass(eq=False)
 class ApiSupport:
     """Remembers what the server accepts and stores, from dry runs and from its responses to writes.
 
-    Only the publisher's thread uses it, but any thread may read `problem` and `drops_taints`.
+    Only the publisher's thread uses it, but any thread may read its properties and `caution`: what `sharing_caution`
+    returned, None if no device with counters is shared.
     """
 
     api: ApiClient
     sharing: SharingPolicy
-    observer: SupportObserver
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
         self._known = Support()
         self._asked_at = -math.inf
         self._is_asked = False
-        self._counts: bool | None = None  # None if not tested
+        self._knows_counting = False  # whether partitions were tested
+        self._caution: str | None = None
+        self.caution: str | None = None
         self._matters = False  # whether any devices need counters
         self._stored_otherwise: dict[
             str, tuple[JsonObject, JsonObject]
@@ -248,7 +239,8 @@ class ApiSupport:
     @property
     def ask_at(self) -> float:
         """When to test the server again, on the clock; infinity if never."""
-        may_change = self._known.missing or self.problem is not None or self._known.keeps_groups
+        known = self._known
+        may_change = known.missing or self.problem or self._caution or known.keeps_groups
         return self._asked_at + _RECHECK_AFTER_S if may_change else math.inf
 
     def of(self, inventory: Inventory, owner: Owner) -> Support:
@@ -259,17 +251,18 @@ class ApiSupport:
         self._matters = bool(inventory.cards_by_gpu) or any(
             gpu.partitioning is not None and gpu.partitioning.possible for gpu in inventory.gpus
         )
-        is_new = self._matters and self._counts is None
+        is_new = self._matters and not self._knows_counting
         if is_new or not self._is_asked or self.clock() >= self.ask_at:
             before = self._known
-            self._known = self._ask(before, owner)
+            known = self._ask(before, owner)
+            counts = self._matters and known.no_partitions is None
+            self._caution = self._ask_caution() if counts and self.sharing.entries else None
+            self._known, self._knows_counting = known, self._matters
             self._asked_at, self._is_asked = self.clock(), True
             if before.missing - self._known.missing:
                 _log.info("slice_fields_kept_now", gates=sorted(before.missing - self._known.missing))
-            if self._matters:
-                self._learn_partitions(inventory)
-            else:
-                self._counts = None
+        shares = self._caution is not None and shares_counters(inventory, self.sharing)
+        self.caution = self._caution if shares else None
         return self._known
 
     def refused(self, error: Exception) -> None:
@@ -290,9 +283,10 @@ class ApiSupport:
         name = stored["metadata"]["name"]
         dropped = dropped_fields(sent, stored)
         gates = {gate for _, gate in dropped}
-        self._stored_otherwise.pop(name, None)
+        otherwise = {other: specs for other, specs in self._stored_otherwise.items() if other != name}
         if gates - _DISPENSABLE - {PARTITIONS_GATE, GROUPS_GATE}:
-            self._stored_otherwise[name] = (sent["spec"], stored["spec"])
+            otherwise[name] = (sent["spec"], stored["spec"])
+        self._stored_otherwise = otherwise
         if gates & (_DISPENSABLE | {PARTITIONS_GATE}):
             self._asked_at = self.clock()
             self._known = replace(self._known, missing=self._known.missing | (gates & _DISPENSABLE))
@@ -300,8 +294,12 @@ class ApiSupport:
             self._known = replace(self._known, keeps_groups=False)
         if PARTITIONS_GATE in gates:
             self._known = replace(self._known, no_partitions=_drops_counters(dropped))
-            self._learn_partitions(None)
         return dropped
+
+    @property
+    def altered(self) -> tuple[str, ...]:
+        """Names of the slices that the server stores differently for an unknown reason."""
+        return tuple(self._stored_otherwise)
 
     def as_sent(self, existing: Iterable[JsonObject]) -> list[JsonObject]:
         """Returns all slices. A slice that the server stored differently, and that has not changed since, is returned
@@ -320,25 +318,9 @@ class ApiSupport:
             for name, entry in present.items()
         ]
 
-    def _learn_partitions(self, inventory: Inventory | None) -> None:
-        """Reports changes in the support for partitionable devices."""
-        problem = self._known.no_partitions
-        counts, self._counts = self._counts, problem is None
-        if counts == self._counts:
-            return
-        if problem is not None:
-            _log.warning("partitions_not_supported", reason=problem)
-            self.observer.partitions_missing(problem)
-            return
-        _log.info("partitions_supported")
-        concern = None if inventory is None else self._caution(inventory)
-        if concern is not None:
-            _log.warning("scheduler_outdated", reason=concern)
-            self.observer.scheduler_outdated(concern)
-
     def _ask(self, known: Support, owner: Owner) -> Support:
         return ask_support(self.api, owner, known, partitions=self._matters)
 
-    def _caution(self, inventory: Inventory) -> str | None:
-        """Returns the scheduler's problem with counters for these devices, on a server that stores counters."""
-        return sharing_caution(self.api) if shares_counters(inventory, self.sharing) else None
+    def _ask_caution(self) -> str | None:
+        """Raises: ApiUnavailableError."""
+        return sharing_caution(self.api)

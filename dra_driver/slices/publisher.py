@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -25,6 +25,7 @@ from dra_driver.model.inventory import Inventory, OfferedDevice
 from dra_driver.model.problems import NodeProblem
 from dra_driver.model.schema import JsonObject
 from dra_driver.model.sharing import SharingPolicy
+from dra_driver.model.units import named
 from dra_driver.slices.api_support import ApiSupport
 from dra_driver.slices.refusals import Publishable, RefusedSlices
 from dra_driver.slices.rules.build import Pool, TaintLimits, Taints, build_pool
@@ -65,12 +66,6 @@ class PublishObserver(Protocol):
 
     def contested(self, reason: str) -> None:
         """Called if another program changes our slices repeatedly."""
-
-    def device_left_out(self, fault: str) -> None:
-        """Called if the slices omit a device because the API server would reject it."""
-
-    def fields_dropped(self, gates: str) -> None:
-        """Called if the API server dropped fields of a slice; `gates` names the disabled feature gates."""
 
 
 class PublishedNode(Protocol):
@@ -114,7 +109,7 @@ class Publisher:
         self._wrong: tuple[float, str] | None = (time.monotonic(), _NOT_YET)  # since when, and the problem
         self.standing_by = False
         """Whether this instance publishes nothing because another one on this node does."""
-        self._known_faults: tuple[str, ...] = ()
+        self._of_pool: tuple[NodeProblem, ...] | None = None  # None before the first pool
         self._known_notes: tuple[str, ...] = ()
         self.withheld: tuple[str, ...] = ()
         """Names of the devices that the last pool omits because they must not be used."""
@@ -137,12 +132,26 @@ class Publisher:
         wrong = self._wrong
         return None if wrong is None else wrong[1]
 
+    @property
+    def has_pool(self) -> bool:
+        """Whether this instance has built a pool, so that `problems` has those of `FOUND_WITH_POOL`."""
+        return self._of_pool is not None
+
     def problems(self) -> Sequence[NodeProblem]:
-        """Reports slices that have not been current for half a minute, and other programs that write slices."""
+        """Reports slices that have not been current for half a minute, other programs that write slices, and what of
+        the last pool the cluster does not support.
+        """
         if self.standing_by:
             return []
         wrong, unseen, now = self._wrong, self.slices.failing, time.monotonic()
-        found: list[NodeProblem] = []
+        found = list(self._of_pool or ())
+        altered = self.support.altered
+        if altered:
+            text = (
+                f"the API server stores {named(altered)} differently from what the plugin sends; find the "
+                "webhook or admission policy that changes ResourceSlices"
+            )
+            found.append(NodeProblem("slice-fields-dropped", text, "unknown"))
         writer = self._other_writers.current(now if wrong is None and unseen is None else -math.inf)
         if writer is not None and self._owner is not None:
             text = (
@@ -270,11 +279,12 @@ class Publisher:
             withheld,
             compatibility_groups=support.keeps_groups,
         )
-        self._report_faults(pool)
+        self._report_deviations(pool)
         lost = {gate for gate in support.missing if without_fields(pool, {gate}) != pool}
         if TAINTS_GATE in support.missing and any(taints(device) for device in offered.devices()):
             lost.add(TAINTS_GATE)  # including devices that are withheld because the gate is off
         self._report_drops("all", fields_of(lost - self._known_gates))
+        self._of_pool = tuple(_problems_of_pool(pool, lost, self.support))
         return without_fields(pool, support.missing)
 
     def _leads(self) -> bool:
@@ -417,7 +427,7 @@ class Publisher:
         return deleted
 
     def _report_drops(self, name: str, dropped: Iterable[Drop]) -> None:
-        """Reports the fields that the API server does not store, each field and each feature gate once."""
+        """Logs the fields that the API server does not store, each field once."""
         new = set(dropped) - self._known_drops
         if not new:
             return
@@ -427,19 +437,11 @@ class Publisher:
             fields=sorted(f"{path} ({gate})" for path, gate in new),
             remedy="enable the named feature gates in the API server, or do without these fields",
         )
-        gates = {gate for _, gate in new} - self._known_gates
         self._known_drops |= new
-        self._known_gates |= gates
-        if gates:
-            self.observer.fields_dropped(", ".join(sorted(gates)))
+        self._known_gates |= {gate for _, gate in new}
 
-    def _report_faults(self, pool: Pool) -> None:
-        """Reports devices that are omitted or differ from the configuration, each time this changes."""
-        if pool.faults != self._known_faults:
-            for fault in pool.faults:
-                _log.error("device_not_publishable", reason=fault)
-                self.observer.device_left_out(fault)
-        self._known_faults = pool.faults
+    def _report_deviations(self, pool: Pool) -> None:
+        """Logs devices that are withheld or differ from the configuration, each time this changes."""
         if pool.notes != self._known_notes:
             for note in pool.notes:
                 _log.warning("mps_shares_bounded", reason=note)
@@ -447,3 +449,17 @@ class Publisher:
         if pool.withheld != self.withheld:
             _log.info("devices_withdrawn", devices=pool.withheld)
         self.withheld = pool.withheld
+
+
+def _problems_of_pool(pool: Pool, lost: Collection[str], support: ApiSupport) -> Iterator[NodeProblem]:
+    """Yields what of a pool cannot be published as wanted. `lost` are the feature gates whose fields are missing."""
+    for fault in pool.faults:
+        yield NodeProblem("device-not-published", f"{fault}; report this as a bug of gpu-dra-driver", fault)
+    for gate in sorted(lost):
+        text = f"the API server drops fields of this node's slices, because its feature gate {gate} is off"
+        yield NodeProblem("slice-fields-dropped", f"{text}; enable the feature gate", gate)
+    if support.problem is not None:
+        text = f"MIG devices on demand and GPUs for virtual machines are not published: {support.problem}"
+        yield NodeProblem("partitions-not-supported", text)
+    if support.caution is not None:
+        yield NodeProblem("scheduler-outdated", support.caution)

@@ -12,7 +12,6 @@ from playground.apiserver.store import copy_json
 
 from dra_driver.errors import ApiRejectedError
 from dra_driver.kube.client import FIELD_MANAGER
-from dra_driver.model.inventory import Inventory
 from dra_driver.model.sharing import NO_SHARING
 from dra_driver.slices.api_support import ApiSupport, Support
 from dra_driver.slices.publisher import Publisher
@@ -39,12 +38,6 @@ class RecordedCalls:
     def contested(self, reason: str) -> None:
         self.reported.append(reason)
 
-    def device_left_out(self, fault: str) -> None:
-        self.reported.append(fault)
-
-    def fields_dropped(self, gates: str) -> None:
-        self.reported.append(gates)
-
 
 def publisher_of(
     inventory: Callable[[], Any], slices: Any, owner: Callable[[], Any], **more: Any
@@ -62,29 +55,25 @@ def publisher_of(
 
 
 def support_of(ask: Callable[[Support, bool], Support]) -> ApiSupport:
-    """What the server that answers `ask` takes and keeps; nobody hears of it."""
+    """What the server that answers `ask` takes and keeps."""
     return QueriedSupport(ask)
 
 
 class QueriedSupport(ApiSupport):
-    """On a server that answers `ask`; `told` and `warned` are the reasons that its observer hears, and `concern` what
-    is wrong with counters there."""
+    """On a server that answers `ask`; `concern` is what is wrong with counters there."""
 
-    concern: str | None = None
+    concern: str | Exception | None = None
 
     def __init__(self, ask: Callable[[Support, bool], Support], **more: Any) -> None:
-        self.reported: list[str] = []
-        self.warned: list[str] = []
-        observer = SimpleNamespace(
-            partitions_missing=self.reported.append, scheduler_outdated=self.warned.append
-        )
         self.ask = ask
-        super().__init__(None, NO_SHARING, observer, **more)
+        super().__init__(None, more.pop("sharing", NO_SHARING), **more)
 
     def _ask(self, known: Support, _owner: Owner) -> Support:
         return self.ask(known, self._matters)
 
-    def _caution(self, _inventory: Inventory) -> str | None:
+    def _ask_caution(self) -> str | None:
+        if isinstance(self.concern, Exception):
+            raise self.concern
         return self.concern
 
 

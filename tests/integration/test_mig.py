@@ -155,6 +155,11 @@ def test_claims_share_a_device_that_is_made_on_demand(make_node: Callable[..., N
     [event] = eventually(lambda: made.events("SchedulerOutdated"))
     assert event["involvedObject"]["name"] == NODE
     assert "ignores the counters that shared devices use" in event["message"]
+    assert made.driver is not None
+    assert (made.driver.node_problems.codes(), made.driver.problems()) == (
+        ["scheduler-outdated"],
+        [event["message"]],
+    )
 
 
 def test_creation_that_is_refused_is_retried_and_reported_if_that_lasts(

@@ -36,7 +36,7 @@ class Bench:
         self.found: Sequence[NodeProblem] = []
         self.error: Exception | None = None
         self.events: list[tuple[str, str, bool]] = []
-        self.now, self.is_ours = 1000.0, True
+        self.now, self.is_ours, self.has_pool = 1000.0, True, True
         self.directory = directory
         self.failing = FailingClaims(
             ("", ""),
@@ -46,7 +46,13 @@ class Bench:
             clock=lambda: self.now,
         )
         self.made = NodeProblems(
-            (self._source,), self.failing, self, lambda: self.is_ours, directory, clock=lambda: self.now
+            (self._source,),
+            self.failing,
+            self,
+            lambda: self.is_ours,
+            directory,
+            lambda: self.has_pool,
+            clock=lambda: self.now,
         )
 
     def _source(self) -> Sequence[NodeProblem]:
@@ -256,6 +262,24 @@ def test_failing_claims_are_kept_over_a_restart_and_while_another_instance_speak
     later.failing.succeeded(other)
     later.turn()
     assert not list(bench.directory.glob("problems*"))
+
+
+def test_problem_of_the_pool_lasts_over_a_restart_until_the_next_pool(bench: Bench) -> None:
+    outdated = NodeProblem("scheduler-outdated", "the scheduler is old; upgrade it")
+    bench.turn(outdated, FOREIGN)
+    for is_still_old in (True, False):
+        later = Bench(bench.directory)
+        later.now, later.has_pool = 2000.0, False
+        assert later.turn() == []
+        assert later.file() == list(later.made.current()) == [ShownProblem(outdated, 1002)]
+        later.has_pool = True
+        if is_still_old:
+            assert later.turn(outdated) == []
+            assert later.file() == [ShownProblem(outdated, 1002)]
+    text = "No shared device of this node needs a newer scheduler"
+    assert later.turn() == [("SchedulerFits", text, False)]
+    assert later.turn(outdated, after_s=100) == [("SchedulerOutdated", outdated.text, True)]
+    assert later.file() == [ShownProblem(outdated, 2104)]
 
 
 def test_file_that_cannot_be_read_is_an_error(bench: Bench) -> None:

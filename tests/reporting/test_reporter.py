@@ -240,18 +240,6 @@ def test_writes_of_slices_are_counted_and_need_no_event(
     assert (reports.counted, reports.events) == ([error, 0.5], [])
 
 
-def test_slice_problems_are_reported(node_events: NodeEvents, reports: RecordedReports) -> None:
-    node_events.contested("a second publisher")
-    node_events.device_left_out("device gpu-1: too many attributes")
-    node_events.fields_dropped("DRADeviceTaints")
-    assert [reason for reason, _ in reports.events] == [
-        "SlicesContested",
-        "DeviceNotPublished",
-        "SliceFieldsDropped",
-    ]
-    assert "DRADeviceTaints" in reports.texts[-1]
-
-
 def test_reports_of_another_instance_are_not_repeated(reports: RecordedReports) -> None:
     is_ours = False
     node_events = NodeEvents(reports, reports, lambda: is_ours)

@@ -34,8 +34,8 @@ class Bench:
         self.now = 100.0
         self.answers: list[Support | Exception] = []
         self.requested: list[tuple[Support, bool]] = []
-        self.support = QueriedSupport(self._ask, clock=lambda: self.now)
-        self.reported, self.warned = self.support.reported, self.support.warned
+        sharing = share_all(SharingRule("shares", 4))
+        self.support = QueriedSupport(self._ask, sharing=sharing, clock=lambda: self.now)
 
     def _ask(self, known: Support, partitions: bool) -> Support:
         self.requested.append((known, partitions))
@@ -57,7 +57,7 @@ def test_a_server_that_keeps_everything_is_queried_once(bench: Bench, found: obj
         assert bench.support.of(found, OWNER) == ALL
         bench.now += 2 * HOUR
     assert bench.requested == [(ALL, found is CUT)]
-    assert (bench.support.ask_at, bench.support.problem, bench.reported) == (math.inf, None, [])
+    assert (bench.support.ask_at, bench.support.problem) == (math.inf, None)
 
 
 @pytest.mark.parametrize("lacks", [UNCOUNTED, UNTAINTED], ids=["partitions", "taints"])
@@ -77,7 +77,6 @@ def test_a_server_that_lacks_something_is_queried_again_every_hour(bench: Bench,
         None,
         False,
     )
-    assert bench.reported == (["gate off"] if lacks is UNCOUNTED else [])
 
 
 def test_partitions_are_requested_when_there_could_be_some(bench: Bench) -> None:
@@ -92,11 +91,7 @@ def test_cards_need_counters(bench: Bench, one: Card) -> None:
     bench.answers = [UNCOUNTED]
     found = inventory(cards=(one,)) if one.is_bound else inventory(h100(0), cards=(one,))
     assert bench.support.of(found, OWNER) == UNCOUNTED
-    assert (bench.requested, bench.support.problem, bench.reported) == (
-        [(ALL, True)],
-        "gate off",
-        ["gate off"],
-    )
+    assert (bench.requested, bench.support.problem) == ([(ALL, True)], "gate off")
 
 
 def test_shares_next_to_a_virtual_machine_are_counted() -> None:
@@ -132,16 +127,25 @@ def test_a_server_that_is_away_is_queried_at_once(bench: Bench) -> None:
     assert bench.support.of(CUT, OWNER) == UNCOUNTED
 
 
-def test_concern_is_reported_once_where_counters_are_used(bench: Bench, logs: list) -> None:
-    bench.support.concern = "an old scheduler"
-    bench.answers = [UNCOUNTED, ALL]
-    bench.support.of(CUT, OWNER)
-    assert bench.warned == []
+def test_scheduler_is_a_concern_while_it_is_old_and_counters_are_shared(bench: Bench) -> None:
+    support = bench.support
+    support.concern = "an old scheduler"
+    bench.answers = [UNCOUNTED, ALL, ALL, ALL]
+    support.of(CUT, OWNER)
+    assert support.caution is None, "there are no counters"
     bench.now += HOUR
-    for _ in range(2):
-        bench.support.of(CUT, OWNER)
-    assert bench.warned == ["an old scheduler"]
-    assert [line["reason"] for line in logs if line["event"] == "scheduler_outdated"] == bench.warned
+    for found, expected in ((CUT, "an old scheduler"), (PLAIN, None), (CUT, "an old scheduler")):
+        support.of(found, OWNER)
+        assert support.caution == expected
+    assert support.ask_at == bench.now + HOUR
+    bench.now += HOUR
+    support.concern = ApiUnavailableError("down")
+    with pytest.raises(ApiUnavailableError):
+        support.of(CUT, OWNER)
+    assert support.caution == "an old scheduler", "nothing shows that it was upgraded"
+    support.concern = None
+    support.of(CUT, OWNER)
+    assert (support.caution, support.ask_at, len(bench.requested)) == (None, math.inf, 4)
 
 
 def test_a_refused_slice_calls_for_a_new_answer_and_nothing_else_does(bench: Bench) -> None:
@@ -184,7 +188,7 @@ def test_dropped_field_with_a_known_gate_is_believed_for_an_hour(bench: Bench) -
     assert problem.startswith(
         "the API server drops spec.devices[0].consumesCounters of a slice: its feature gate"
     )
-    assert bench.reported == [bench.support.problem] == [problem]
+    assert bench.support.problem == problem
     bench.now += HOUR
     assert bench.support.of(CUT, OWNER) == ALL
 
@@ -322,7 +326,7 @@ def test_older_releases_are_warned_of(version: str) -> None:
 @pytest.mark.parametrize(
     "answer",
     ["v1.36.2", "v1.36.2-eks-1", "v1.37.0", "v1.100.0", "v2.0.0", "", "custom", None,
-     ApiUnavailableError("down"), ApiRejectedError("forbidden", status=403)],
+     ApiRejectedError("forbidden", status=403)],
 )  # fmt: skip
 def test_nothing_is_said_of_newer_and_unknown_ones(answer: object) -> None:
     assert sharing_caution(Server(answer)) is None

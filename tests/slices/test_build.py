@@ -161,8 +161,8 @@ def test_devices_go_with_a_counter_set_that_is_refused() -> None:
     wide = replace(row, placements=tuple(Placement(start, 1) for start in range(26)))
     pool = build_pool(inventory(cut(0, replace(H100, profiles=(wide,))), cut(1)), NODE)
     assert pool.faults == (
-        f"counter set {GPU_0}-counter-set: 33 counters, but only 1 to 32 are allowed; the plugin publishes no device "
-        "of this GPU",
+        f"counter set {GPU_0}-counter-set: 33 counters, but only 1 to 32 are allowed, so the plugin publishes no "
+        "device of this GPU",
     )
     assert counter_sets(pool) == [[f"{GPU_1}-counter-set"], []]
     assert all(name.startswith(GPU_1) for name in names(pool)[1])

@@ -210,9 +210,13 @@ def test_dropped_fields_are_reported_once_and_not_sent_again(bench: Bench, logs:
     assert [line["fields"] for line in logs if line["event"] == "slice_fields_dropped"] == [
         [f"spec.devices[{index}].capacity (unknown)" for index in range(4)]
     ]
+    [(code, text)] = problems(bench)
+    assert (code, "differently from what the plugin sends" in text) == ("slice-fields-dropped", True)
+    bench.slices.store = lambda obj: obj
     bench.slices.spoil(devices=[])
     eventually(lambda: bench.published() == NAMES)
     assert settled(bench) == 2
+    assert problems(bench) == []
 
 
 def test_names_of_slices_that_are_gone_are_forgotten(bench: Bench) -> None:
@@ -227,19 +231,38 @@ def test_names_of_slices_that_are_gone_are_forgotten(bench: Bench) -> None:
     assert len(bench.publisher.support._stored_otherwise) == 1
 
 
-def test_device_that_breaks_a_limit_is_reported_once(bench: Bench, logs: list) -> None:
+def test_device_that_breaks_a_limit_is_a_problem_while_it_exists(bench: Bench) -> None:
     from tests.fakes.samples import ONE_G, mig, partitioned
 
     bad = partitioned(1, mig(1, replace(ONE_G, name=f"1g.{'9' * 50}gb"), 0, 1, 7))
     bench.inventory = inventory(h100(0), bad)
+    assert not bench.publisher.has_pool
     bench.start()
     assert bench.publisher.wait_published(20)
-    for _ in range(3):
-        settled(bench)
     assert bench.published() == [GPU_0]
-    reported = [line["reason"] for line in logs if line["event"] == "device_not_publishable"]
-    assert len(reported) == 1
-    assert "the name is not a DNS label" in reported[0]
+    [(code, text)] = problems(bench)
+    assert (code, "the name is not a DNS label; report this" in text) == ("device-not-published", True)
+    assert bench.publisher.has_pool
+    bench.inventory = inventory(h100(0))
+    settled(bench)
+    assert problems(bench) == []
+
+
+def test_unsupported_partitions_and_an_old_scheduler_are_problems_while_they_last(bench: Bench) -> None:
+    support: Any = bench.publisher.support
+    support.sharing = share_all(SharingRule("shares", 4))
+    support.concern = "the scheduler is old; upgrade it"
+    bench.inventory, bench.lacks = inventory(cut(0)), Support(no_partitions="gate off; enable it")
+    bench.start()
+    assert bench.publisher.wait_published(20)
+    text = "MIG devices on demand and GPUs for virtual machines are not published: gate off; enable it"
+    assert problems(bench) == [("partitions-not-supported", text)]
+    support._is_asked, bench.lacks = False, Support()
+    settled(bench)
+    assert problems(bench) == [("scheduler-outdated", "the scheduler is old; upgrade it")]
+    bench.inventory = inventory(h100(0))
+    settled(bench)
+    assert problems(bench) == []
 
 
 def test_bounded_shares_are_reported_once(bench: Bench, logs: list[dict[str, Any]]) -> None:
@@ -910,7 +933,8 @@ def test_unsupported_field_is_not_sent_again_and_reported_once(dropping: Bench, 
     assert settled(dropping) == 1
     assert dropping.slices.current() == before
     assert dropping.questions == 1
-    assert dropping.received.reported == [TAINTS_GATE]
+    text = f"the API server drops fields of this node's slices, because its feature gate {TAINTS_GATE} is off"
+    assert problems(dropping) == [("slice-fields-dropped", f"{text}; enable the feature gate")]
     reported = [line["fields"] for line in logs if line["event"] == "slice_fields_dropped"]
     assert reported == [
         [f"spec.devices[{index}].taints ({TAINTS_GATE})" for index in range(4)],
@@ -933,7 +957,7 @@ def test_unsupported_field_that_is_not_needed_is_not_reported(bench: Bench) -> N
     bench.lacks = Support(frozenset({TAINTS_GATE, SHARES_GATE}))
     bench.start()
     assert bench.publisher.wait_published(20)
-    assert bench.received.reported == []
+    assert problems(bench) == []
 
 
 def test_shares_are_published_as_a_server_without_them_keeps_them(bench: Bench) -> None:
@@ -947,7 +971,9 @@ def test_shares_are_published_as_a_server_without_them_keeps_them(bench: Bench) 
         assert "allowMultipleAllocations" not in device
         assert {tuple(amount) for amount in device["capacity"].values()} == {("value",)}
         assert device["attributes"]["shareable"] == {"bool": True}
-    assert bench.received.reported == [SHARES_GATE]
+    assert [(problem.code, problem.subject) for problem in bench.publisher.problems()] == [
+        ("slice-fields-dropped", SHARES_GATE)
+    ]
 
 
 def test_restart_writes_what_the_server_keeps_by_now(dropping: Bench) -> None:

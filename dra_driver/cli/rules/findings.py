@@ -10,8 +10,8 @@ Status = Literal["OK", "WARN", "FAIL", "SKIP"]
 
 CODES_THAT_FAIL = frozenset({
     "claims-failing", "disk-not-writable", "driver-files-missing", "foreign-driver", "gpus-unavailable",
-    "mps-daemon-failed", "mps-host-missing", "not-registered", "plugin-not-running", "slices-not-published",
-    "waiting-for-driver",
+    "mps-daemon-failed", "mps-host-missing", "not-registered", "partitions-not-supported", "plugin-not-running",
+    "slices-not-published", "waiting-for-driver",
 })  # fmt: skip
 """Codes of node problems that keep pods from getting their devices."""
 _WORST_FIRST = ("FAIL", "WARN", "SKIP", "OK")

@@ -159,7 +159,7 @@ def _counter_sets(inventory: Inventory, faults: list[str]) -> tuple[dict[str, Js
         entry = counter_set(inventory.gpu_names[gpu.uuid], gpu)
         problems = counter_set_faults(entry)
         if problems:
-            faults += [f"{problem}; the plugin publishes no device of this GPU" for problem in problems]
+            faults += [f"{problem}, so the plugin publishes no device of this GPU" for problem in problems]
             refused.add(gpu.uuid)
         else:
             sets[gpu.uuid] = entry
