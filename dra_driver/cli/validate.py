@@ -27,6 +27,7 @@ from dra_driver.cli.validation.documents import Document
 from dra_driver.cli.validation.machine_fit import MachineFit
 from dra_driver.cli.validation.rules.layout_trial import MigGpu
 from dra_driver.errors import DraDriverError, InvalidConfigError, NvmlUnavailableError
+from dra_driver.health.rules.taints import PREFIX
 from dra_driver.model.schema import JsonObject
 from dra_driver.model.units import counted
 
@@ -81,11 +82,15 @@ def validate(given: Namespace) -> int:
         raise InvalidConfigError(f"there are no documents in {', '.join(given.files)}")
     if not given.server and (given.kubeconfig or given.context):
         raise InvalidConfigError("--kubeconfig and --context need --server; add it, or remove them")
-    machines, driver, faults, sentence = _machines(documents, vars(given), given.config, given.simulate)
+    machines, driver, evicting, faults, sentence = _machines(
+        documents, vars(given), given.config, given.simulate
+    )
     cluster, namespace = None, given.namespace
     if given.server:
         cluster, namespace = _cluster(documents, given.kubeconfig, given.context, namespace)
-    reports = check_documents(documents, driver, machines, faults, cluster, namespace or DEFAULT_NAMESPACE)
+    reports = check_documents(
+        documents, driver, machines, faults, cluster, namespace or DEFAULT_NAMESPACE, evicting
+    )
     _print(reports, sentence, cluster, given.output, is_colored=given.color.is_on())
     if any(report.faults for report in reports):
         return 1
@@ -97,9 +102,9 @@ def _machines(
     given: Mapping[str, Any],
     config: Path | None,
     simulate: Sequence[str] | None,
-) -> tuple[list[MachineFit], str, Mapping[int, Sequence[str]], str]:
-    """Return the machines to check against, the driver's name, faults of configuration files, and a sentence about
-    the machines.
+) -> tuple[list[MachineFit], str, Sequence[str], Mapping[int, Sequence[str]], str]:
+    """Return the machines to check against, the driver's name, the keys of taints that the plugin sets with the effect
+    NoExecute, faults of configuration files, and a sentence about the machines.
     """
     names: list[str | None] = [*simulate] if simulate else [None]
     if len(set(names)) > 1 and given["simulator_dir"] is not None:
@@ -108,19 +113,35 @@ def _machines(
     stated = {name: value for name, value in given.items() if value is not None and name != "simulate"}
     found: list[MachineFit] = []
     sentence, driver = "", ""
+    evicting: list[str] = []
     for name in dict.fromkeys(names):
         own = {} if name is None else {"simulate": name}
         with scratch_settings("validate", configured | stated | own, config) as settings:
             machine, sentence = answered(settings, partial(machine_to_try, settings))
             driver = settings.driver_name
+            evicting = [
+                PREFIX + key for key, effect in settings.taint_effects.items() if effect == "NoExecute"
+            ]
         if machine is not None:
             found.append(machine)
     if not found:
-        return [], driver, faults, f"fit not checked, because {sentence}"
+        return [], driver, evicting, faults, f"fit not checked, because {sentence}"
     if len(found) == 1:
-        return found, driver, faults, f"checked against {found[0].name} with all devices free ({sentence})"
+        return (
+            found,
+            driver,
+            evicting,
+            faults,
+            f"checked against {found[0].name} with all devices free ({sentence})",
+        )
     listed = ", ".join(f"{one.name} ({counted(len(one.devices), 'device')})" for one in found)
-    return found, driver, faults, f"checked against {listed}, each on its own and with all devices free"
+    return (
+        found,
+        driver,
+        evicting,
+        faults,
+        f"checked against {listed}, each on its own and with all devices free",
+    )
 
 
 def _cluster(

@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 import yaml
 
-from dra_driver.cli.validation.rules.manifests import object_faults, taint_rule_faults
+from dra_driver.cli.validation.rules.manifests import object_faults
 from dra_driver.cli.validation.rules.pods import pod_faults
+from dra_driver.cli.validation.rules.taints import taint_rule_faults
 from dra_driver.errors import ApiRejectedError
 from dra_driver.kube.client import ApiClient
 from dra_driver.kube.endpoint import load_endpoint

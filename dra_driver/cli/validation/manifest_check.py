@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from difflib import get_close_matches
 from typing import Any
@@ -30,7 +30,6 @@ from dra_driver.cli.validation.rules.manifests import (
     object_faults,
     parameter_faults,
     requests_of,
-    taint_rule_faults,
 )
 from dra_driver.cli.validation.rules.pods import (
     IMPLICIT,
@@ -46,6 +45,14 @@ from dra_driver.cli.validation.rules.pods import (
     uses_mps,
 )
 from dra_driver.cli.validation.rules.selectors import compiled, selected_driver
+from dra_driver.cli.validation.rules.taints import (
+    evicting_rule,
+    pod_toleration_hints,
+    selected,
+    selection_hints,
+    taint_rule_faults,
+    toleration_hints,
+)
 from dra_driver.model.mig import LAYOUT_LABEL, Layouts
 from dra_driver.model.schema import JsonObject
 from dra_driver.model.units import named
@@ -84,13 +91,14 @@ def check_documents(
     config_faults: Mapping[int, Sequence[str]] | None = None,
     cluster: ClusterObjects | None = None,
     namespace: str = DEFAULT_NAMESPACE,
+    evicting: Collection[str] = (),
 ) -> list[DocumentReport]:
     """Return a report for each document, in order. Claims are checked against the machines, if there are any.
 
     `config_faults` are the faults of configuration files by document number; `namespace` is the default
-    namespace.
+    namespace; `evicting` are the keys of taints that the plugin sets with the effect NoExecute.
     """
-    check = ManifestCheck(documents, driver, machines, cluster, namespace)
+    check = ManifestCheck(documents, driver, machines, cluster, namespace, evicting)
     reports = []
     for number, document in enumerate(documents):
         report = DocumentReport(
@@ -115,6 +123,7 @@ class ManifestCheck:
     machines: Sequence[MachineFit]
     cluster: ClusterObjects | None
     namespace: str
+    evicting: Collection[str] = ()
 
     def __post_init__(self) -> None:
         attributes = [
@@ -134,6 +143,8 @@ class ManifestCheck:
             for _, text in manager_layouts(document.content)
             for name, entries in read_layouts(text)[0].items()
         }
+        contents = [document.content for document in self.documents if isinstance(document.content, dict)]
+        self._evicting = {*self.evicting, *filter(None, map(evicting_rule, contents))}
         self._faults: dict[int, list[str]] = {}
         self._good: dict[Reference, JsonObject] = {}
         self._places: dict[Reference, str] = {}
@@ -225,7 +236,7 @@ class ManifestCheck:
             (report.faults if needs_all or not tried.fits else report.notes).extend(problems)
 
     def _taint_rule(self, content: JsonObject, report: DocumentReport) -> None:
-        """Check that a taint rule for this driver selects an existing device."""
+        """Check a taint rule, and which devices it selects."""
         report.faults += [str(fault) for fault in taint_rule_faults(content)]
         chosen = (content.get("spec") or {}).get("deviceSelector") or {}
         self._name_driver(chosen.get("driver"), report)
@@ -234,18 +245,9 @@ class ManifestCheck:
             if not report.faults:
                 report.notes.append(f"skipped: it is for devices of {chosen['driver']}")
             return
-        device = chosen.get("device")
-        for machine in self.machines:
-            names = [one.name for one in machine.devices]
-            if device is not None and device not in names:
-                report.hints.append(
-                    f"no device of {machine.name} is called {device}; its devices are {named(names)}"
-                    + (
-                        "; with deviceNames: minor, GPUs are called gpu-0, gpu-1"
-                        if device[4:].isdecimal()
-                        else ""
-                    )
-                )
+        machines = {machine.name: [one.name for one in machine.devices] for machine in self.machines}
+        report.hints += selection_hints(content, machines)
+        report.notes += selected(content, machines)
 
     def _name_driver(self, named: str | None, report: DocumentReport) -> None:
         if named is not None and is_misspelled(named, self.driver):
@@ -266,6 +268,7 @@ class ManifestCheck:
         path = "spec.spec.devices" if v1["kind"] == "ResourceClaimTemplate" else "spec.devices"
         report.hints += alternative_hints(spec.get("devices") or {}, path, self.driver)
         report.hints += default_hints(claim_spec(content), path)
+        report.hints += toleration_hints(spec.get("devices") or {}, self._evicting)
         if self._knows_classes(sorted(set(class_names(spec))), report):
             self._try_claim(spec, report)
 
@@ -413,6 +416,7 @@ class ManifestCheck:
                 "list the claim under resources.claims of a container"
                 for name in unused_claims(spec)
             ]
+            report.hints += pod_toleration_hints(spec)
             self._try_pod(spec, namespace, report)
 
     def _try_pod(self, spec: JsonObject, namespace: str, report: DocumentReport) -> None:

@@ -74,7 +74,7 @@ def object_faults(document: JsonObject, driver: str) -> list[FieldFault]:
         text = f"{document.get('apiVersion')!r} is unknown or was removed; write {GROUP}/v1 (Kubernetes 1.34 and newer)"
         return [FieldFault("apiVersion", text)]
     found = faults(document, object_shape(kind, version), "")
-    found += _metadata_faults(document.get("metadata"))
+    found += metadata_faults(document.get("metadata"))
     if found:
         return found
     v1 = as_v1(document)
@@ -151,7 +151,8 @@ def _exact_request(request: JsonObject) -> JsonObject:
     return outer | {"exactly": inner} if inner else outer
 
 
-def _metadata_faults(metadata: Any) -> list[FieldFault]:
+def metadata_faults(metadata: Any) -> list[FieldFault]:
+    """Return what is wrong with an object's name."""
     if not isinstance(metadata, dict) or not (metadata.get("name") or metadata.get("generateName")):
         return [FieldFault("metadata.name", "is required")]
     name = metadata.get("name")
@@ -368,13 +369,3 @@ def default_hints(spec: JsonObject, path: str) -> Iterator[str]:
                     f"{path}.requests[{number}]: a toleration without a key tolerates only taints with its value; "
                     "write operator: Exists to tolerate every taint"
                 )
-
-
-def taint_rule_faults(document: JsonObject) -> list[FieldFault]:
-    """Return the faults of a DeviceTaintRule."""
-    version = str(document.get("apiVersion")).partition("/")[2]
-    if version not in ("v1", "v1beta2", "v1alpha3"):
-        return [FieldFault("apiVersion", f"{document.get('apiVersion')!r} has no DeviceTaintRule")]
-    return faults(document, object_shape("DeviceTaintRule", version), "") + _metadata_faults(
-        document.get("metadata")
-    )

@@ -163,14 +163,20 @@ _OLD_CLAIM = {
     "the devices",
 }
 _BODY = ("deviceClassName", "selectors", "allocationMode", "count", "tolerations", "capacity", "adminAccess")
+IN_REQUEST: Final = "spec.devices.requests[].exactly."
+"""The place of a request's fields in a claim."""
+_ABOVE = {name: f"belongs in a request of a claim: {IN_REQUEST}{name}" for name in _BODY}
 _MISTAKES: Mapping[str, Mapping[str, str]] = {
     "DeviceSelector": {"expression": "belongs under `cel`: cel.expression"},
-    "ResourceClaimSpec": {**_OLD_CLAIM, "requests": "belongs under `devices`: devices.requests"},
+    "DeviceClaim": _ABOVE,
+    "ResourceClaimSpec": {**_ABOVE, **_OLD_CLAIM, "requests": "belongs under `devices`: devices.requests"},
     "ResourceClaimTemplateSpec": {
-        "devices": "a template contains a claim, so this belongs one `spec` deeper: spec.spec.devices"
+        **_ABOVE,
+        "devices": "a template contains a claim, so this belongs one `spec` deeper: spec.spec.devices",
     },
     "DeviceClassSpec": {
-        "suitableNodes": f"belongs to an alpha version of {GROUP}, which was removed; delete the field"
+        **_ABOVE,
+        "suitableNodes": f"belongs to an alpha version of {GROUP}, which was removed; delete the field",
     },
     "DeviceRequest": {name: f"belongs under `exactly` in {GROUP}/v1: exactly.{name}" for name in _BODY},
     "V1beta1DeviceRequest": {"exactly": f"does not exist in {GROUP}/v1beta1; write apiVersion: {GROUP}/v1"},
