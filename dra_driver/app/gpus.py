@@ -154,4 +154,4 @@ def tools_seen(
     except StateError:
         smi = None
     stamp = None if smi is None else stamp_or_none(smi)
-    return stamp, stamp_or_none(mps_lock), host.loaded_driver(), detachments.now() is None
+    return stamp, stamp_or_none(mps_lock), host.loaded_driver(), detachments.detached() is None

@@ -138,7 +138,8 @@ class UseMark:
     def __init__(self, path: Path, byte: int = 0) -> None:
         self._path = path
         self._byte = byte
-        self._descriptor: int | None = None
+        # Programs that inherit the descriptor hold the mark too. None while this object does not hold it.
+        self.descriptor: int | None = None
 
     def following(self) -> UseMark:
         """Return the mark on the next byte, for another resource."""
@@ -146,7 +147,7 @@ class UseMark:
 
     def hold(self) -> None:
         """Hold the mark; does nothing if this object already holds it. Raises: StateError."""
-        if self._descriptor is not None:
+        if self.descriptor is not None:
             return
         descriptor = _open(self._path)
         try:
@@ -154,11 +155,11 @@ class UseMark:
         except OSError as error:
             os.close(descriptor)
             raise state_error("lock", self._path, error) from error
-        self._descriptor = descriptor
+        self.descriptor = descriptor
 
     def release(self) -> None:
         """Release the mark."""
-        descriptor, self._descriptor = self._descriptor, None
+        descriptor, self.descriptor = self.descriptor, None
         if descriptor is not None:
             os.close(descriptor)
 
@@ -168,4 +169,4 @@ class UseMark:
 
     def is_held_by_others(self) -> bool:
         """Whether anyone other than this object holds the mark. Raises: StateError."""
-        return is_locked(self._path, byte_lock(self._byte), self._descriptor)
+        return is_locked(self._path, byte_lock(self._byte), self.descriptor)

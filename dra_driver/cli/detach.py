@@ -71,7 +71,8 @@ def detach_node(settings: Settings, seconds: int, gpus: Sequence[str], *, force:
     Claims on `gpus` prevent this; if `gpus` is empty, any claim does.
 
     Raises: ClaimsInTheWayError, unless `force`; InvalidConfigError for an unknown GPU; NvmlInUseError if an
-    instance does not close NVML; StateError.
+    instance does not close NVML; DeviceBusyError while a maintenance claim keeps NVML closed, also with `force`: its
+    pod relies on the time; StateError.
     """
     machine = CommandMachine(settings)
     chosen = chosen_gpus(machine, gpus) if gpus and not force else None
@@ -96,9 +97,11 @@ def detach_node(settings: Settings, seconds: int, gpus: Sequence[str], *, force:
             f"{ref.namespace}/{ref.name} (gone, but its MPS daemon still runs)" for ref in pending
         ]
 
+    before = machine.detachments.now()
     made = detachment.detach(machine.detachments, seconds, None if force else claims)
+    instead = f" (instead of {before.until})" if before is not None else ""
     return (
-        f"gpu-dra-driver has closed NVML until {made.until}\n"
+        f"gpu-dra-driver has closed NVML until {made.until}{instead}\n"
         "until then, this node publishes no devices; `gpu-dra-driver detach --end` ends the detachment"
     )
 
@@ -142,6 +145,6 @@ def known_gpus(machine: CommandMachine) -> Mapping[str, str]:
 def attach_node(settings: Settings) -> str:
     """End a detachment. Raises: StateError."""
     detachments = CommandMachine(settings).detachments
-    was = detachments.now()
+    was = detachments.detached()
     detachments.end()
     return "there was no detachment to end" if was is None else "gpu-dra-driver opens NVML again"

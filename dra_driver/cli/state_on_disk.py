@@ -120,6 +120,11 @@ def read_state(
     faults += ledger_faults
     health, notes = _read_health(plugin_directory / HEALTH_FILE, boot_id)
     layouts = _read_layouts(plugin_directory / LAYOUT_FILE, faults)
+    detachments = Detachments(plugin_directory, boot_id)
+    try:
+        detachments.written()
+    except StateError as error:
+        faults.append(str(error))
     return NodeState(
         tuple(of_claims),
         tuple(owned),
@@ -131,7 +136,7 @@ def read_state(
         layouts,
         frozenset(mode.gpu_uuid for mode in modes if mode.boot_id == boot_id),
         next(iter(ledger_faults), None),
-        Detachments(plugin_directory, boot_id).maintenances(of_claims),
+        detachments.maintenances(of_claims),
     )
 
 

@@ -44,7 +44,8 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from dra_driver.base.atomic import make_directory, read_or_none, remove_file, state_error, write_atomically
+from dra_driver.base.atomic import make_directory, read_plain, remove_file, state_error, write_atomically
+from dra_driver.base.bounded_program import inherited
 from dra_driver.base.fields import Codec, encode_file, parse_file
 from dra_driver.base.file_lock import UseMark, hold_file
 from dra_driver.errors import (
@@ -58,7 +59,6 @@ from dra_driver.errors import (
     StateError,
 )
 from dra_driver.host.processes import pid_namespace, start_time
-from dra_driver.host.rooted_tree import names_in
 from dra_driver.model.claim import ClaimRef
 from dra_driver.model.maintenance import Detachment, Maintenance, maintenances
 from dra_driver.model.record import ClaimRecord
@@ -137,25 +137,42 @@ class Detachments:
         self._guard, self._writing = threading.Lock(), threading.Lock()
         self._pausing = 0
         self._own: Pause | None = None
+        self._read: Detachment | None = None
 
     def now(self) -> Detachment | None:
-        """Return the current detachment, or None."""
-        found = self.written()
-        return found if found is not None and found.lasts(self._boot_id, self._clock()) else None
+        """Return the current detachment, or None. Raises: StateError if the detach file cannot be read."""
+        return self._if_it_lasts(self.written())
+
+    def last_known(self) -> Detachment | None:
+        """Like `now`, but while the detach file cannot be read, its last known content counts."""
+        return self._if_it_lasts(self._last_written())
 
     def written(self) -> Detachment | None:
-        """Return the detachment in the detach file, even if its time is over. An unreadable file counts as None,
-        because it must not leave the node without GPUs forever.
+        """Return the detachment in the detach file, even if its time is over. A damaged file counts as None, because it
+        must not leave the node without GPUs forever.
+
+        Raises: StateError if the file cannot be read.
         """
-        content = self.content()
+        content, found = _content(self._path), None
         with suppress(StateError):
             if content is not None:
-                return parse_file(content, "detach file", _SHAPE.decode, known=FORMAT_VERSION)
-        return None
+                found = parse_file(content, "detach file", _SHAPE.decode, known=FORMAT_VERSION)
+        self._read = found
+        return found
+
+    def _last_written(self) -> Detachment | None:
+        with suppress(StateError):
+            return self.written()
+        return self._read
+
+    def _if_it_lasts(self, found: Detachment | None) -> Detachment | None:
+        return found if found is not None and found.lasts(self._boot_id, self._clock()) else None
 
     def maintenances(self, records: Iterable[ClaimRecord]) -> list[Maintenance]:
-        """Return the state of each maintenance claim among the records of this node."""
-        return maintenances(records, self.written(), self._boot_id, self._clock())
+        """Return the state of each maintenance claim among the records of this node, from the last known content of the
+        detach file.
+        """
+        return maintenances(records, self._last_written(), self._boot_id, self._clock())
 
     def problem(self) -> str | None:
         """Return why this process must keep NVML closed now; None if this process may open NVML."""
@@ -164,7 +181,10 @@ class Detachments:
 
     def detached(self) -> str | None:
         """Like `problem`, but ignores pauses."""
-        found = self.now()
+        try:
+            found = self.now()
+        except StateError as error:
+            return f"whether NVML must stay closed is unknown: {error}; `gpu-dra-driver detach --end` removes the file"
         return None if found is None else found.problem
 
     def _refusal(self, *, of_all: bool = False) -> NvmlDetachedError | None:
@@ -172,7 +192,10 @@ class Detachments:
         reason = self.detached()
         if reason is not None:
             return NvmlDetachedError(reason)
-        pauses = self._lasting(except_own=not of_all)
+        try:
+            pauses = self._lasting(except_own=not of_all)
+        except StateError as error:
+            return NvmlPausedError(f"whether NVML must stay closed is unknown: {error}")
         return NvmlPausedError(pauses[0].problem) if pauses else None
 
     def guarded(self, load: Callable[[], object]) -> Callable[[], object]:
@@ -191,7 +214,7 @@ class Detachments:
     @contextmanager
     def using_nvml(self, wait_s: float = _PAUSE_S) -> Iterator[None]:
         """Hold the lock of NVML while the block runs a program that opens NVML: `detach` and `pause` wait for the end
-        of the block.
+        of the block. The program holds the lock too, also if this process is killed.
 
         Waits up to `wait_s` seconds for a pause to end. Raises: NvmlDetachedError.
         """
@@ -212,15 +235,20 @@ class Detachments:
                 if not isinstance(error, NvmlPausedError) or time.monotonic() >= until:
                     raise error
                 time.sleep(_POLL_S)
-            yield
+            with inherited(one.descriptor for one in marks if one.descriptor is not None):
+                yield
         finally:
             for one in marks:
                 one.release()
 
     def paused(self) -> str | None:
-        """Return why this process must keep NVML closed for a moment; None if no other process requires it."""
-        pauses = self._lasting(except_own=True)
-        return pauses[0].problem if pauses else None
+        """Return why this process must keep NVML closed for a moment; None if no other process requires it, or if that
+        is unknown: then an open NVML stays open, and a closed one stays closed.
+        """
+        with suppress(StateError):
+            pauses = self._lasting(except_own=True)
+            return pauses[0].problem if pauses else None
+        return None
 
     def wait_until_idle(self, wait_s: float) -> None:
         """Wait until none of the plugin's processes changes a GPU through NVML or runs nvidia-smi. New work may
@@ -286,9 +314,9 @@ class Detachments:
         self._own = own = Pause(boot_id, self._namespace, pid, started, what, self._clock(), now)
         try:
             make_directory(self._pauses, 0o700)
-            for name in names_in(self._pauses):
-                if (left := self._read(name)) is not None and not self._lasts(left):
-                    remove_file(self._pauses / name)
+            for path in self._pause_files():
+                if (left := _pause_in(path)) is not None and not self._lasts(left):
+                    remove_file(path)
             write_atomically(
                 self._own_file, encode_file(_PAUSE_SHAPE.encode(own), FORMAT_VERSION), durable=False
             )
@@ -299,16 +327,18 @@ class Detachments:
         return own
 
     def _lasting(self, *, except_own: bool) -> list[Pause]:
-        """Return the pauses of live processes."""
-        found = (pause for name in names_in(self._pauses) if (pause := self._read(name)) is not None)
+        """Return the pauses of live processes. Raises: StateError if a file cannot be read."""
+        found = (pause for path in self._pause_files() if (pause := _pause_in(path)) is not None)
         return [one for one in found if self._lasts(one) and not (except_own and one == self._own)]
 
-    def _read(self, name: str) -> Pause | None:
-        """Read a pause file by name; None if it is not a pause file or is unreadable."""
-        with suppress(StateError):
-            if name.endswith(".json") and (content := read_or_none(self._pauses / name)) is not None:
-                return parse_file(content, "pause", _PAUSE_SHAPE.decode, known=FORMAT_VERSION)
-        return None
+    def _pause_files(self) -> list[Path]:
+        """Raises: StateError."""
+        try:
+            return sorted(path for path in self._pauses.iterdir() if path.suffix == ".json")
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as error:
+            raise state_error("read", self._pauses, error) from error
 
     def _lasts(self, pause: Pause) -> bool:
         if self._boot_id is not None and pause.boot_id not in ("", self._boot_id):
@@ -320,11 +350,11 @@ class Detachments:
     def begin(
         self, seconds: float, claim: ClaimRef | None = None, gpu_uuids: tuple[str, ...] = ()
     ) -> Detachment:
-        """Keep NVML closed for `seconds` from now on. Without a `claim`, this replaces any earlier detachment.
-        A claim that already has a detachment keeps it.
+        """Keep NVML closed for `seconds` from now on. Without a `claim`, this replaces an earlier detachment without a
+        claim. A claim that already has a detachment keeps it; the caller holds the claim's lock.
 
-        Raises: DeviceBusyError while another claim keeps NVML closed, NvmlDetachedError while `detach` does;
-        StateError.
+        Raises: DeviceBusyError while another claim keeps NVML closed; NvmlDetachedError for a claim while `detach`
+        keeps NVML closed; StateError.
         """
         if self._boot_id is None:
             raise StateError("the ID of this boot cannot be read, so a detachment would outlive a reboot")
@@ -334,11 +364,13 @@ class Detachments:
         lock = self._path.with_suffix(".lock")
         busy = "another process is writing the detach file; try again"
         with hold_file(lock, self._writing, time.monotonic() + _CLOSING_S, busy):
-            found = self.now() if claim is not None else None
-            if found is not None and found.claim == claim:
+            found = self.now()
+            if found is not None and found.claim is not None:
+                if found.claim != claim:
+                    raise DeviceBusyError(found.problem)
                 return found
-            if found is not None:
-                raise (NvmlDetachedError if found.claim is None else DeviceBusyError)(found.problem)
+            if found is not None and claim is not None:
+                raise NvmlDetachedError(found.problem)
             self._write(made)
         return made
 
@@ -354,8 +386,8 @@ class Detachments:
         while self.is_nvml_open() and self.now() == made:
             if time.monotonic() >= end:
                 raise NvmlInUseError(
-                    f"the plugin has not closed NVML within {timeout_s:.0f} s; a change to a GPU may be in progress, "
-                    "or NVML hangs: see the plugin's log, and try again"
+                    f"the plugin has not closed NVML within {timeout_s:.0f} s; a change to a GPU or an nvidia-smi that "
+                    "the plugin started may be running, or NVML hangs: see the plugin's log, and try again"
                 )
             time.sleep(_POLL_S)
         if self.now() != made:
@@ -374,35 +406,34 @@ class Detachments:
     def _open_mark(self) -> UseMark:
         return UseMark(self._path.with_name(LOCK_FILE))
 
-    def content(self) -> bytes | None:
-        """Return the content of the detach file; None if it is missing or cannot be read."""
-        try:
-            return self._path.read_bytes()
-        except OSError:
-            return None
-
-    def restore(self, made: Detachment, before: bytes | None) -> None:
-        """Restore the file as it was before `made`, unless someone has changed it since. Raises: StateError."""
+    def restore(self, made: Detachment, before: Detachment | None) -> None:
+        """Restore the detachment `before` that `made` replaced, unless someone has changed the file since. A
+        maintenance claim's detachment is not restored: the claim may have ended. Raises: StateError.
+        """
         if self.now() != made:
             return
-        if before is None:
+        if before is None or before.claim is not None:
             self._remove()
         else:
-            write_atomically(self._path, before, durable=False)
+            self._write(before)
 
     def end(self) -> None:
-        """Let the plugin open NVML again. The file of a maintenance claim stays, with its end time set to now. Raises:
-        StateError.
+        """Let the plugin open NVML again. The file of a maintenance claim stays, with its end time set to now, unless
+        it cannot be read. Raises: StateError.
         """
-        found = self.written()
+        found = None
+        with suppress(StateError):
+            found = self.written()
         if found is None or found.claim is None:
             self._remove()
-        elif self.now() is not None:
+        elif self._if_it_lasts(found) is not None:
             until = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
             self._write(replace(found, until_s=self._clock(), until=until))
 
     def end_of(self, claim: ClaimRef) -> bool:
-        """Remove the detach file if it belongs to this maintenance claim; return whether it did. Raises: StateError."""
+        """Remove the detach file if it belongs to this maintenance claim; return whether it did. The caller holds the
+        claim's lock. Raises: StateError.
+        """
         found = self.written()
         is_its = found is not None and found.claim is not None and found.claim.uid == claim.uid
         if is_its:
@@ -414,6 +445,27 @@ class Detachments:
             self._path.unlink(missing_ok=True)
         except OSError as error:
             raise state_error("remove", self._path, error) from error
+
+
+def _content(path: Path) -> bytes | None:
+    """Return the content of a file; None if it does not exist. Raises: StateError for any other failure, because a file
+    that cannot be read now may keep NVML closed.
+    """
+    try:
+        return read_plain(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise state_error("read", path, error) from error
+
+
+def _pause_in(path: Path) -> Pause | None:
+    """Read a pause file; None if it was removed or is damaged. Raises: StateError if it cannot be read."""
+    content = _content(path)
+    with suppress(StateError):
+        if content is not None:
+            return parse_file(content, "pause", _PAUSE_SHAPE.decode, known=FORMAT_VERSION)
+    return None
 
 
 def nvml_pause(
@@ -467,13 +519,14 @@ def detach(
 ) -> Detachment:
     """Close NVML for `seconds`, and wait until every instance has closed it.
 
-    `claims` returns the claims that use the GPUs; None skips that check. On an error, the previous detach file is
+    `claims` returns the claims that use the GPUs; None skips that check. On an error, the previous detachment is
     restored.
 
-    Raises: ClaimsInTheWayError; NvmlInUseError if an instance does not close NVML in time; StateError.
+    Raises: ClaimsInTheWayError; DeviceBusyError while a maintenance claim keeps NVML closed; NvmlInUseError if an
+    instance does not close NVML in time; StateError.
     """
     _refuse(claims)
-    before = detachments.content()
+    before = detachments.now()
     made = detachments.begin(seconds)
     try:
         detachments.wait_closed(made, timeout_s)

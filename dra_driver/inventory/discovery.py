@@ -201,7 +201,7 @@ class Discovery:
         return self._scans_wanted
 
     def _detached(self) -> Detachment | None:
-        return None if self.detachments is None else self.detachments.now()
+        return None if self.detachments is None else self.detachments.last_known()
 
     def _paused(self) -> str | None:
         return None if self.detachments is None else self.detachments.paused()

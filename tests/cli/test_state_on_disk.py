@@ -52,6 +52,14 @@ def test_a_directory_that_is_not_one_is_reported(tmp_path: Path) -> None:
     assert "claims" in fault
 
 
+def test_detach_file_that_cannot_be_read_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "detach.json").mkdir()
+    (fault,) = read_state(tmp_path).faults
+    assert (
+        fault == f"cannot read {tmp_path}/detach.json: the path exists, but is not a regular file; remove it"
+    )
+
+
 def test_ownership_is_that_of_this_boot(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger", RecordStore(tmp_path / "claims"), "boot-1")
     ledger.open()

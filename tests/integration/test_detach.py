@@ -38,6 +38,9 @@ def test_a_gpu_is_reset_while_the_driver_is_detached(node: Node, detach: Callabl
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("gpu-dra-driver has closed NVML until 2")
     assert reset(node, "3").returncode == 0
+    until = re.search("until (.*)", done.stdout)
+    assert until is not None
+    assert f" (instead of {until[1]})\n" in detach("--for", "30m").stdout
     shown = call("inspect", *node.machine_flags)
     assert (shown.returncode, "NVML is closed until" in shown.stderr) == (1, True), (
         "it must not open NVML now"

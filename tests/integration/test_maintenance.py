@@ -168,6 +168,14 @@ def test_detach_end_opens_nvml_and_detach_names_the_claim(node: Node) -> None:
     node.ready(ref)
     refused = call("detach", before[5], *node.machine_flags)
     assert (refused.returncode, "claims use the GPUs: default/reset" in refused.stderr) == (1, True)
+    until = node.driver._gpus.detachments.now()
+    for duration in ("10s", "2h"):
+        forced = call("detach", before[5], "--force", "--for", duration, *node.machine_flags)
+        assert (forced.returncode, "for maintenance claim default/reset; NVML opens" in forced.stderr) == (
+            1,
+            True,
+        )
+    assert node.driver._gpus.detachments.now() == until
     ended = call("detach", "--end", *node.machine_flags)
     assert ended.stdout.startswith("gpu-dra-driver opens NVML again")
     eventually(lambda: node.driver.discovery.unavailable() is None)

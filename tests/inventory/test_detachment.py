@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import subprocess
 import sys
@@ -15,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from dra_driver.base.bounded_program import start_program
 from dra_driver.base.file_lock import UseMark, hold_file
 from dra_driver.errors import (
     ClaimsInTheWayError,
@@ -87,9 +90,126 @@ def test_maintenance_claim_keeps_its_detachment_and_waits_for_any_other(
     assert (detachments.now(), detachments.written()) == (None, made)
     other = detachments.begin(300, FLASH)
     assert (detachments.now(), detachments.end_of(RESET)) == (other, False)
+    assert detachments.end_of(FLASH)
     detachments.begin(300)
     with pytest.raises(NvmlDetachedError, match="detach --end"):
         detachments.begin(300, FLASH)
+
+
+@pytest.mark.parametrize("seconds", [10, 3600])
+def test_detach_does_not_replace_the_closing_for_a_maintenance_claim(
+    detachments: Detachments, seconds: int
+) -> None:
+    made = detachments.begin(900, RESET, ("GPU-1",))
+    with pytest.raises(DeviceBusyError, match="for maintenance claim ops/reset; NVML opens again when"):
+        detach(detachments, seconds, None)
+    assert detachments.now() == made
+
+
+def test_detach_that_fails_does_not_write_the_file_of_a_claim_that_has_ended(
+    detachments: Detachments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The claim ends, and the closing of `detach` begins, between two reads of the file."""
+    detachments.begin(900, RESET, ("GPU-1",))
+    begin = detachments.begin
+
+    def after_the_claim(seconds: float) -> Detachment:
+        assert detachments.end_of(RESET)
+        return begin(seconds)
+
+    monkeypatch.setattr(detachments, "begin", after_the_claim)
+    answers = iter([[], ["team/late"]])
+    with pytest.raises(ClaimsInTheWayError, match="team/late"):
+        detach(detachments, 60, lambda: next(answers))
+    assert detachments.written() is None
+
+
+def test_program_that_outlives_the_plugin_counts_as_a_user_of_nvml(detachments: Detachments) -> None:
+    """Such as an nvidia-smi that hangs when the plugin is killed: the kernel closes the plugin's descriptors."""
+    with detachments.using_nvml():
+        left = start_program(["sleep", "600"])
+    try:
+        with pytest.raises(NvmlInUseError, match="has not closed NVML"):
+            detach(detachments, 60, None, timeout_s=0.2)
+        with pytest.raises(NvmlInUseError, match="running nvidia-smi"):
+            detachments.wait_until_idle(0.0)
+    finally:
+        left.kill()
+        left.wait()
+    detach(detachments, 60, None, timeout_s=10)
+
+
+def unreadable(monkeypatch: pytest.MonkeyPatch, name: str, code: int) -> None:
+    """From now on, files with this name cannot be opened, also not by root."""
+    opened = os.open
+
+    def refuse(path: Any, *given: Any, **more: Any) -> int:
+        if Path(os.fsdecode(path)).name == name:
+            raise OSError(code, os.strerror(code), str(path))
+        return opened(path, *given, **more)
+
+    monkeypatch.setattr(os, "open", refuse)
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.EIO, errno.EACCES])
+def test_file_that_cannot_be_read_now_opens_no_nvml_and_stays(
+    node: SimulatedNode, detachments: Detachments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    made = detachments.begin(300)
+    _, discovery = instance(node, tmp_path, Detachments(tmp_path, "boot-1", lambda: 1000.0), [])
+    with monkeypatch.context() as patch:
+        unreadable(patch, "detach.json", code)
+        discovery.scan_now(5)
+        assert "cannot read " in (discovery.unavailable() or "")
+        assert "`gpu-dra-driver detach --end` removes" in (discovery.unavailable() or "")
+        assert not detachments.is_nvml_open()
+        for call in (lambda: detachments.begin(60), lambda: detachments.begin(60, RESET), detachments.now):
+            with pytest.raises(StateError, match=r"cannot read .*detach\.json"):
+                call()
+        with pytest.raises(NvmlDetachedError, match="cannot read"), detachments.using_nvml():
+            pytest.fail("nvidia-smi ran")
+    assert detachments.now() == made
+    with monkeypatch.context() as patch:
+        unreadable(patch, "detach.json", code)
+        detachments.end()
+    discovery.scan_now(5)
+    assert discovery.unavailable() is None
+
+
+def test_nvml_stays_as_it_is_while_the_file_cannot_be_read(
+    node: SimulatedNode, detachments: Detachments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, discovery = instance(node, tmp_path, detachments, [])
+    for is_closed in (False, True):
+        if is_closed:
+            detachments.begin(300, RESET, ("GPU-1",))
+        discovery.scan_now(5)
+        before = discovery.unavailable()
+        assert (before is not None, detachments.is_nvml_open()) == (is_closed, not is_closed)
+        with monkeypatch.context() as patch:
+            unreadable(patch, "detach.json", errno.EMFILE)
+            discovery.scan_now(5)
+            assert (discovery.unavailable(), detachments.is_nvml_open()) == (before, not is_closed)
+            assert discovery.gpus_in_maintenance == (("GPU-1",) if is_closed else ())
+    discovery.stop()
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.EIO])
+def test_pause_file_that_cannot_be_read_keeps_nvml_closed(
+    detachments: Detachments,
+    pausing: subprocess.Popen[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    code: int,
+) -> None:
+    [file] = (tmp_path / "pauses").iterdir()
+    with monkeypatch.context() as patch:
+        unreadable(patch, file.name, code)
+        with pytest.raises(NvmlPausedError, match="cannot read"), detachments.using_nvml(0.0):
+            pytest.fail("nvidia-smi ran")
+    pausing.communicate()
+    with detachments.using_nvml(0.0):
+        pass
 
 
 def test_detach_while_another_process_writes_the_file_names_no_claim(
