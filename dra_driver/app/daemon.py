@@ -217,6 +217,7 @@ class Driver:
         )
         self._maintenance = MaintenanceSteps(
             detachments,
+            self.claim_locks,
             self.records,
             self.ledger,
             lambda gpu_uuids: self.publishing.is_offered(gpu_uuids),  # noqa: PLW0108  it is created later

@@ -154,7 +154,7 @@ class ClaimPlanner:
 
     def reopen_nvml(self, ref: ClaimRef) -> bool:
         """Let the plugin open NVML again if a failed or crashed attempt closed NVML for this claim; return whether that
-        was so. The next attempt can then plan. Raises: StateError.
+        was so. The next attempt can then plan. The caller holds the claim's lock. Raises: StateError.
         """
         detachments = self.discovery.detachments
         return detachments is not None and detachments.end_of(ref)
@@ -243,11 +243,20 @@ class Preparer:
             except (NvmlUnavailableError, DeviceLostError):
                 # Discovery may not have noticed that the NVIDIA driver was loaded or that the GPU is back. A
                 # rescan takes a moment; the kubelet would retry only after a minute.
-                reopened = not self._was_prepared(attempt) and self.planner.reopen_nvml(attempt.ref)
+                reopened = self._reopen_nvml(attempt)
                 if has_looked or not (reopened or self.planner.is_usable()):
                     raise
                 has_looked = True
                 self.planner.rescan(attempt.call)
+
+    def _reopen_nvml(self, attempt: PrepareAttempt) -> bool:
+        """Open NVML again if a call that crashed closed it for this claim; returns whether that was so.
+
+        Another call of this process that works on the claim now keeps NVML closed. Raises: StateError; RetryableError.
+        """
+        with self.claim_locks.hold(attempt.ref.uid, _LOCK_S):
+            is_taken = self._begun.get(attempt.ref.uid, attempt) is not attempt
+            return not is_taken and not self._was_prepared(attempt) and self.planner.reopen_nvml(attempt.ref)
 
     def _prepare_once(self, attempt: PrepareAttempt) -> tuple[Prepared, ClaimRecord | None]:
         """Plan, write the record, run the steps and answer.

@@ -12,22 +12,33 @@
 | between removing the record and the file | the file | the next start, or the next Unprepare, removes the file |
 
 After a reboot the file is ignored, and the claim counts as not prepared yet.
+
+The file belongs to the claim's lock: only a holder of the lock writes or removes it, after reading the record's phase.
+The step waits for NVML to close without the lock, because that may hang. So `Executor.finish` checks under the lock
+that NVML is still closed for the claim before it writes `prepared`. A step whose call has given up writes no file; if
+NVML closes after its call has given up, the step removes its file. Only `detach --end` ignores the lock, because an
+administrator wants NVML open at once.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
 
 import structlog
 
 from dra_driver.base.deadline import seconds_for
-from dra_driver.errors import DeviceBusyError, DraDriverError, RetryableError
+from dra_driver.base.file_lock import LockBusyError
+from dra_driver.errors import DeviceBusyError, DraDriverError, RetryableError, StateError
 from dra_driver.inventory.detachment import Detachments
+from dra_driver.journal.lanes import refuse_given_up
 from dra_driver.journal.ledger import Ledger
+from dra_driver.journal.locks import ClaimLocks
 from dra_driver.journal.records import RecordStore
 from dra_driver.model.claim import ClaimRef
+from dra_driver.model.maintenance import Detachment
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord, StartMaintenance
 from dra_driver.model.units import named
@@ -35,6 +46,9 @@ from dra_driver.model.units import named
 _log = structlog.get_logger(__name__)
 
 _WITHDRAWING_S, _CLOSING_S = 10.0, 30.0
+_LOCK_S = 5.0
+_STILL_CLOSED_S = 1.0
+"""How long a process that only checks whether it may open NVML can make NVML look open."""
 _POLL_S = 0.1
 _MAX_NAMED = 8
 
@@ -48,6 +62,7 @@ class MaintenanceSteps:
     """
 
     detachments: Detachments
+    claim_locks: ClaimLocks
     records: RecordStore
     ledger: Ledger
     is_offered: Callable[[Collection[str]], bool]
@@ -55,19 +70,28 @@ class MaintenanceSteps:
     rescan: Callable[[], None]
 
     def open(self) -> None:
-        """Remove an unreadable file, and the file that a crash left for a claim that is not prepared. Call this
-        before NVML is opened. Raises: StateError.
+        """Remove a damaged file, and the file that a crash left for a claim that is not prepared. Call this before NVML
+        is opened. A file that cannot be read stays: NVML stays closed, and discovery reports the error.
+
+        Raises: StateError.
         """
-        written, records = self.detachments.written(), self.records.all()
+        try:
+            written = self.detachments.written()
+        except StateError:
+            return
         if written is None:
             self.detachments.end()
-        if written is None or written.claim is None:
-            return
-        uid = written.claim.uid
-        is_unreadable = any(path.name.startswith(uid) for path in self.records.quarantined())
-        if not (is_unreadable or (uid in records and records[uid].phase == "prepared")):
-            self.detachments.end_of(written.claim)
-            _log.info("maintenance_abandoned", claim=str(written.claim), claim_uid=uid)
+        elif written.claim is not None:
+            # If another instance works on the claim now, the claim is not abandoned.
+            with suppress(LockBusyError), self.claim_locks.hold(written.claim.uid, _LOCK_S):
+                self._end_abandoned(written.claim)
+
+    def _end_abandoned(self, ref: ClaimRef) -> None:
+        records = self.records.all()  # also finds unreadable records
+        is_unreadable = any(path.name.startswith(ref.uid) for path in self.records.quarantined())
+        is_prepared = ref.uid in records and records[ref.uid].phase == "prepared"
+        if not (is_unreadable or is_prepared) and self.detachments.end_of(ref):
+            _log.info("maintenance_abandoned", claim=str(ref), claim_uid=ref.uid)
 
     def do(self, step: StartMaintenance, plan: Plan) -> None:
         """Close NVML once nothing uses the GPUs. Does nothing for a prepared claim, whose maintenance has
@@ -77,42 +101,62 @@ class MaintenanceSteps:
         RetryableError, including if NVML is not closed in time; StateError.
         """
         ref = plan.claim.ref
-        if self._is(ref, "prepared"):
+        if self._is_prepared(ref, step):
             return
         self.publish()
         self._refuse_users(step, plan)
         self._wait_withdrawn(step)
-        made = self.detachments.begin(step.timeout_s, ref, step.gpu_uuids)
+        with self.claim_locks.hold(ref.uid, _LOCK_S):
+            if self._is_prepared(ref, step):
+                return
+            refuse_given_up()
+            made = self.detachments.begin(step.timeout_s, ref, step.gpu_uuids)
         try:
-            if not self._is(ref, "preparing"):
-                raise RetryableError("the claim was unprepared while NVML was being closed for it")
             self.rescan()
             self.detachments.wait_closed(made, seconds_for("close NVML", _CLOSING_S))
+            refuse_given_up()
         except DraDriverError:
-            self.undo_closing(ref)
+            self._give_back(made, ref)
             raise
         _log.info("maintenance_started", claim_uid=ref.uid, gpu_uuids=step.gpu_uuids, until=made.until)
 
     def undo(self, step: StartMaintenance, record: ClaimRecord) -> None:
-        """Let the plugin open NVML again if it was closed for the claim, and publish the GPUs. Raises: StateError."""
-        if self.undo_closing(record.ref):
+        """Let the plugin open NVML again if it was closed for the claim, and publish the GPUs. The caller holds the
+        claim's lock. Raises: StateError.
+        """
+        if self.detachments.end_of(record.ref):
+            self.rescan()
             _log.info("maintenance_ended", claim_uid=record.ref.uid, gpu_uuids=step.gpu_uuids)
         self.publish()
 
     def in_place(self, step: StartMaintenance, record: ClaimRecord) -> bool:
-        """Return True: NVML is not closed a second time for a claim."""
+        """Whether NVML is closed for the claim. True for a prepared claim, because NVML is not closed a second time for
+        it.
+        """
+        if record.phase == "prepared":
+            return True
+        try:
+            made = self.detachments.now()
+            if made is None or made.claim != record.ref:
+                return False
+            self.detachments.wait_closed(made, _STILL_CLOSED_S)
+        except (RetryableError, StateError):
+            return False
         return True
 
-    def undo_closing(self, ref: ClaimRef) -> bool:
-        """Let the plugin open NVML again if it was closed for the claim; return whether it was. Raises: StateError."""
-        was_closed = self.detachments.end_of(ref)
-        if was_closed:
-            self.rescan()
-        return was_closed
+    def _give_back(self, made: Detachment, ref: ClaimRef) -> None:
+        """Remove the file that this step wrote. Raises: StateError; RetryableError if the claim's lock is busy."""
+        with self.claim_locks.hold(ref.uid, _LOCK_S):
+            if self.detachments.written() == made:
+                self.detachments.end_of(ref)
+                self.rescan()
 
-    def _is(self, ref: ClaimRef, phase: str) -> bool:
+    def _is_prepared(self, ref: ClaimRef, step: StartMaintenance) -> bool:
+        """Raises: RetryableError if the claim's record does not have this step any more."""
         record = self.records.get(ref.uid)
-        return record is not None and record.phase == phase
+        if record is None or step not in record.steps:
+            raise RetryableError("the claim was unprepared or changed while NVML was being closed for it")
+        return record.phase == "prepared"
 
     def _refuse_users(self, step: StartMaintenance, plan: Plan) -> None:
         """Raises: DeviceBusyError."""

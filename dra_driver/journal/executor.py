@@ -132,6 +132,7 @@ class Executor:
         given_up = threading.Event()
 
         def do(steps: Sequence[Step], operation: Operation) -> None:
+            operation.is_given_up = given_up.is_set
             for step in steps:
                 if given_up.is_set():
                     return
@@ -201,16 +202,18 @@ class Executor:
             f"{uses[late[0]].text}; the kubelet's deadline has passed, and the kubelet retries"
         )
 
-    def _refuse_changed(self, record: ClaimRecord) -> None:
-        """Raise RetryableError if the claim's record no longer names these steps: an Unprepare or a failed
-        Prepare intervened.
+    def _refuse_changed(self, record: ClaimRecord) -> ClaimRecord:
+        """Return the claim's current record. Raise RetryableError if it no longer names these steps: an Unprepare or a
+        failed Prepare intervened.
 
         The call that wrote the new record submits its own steps.
         """
-        if not record.names_the_same(self.records.get(record.ref.uid)):
+        known = self.records.get(record.ref.uid)
+        if known is None or not record.names_the_same(known):
             changed = RetryableError("another call changed the claim; the kubelet retries")
             changed.has_no_effect = True
             raise changed
+        return known
 
     def finish(self, plan: Plan, record: ClaimRecord) -> ClaimRecord:
         """Do the steps that write files, then mark the claim as prepared; returns its record.
@@ -218,9 +221,14 @@ class Executor:
         The caller holds the claim's lock.
 
         Raises: the error of a step; StateError; RetryableError if another call has changed the record since
-        `intend`.
+        `intend`, or if NVML is no longer closed for a maintenance claim.
         """
-        self._refuse_changed(record)
+        known = self._refuse_changed(record)
+        if record.maintenance is not None and not self.runner.in_place(record.maintenance, known):
+            raise RetryableError(
+                "NVML is not closed any more: another call or instance of gpu-dra-driver, or `detach --end`, opened it "
+                "before the claim was prepared; the kubelet retries"
+            )
         lasts = changes_more_than_the_spec(plan)
         with nullcontext() if lasts else self._one_at_a_time():
             for step in plan.steps:

@@ -55,7 +55,7 @@ class Operation:
 
     `began` is its start (time.monotonic()), None while it waits; `since` is the start as text. `once` identifies equal
     operations of which only one may wait; None if any number may. `show` writes the running step into the lock files.
-    `only_writes` is as in `LockUse`.
+    `only_writes` is as in `LockUse`. `is_given_up` returns whether the caller no longer waits for the operation.
     """
 
     gpu_uuids: frozenset[str]
@@ -69,6 +69,7 @@ class Operation:
     since: str = ""
     only_writes: bool = False
     show: Callable[[Iterable[LockUse]], None] = lambda _uses: None
+    is_given_up: Callable[[], bool] = lambda: False
 
     def set_step(self, what: str) -> None:
         """Show `what` as the running step, in this process and in the lock files. Called by `work`."""
@@ -111,6 +112,13 @@ def only_writes() -> Iterator[None]:
         turn(is_on=False)
         raise
     turn(is_on=False)
+
+
+def refuse_given_up() -> None:
+    """Raise RetryableError if the caller no longer waits for the current operation."""
+    operation = _operation.get()
+    if operation is not None and operation.is_given_up():
+        raise RetryableError("the call for this operation has ended; the kubelet retries")
 
 
 class Lanes:

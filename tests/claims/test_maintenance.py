@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +19,7 @@ from dra_driver.errors import ClaimRefusedError, DeviceLostError, RetryableError
 from dra_driver.inventory.detachment import LOCK_FILE
 from dra_driver.inventory.maintenance_step import MaintenanceSteps
 from dra_driver.model.claim import AllocatedClaim, DeviceConfig, Failed, Prepared
+from dra_driver.model.maintenance import Detachment
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord, Phase, StartMaintenance, WriteCdiSpec
 from tests.claims.test_plan_mig import NODE_, ONE_0
@@ -130,6 +131,13 @@ def test_claim_with_a_record_is_prepared_again_and_the_maintenance_claim_waits_f
     assert plan(maintenance(GPU_0), known).waits_for == ("default/claim-uid-1",)
 
 
+@pytest.mark.parametrize("known_phase", ["preparing", "prepared"])
+def test_claim_with_a_record_that_is_allocated_a_gpu_in_maintenance_is_refused(known_phase: Phase) -> None:
+    known = record(hold(GPU_1), uid=UID, phase=known_phase)
+    with pytest.raises(DeviceHeldError, match=f"the GPU of device {GPU_0} is in maintenance for claim"):
+        plan(claim(GPU_0), in_maintenance(GPU_0), known=known)
+
+
 def test_lost_gpu_is_for_maintenance_but_for_no_other_claim() -> None:
     lost = replace(MIXED, lost=tuple(gpu for gpu in MIXED.gpus if gpu.uuid == uuid(0)))
     lost = replace(lost, gpus=tuple(gpu for gpu in MIXED.gpus if gpu.uuid != uuid(0)))
@@ -147,6 +155,7 @@ def steps(node: Node, monkeypatch: pytest.MonkeyPatch) -> MaintenanceSteps:
     monkeypatch.setattr("dra_driver.inventory.maintenance_step._CLOSING_S", 0.3)
     found = node.runner.runners[StartMaintenance]
     assert isinstance(found, MaintenanceSteps)
+    node.devices.detachments = found.detachments
     return found
 
 
@@ -221,10 +230,152 @@ def test_instance_without_devices_begins_the_closing_again_that_a_dead_one_left(
 ) -> None:
     wanted = maintenance(GPU_0)
     steps.detachments.begin(900, wanted.ref)
-    node.devices.detachments = steps.detachments
     node.devices.inventory, node.devices.hidden, node.devices.problem = None, MIXED, "NVML is closed"
     assert isinstance(node.prepare(wanted), Prepared)
     assert steps.detachments.now() is not None
+
+
+# --- calls and instances at the same time -----------------------------------------------------------
+
+
+def after_closing(
+    steps: MaintenanceSteps, then: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Call `then` once, in the lane, right after NVML was closed and before the claim is answered."""
+    wait, due = steps.detachments.wait_closed, [then]
+
+    def wait_closed(made: Detachment, timeout_s: float) -> None:
+        wait(made, timeout_s)
+        if due:
+            due.pop()()
+
+    monkeypatch.setattr(steps.detachments, "wait_closed", wait_closed)
+
+
+def is_closed_for(node: Node, steps: MaintenanceSteps, wanted: AllocatedClaim) -> bool:
+    now = steps.detachments.now()
+    return now is not None and now.claim == wanted.ref and not steps.detachments.is_nvml_open()
+
+
+def test_overlapping_call_does_not_open_nvml_under_a_call_that_is_closing_it(
+    node: Node, steps: MaintenanceSteps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted, answers = maintenance(GPU_0), []
+    second = threading.Thread(target=lambda: answers.append(node.prepare(wanted)))
+
+    def overlap() -> None:
+        node.devices.problem = "NVML is closed"
+        second.start()
+        second.join(1.0)
+
+    after_closing(steps, overlap, monkeypatch)
+    first = node.prepare(wanted)
+    second.join(20)
+    assert isinstance(first, Prepared), first
+    assert "NVML is closed" in error_of(answers[0])
+    assert (phase(node), is_closed_for(node, steps, wanted)) == ("prepared", True)
+
+
+@pytest.mark.parametrize("begins_again", [False, True])
+def test_instance_that_starts_while_nvml_is_closed_for_a_claim_makes_the_call_retry(
+    node: Node, steps: MaintenanceSteps, monkeypatch: pytest.MonkeyPatch, begins_again: bool
+) -> None:
+    """The starting instance may have NVML open, and may already be closing it for the same claim."""
+    wanted, other = maintenance(GPU_0), UseMark(node.directory / LOCK_FILE)
+
+    def start() -> None:
+        newer = maintenance_steps(node.restarted(), node.directory)
+        newer.open()
+        other.hold()
+        if begins_again:
+            newer.detachments.begin(900, wanted.ref)
+
+    after_closing(steps, start, monkeypatch)
+    monkeypatch.setattr("dra_driver.inventory.maintenance_step._STILL_CLOSED_S", 0.1)
+    assert "NVML is not closed any more" in error_of(node.prepare(wanted))
+    assert (phase(node), steps.detachments.written()) == ("preparing", None)
+    other.release()
+    assert isinstance(node.prepare(wanted), Prepared)
+    assert is_closed_for(node, steps, wanted)
+
+
+def test_starting_instance_keeps_the_file_of_a_claim_that_another_call_works_on(
+    node: Node, steps: MaintenanceSteps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dra_driver.inventory.maintenance_step._LOCK_S", 0.1)
+    made = steps.detachments.begin(900, maintenance(GPU_0).ref)
+    newer = maintenance_steps(node.restarted(), node.directory)
+    with node.claim_locks.hold(UID, 1):
+        newer.open()
+    assert steps.detachments.now() == made
+    newer.open()
+    assert steps.detachments.now() is None
+
+
+def late_step(
+    node: Node, steps: MaintenanceSteps, monkeypatch: pytest.MonkeyPatch, wanted: AllocatedClaim
+) -> threading.Event:
+    """Prepare the claim until the call gives up; the event lets its step continue before the step's own deadline."""
+    monkeypatch.setattr("dra_driver.journal.executor._FINISH_S", 17.5)
+    began, go_on = threading.Event(), threading.Event()
+
+    def is_offered(_gpus: object) -> bool:
+        began.set()
+        assert go_on.wait(20)
+        return False
+
+    steps.is_offered = is_offered
+    assert isinstance(node.prepare(wanted, 20.0), Failed)
+    assert began.is_set()
+    return go_on
+
+
+def test_step_whose_call_has_given_up_does_not_close_nvml(
+    node: Node, steps: MaintenanceSteps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = maintenance(GPU_0)
+    late_step(node, steps, monkeypatch, wanted).set()
+    eventually(lambda: not node.lanes.under_way())
+    assert (phase(node), steps.detachments.written()) == ("preparing", None)
+    assert isinstance(node.prepare(wanted), Prepared)
+    assert is_closed_for(node, steps, wanted)
+
+
+def test_step_opens_nvml_again_if_its_call_could_not_when_it_gave_up(
+    node: Node, steps: MaintenanceSteps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The claim's lock was taken when the call gave up."""
+    monkeypatch.setattr("dra_driver.journal.executor._FINISH_S", 17.5)
+    monkeypatch.setattr("dra_driver.inventory.maintenance_step._CLOSING_S", 20.0)
+    monkeypatch.setattr("dra_driver.claims.prepare._LOCK_S", 0.1)
+    wanted, answers = maintenance(GPU_0), []
+    call = threading.Thread(target=lambda: answers.append(node.prepare(wanted, 20.0)))
+    with nvml_open(node):
+        call.start()
+        eventually(lambda: steps.detachments.now() is not None)
+        with node.claim_locks.hold(UID, 5):
+            call.join(20)
+        assert isinstance(answers[0], Failed)
+        assert steps.detachments.now() is not None
+    eventually(lambda: not node.lanes.under_way())
+    assert (phase(node), steps.detachments.written()) == ("preparing", None)
+
+
+def test_call_that_fails_after_nvml_was_closed_opens_nvml_and_keeps_the_record(
+    node: Node, steps: MaintenanceSteps
+) -> None:
+    """Its files cannot be written now."""
+    wanted = maintenance(GPU_0)
+    node.steps.on_do = not_now
+    assert "not today" in error_of(node.prepare(wanted))
+    assert (phase(node), steps.detachments.written()) == ("preparing", None)
+
+
+def not_now(_plan: Plan) -> None:
+    raise RetryableError("not today")
+
+
+# --- what is over --------------------------------------------------------------------------------
 
 
 def test_claim_that_had_its_time_is_answered_and_closes_nothing(node: Node, steps: MaintenanceSteps) -> None:

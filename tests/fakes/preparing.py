@@ -230,6 +230,7 @@ def maintenance_steps(node: Journaled, directory: Path) -> MaintenanceSteps:
     """Of a node whose slices never have a device, and whose NVML no one has open."""
     return MaintenanceSteps(
         Detachments(directory, node.boot_id, clock=lambda: 0.0),
+        node.claim_locks,
         node.records,
         node.ledger,
         is_offered=lambda _gpus: False,

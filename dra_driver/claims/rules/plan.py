@@ -126,9 +126,11 @@ def plan_claim(
         refuse_held(wanted, records)
         if maintenance is not None:
             waits_for = claims_to_wait_for(maintenance, records)
-        elif known is None:
-            # A claim with a record came before the maintenance claim, which waits for it, also after a reboot.
-            refuse_in_maintenance(wanted, records)
+        else:
+            # A claim that already holds a device came before the maintenance claim, which waits for it, also after a
+            # reboot.
+            came_before = {held.device for held in known.devices} if known is not None else set()
+            refuse_in_maintenance([one for one in wanted if one[1].device not in came_before], records)
         most = {
             device.offered.name: max_clients(device.offered.gpu, inventory.versions)
             for device in devices
