@@ -131,6 +131,33 @@ def test_monitor_starts_where_a_gpu_is_lost(start: Callable[..., Playground]) ->
         assert started(playground, example, 1) == [ADMIN]
 
 
+NVIDIA_SMI = """#!/bin/sh
+# As NVIDIA's: it refuses a reset in persistence mode.
+echo "$*" >>calls
+case $* in
+    --query-gpu*) cat mode ;;
+    "-pm 0"*) echo Disabled >mode ;;
+    "-pm 1"*) echo Enabled >mode ;;
+    --gpu-reset*) [ ! -e in-use ] && grep -q Disabled mode ;;
+esac
+"""
+
+
+@pytest.mark.parametrize("mode", ["Enabled", "Disabled"])
+@pytest.mark.parametrize("is_in_use", [False, True])
+def test_job_resets_a_gpu_and_keeps_its_persistence_mode(tmp_path: Path, mode: str, is_in_use: bool) -> None:
+    (tmp_path / "nvidia-smi").write_text(NVIDIA_SMI)
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    (tmp_path / "mode").write_text(f"{mode}\n")
+    if is_in_use:
+        (tmp_path / "in-use").touch()
+    [container] = documents("reset-gpu")[-1]["spec"]["template"]["spec"]["containers"]
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "MAINTENANCE_GPUS": "GPU-1,GPU-2"}
+    done = subprocess.run(container["command"], cwd=tmp_path, env=env, check=False)
+    assert (done.returncode != 0, (tmp_path / "mode").read_text()) == (is_in_use, f"{mode}\n")
+    assert "--gpu-reset -i GPU-1,GPU-2" in (tmp_path / "calls").read_text().splitlines()
+
+
 def test_virtual_machine_names_the_request_of_its_claim() -> None:
     template, machine = documents("vm-gpu")
     [request] = template["spec"]["spec"]["devices"]["requests"]
