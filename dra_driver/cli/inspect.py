@@ -33,7 +33,7 @@ from dra_driver.inventory.discovery import discover_once
 from dra_driver.journal.rules.cleanups import withholding
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.ids import printable
-from dra_driver.model.inventory import OfferedDevice
+from dra_driver.model.inventory import Inventory, OfferedDevice
 from dra_driver.model.mig import MigProfile
 from dra_driver.model.schema import JsonObject
 from dra_driver.nvml.mig_reading import read_machine_profiles
@@ -89,7 +89,7 @@ def inspect(given: Namespace) -> None:
                     # Without --mig, this still prints the slices, or their error, if NVML does not answer.
                     with nullcontext() if mig else suppress(NvmlUnavailableError):
                         maps, more = mig_maps(settings, session)
-                slices, notes = ([], []) if mig else slices_to_publish(settings, is_empty=is_empty)
+                slices, notes = ([], []) if mig else slices_to_publish(settings, is_empty=is_empty)[:2]
             return slices, [*notes, *more], maps
 
         slices, notes, maps = answered(settings, look)
@@ -146,8 +146,11 @@ class OwnershipUnknownError(StateError):
     """It is unknown which of the machine's MIG devices gpu-dra-driver created."""
 
 
-def slices_to_publish(settings: Settings, *, is_empty: bool = False) -> tuple[list[JsonObject], list[str]]:
-    """Return the slices that `run` would publish on this machine, and notes about deviations from the configuration.
+def slices_to_publish(
+    settings: Settings, *, is_empty: bool = False
+) -> tuple[list[JsonObject], list[str], Inventory]:
+    """Return the slices that `run` would publish on this machine, notes about deviations from the configuration, and
+    the machine's devices.
 
     An empty machine has healthy devices, no claims, no pending cleanup, and no MIG devices that were created
     for claims.
@@ -179,7 +182,7 @@ def slices_to_publish(settings: Settings, *, is_empty: bool = False) -> tuple[li
         {**entry, "metadata": {"generateName": entry["metadata"]["generateName"]}}
         for entry in changes.creates
     ]
-    return slices, [*unread(inventory), *faults, *pool.faults, *pool.notes]
+    return slices, [*unread(inventory), *faults, *pool.faults, *pool.notes], inventory
 
 
 def _kept_taints(

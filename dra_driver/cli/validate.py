@@ -194,7 +194,7 @@ def machine_to_try(settings: Settings) -> tuple[MachineFit | None, str]:
     """
     name = settings.simulate or "this node"
     try:
-        slices, _ = slices_to_publish(settings, is_empty=True)
+        slices, _, inventory = slices_to_publish(settings, is_empty=True)
     except NvmlUnavailableError as error:
         if settings.simulate is not None:
             raise
@@ -202,7 +202,15 @@ def machine_to_try(settings: Settings) -> tuple[MachineFit | None, str]:
         return None, f"this node has no usable GPU ({reason}); choose a machine with --simulate"
     except OwnershipUnknownError as error:
         return None, f"{error}; run this as root"
-    fit = MachineFit(name, settings.driver_name, slices, gpus_for_layouts(settings))
+    fit = MachineFit(
+        name,
+        settings.driver_name,
+        slices,
+        inventory,
+        settings.sharing,
+        settings.extra_devices,
+        gpus_for_layouts(settings),
+    )
     if settings.simulate is None and not fit.devices:
         return (
             None,

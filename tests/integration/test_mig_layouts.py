@@ -80,7 +80,7 @@ def test_gpus_change_as_they_run_empty_and_no_claim_is_disturbed(node: Node) -> 
         lambda: [one.text for one in read_state(directory).layouts if "uses the GPU" in one.text]
     )
     assert text.startswith("claim default/held")
-    printed, _ = slices_to_publish(replace(node.settings, kubeconfig=None))
+    printed, _, _ = slices_to_publish(replace(node.settings, kubeconfig=None))
     assert "gpu.nvidia.com/mig-layout" in str(printed)
 
     node.must_unprepare(held)

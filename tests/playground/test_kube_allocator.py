@@ -45,7 +45,7 @@ def published(machine: str, settings: Json) -> list[Json]:
     """The slices of an empty machine."""
     given = {"simulate": machine, "node_name": NODE, **settings}
     with scratch_settings("allocator", given, None) as resolved:
-        slices, _ = slices_to_publish(resolved, is_empty=True)
+        slices, _, _ = slices_to_publish(resolved, is_empty=True)
     return [entry | {"metadata": {"name": f"slice-{number:04d}"}} for number, entry in enumerate(slices)]
 
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Final
 
-from dra_driver.api.config import DEFAULTS as KINDS
-from dra_driver.api.resolve import config_for_result
-from dra_driver.claims.rules.plan import is_for_virtual_machine
+from dra_driver.claims.rules.plan import our_part, plan_claim
 from dra_driver.cli.validation.rules.allocator import (
     AllocationError,
     NoChoiceError,
@@ -21,12 +19,17 @@ from dra_driver.cli.validation.rules.allocator import (
 )
 from dra_driver.cli.validation.rules.explain import Funnel, funnel, largest_group, meant_attribute
 from dra_driver.cli.validation.rules.layout_trial import MigGpu
-from dra_driver.errors import DraDriverError
+from dra_driver.errors import DraDriverError, RetryableError
 from dra_driver.kube.claims import parse_allocated_claim
 from dra_driver.model.claim import ClaimRef
+from dra_driver.model.host import NO_EXTRA_DEVICES, ExtraDevices
+from dra_driver.model.inventory import Inventory
 from dra_driver.model.schema import JsonObject
+from dra_driver.model.sharing import NO_SHARING, SharingPolicy
 from dra_driver.model.units import counted
 
+_CLAIM: Final = ClaimRef("default", "claim", "00000000-0000-0000-0000-000000000000")
+"""What Prepare would plan for."""
 _PLAIN_STEPS = 2
 """The number of steps of a request without selectors: all devices, and the devices of its class."""
 
@@ -36,23 +39,31 @@ class Fit:
     """The outcome for one claim.
 
     `devices` are (request, device) of one possible allocation; if there is none, `problem` says why. `refusal` is why
-    Prepare would refuse the parameters for these devices. `allocation` is the claim's `status.allocation`.
+    Prepare would refuse the claim with these devices, and `delay` why Prepare would fail until the machine changes.
+    `allocation` is the claim's `status.allocation`.
     """
 
     funnels: tuple[Funnel, ...]
     devices: tuple[tuple[str, str], ...] = ()
     problem: str | None = None
     refusal: str | None = None
+    delay: str | None = None
     allocation: JsonObject | None = None
 
 
 @dataclass(eq=False)
 class MachineFit:
-    """An empty machine, without any allocated device. `gpus` are the GPUs on which MIG layouts are tried."""
+    """An empty machine, without any allocated device.
+
+    `sharing` and `extra_devices` are the settings of its plugin. `gpus` are the GPUs on which MIG layouts are tried.
+    """
 
     name: str
     driver: str
     slices: Sequence[JsonObject]
+    inventory: Inventory
+    sharing: SharingPolicy = NO_SHARING
+    extra_devices: ExtraDevices = NO_EXTRA_DEVICES
     gpus: Sequence[MigGpu] = ()
 
     def __post_init__(self) -> None:
@@ -78,7 +89,7 @@ class MachineFit:
                 problem = self._no_choice(wanted, funnels, devices)
             return Fit(funnels, problem=problem or str(error))
         results = tuple((entry["request"], entry["device"]) for entry in allocation["devices"]["results"])
-        return Fit(funnels, results, None, self._refusal(allocation), allocation)
+        return Fit(funnels, results, None, *self._planned(allocation), allocation)
 
     def together(self, specs: Sequence[JsonObject], classes: Mapping[str, JsonObject]) -> str | None:
         """Return why claims with these v1 specs, such as the claims of one pod, do not fit together; None if
@@ -161,22 +172,29 @@ class MachineFit:
         )
         return f"{text} and satisfies {attributes}" if attributes else text
 
-    def _refusal(self, allocation: JsonObject) -> str | None:
-        """Return why Prepare would refuse the parameters of the claim and its classes."""
-        kinds: dict[str, Any] = {
-            one.name: one.view.attributes.get(self.driver, {}).get("type") for one in self.devices
-        }
-        body = {"metadata": {"uid": "0"}, "status": {"allocation": allocation}}
+    def _planned(self, allocation: JsonObject) -> tuple[str | None, str | None]:
+        """Plan the claim as Prepare would, with the parameters of the claim and its classes.
+
+        Return why Prepare refuses the claim, and why it fails until the machine changes; None for what does not happen.
+        """
+        body = {"metadata": {"uid": _CLAIM.uid}, "status": {"allocation": allocation}}
+        before = f"if the claim is allocated on {self.name}, Prepare"
         try:
-            claim = parse_allocated_claim(body, ClaimRef("", "claim", "0"))
-            ours = [result for result in claim.results if result.driver == self.driver]
-            devices = [(result, kinds[result.device]) for result in ours if kinds.get(result.device) in KINDS]
-            is_for_virtual_machine(devices)
-            for result, kind in devices:
-                config_for_result(result, claim.configs, self.driver, kind)
+            claim = our_part(parse_allocated_claim(body, _CLAIM), self.driver)
+            plan_claim(
+                claim,
+                self.inventory,
+                self._node,
+                self.driver,
+                (),
+                self.sharing,
+                extra_devices=self.extra_devices,
+            )
+        except RetryableError as error:
+            return None, f"{before} fails for now: {error}"
         except DraDriverError as error:
-            return f"if the claim is allocated on {self.name}, Prepare refuses it: {error}"
-        return None
+            return f"{before} refuses it: {error}", None
+        return None, None
 
 
 def _first_short(wanted: list[list[Wanted]], funnels: tuple[Funnel, ...]) -> str | None:

@@ -395,6 +395,7 @@ class ManifestCheck:
             for found in fit.funnels
             if found.error is not None
         ]
+        report.hints += filter(None, [fit.delay])
         if not fit.devices:
             report.notes.append("the claim requests no devices")
             return

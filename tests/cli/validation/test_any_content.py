@@ -12,7 +12,7 @@ from dra_driver.cli.validation.cluster_objects import references
 from dra_driver.cli.validation.documents import Document
 from dra_driver.cli.validation.machine_fit import MachineFit
 from dra_driver.cli.validation.manifest_check import check_documents
-from tests.fakes.samples import DRIVER
+from tests.fakes.samples import DRIVER, h100, inventory
 from tests.fakes.tables import data_of
 
 Json = dict[str, Any]
@@ -42,10 +42,11 @@ def replaced(document: Json, path: tuple[Any, ...], value: Any) -> Json:
 
 @pytest.fixture(scope="module")
 def machine() -> MachineFit:
-    devices = [{"name": f"gpu-{n}", "attributes": {"type": {"string": "gpu"}}} for n in range(4)]
+    found = inventory(*map(h100, range(4)))
+    devices = [{"name": name, "attributes": {"type": {"string": "gpu"}}} for name in found.by_name]
     spec = {"driver": DRIVER, "nodeName": "m", "devices": devices}
     pool = {"name": "m", "generation": 1, "resourceSliceCount": 1}
-    return MachineFit("m", DRIVER, [{"spec": {**spec, "pool": pool}}])
+    return MachineFit("m", DRIVER, [{"spec": {**spec, "pool": pool}}], found)
 
 
 @pytest.mark.parametrize("document", OBJECTS, ids=lambda document: str(document["kind"]))

@@ -131,9 +131,8 @@ def claim(*selectors: str, class_name: str = "gpu.nvidia.com") -> Document:
 def machine(inventory: Inventory = MIXED) -> MachineFit:
     pool = {"name": NODE, "generation": 1, "resourceSliceCount": 1}
     devices = list(build_pool(inventory, NODE).slices[0].devices)
-    return MachineFit(
-        "m", DRIVER, [{"spec": {"driver": DRIVER, "nodeName": NODE, "pool": pool, "devices": devices}}]
-    )
+    spec = {"driver": DRIVER, "nodeName": NODE, "pool": pool, "devices": devices}
+    return MachineFit("m", DRIVER, [{"spec": spec}], inventory)
 
 
 @pytest.mark.usefixtures("without_cel")

@@ -47,7 +47,7 @@ def report(found: Inventory, *classes: str, **devices: Any) -> DocumentReport:
         "spec": {"devices": {"requests": requests, **devices}},
     }
     document = Document("c.yaml", 1, yaml.safe_load(yaml.safe_dump(claim)))
-    (made,) = check_documents([document], DRIVER, [MachineFit("m", DRIVER, slices_of(found))])
+    (made,) = check_documents([document], DRIVER, [MachineFit("m", DRIVER, slices_of(found), found)])
     return made
 
 
