@@ -28,6 +28,8 @@ from dra_driver.cli.validation.machine_fit import MachineFit
 from dra_driver.cli.validation.rules.layout_trial import MigGpu
 from dra_driver.errors import DraDriverError, InvalidConfigError, NvmlUnavailableError
 from dra_driver.health.rules.taints import PREFIX
+from dra_driver.mig.rules.layouts import layout_gpus
+from dra_driver.model.inventory import Inventory
 from dra_driver.model.schema import JsonObject
 from dra_driver.model.units import counted
 
@@ -209,7 +211,7 @@ def machine_to_try(settings: Settings) -> tuple[MachineFit | None, str]:
         inventory,
         settings.sharing,
         settings.extra_devices,
-        gpus_for_layouts(settings),
+        gpus_for_layouts(settings, inventory),
     )
     if settings.simulate is None and not fit.devices:
         return (
@@ -219,21 +221,21 @@ def machine_to_try(settings: Settings) -> tuple[MachineFit | None, str]:
     return fit, counted(len(fit.devices), "device")
 
 
-def gpus_for_layouts(settings: Settings) -> list[MigGpu]:
+def gpus_for_layouts(settings: Settings, inventory: Inventory) -> list[MigGpu]:
     """Return the machine's GPUs in PCI order, with their possible MIG profiles."""
     from dra_driver.nvml.mig_changes import MigHardware
 
     machine, found = CommandMachine(settings), []
     with ExitStack() as session, suppress(NvmlUnavailableError):
-        inventory = machine.open_nvml(session).read_inventory()
+        machine.open_nvml(session)
         hardware = MigHardware(nullcontext)
-        for index, gpu in enumerate(inventory.gpus):
+        for index, gpu in layout_gpus(inventory):
             try:
                 pci_id, profiles = hardware.cuts(gpu)
             except DraDriverError:
                 continue
             name = f"GPU {index} ({gpu.product_name or gpu.uuid})"
-            found.append(MigGpu(index, name, pci_id, profiles if gpu.mig_capable else ()))
+            found.append(MigGpu(index, name, pci_id, profiles, machine.is_on_demand(gpu)))
     return found
 
 

@@ -40,7 +40,15 @@ from dra_driver.journal.locks import GpuLocks
 from dra_driver.mig.devices import MigDevices
 from dra_driver.mig.layout_file import LayoutFile
 from dra_driver.mig.mode import MigContext, MigMode
-from dra_driver.mig.rules.layouts import LayoutRefusedError, LayoutTarget, entry_for, target_of
+from dra_driver.mig.rules.layouts import (
+    LayoutRefusedError,
+    LayoutTarget,
+    NoMigError,
+    absent_indices,
+    entry_for,
+    layout_gpus,
+    target_of,
+)
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.ids import mig_slot_name
 from dra_driver.model.inventory import Inventory
@@ -58,6 +66,7 @@ from dra_driver.model.mig import (
     Placement,
 )
 from dra_driver.model.record import CreateMig
+from dra_driver.model.units import counted
 
 _log = structlog.get_logger(__name__)
 
@@ -151,23 +160,30 @@ class NodeLayouts(BackgroundWorker):
             return
         name = labels.get(LAYOUT_LABEL) if self.wanted.from_label else None
         name = name or self.wanted.name
+        self._publish({} if name is None else self._looked(inventory, labels, name))
+
+    def _looked(self, inventory: Inventory, labels: Mapping[str, str], name: str) -> Mapping[str, GpuLayout]:
+        """Applies the layout to each GPU that can have one; returns the states by UUID."""
         found: dict[str, GpuLayout] = {}
-        # A GPU in a virtual machine counts, so that the other GPUs keep their indices, but it cannot be read.
-        away = inventory.lost_uuids | inventory.under_vfio.keys()
-        for index, gpu in enumerate(inventory.offered_gpus):
-            if name is None or gpu.uuid in away or self.is_on_demand(gpu):
+        for index, gpu in layout_gpus(inventory):
+            if self.is_on_demand(gpu):
                 continue
             if LAYOUT_STATE_LABEL in labels:
                 text = (
                     f"NVIDIA's mig-manager runs on this node (label {LAYOUT_STATE_LABEL}); remove mig-manager and "
                     "this label, then the plugin applies the layout"
                 )
-                state: GpuLayout | None = self._state(gpu, name, "refused", text)
+                state: GpuLayout | None = self._state(gpu.uuid, name, "refused", text)
             else:
                 state = self._check(gpu, inventory.gpu_names[gpu.uuid], index, name)
             if state is not None:
                 found[gpu.uuid] = state
-        self._publish(found)
+        count = len(inventory.offered_gpus)
+        # Without the NVIDIA driver, the node shows no GPU.
+        for absent in absent_indices(name, self.wanted.named, count) if count else ():
+            text = f"the node has only {counted(count, 'GPU')}; correct `devices` in the layout's entries"
+            found[str(absent)] = self._state(str(absent), name, "refused", text)
+        return found
 
     def _publish(self, found: Mapping[str, GpuLayout]) -> None:
         with self._guard:
@@ -206,7 +222,8 @@ class NodeLayouts(BackgroundWorker):
             finally:
                 done.cancel()  # if the check did not start in time, the next check tries again
         except LayoutRefusedError as error:
-            return self._state(gpu, name, "refused", str(error))
+            is_other = isinstance(error, NoMigError)
+            return self._state(gpu.uuid, name, "unsupported" if is_other else "refused", str(error))
         except (TimeoutError, DraDriverError) as error:
             # The GPU cannot be read now, so keep its last known state.
             _log.warning(
@@ -220,10 +237,11 @@ class NodeLayouts(BackgroundWorker):
             self._tainted_at.setdefault((gpu.uuid, name), self._clock())
         return state
 
-    def _state(self, gpu: Gpu, name: str, state: LayoutState, text: str = "") -> GpuLayout:
-        known = self._states.get(gpu.uuid)
+    def _state(self, gpu: str, name: str, state: LayoutState, text: str = "") -> GpuLayout:
+        """Returns the state of a GPU, given by its UUID, or its index if the node does not have it."""
+        known = self._states.get(gpu)
         is_same = known is not None and (known.layout, known.state) == (name, state)
-        return GpuLayout(gpu.uuid, name, state, text, known.since if known and is_same else int(time.time()))
+        return GpuLayout(gpu, name, state, text, known.since if known and is_same else int(time.time()))
 
     # --- one GPU, in its lane ------------------------------------------------------------------
 
@@ -239,20 +257,23 @@ class NodeLayouts(BackgroundWorker):
         if target is None:
             return None
         if self._has_layout(target, address):
-            return self._state(gpu, name, "applied")
+            return self._state(gpu.uuid, name, "applied")
         if not may_change:
             return self._state(
-                gpu, name, "waiting", "the plugin will change the GPU soon; no new pods start on it"
+                gpu.uuid, name, "waiting", "the plugin will change the GPU soon; no new pods start on it"
             )
         try:
             holder = self._changed_if_free(gpu, gpu_name, target)
         except DraDriverError as error:
-            return self._state(gpu, name, "waiting", str(error))
+            return self._state(gpu.uuid, name, "waiting", str(error))
         if holder is not None:
             return self._state(
-                gpu, name, "waiting", f"{holder} uses the GPU; the plugin changes the GPU when it is free"
+                gpu.uuid,
+                name,
+                "waiting",
+                f"{holder} uses the GPU; the plugin changes the GPU when it is free",
             )
-        return self._state(gpu, name, "applied")
+        return self._state(gpu.uuid, name, "applied")
 
     def _changed_if_free(self, gpu: Gpu, gpu_name: str, target: LayoutTarget) -> str | None:
         """Changes the GPU, or returns a description of the claim that holds it. Raises: DraDriverError that

@@ -171,10 +171,10 @@ LAYOUT_STATE_LABEL = "nvidia.com/mig.config.state"
 MIG_LAYOUT = "mig-layout"
 """The key of the taint on a GPU that must become idle so that its layout can change."""
 
-LayoutState = Literal["applied", "waiting", "refused"]
+LayoutState = Literal["applied", "waiting", "refused", "unsupported"]
 """`applied`: the GPU matches the layout. `waiting`: the GPU will be changed when it is idle or an obstacle is removed.
-`refused`: the GPU does not support the layout, and nothing was changed."""
-LAYOUT_STATES: tuple[LayoutState, ...] = ("applied", "waiting", "refused")
+`refused`: the GPU cannot have the layout, and nothing was changed. `unsupported`: the GPU has no MIG, and the layout
+does not name it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +214,10 @@ class MigLayouts:
 
 @dataclass(frozen=True, slots=True)
 class GpuLayout:
-    """The state of the layout on one GPU; `since` is in seconds since 1970, and equality ignores it."""
+    """The state of the layout on one GPU; `since` is in seconds since 1970, and equality ignores it.
+
+    For a GPU that an entry of the layout names, but the node does not have, `gpu_uuid` is its index.
+    """
 
     gpu_uuid: str
     layout: str

@@ -74,6 +74,8 @@ class NodeEvents:
                 "waiting": ("MigLayoutWaits", f"waits: {one.text}"),
                 "refused": ("MigLayoutRefused", f"is refused, and nothing was changed: {one.text}"),
             }
+            if one.state not in outcomes:
+                continue
             reason, text = outcomes[one.state]
             text = f"GPU {one.gpu_uuid}: the MIG layout {one.layout} {text}"
             self._report(reason, text, warning=one.state == "refused")

@@ -10,6 +10,7 @@ import pytest
 
 from dra_driver.app.config_file import mig_layouts
 from dra_driver.cli.validation.rules.allocator import AllocationError
+from tests.fakes.waiting import eventually
 from tests.integration.conftest import Node
 from tests.integration.test_process import call
 
@@ -98,3 +99,37 @@ def test_layout_of_one_gpu_is_made_there_and_the_mig_mode_of_the_others_is_warne
     )
     # 19, the ID on other GPUs, does not exist on an A30.
     assert "`nvidia-smi mig -i 0000:21:00.0 -cgi 14 -C` creates one" in remedy
+
+
+def test_layout_for_absent_gpus_is_refused_for_them_in_an_event_and_in_doctor(
+    make_node: Callable[..., Node],
+) -> None:
+    layout = {
+        "layout": "custom-config",
+        "configuration": {"version": "v1", "mig-configs": {"custom-config": [
+            {"devices": [0, 1, 2, 3], "mig-enabled": False},
+            {"devices": [4], "mig-enabled": True, "mig-devices": {"1g.10gb": 7}},
+        ]}},
+    }  # fmt: skip
+    node = make_node(str(MACHINES / "two-a100.yaml"))
+    node.start_driver(mig_layouts=mig_layouts(layout))
+    events = eventually(lambda: found if len(found := node.events("MigLayoutRefused")) == 3 else [])
+    text = "the node has only 2 GPUs; correct `devices` in the layout's entries"
+    assert sorted(one["message"] for one in events) == [
+        f"GPU {index}: the MIG layout custom-config is refused, and nothing was changed: {text}"
+        for index in (2, 3, 4)
+    ]
+    seen, _ = warnings(node)["MIG layout"]
+    assert seen == f"layout custom-config is not applied to 3 GPUs (refused): 2, 3, 4: {text}"
+
+
+def test_gpu_without_mig_beside_one_with_a_layout_is_no_warning(make_node: Callable[..., Node]) -> None:
+    node = make_node(str(MACHINES / "maxq.yaml"))
+    node.running(5, mig_layouts=mig_layouts({"layout": "all-1g.24gb"}))
+    assert sorted(types(node)) == ["gpu", "mig", "mig", "mig", "mig"]
+    assert node.events("MigLayoutRefused") == []
+    assert warnings(node, "OK")["MIG layout"][0] == (
+        "layout all-1g.24gb is applied to 1 GPU; without MIG: 1 GPU"
+    )
+    unsupported = [one for one in node.driver.layouts.states().values() if one.state == "unsupported"]
+    assert [one.text for one in unsupported] == ["the GPU has no MIG"]

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from dra_driver.app.settings import config_values
 from dra_driver.mig.rules.layouts import (
     LayoutRefusedError,
+    NoMigError,
+    absent_indices,
     entry_for,
     generated_names,
     is_placeable,
@@ -67,6 +69,30 @@ def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
         LayoutRefusedError, match=r"unknown layout 'all-9g'; available: all-1g\.10gb, .*, mine"
     ):
         entry_for("all-9g", {"mine": ()}, 0, None, TABLES[H100])
+
+
+def test_gpu_without_mig_is_left_alone_unless_an_entry_names_it() -> None:
+    layouts = {"all": (LayoutEntry(True),), "first": (LayoutEntry(True, devices=(0,)),)}
+    for name in ("all-balanced", "all-1g.10gb", "all-enabled", "all-9g", "all"):
+        with pytest.raises(NoMigError, match="the GPU has no MIG"):
+            entry_for(name, layouts, 0, None, ())
+    assert entry_for("first", layouts, 1, None, ()) is None
+    assert entry_for("all-disabled", layouts, 0, None, ()) == LayoutEntry(False)
+    named = entry_for("first", layouts, 0, None, ())
+    assert named is not None
+    with pytest.raises(LayoutRefusedError, match="the GPU has no MIG"):
+        target_of(named, (), (), ())
+
+
+def test_indices_of_a_layout_that_the_node_lacks_do_not_count_if_the_entry_has_a_filter() -> None:
+    entries = (
+        LayoutEntry(False, devices=(0, 4, 2)),
+        LayoutEntry(True, devices=(2,)),
+        LayoutEntry(True, devices=(7,), filters=("0x233010de",)),
+    )
+    assert absent_indices("mine", {"mine": entries}, 2) == [2, 4]
+    assert absent_indices("mine", {"mine": entries}, 5) == []
+    assert absent_indices("all-balanced", {"mine": entries}, 0) == []
 
 
 def test_the_last_entry_for_a_gpu_counts_and_others_are_left_alone() -> None:

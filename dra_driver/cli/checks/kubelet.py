@@ -135,8 +135,11 @@ class KubeletChecks:
             concerned = [one for one in found if one.state == state]
             if concerned:
                 text = f"layout {concerned[0].layout} is not applied to {counted(len(concerned), 'GPU')} ({state})"
-                return warn(f"{text}: {concerned[0].gpu_uuid}: {concerned[0].text}", "see docs/mig.md")
-        return ok(f"layout {found[0].layout} is applied to {counted(len(found), 'GPU')}")
+                who = named([one.gpu_uuid for one in concerned if one.text == concerned[0].text])
+                return warn(f"{text}: {who}: {concerned[0].text}", "see docs/mig.md")
+        others = sum(1 for one in found if one.state == "unsupported")
+        without = f"; without MIG: {counted(others, 'GPU')}" if others else ""
+        return ok(f"layout {found[0].layout} is applied to {counted(len(found) - others, 'GPU')}{without}")
 
     def mps_host(self) -> Finding:
         """Check that the MPS host runs and has applied its desired state. MPS claims wait for it."""

@@ -230,7 +230,8 @@ class ManifestCheck:
         self, names: Sequence[str], layouts: Layouts, report: DocumentReport, *, needs_all: bool = True
     ) -> None:
         for machine in self.machines:
-            tried = Trial(machine.name, machine.gpus, layouts)
+            count = len(machine.inventory.offered_gpus)
+            tried = Trial(machine.name, count, machine.gpus, layouts)
             problems = tried.problems(names)
             report.hints, report.notes = report.hints + tried.hints, report.notes + tried.fits
             (report.faults if needs_all or not tried.fits else report.notes).extend(problems)

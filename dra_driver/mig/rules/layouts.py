@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dra_driver.mig.rules.counters import fits_beside
+from dra_driver.model.gpu import Gpu
+from dra_driver.model.inventory import Inventory
 from dra_driver.model.mig import GpuInstance, LayoutEntry, Layouts, PlacedProfile, Placement
 
 Slot = tuple[int, int]
@@ -20,6 +22,7 @@ Slot = tuple[int, int]
 
 _GENERATED = "all-"
 _BALANCED_SLICES = (1, 1, 2, 3)
+_NO_MIG = "the GPU has no MIG"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,21 +40,50 @@ class LayoutRefusedError(ValueError):
     """The GPU does not support the layout; nothing was changed."""
 
 
+class NoMigError(LayoutRefusedError):
+    """The GPU has no MIG. No entry names it, so the layout is meant for the other GPUs."""
+
+    def __init__(self) -> None:
+        super().__init__(_NO_MIG)
+
+
+def layout_gpus(inventory: Inventory) -> list[tuple[int, Gpu]]:
+    """Returns the GPUs that NVML can read, with their index in a layout.
+
+    A GPU in a virtual machine or a lost GPU counts, so that the other GPUs keep their indices.
+    """
+    away = inventory.lost_uuids | inventory.under_vfio.keys()
+    return [(index, gpu) for index, gpu in enumerate(inventory.offered_gpus) if gpu.uuid not in away]
+
+
+def absent_indices(name: str, layouts: Layouts, count: int) -> list[int]:
+    """Returns the indices that entries of a layout name, but a node with `count` GPUs does not have.
+
+    An entry with filters may be meant for other nodes, so its indices do not count.
+    """
+    named = (entry.devices or () for entry in layouts.get(name, ()) if not entry.filters)
+    return sorted({index for devices in named for index in devices if index >= count})
+
+
 def entry_for(
     name: str, layouts: Layouts, index: int, pci_id: str | None, profiles: Sequence[PlacedProfile]
 ) -> LayoutEntry | None:
     """Returns the named layout's entry for the GPU with this index in PCI order and PCI ID; None if none matches.
 
-    Raises: LayoutRefusedError if there is no such layout.
+    `profiles` is empty for a GPU without MIG. Raises: LayoutRefusedError if there is no such layout; NoMigError.
     """
     if name in layouts:
         found = [entry for entry in layouts[name] if _is_for(entry, index, pci_id)]
-        return found[-1] if found else None
-    generated = _generated(name, profiles)
-    if generated is None:
-        known = ", ".join(sorted({*layouts, *generated_names(profiles)}))
-        raise LayoutRefusedError(f"unknown layout {name!r}; available: {known}")
-    return generated
+        entry = found[-1] if found else None
+    else:
+        entry = _generated(name, profiles)
+        if entry is None and profiles:
+            known = ", ".join(sorted({*layouts, *generated_names(profiles)}))
+            raise LayoutRefusedError(f"unknown layout {name!r}; available: {known}")
+        entry = entry or LayoutEntry(mode=True)
+    if not profiles and entry is not None and entry.mode and entry.devices is None:
+        raise NoMigError
+    return entry
 
 
 def generated_names(profiles: Sequence[PlacedProfile]) -> tuple[str, ...]:
@@ -112,7 +144,7 @@ def target_of(
     keep their place. Raises: LayoutRefusedError if the GPU cannot have the layout.
     """
     if not profiles and entry.mode:
-        raise LayoutRefusedError("the GPU does not support MIG")
+        raise LayoutRefusedError(_NO_MIG)
     stays = [instance for instance in existing if instance.slot in set(fixed)]
     if not entry.counts:
         if stays and not entry.mode:

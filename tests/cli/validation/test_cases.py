@@ -8,12 +8,14 @@ from pathlib import Path
 from tests.fakes.tables import tabled
 from tests.integration.test_process import call
 
+MACHINES = Path(__file__).parents[2] / "data/machines"
+
 
 @tabled("name", "machine", "text", "verdicts", "says")
 def test_case_has_its_verdicts_and_sentences(
     name: str, machine: str, text: str, verdicts: list[str], says: list[str], tmp_path: Path
 ) -> None:
-    file, own = tmp_path / "documents.yaml", Path(__file__).parent / "machines" / machine
+    file, own = tmp_path / "documents.yaml", MACHINES / machine
     file.write_text(text)
     done = call("validate", str(file), "-o", "json", "--simulate", str(own) if own.exists() else machine)
     assert done.stderr == ""

@@ -10,7 +10,14 @@ from typing import Any
 import yaml
 
 from dra_driver.app.config_file import MIG_LAYOUTS, mig_layouts
-from dra_driver.mig.rules.layouts import LayoutRefusedError, entry_for, generated_names, target_of
+from dra_driver.mig.rules.layouts import (
+    LayoutRefusedError,
+    NoMigError,
+    absent_indices,
+    entry_for,
+    generated_names,
+    target_of,
+)
 from dra_driver.model.mig import Layouts, PlacedProfile
 from dra_driver.model.schema import faults
 from dra_driver.model.units import named
@@ -18,12 +25,15 @@ from dra_driver.model.units import named
 
 @dataclass(frozen=True, slots=True)
 class MigGpu:
-    """A GPU of a machine. `index` counts in PCI order; `profiles` is empty without MIG."""
+    """A GPU of a machine. `index` counts in PCI order; `profiles` is empty without MIG. A GPU with MIG devices on
+    demand gets no layout.
+    """
 
     index: int
     name: str
     pci_id: str | None
     profiles: Sequence[PlacedProfile]
+    is_on_demand: bool = False
 
 
 def manager_layouts(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -53,9 +63,12 @@ def read_layouts(text: Any) -> tuple[Layouts, list[str]]:
 
 @dataclass
 class Trial:
-    """Layouts on one machine. `hints` are probable mistakes; `fits` are the layouts that every GPU accepts."""
+    """Layouts on one machine with `count` GPUs, of which `gpus` could be read. `hints` are probable mistakes; `fits`
+    are the layouts that every GPU accepts.
+    """
 
     machine: str
+    count: int
     gpus: Sequence[MigGpu]
     layouts: Layouts
     hints: list[str] = field(default_factory=list)
@@ -74,24 +87,28 @@ class Trial:
 
     def _problems_of(self, name: str) -> list[str]:
         refused: dict[str, list[str]] = {}
+        without: list[str] = []
+        on_demand = [gpu.name for gpu in self.gpus if gpu.is_on_demand]
         for gpu in self.gpus:
+            if gpu.is_on_demand:
+                continue
             try:
-                if not gpu.profiles and name not in self.layouts:
-                    continue
                 entry = entry_for(name, self.layouts, gpu.index, gpu.pci_id, gpu.profiles)
-                if entry is not None and not (entry.devices is None and not gpu.profiles):
+                if entry is not None:
                     target_of(entry, gpu.profiles, (), ())
+            except NoMigError:
+                without.append(gpu.name)
             except LayoutRefusedError as error:
                 refused.setdefault(str(error), []).append(gpu.name)
-        if not any(gpu.profiles for gpu in self.gpus) and name != "all-disabled":
+        if len(without) == len(self.gpus):
             return [f"layout {name}: {self.machine} has no GPU with MIG"]
-        there = {gpu.index for gpu in self.gpus}
-        named_ones = {index for entry in self.layouts.get(name, ()) for index in entry.devices or ()}
-        absent = ", ".join(map(str, sorted(named_ones - there)))
-        without = [gpu.name for gpu in self.gpus if not gpu.profiles]
+        absent = absent_indices(name, self.layouts, self.count)
         if absent:
-            self.hints.append(f"layout {name}: entries name GPUs that the machine does not have: {absent}")
-        elif without:
+            listed = ", ".join(map(str, absent))
+            self.hints.append(f"layout {name}: entries name GPUs that the machine does not have: {listed}")
+        if on_demand:
+            self.hints.append(f"layout {name}: GPUs with dynamicMig get no layout: {named(on_demand)}")
+        if without:
             self.hints.append(f"layout {name}: GPUs without MIG stay unchanged: {named(without)}")
         if not refused:
             self.fits.append(f"layout {name} fits {self.machine}")
