@@ -144,7 +144,8 @@ class ManifestCheck:
             for name, entries in read_layouts(text)[0].items()
         }
         contents = [document.content for document in self.documents if isinstance(document.content, dict)]
-        self._evicting = {*self.evicting, *filter(None, map(evicting_rule, contents))}
+        of_rules = (evicting_rule(content, self.driver) for content in contents)
+        self._evicting = {*self.evicting, *filter(None, of_rules)}
         self._faults: dict[int, list[str]] = {}
         self._good: dict[Reference, JsonObject] = {}
         self._places: dict[Reference, str] = {}

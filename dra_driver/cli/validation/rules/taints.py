@@ -27,11 +27,16 @@ def taint_rule_faults(document: JsonObject) -> list[FieldFault]:
     return faults(document, shape, "") + metadata_faults(document.get("metadata"))
 
 
-def evicting_rule(document: JsonObject) -> str | None:
-    """Return the key of the taint that a valid rule sets with the effect NoExecute; None for any other object."""
-    is_rule = document.get("kind") == "DeviceTaintRule" and not taint_rule_faults(document)
-    taint = document["spec"]["taint"] if is_rule else {}
-    return str(taint["key"]) if taint.get("effect") == _EVICTS else None
+def evicting_rule(document: JsonObject, driver: str) -> str | None:
+    """Return the key of the taint that a valid rule sets on devices of this driver with the effect NoExecute.
+
+    None for any other object.
+    """
+    if document.get("kind") != "DeviceTaintRule" or taint_rule_faults(document):
+        return None
+    taint, selector = document["spec"]["taint"], document["spec"].get("deviceSelector") or {}
+    evicts = taint["effect"] == _EVICTS and selector.get("driver") in (None, driver)
+    return str(taint["key"]) if evicts else None
 
 
 def selection_hints(rule: JsonObject, machines: Mapping[str, Sequence[str]]) -> Iterator[str]:
