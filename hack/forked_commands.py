@@ -19,6 +19,8 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
+from playground import PATIENCE_S
+
 _COMMANDS = (
     "claims", "cleanup", "cluster", "detach", "device_classes", "doctor", "inspect", "serviced", "simulate", "top",
     "validate",
@@ -60,7 +62,7 @@ def run(
     env: Mapping[str, str],
     stdin: str = "",
     cwd: Path | None = None,
-    timeout_s: float = 60.0,
+    timeout_s: float = PATIENCE_S,
 ) -> subprocess.CompletedProcess[str]:
     """Run `gpu-dra-driver` with these arguments, and return a result like `subprocess.run`. Raises: TimeoutExpired."""
     with TemporaryFile("w+") as given, TemporaryFile("w+") as out, TemporaryFile("w+") as err:

@@ -22,6 +22,7 @@ from dra_driver.errors import RetryableError
 from dra_driver.host.driver_programs import InstalledPrograms
 from dra_driver.model.mps import MpsDaemonSpec, MpsDirectories
 from dra_driver.mps_host.daemon_control import DaemonControl, limit_commands
+from tests.fakes.waiting import PATIENCE_S
 
 TOP = Path(__file__).parents[1]
 MANUAL = TOP / "docs/versions.md"
@@ -167,7 +168,7 @@ def lacking_commands(nvidia: Programs) -> set[str]:
     control = DaemonControl(InstalledPrograms(str(nvidia.root), top / "links"), LIMITED, directories)
     control.start()
     try:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + PATIENCE_S
         answers = {}
         for command in commands_to_mps():
             while command not in answers:

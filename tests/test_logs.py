@@ -22,6 +22,7 @@ from dra_driver.kube.client import ApiClient
 from dra_driver.kube.endpoint import load_endpoint
 from tests.fakes.logevents import LEVELS, LogCall, log_calls
 from tests.fakes.tables import tabled
+from tests.fakes.waiting import PATIENCE_S
 
 MANUAL = Path(__file__).parents[1] / "docs/log-events.md"
 BEGIN, END = "<!-- log events -->\n", "<!-- end of log events -->\n"
@@ -253,12 +254,12 @@ def test_stacks_of_all_threads_are_shown(form: str, capfd: pytest.CaptureFixture
 
     def hold_on_here() -> None:
         began.set()
-        done.wait(20)
+        done.wait(PATIENCE_S)
 
     thread = threading.Thread(target=hold_on_here, name="holder")
     thread.start()
     try:
-        assert began.wait(20)
+        assert began.wait(PATIENCE_S)
         show_stacks(form)
     finally:
         done.set()

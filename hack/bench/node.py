@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from playground import PATIENCE_S
 from playground.kubelet import KubeletSettings
 from playground.node import DRIVER, JsonObject, PlaygroundNode
 from processes import wait_for
@@ -25,7 +26,6 @@ from dra_driver.simulator.pci import functions
 
 GPUS = 8
 SHARED_GPUS, PARTITIONED_GPUS = (0, 1), (4, 5, 6, 7)
-_WAIT_S = 60.0
 
 
 class DaemonNode(PlaygroundNode):
@@ -52,7 +52,7 @@ class DaemonNode(PlaygroundNode):
         """Start the daemon, and wait until it is registered with the kubelet."""
         flags = ("--log-level", "warning", *self.more)
         self.process = self.start_daemon(*flags, log=self.log)
-        self.kubelet.wait_registered(DRIVER, timeout_s=_WAIT_S)
+        self.kubelet.wait_registered(DRIVER)
 
     def end(self) -> None:
         """Stop the daemon with SIGTERM, like a kubelet."""
@@ -65,7 +65,7 @@ class DaemonNode(PlaygroundNode):
     def _stop(self, how: signal.Signals) -> None:
         if self.process is not None:
             self.process.send_signal(how)
-            self.process.wait(_WAIT_S)
+            self.process.wait(PATIENCE_S)
             self.process = None
 
     def stop(self) -> None:

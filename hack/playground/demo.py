@@ -14,10 +14,10 @@ from dra_driver.cli.output import device_table, hanging, terminal_width
 from dra_driver.cli.scratch import scratch_directory
 from dra_driver.errors import FatalError
 from dra_driver.model.claim import ClaimRef, Failed
+from playground import PATIENCE_S
 from playground.node import DRIVER, JsonObject, PlaygroundNode
 
 _NAMESPACE = "default"
-_WAIT_S = 20.0
 _LONG = 3
 """The number of a long time slice in nvidia-smi."""
 _LONG_SLICES = {
@@ -68,7 +68,7 @@ class _Demo:
         """Show all scenes that the machine supports."""
         started = time.monotonic()
         self._driver.start()
-        self._node.kubelet.wait_registered(DRIVER, timeout_s=_WAIT_S)
+        self._node.kubelet.wait_registered(DRIVER)
         registered = time.monotonic() - started
         _wait("the slices to be published", lambda: bool(self._node.devices()))
         published = time.monotonic() - started
@@ -206,7 +206,7 @@ def _expect(holds: bool, otherwise: str) -> None:
 
 
 def _wait(what: str, done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + _WAIT_S
+    deadline = time.monotonic() + PATIENCE_S
     while not done():
-        _expect(time.monotonic() < deadline, f"waited {_WAIT_S:.0f} s for {what}")
+        _expect(time.monotonic() < deadline, f"waited {PATIENCE_S:.0f} s for {what}")
         time.sleep(0.01)

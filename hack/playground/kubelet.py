@@ -20,6 +20,7 @@ import structlog
 
 from dra_driver.kubelet.pb import registration_pb2
 from dra_driver.model.claim import ClaimRef, PrepareOutcome, UnprepareOutcome
+from playground import PATIENCE_S
 from playground.kubelet_client import (
     DRA_APIS,
     Instance,
@@ -124,7 +125,9 @@ class PlaygroundKubelet:
         with self._changed:
             return [entry for _, entry in self._instances.values() if entry.driver == driver]
 
-    def wait_registered(self, driver: str, *, count: int = 1, timeout_s: float = 10.0) -> list[Instance]:
+    def wait_registered(
+        self, driver: str, *, count: int = 1, timeout_s: float = PATIENCE_S
+    ) -> list[Instance]:
         """Wait until exactly `count` instances are registered and, unless it is 0, one is connected.
 
         Raises: TimeoutError.

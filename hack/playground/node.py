@@ -22,6 +22,7 @@ from dra_driver.app.settings import Settings
 from dra_driver.cli.validation.rules.classes import standard_classes
 from dra_driver.mps_host.host_files import MpsHostFiles, MpsLayout, mps_layout
 from dra_driver.simulator import create_machine
+from playground import PATIENCE_S
 from playground.apiserver.server import PlaygroundApiServer
 from playground.kubelet import KubeletSettings, PlaygroundKubelet
 from playground.scheduler import PlaygroundScheduler
@@ -43,7 +44,7 @@ enable_cdi = true
 cdi_spec_dirs = ["{cdi}"]
 """
 
-_START_S = _STOP_S = 10.0
+_STOP_S = 10.0
 
 JsonObject = dict[str, Any]
 
@@ -194,7 +195,7 @@ class MpsHostProcess:
             self.process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
             )
-        files, deadline = MpsHostFiles(layout), time.monotonic() + _START_S
+        files, deadline = MpsHostFiles(layout), time.monotonic() + PATIENCE_S
         while files.host_problem() is not None:
             if self.process.poll() is not None or time.monotonic() > deadline:
                 self.stop()

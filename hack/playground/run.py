@@ -20,8 +20,6 @@ from dra_driver.model.ids import gpu_device_names
 from playground.node import DRIVER, PlaygroundNode
 from playground.pods import PodLoop
 
-_WAIT_S = 20.0
-
 
 def run(machine: str, config: Path | None, log_level: str) -> None:
     """Run the real daemon on a simulated machine, with an API server, a scheduler and a kubelet, until Ctrl-C."""
@@ -42,7 +40,7 @@ def run(machine: str, config: Path | None, log_level: str) -> None:
         driver = node.make_driver(**changes)
         stack.callback(driver.stop)
         driver.start()
-        node.kubelet.wait_registered(DRIVER, timeout_s=_WAIT_S)
+        node.kubelet.wait_registered(DRIVER)
         stack.enter_context(PodLoop(node, _tell))
         programs = Path(sys.executable).parent
         exports = [f"export {name}={quote(value)}\n" for name, value in node.environment().items()]

@@ -10,6 +10,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+from playground import PATIENCE_S
 from playground.node import DRIVER, JsonObject, PlaygroundNode
 
 from dra_driver.model.claim import ClaimRef, Prepared
@@ -19,7 +20,6 @@ MACHINE = "dgx-h100"
 _GROUP = "resource.k8s.io"
 _NAMESPACE = "ml"
 _ONE_SHARE = {"consumedCapacity": {"shares": "1"}}
-_WAIT_S = 30.0
 _BROKEN = 3
 _UNCONTAINED_MEMORY_ERROR = 95
 _CONFIG = """\
@@ -55,7 +55,7 @@ class RecordedNode(PlaygroundNode):
             raise
 
     def _begin(self) -> None:
-        self.kubelet.wait_registered(DRIVER, timeout_s=_WAIT_S)
+        self.kubelet.wait_registered(DRIVER)
         names = [f"gpu-{gpu.uuid[4:12]}" for gpu in self.machine.current().present]
         small, large = f"{names[7]}-mig-1g10gb-19-0", f"{names[7]}-mig-3g40gb-9-4"
         published = {*names[:7], small, large}
@@ -121,7 +121,7 @@ class RecordedNode(PlaygroundNode):
         return [reason for state in health.get("states", ()) for reason in state.get("reasons", ())]
 
     def _wait(self, what: str, done: Callable[[], object]) -> None:
-        deadline = time.monotonic() + _WAIT_S
+        deadline = time.monotonic() + PATIENCE_S
         while not done():
             if time.monotonic() > deadline or self._process.poll() is not None:
                 raise SystemExit(f"record: gave up waiting for {what}")
@@ -134,7 +134,7 @@ class RecordedNode(PlaygroundNode):
                 self.kubelet.unprepare(DRIVER, [ClaimRef(_NAMESPACE, "any", uid) for uid in self.uids])
         finally:
             self._process.send_signal(signal.SIGTERM)
-            self._process.wait(_WAIT_S)
+            self._process.wait(PATIENCE_S)
             super().stop()
 
 

@@ -22,8 +22,6 @@ from tests.fakes.preparing import Node
 from tests.fakes.samples import GPU_0, GPU_1, MIXED, claim
 from tests.fakes.tables import tabled
 
-pytestmark = pytest.mark.timeout(60)  # to read a pipe lasts for ever
-
 WANTED, OTHER = claim(GPU_0), claim(GPU_1, uid="uid-2")
 
 

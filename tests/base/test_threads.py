@@ -10,6 +10,7 @@ import pytest
 import structlog
 
 from dra_driver.base.threads import BackgroundWorker, run_in_parallel
+from tests.fakes.waiting import PATIENCE_S
 
 
 def worker(
@@ -29,9 +30,9 @@ def test_work_is_called_again_when_it_is_woken_and_not_before() -> None:
 
     one = worker(work)
     one.start()
-    assert done.acquire(timeout=20)
+    assert done.acquire(timeout=PATIENCE_S)
     one.wake()
-    assert done.acquire(timeout=20)
+    assert done.acquire(timeout=PATIENCE_S)
     one.stop()
     assert len(calls) == 2
 
@@ -50,7 +51,7 @@ def test_wake_during_the_work_is_not_lost() -> None:
 
     one = worker(work)
     one.start()
-    assert again.wait(20)
+    assert again.wait(PATIENCE_S)
     one.stop()
     assert seen == [True, False]
 
@@ -72,7 +73,7 @@ def test_error_of_a_worker_is_reported_and_the_worker_continues() -> None:
     with structlog.testing.capture_logs() as lines:
         one = worker(work, crashed)
         one.start()
-        assert healed.wait(20)
+        assert healed.wait(PATIENCE_S)
         one.stop()
     assert crashes == ["a surprise"]
     assert [(line["event"], line["log_level"]) for line in lines] == [("worker_failed", "error")]
@@ -89,7 +90,7 @@ def test_stop_ends_a_pause_within_the_work_and_may_come_before_the_start() -> No
 
     one = worker(work)
     one.start()
-    assert began.wait(20)
+    assert began.wait(PATIENCE_S)
     one.stop()
     assert (reported, one.is_stopping) == ([True], True)
     worker(work).stop()

@@ -15,6 +15,7 @@ from dra_driver.model.record import ClaimRecord
 from tests.claims import test_reconciler
 from tests.fakes.preparing import Node, in_threads
 from tests.fakes.samples import GPU_0, GPU_1, claim
+from tests.fakes.waiting import PATIENCE_S
 
 A, B, C = (PodRef(f"trainer-{letter}", f"pod-uid-{letter}") for letter in "abc")
 ONE, TWO = claim(GPU_0), claim(GPU_1, uid="uid-2")
@@ -112,13 +113,13 @@ def test_claim_that_is_being_unprepared_does_not_come_back(bench: Bench) -> None
 
     def slowly(_record: ClaimRecord) -> None:
         undoing.set()
-        assert looked.wait(20)
+        assert looked.wait(PATIENCE_S)
 
     bench.node.steps.on_undo = slowly
     bench.during_the_look(looked.set)
 
     def look() -> object:
-        assert undoing.wait(20)
+        assert undoing.wait(PATIENCE_S)
         return bench.look()
 
     assert in_threads(lambda: bench.node.unprepare(ONE), look) == [None, None]

@@ -26,6 +26,7 @@ from dra_driver.nvml.reader import NvmlReader
 from dra_driver.simulator import SimulatedLibrary
 from tests.fakes.machines import SimulatedNode
 from tests.fakes.samples import GPU_0, GPU_1, MIG_1G, VFIO_0, hold, record, uuid
+from tests.fakes.waiting import PATIENCE_S
 
 ON_DEMAND = replace(hold(MIG_1G), uuid="", placement=Placement(0, 1))
 TRAINER = {4711: "process 4711 (python3)"}
@@ -62,7 +63,7 @@ class Bench:
     def processes(self, name: str) -> Mapping[int, str]:
         self.requested.append(name)
         if name in self.hangs:
-            assert self.hangs[name].wait(20)
+            assert self.hangs[name].wait(PATIENCE_S)
         found = self.shown.get(name, {})
         if isinstance(found, Exception):
             raise found
@@ -212,7 +213,7 @@ def test_hang_costs_a_moment_once_and_no_other_gpu() -> None:
     patient = bench.users._calls[uuid(0)]
     assert patient.is_running
     ended.set()
-    patient.result(20)
+    patient.result(PATIENCE_S)
     bench.shown[uuid(0)] = TRAINER
     bench.users.wait_s = 20.0
     found = bench.of(hold(GPU_0))

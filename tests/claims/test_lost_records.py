@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from dra_driver.model.record import RunMps
 from tests.fakes.kindnode import KINDS, KindNode, Site, share
 from tests.fakes.samples import claim, result
 from tests.fakes.tables import tabled
+from tests.fakes.waiting import PATIENCE_S, eventually
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_mps_daemon_of_a_claim_without_record_is_stopped_in_its_lane_and_without
         with node.claim_locks.hold(uid, 0.0):
             assert node.lanes.under_way().keys() == {node.site.gpu(3).uuid}
         begun.set()
-        assert not hangs or let.wait(30)
+        assert not hangs or let.wait(PATIENCE_S)
         real(*given)
 
     monkeypatch.setattr(runner, "undo", undo)
@@ -80,9 +80,7 @@ def test_mps_daemon_of_a_claim_without_record_is_stopped_in_its_lane_and_without
     assert uid not in node.specs.list()
     assert [one.name for one in node.cleaner.outstanding()] == [uid] * hangs
     let.set()
-    deadline = time.monotonic() + 20
-    while node.lanes.under_way():
-        assert time.monotonic() < deadline
+    eventually(lambda: not node.lanes.under_way())
     assert node.unprepare(wanted) is None
     assert uid not in node.specs.list()
     assert not node.mps.daemons()

@@ -36,7 +36,7 @@ from tests.fakes.hanging_nvml import HangingNvml
 from tests.fakes.kindnode import KINDS, ON_DEMAND, TIME_SLICING, KindNode, Site, parameters
 from tests.fakes.matrix import BOOTS, Case
 from tests.fakes.samples import claim
-from tests.fakes.waiting import eventually
+from tests.fakes.waiting import PATIENCE_S, eventually
 
 HURRY_S = 2.3
 """A kubelet deadline that leaves 0.3 s to the plugin."""
@@ -184,7 +184,7 @@ def test_unprepare_whose_change_hangs_succeeds_and_holds_nothing_up(
     node, wanted = case.prepared(), case.wanted
     with hanging(node, number) as reached:
         assert node.unprepare(wanted) is None
-        assert reached.wait(60)
+        assert reached.wait(PATIENCE_S)
         assert wanted.ref.uid not in {**node.records.all(), **node.specs.list()}
         others_feel_nothing(node, a_mig_device(case))
         node.cleaner.clean_all()
@@ -331,17 +331,14 @@ def nvml_cells(site: Site, memory_path: Path) -> Cells:
     return Cells(site, memory_path)
 
 
-@pytest.mark.timeout(600)
 def test_every_nvml_call_of_a_prepare_may_hang(nvml_cells: Cells) -> None:
     nvml_cells.each(Case.fresh, KindNode.prepare, KindNode.prepare)
 
 
-@pytest.mark.timeout(600)
 def test_every_nvml_call_of_an_unprepare_may_hang(nvml_cells: Cells) -> None:
     nvml_cells.each(Case.prepared, KindNode.unprepare)
 
 
-@pytest.mark.timeout(600)
 def test_every_nvml_call_of_a_cleanup_may_hang(nvml_cells: Cells) -> None:
     def left_over(case: Case) -> KindNode:
         node = case.prepared()
@@ -364,7 +361,7 @@ def test_claims_that_hang_hold_up_no_claim_behind_them_in_the_same_call(
 
     def allocated(ref: ClaimRef, call: KubeletCall) -> AllocatedClaim:
         if ref != last.ref:
-            assert let.wait(30)
+            assert let.wait(PATIENCE_S)
             raise RetryableError("the API server does not answer")
         return fetch(ref, call)
 
@@ -375,7 +372,7 @@ def test_claims_that_hang_hold_up_no_claim_behind_them_in_the_same_call(
     refs = [one.ref for one in (*hanging, last)]
     call = threading.Thread(target=lambda: answers.update(node.service.prepare(refs, None)))
     call.start()
-    assert prepared.wait(20)
+    assert prepared.wait(PATIENCE_S)
     let.set()
-    call.join(30)
+    call.join(PATIENCE_S)
     assert [uid for uid, answer in answers.items() if isinstance(answer, Prepared)] == ["last"]

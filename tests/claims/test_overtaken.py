@@ -22,7 +22,7 @@ from dra_driver.kubelet.pb import dra_v1_pb2
 from dra_driver.model.claim import Failed, Prepared
 from tests.fakes.preparing import Node
 from tests.fakes.samples import GPU_0, MIXED, claim, result
-from tests.fakes.waiting import eventually
+from tests.fakes.waiting import PATIENCE_S, eventually
 from tests.kubelet import support
 
 WANTED = claim(result(GPU_0), uid="uid-1")
@@ -39,7 +39,7 @@ class Barrier:
     @contextmanager
     def hold(self, *args: Any) -> Iterator[Any]:
         self.reached.set()
-        assert self.let.wait(20)
+        assert self.let.wait(PATIENCE_S)
         with self._locks.hold(*args) as held:
             yield held
 
@@ -54,12 +54,12 @@ class Late:
         self._answers: list[Any] = []
         self._thread = threading.Thread(target=lambda: self._answers.append(call()))
         self._thread.start()
-        assert self._barrier.reached.wait(20)
+        assert self._barrier.reached.wait(PATIENCE_S)
         setattr(part, attribute, locks)
 
     def answer(self) -> Any:
         self._barrier.let.set()
-        self._thread.join(20)
+        self._thread.join(PATIENCE_S)
         return self._answers[0]
 
 
@@ -144,7 +144,7 @@ def test_newer_prepare_stays_whatever_became_of_the_unprepare_before_it(tmp_path
             prepare = threading.Thread(target=lambda: answers.append(support.prepare(sockets[1], WANTED.ref)))
             prepare.start()
             time.sleep(pause)
-        prepare.join(20)
+        prepare.join(PATIENCE_S)
         eventually(lambda: old.claim_locks._guards[WANTED.ref.uid].wanted == 0)
     assert answers[0].claims[WANTED.ref.uid].error == ""
     assert new.records.get(WANTED.ref.uid) is not None
@@ -159,7 +159,7 @@ def test_unprepare_while_prepare_waits_for_discovery_or_imex_does_not_wait(
 
     def slow(*args: Any) -> Any:
         reached.set()
-        assert let.wait(20)
+        assert let.wait(PATIENCE_S)
         return real(*args)
 
     monkeypatch.setattr(ClaimPlanner, name, slow)
@@ -167,13 +167,13 @@ def test_unprepare_while_prepare_waits_for_discovery_or_imex_does_not_wait(
     prepare = threading.Thread(target=lambda: answers.append(node.prepare(WANTED)))
     prepare.start()
     try:
-        assert reached.wait(20)
+        assert reached.wait(PATIENCE_S)
         with node.preparer.claim_locks.hold(WANTED.ref.uid, 0.0):
             """Prepare does not hold it."""
         assert unprepare(node) is None
     finally:
         let.set()
-        prepare.join(20)
+        prepare.join(PATIENCE_S)
     assert isinstance(answers[0], Failed)
     assert "the claim was unprepared during this call" in answers[0].error
     assert "uid-1" not in node.records.all()

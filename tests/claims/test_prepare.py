@@ -40,6 +40,7 @@ from tests.fakes.samples import (
     inventory,
     result,
 )
+from tests.fakes.waiting import PATIENCE_S
 
 AT = "2026-08-07T12:00:00.000+00:00"
 
@@ -449,12 +450,12 @@ def test_claim_with_admin_access_does_not_wait_for_the_owner_of_its_gpu(node: No
     def hang(plan: Plan) -> None:
         if plan.claim.ref.uid == "owner":
             hung.set()
-            assert ended.wait(20)
+            assert ended.wait(PATIENCE_S)
 
     node.steps.on_do = hang
     owner = threading.Thread(target=lambda: node.prepare(claim(GPU_0, uid="owner")))
     owner.start()
-    assert hung.wait(20)
+    assert hung.wait(PATIENCE_S)
     try:
         node.claims.add(looks)
         answers = node.service.prepare([looks.ref], time.monotonic() + 5)
@@ -462,7 +463,7 @@ def test_claim_with_admin_access_does_not_wait_for_the_owner_of_its_gpu(node: No
         assert node.service.unprepare([looks.ref], time.monotonic() + 5) == {"looks": None}
     finally:
         ended.set()
-        owner.join(20)
+        owner.join(PATIENCE_S)
     assert list(node.records.all()) == ["owner"]
 
 
@@ -486,7 +487,7 @@ def test_claim_prepared_by_eight_threads_is_prepared_once(node: Node) -> None:
 
 def test_eight_claims_on_eight_gpus_are_prepared_at_the_same_time(tmp_path: Path) -> None:
     node = Node(tmp_path, inventory(*map(h100, range(8))))
-    barrier = threading.Barrier(8, timeout=10)
+    barrier = threading.Barrier(8, timeout=PATIENCE_S)
     node.steps.on_do = lambda plan: barrier.wait() and None
     wanted = [claim(f"gpu-{number:08x}", uid=f"uid-{number}") for number in range(8)]
     answers = in_threads(*(lambda item=item: node.prepare(item) for item in wanted))
@@ -499,10 +500,10 @@ def test_unprepare_during_prepare_waits_for_it_and_leaves_nothing(node: Node) ->
 
     def wait(_plan: object) -> None:
         begun.set()
-        assert go_on.wait(10)
+        assert go_on.wait(PATIENCE_S)
 
     def unprepare() -> object:
-        assert begun.wait(10)
+        assert begun.wait(PATIENCE_S)
         threading.Timer(0.05, go_on.set).start()
         return node.unprepare(wanted)
 
@@ -518,13 +519,13 @@ def test_no_lock_is_held_while_the_api_server_is_queried(node: Node) -> None:
 
     def slow(ref: ClaimRef, timeout_s: float) -> AllocatedClaim:
         requested.set()
-        assert answered.wait(10)
+        assert answered.wait(PATIENCE_S)
         return read(ref, timeout_s)
 
     node.claims.read = slow  # type: ignore[method-assign]
 
     def unprepare() -> object:
-        assert requested.wait(10)
+        assert requested.wait(PATIENCE_S)
         answer = node.unprepare(claim(GPU_0, uid="uid-2"))
         answered.set()
         return answer
@@ -543,13 +544,13 @@ def test_prepare_leaves_nothing_when_the_claim_is_unprepared_in_between(
     def slowly(ref: ClaimRef, timeout_s: float) -> AllocatedClaim:
         found = read(ref, timeout_s)
         reading.set()
-        assert unprepared.wait(10)
+        assert unprepared.wait(PATIENCE_S)
         return found
 
     monkeypatch.setattr(node.claims, "read", slowly)
 
     def unprepare() -> object:
-        assert reading.wait(10)
+        assert reading.wait(PATIENCE_S)
         answer = node.unprepare(claim(GPU_0))
         unprepared.set()
         return answer

@@ -24,6 +24,7 @@ from dra_driver.model.claim import AllocatedClaim, ClaimNow, ClaimRef, PodRef, P
 from dra_driver.model.record import ClaimRecord
 from tests.fakes.preparing import Node, in_threads, reconciler_of
 from tests.fakes.samples import GPU_0, GPU_1, MIG_1G, MIG_3G, claim
+from tests.fakes.waiting import PATIENCE_S
 
 GRACE_S = 60.0
 ONE, TWO = claim(GPU_0), claim(GPU_1, uid="uid-2")
@@ -418,10 +419,10 @@ def test_unprepare_of_the_kubelet_in_between_and_after_it_is_fine(bench: Bench) 
 
     def slowly(_record: object) -> None:
         undoing.set()
-        assert unpreparing.wait(10)
+        assert unpreparing.wait(PATIENCE_S)
 
     def unprepare() -> object:
-        assert undoing.wait(10)
+        assert undoing.wait(PATIENCE_S)
         unpreparing.set()
         return bench.node.unprepare(ONE)
 
@@ -469,7 +470,7 @@ def test_claim_whose_prepare_is_running_is_kept(bench: Bench) -> None:
         bench.look(["uid-1"])
         assert bench.reported.recovered_claims == []
         bench.node.unprepare(TWO)
-        assert isinstance(answer.result(10), Prepared)
+        assert isinstance(answer.result(PATIENCE_S), Prepared)
     assert bench.held == ["uid-1"]
 
 
@@ -481,11 +482,11 @@ def test_record_of_a_late_prepare_in_the_old_instance_is_undone(bench: Bench) ->
     def slowly(ref: ClaimRef, timeout_s: float) -> AllocatedClaim:
         found = read(ref, timeout_s)
         reading.set()
-        assert unprepared.wait(10)
+        assert unprepared.wait(PATIENCE_S)
         return found
 
     def unprepare() -> object:
-        assert reading.wait(10)
+        assert reading.wait(PATIENCE_S)
         answer = bench.node.unprepare(ONE)
         unprepared.set()
         return answer
@@ -501,7 +502,7 @@ def test_record_of_a_late_prepare_in_the_old_instance_is_undone(bench: Bench) ->
     bench.look()
     with bench.waiting(claim(GPU_0, uid="uid-9")) as waits:
         bench.later()
-        assert isinstance(waits.result(10), Prepared)
+        assert isinstance(waits.result(PATIENCE_S), Prepared)
     assert (bench.held, bench.reported.recovered_claims) == (["uid-9"], [("uid-1", "was deleted")])
 
 
@@ -509,7 +510,7 @@ def test_waiting_call_gets_the_released_device(bench: Bench) -> None:
     bench.found_stale(ONE)
     with bench.waiting(claim(GPU_0, uid="uid-9")) as answer:
         bench.later()
-        assert isinstance(answer.result(10), Prepared)
+        assert isinstance(answer.result(PATIENCE_S), Prepared)
     assert (bench.held, bench.node.waited_for) == (["uid-9"], ["uid-1"])
 
 
@@ -559,7 +560,7 @@ def test_thread_looks_by_itself_and_when_someone_waits(node: Node) -> None:
     node.claims.allocated.clear()
     reconciler.start()
     reconciler.check_soon(ONE.ref)
-    assert reported.has_recovered.wait(10)
+    assert reported.has_recovered.wait(PATIENCE_S)
     reconciler.stop()
     assert (reported.recovered_claims, sorted(node.records.all())) == ([("uid-1", "was deleted")], ["uid-2"])
 
@@ -581,7 +582,7 @@ def test_first_check_comes_by_itself_and_a_surprise_ends_nothing(node: Node) -> 
     node.prepare(ONE)
     node.claims.allocated.clear()
     reconciler.start()
-    assert reported.has_recovered.wait(10)
+    assert reported.has_recovered.wait(PATIENCE_S)
     reconciler.stop()
     assert (reported.recovered_claims, node.files()) == ([("uid-1", "was deleted")], {})
 
@@ -606,12 +607,12 @@ def test_only_what_is_kept_is_checked_again_and_at_once_when_someone_waits(node:
     forget_one = node.claims.allocated.pop("uid-1")
     reconciler = start(retry_s=0.01)
     for _ in range(4):
-        assert seen.acquire(timeout=10)
+        assert seen.acquire(timeout=PATIENCE_S)
     reconciler.stop()
     assert node.claims.looks.count("uid-2") == 1, "the others are left in peace"
     seen = threading.Semaphore(0)
     reconciler = start(retry_s=3600)
-    assert seen.acquire(timeout=10)
+    assert seen.acquire(timeout=PATIENCE_S)
     uses.append(None)
     while not reported.has_recovered.is_set():
         reconciler.check_soon(forget_one.ref)  # again, because the first call may come during a check

@@ -33,7 +33,7 @@ from tests.fakes.samples import (
     inventory,
     result,
 )
-from tests.fakes.waiting import eventually
+from tests.fakes.waiting import PATIENCE_S, eventually
 
 HOLDER = claim(GPU_0, uid="holder")
 SOON_S = 5.3
@@ -88,7 +88,7 @@ class Calls:
         thread.start()
 
     def answer(self, uid: str) -> object:
-        self.threads[uid].join(20)
+        self.threads[uid].join(PATIENCE_S)
         return self.answers[uid]
 
 
@@ -258,7 +258,7 @@ def test_running_unprepare_is_waited_for_without_the_api_server(node: Node, call
         calls.prepare(node, claim(GPU_0))
         waits(node, "uid-1")
     assert isinstance(calls.answer("uid-1"), Prepared)
-    unprepare.join(10)
+    unprepare.join(PATIENCE_S)
 
 
 def test_unprepare_in_the_other_instance_is_noticed(node: Node, calls: Calls) -> None:
@@ -315,7 +315,7 @@ def test_call_that_the_kubelet_cancels_waits_no_longer(node: Node) -> None:
     prepare.start()
     waits(node, "uid-1")
     is_cancelled.set()
-    prepare.join(20)
+    prepare.join(PATIENCE_S)
     assert "the kubelet cancelled this call" in error_of(answers[0])
 
 
@@ -476,7 +476,7 @@ def test_claims_that_swapped_devices_do_not_wait_for_each_other(tmp_path: Path) 
     both = threading.Barrier(2)
 
     def prepare(wanted: AllocatedClaim) -> object:
-        both.wait(10)
+        both.wait(PATIENCE_S)
         return node.prepare(wanted)
 
     answers = in_threads(lambda: prepare(swapped[0]), lambda: prepare(swapped[1]))

@@ -52,6 +52,7 @@ from dra_driver.reporting.node_problems import Reported
 from dra_driver.simulator import SimulatedDeviceNodes
 from tests.fakes.machines import SimulatedNode
 from tests.fakes.tables import data_of, tabled
+from tests.fakes.waiting import PATIENCE_S
 from tests.kubelet.support import serve
 
 ROOT = Path(__file__).parents[2]
@@ -103,7 +104,7 @@ def test_a_check_that_hangs_holds_nothing_up(assert_golden: CompareFinding) -> N
     release = threading.Event()
 
     def hang() -> Finding:
-        release.wait(30)
+        release.wait(PATIENCE_S)
         return ok("late")
 
     (outcome,) = run_checks([Check("e", hang)], bound_s=0.05)

@@ -20,6 +20,7 @@ from rich.cells import cell_len
 from dra_driver.cli.main import main
 from dra_driver.cli.output import drawn, hanging, table
 from tests.fakes.tables import tabled
+from tests.fakes.waiting import PATIENCE_S
 
 COLUMNS = {"NAME": 0, "EMPTY?": 0, "BUS": 1, "UUID": 2, "PRODUCT": 0}
 ROW = ("gpu-1", "-", "0000:ab:00.0", "GPU-4cf8db2d-06c0", "NVIDIA H100 80GB HBM3")
@@ -67,7 +68,7 @@ def on_terminal(columns: int, *arguments: str, **environment: str) -> list[str]:
         if not more:
             break
         printed += more
-    process.join(20)
+    process.join(PATIENCE_S)
     os.close(master)
     return printed.decode().splitlines()
 

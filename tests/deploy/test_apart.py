@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.fakes.waiting import PATIENCE_S
+
 pytestmark = pytest.mark.cluster  # it needs root, as the tests on a cluster do
 
 CLUSTER = Path(__file__).parents[2] / "hack" / "cluster" / "cluster.py"
@@ -50,7 +52,7 @@ print(json.dumps({{
 raise SystemExit(3)
 """
     process = apart(program)
-    said, _ = process.communicate(timeout=60)
+    said, _ = process.communicate(timeout=PATIENCE_S)
     seen = json.loads(said)
     assert process.returncode == 3, "the exit status is the command's"
     assert seen["processes"] == 1
@@ -69,7 +71,7 @@ def test_all_processes_there_end_with_it() -> None:
         assert process.stdout is not None
         assert process.stdout.readline() == "up\n"
         process.send_signal(signal.SIGTERM)
-        assert process.wait(60) != 0
+        assert process.wait(PATIENCE_S) != 0
     left = [one for one in Path("/proc").glob("[0-9]*/cmdline") if mark.encode() in _read(one)]
     assert left == []
     assert traces(process) == []

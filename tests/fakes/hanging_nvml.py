@@ -10,6 +10,8 @@ from typing import Any
 
 import pynvml
 
+from tests.fakes.waiting import PATIENCE_S
+
 
 class HangingNvml:
     """Wraps the binding's library until `leave`, and also libraries that a `session` loads during that time."""
@@ -33,7 +35,7 @@ class HangingNvml:
             self.called[name] += 1
             if name == self._hanging:
                 self.reached.set()
-                assert self._let.wait(60)
+                assert self._let.wait(PATIENCE_S)
             return real(*given)
 
         return call

@@ -39,6 +39,7 @@ from dra_driver.model.record import (
 )
 from tests.fakes.journal import Journaled
 from tests.fakes.samples import DRIVER, NODE
+from tests.fakes.waiting import PATIENCE_S
 
 
 class Crash(BaseException):
@@ -373,6 +374,6 @@ def in_threads(*calls: Callable[[], object]) -> list[object]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(PATIENCE_S)
     assert not any(thread.is_alive() for thread in threads)
     return answers

@@ -6,11 +6,15 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from playground import PATIENCE_S
 
-def eventually(check: Callable[[], Any], timeout_s: float = 25.0) -> Any:
+__all__ = ["PATIENCE_S", "eventually"]
+
+
+def eventually(check: Callable[[], Any], timeout_s: float = PATIENCE_S) -> Any:
     """Polls `check` and returns its first true value. Fails the test after a timeout."""
     deadline = time.monotonic() + timeout_s
     while not (value := check()):
-        assert time.monotonic() < deadline, "it did not come about in time"
+        assert time.monotonic() < deadline, f"not within {timeout_s:g} s; the last value was {value!r}"
         time.sleep(0.005)
     return value

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.fakes.waiting import PATIENCE_S
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -15,7 +17,7 @@ def test_page_is_what_the_commands_print_now() -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

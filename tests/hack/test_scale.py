@@ -6,12 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.fakes.waiting import PATIENCE_S
+
 ROOT = Path(__file__).parents[2]
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "hack/bench", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
 
 
 def test_scale_measures_a_restart_that_writes_nothing_and_nodes_whose_watches_are_refused() -> None:

@@ -39,6 +39,7 @@ from tests.fakes.samples import (
     inventory,
     uuid,
 )
+from tests.fakes.waiting import PATIENCE_S
 from tests.kubelet.support import channel, made_node
 
 NOW = 1_800_000_000
@@ -199,7 +200,8 @@ def test_a_slow_subscriber_gets_the_last_state(bench):
 
 
 @pytest.mark.parametrize("ended_by", ["cancel", "stop"])
-def test_a_waiting_stream_ends(bench, ended_by):
+def test_a_waiting_stream_ends(bench, ended_by, monkeypatch):
+    monkeypatch.setattr("dra_driver.health.gpu_health._RESEND_S", 600)
     context, waiting, rest = Context(), threading.Event(), []
     stream = bench.stream.watch(None, context)
     next(stream)
@@ -210,12 +212,12 @@ def test_a_waiting_stream_ends(bench, ended_by):
 
     thread = threading.Thread(target=drain)
     thread.start()
-    assert waiting.wait(10)
+    assert waiting.wait(PATIENCE_S)
     if ended_by == "cancel":
         context.cancel()
     else:
         bench.stream.stop()
-    thread.join(8)  # less than the interval of sending again
+    thread.join(PATIENCE_S)
     assert not thread.is_alive()
     assert rest == []
     assert list(bench.stream.watch(None, context)) == []
@@ -235,7 +237,7 @@ def test_several_subscribers_of_both_versions_at_the_socket(bench, plugin):
                 f"/{version}.DRAResourceHealth/NodeWatchResources",
                 api.NodeWatchResourcesRequest.SerializeToString,
                 api.NodeWatchResourcesResponse.FromString,
-            )(api.NodeWatchResourcesRequest(), timeout=20)
+            )(api.NodeWatchResourcesRequest(), timeout=PATIENCE_S)
             for version, api in (("v1", v1), ("v1alpha1", v1alpha1), ("v1", v1))
         ]
         assert [_by_name(next(call))[GPU_0][0] for call in calls] == [v1.HEALTHY] * 3

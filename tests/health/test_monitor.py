@@ -30,7 +30,7 @@ from dra_driver.model.health import (
 from dra_driver.nvml.health_source import HealthSource
 from tests.fakes.machines import SimulatedNode, silence
 from tests.fakes.tables import tabled
-from tests.fakes.waiting import eventually
+from tests.fakes.waiting import PATIENCE_S, eventually
 
 MIG_GPU = 3
 CLUSTER = "7f3c1ad2-96f4-4e0b-8b7a-0d5f6a2c9e11"
@@ -747,7 +747,7 @@ class HangingSource:
     def hang(self, gpu_uuid: str) -> None:
         if gpu_uuid in self.hangs:
             self.hanging.set()
-            self.release.wait(20)
+            self.release.wait(PATIENCE_S)
 
     def read(self, gpu_uuid: str, pci_bus_id: str | None, before: PolledHealth | None = None) -> PolledHealth:
         self.hang(gpu_uuid)
@@ -788,7 +788,7 @@ class Threaded:
         for gpu in gpus:
             self.source.hanging.clear()
             self.monitor.pollers[gpu].poll_soon()
-            assert self.source.hanging.wait(20)
+            assert self.source.hanging.wait(PATIENCE_S)
 
     def reasons(self, gpu: str, *instance: int) -> list[str]:
         state = self.monitor.book.state(HealthTarget(gpu, *instance))
@@ -910,10 +910,10 @@ def test_wait_for_events_that_does_not_return_leaves_the_gpus_unmonitored(thread
 
     def hang(_timeout_s: float) -> None:
         reached.set()
-        let.wait(20)
+        let.wait(PATIENCE_S)
 
     made.source.wait = hang
-    assert reached.wait(20)
+    assert reached.wait(PATIENCE_S)
     made.time[0] = 31.0
     made.monitor.check_for_hangs()
     assert [made.reasons(gpu) for gpu in ("GPU-a", "GPU-b")] == [["unmonitored"]] * 2
@@ -928,11 +928,11 @@ def test_disk_that_hangs_holds_up_no_health(threaded, monkeypatch):
 
     def hang(_kept: KeptHealth) -> None:
         reached.set()
-        let.wait(20)
+        let.wait(PATIENCE_S)
 
     monkeypatch.setattr(made.monitor.book.store, "save", hang)
     made.source.event = HealthEvent("GPU-a", Xid(48))
-    assert reached.wait(20)
+    assert reached.wait(PATIENCE_S)
     eventually(lambda: made.source.event is None)
     made.source.event = HealthEvent("GPU-b", Xid(95))
     eventually(lambda: (made.reasons("GPU-a"), made.reasons("GPU-b")) == (["xid/48"], ["xid/95"]))
@@ -983,7 +983,7 @@ def test_observations_of_two_threads_are_all_kept(bench):
         def get(self, *key):
             if threading.current_thread() is event:
                 reached.set()
-                assert let.wait(20)
+                assert let.wait(PATIENCE_S)
             return super().get(*key)
 
     began = bench.now - UNRESPONSIVE_AFTER_S
@@ -992,12 +992,12 @@ def test_observations_of_two_threads_are_all_kept(bench):
     event = threading.Thread(target=monitor.book.take, args=({target: (Xid(48),)},))
     look = threading.Thread(target=monitor.check_for_hangs)
     event.start()
-    assert reached.wait(20)
+    assert reached.wait(PATIENCE_S)
     look.start()
     look.join(0.2)
     let.set()
-    event.join(20)
-    look.join(20)
+    event.join(PATIENCE_S)
+    look.join(PATIENCE_S)
     assert bench.reasons(0) == ["unresponsive", "xid/48"]
 
 
@@ -1007,7 +1007,7 @@ def test_observations_of_two_threads_are_all_kept(bench):
 def test_a_surprise_does_not_end_the_thread(threaded, surprise):
     made = threaded()
     made.source.event = surprise
-    assert made.source.taken.wait(20)
+    assert made.source.taken.wait(PATIENCE_S)
     made.source.event = HealthEvent("GPU-a", Xid(48))
     eventually(lambda: "xid/48" in made.reasons("GPU-a"))
 

@@ -11,6 +11,7 @@ from dra_driver.errors import NotSupportedError, NvmlUnavailableError, Retryable
 from dra_driver.host.driver_programs import InstalledPrograms, NvidiaSmi
 from dra_driver.model.driver_files import DriverPrograms
 from tests.fakes.tables import tabled
+from tests.fakes.waiting import PATIENCE_S
 from tests.host.trees import VERSION, put_libraries, put_program
 
 
@@ -85,7 +86,7 @@ def test_program_that_hangs_in_the_kernel_is_left_behind(smi, monkeypatch):
     monkeypatch.setattr(bounded_program, "_kill", ignored)
     began = time.monotonic()
     with pytest.raises(RetryableError, match="does not answer: it did not finish within"):
-        smi("exec sleep 60").set_time_slice("GPU-1", 2, 0.1)
-    assert time.monotonic() - began < 20
+        smi("exec sleep 600").set_time_slice("GPU-1", 2, 0.1)
+    assert time.monotonic() - began < PATIENCE_S
     children[0].kill()
-    assert children[0].wait(20) == -9
+    assert children[0].wait(PATIENCE_S) == -9

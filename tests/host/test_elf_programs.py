@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -29,6 +28,7 @@ from dra_driver.mps_host.daemon_mounts import MountsWherePossible, SelinuxLabels
 from dra_driver.mps_host.host_files import MpsLayout
 from tests.fakes import elfdriver
 from tests.fakes.elfdriver import LAYOUTS, LIBRARIES, loaded
+from tests.fakes.waiting import PATIENCE_S, eventually
 from tests.mps_host.conftest import Served
 
 GPU = "GPU-1"
@@ -93,7 +93,7 @@ def mps(tmp_path: Path) -> Iterator[Callable[[Path], Served]]:
 
     yield open_for
     for supervisor in opened:
-        supervisor.stop(SPEC.device, 20)
+        supervisor.stop(SPEC.device, PATIENCE_S)
         supervisor.close()
 
 
@@ -133,7 +133,10 @@ def test_the_hosts_nvml_is_loaded_with_our_c_library(root: Path) -> None:
     """As the plugin does, in its own process; 9 is that no driver is loaded."""
     load = "import ctypes, sys; print(ctypes.CDLL(sys.argv[1]).nvmlInit_v2())"
     command = [sys.executable, "-c", load, find_nvml_library(str(root))]
-    assert subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout == "9\n"
+    assert (
+        subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE_S).stdout
+        == "9\n"
+    )
 
 
 def test_the_mps_daemon_and_its_server_run_with_the_hosts_driver_and_our_c_library(
@@ -141,18 +144,15 @@ def test_the_mps_daemon_and_its_server_run_with_the_hosts_driver_and_our_c_libra
 ) -> None:
     """A server that has loaded libcuda reports that there is no GPU."""
     supervisor = mps(root)
-    assert supervisor.ensure(SPEC, 20).state == "ready"
+    assert supervisor.ensure(SPEC, PATIENCE_S).state == "ready"
     layout = MpsLayout(tmp_path / "mps")
     programs = InstalledPrograms(str(root), layout.libraries, 0o755)
     control = DaemonControl(programs, SPEC, layout.directories(SPEC.device))
     control.query(f"start_server -uid {os.geteuid()}", timeout_s=20)
     output = Path(layout.directories(SPEC.device).log, OUTPUT)
-    deadline = time.monotonic() + 20
-    while "exited with status 1" not in (said := output.read_text()):
-        assert time.monotonic() < deadline, said
-        time.sleep(0.02)
-    assert "no CUDA-capable device is detected" in said
-    supervisor.stop(SPEC.device, 20)
+    eventually(lambda: "exited with status 1" in output.read_text())
+    assert "no CUDA-capable device is detected" in output.read_text()
+    supervisor.stop(SPEC.device, PATIENCE_S)
     assert supervisor.status() == ()
 
 
@@ -207,7 +207,7 @@ def test_programs_run_as_on_their_own_system_when_the_driver_root_is_ours(
     (root / "dev").mkdir()
     (root / "dev/null").touch()
     command = [sys.executable, "-c", _IN_ROOT, str(root)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["None", "Cannot find MPS control daemon process"]
     assert not (root / "links").exists()
@@ -325,6 +325,6 @@ def test_an_mps_daemon_that_cannot_be_started_is_reported_with_its_cause(
     supervisor = mps(container)
     words_of_loader = cause.rpartition(".*")[2]  # its daemon is not a child, so there is no exit code
     with pytest.raises(RetryableError, match=words_of_loader):
-        supervisor.ensure(SPEC, 20)
-    supervisor.stop(SPEC.device, 20)
+        supervisor.ensure(SPEC, PATIENCE_S)
+    supervisor.stop(SPEC.device, PATIENCE_S)
     assert supervisor.status() == ()

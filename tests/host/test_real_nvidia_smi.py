@@ -20,6 +20,7 @@ from dra_driver.model.driver_files import SMI_PROGRAM, FindPrograms
 from dra_driver.mps_host.daemon_compute_mode import ComputeMode
 from tests.fakes.samples import h100
 from tests.fakes.tables import tabled
+from tests.fakes.waiting import PATIENCE_S
 
 UUID = "GPU-4cf8db2d-06c0-7d70-1a51-e59b25b2c16c"
 NO_DRIVER = (
@@ -53,7 +54,7 @@ def one_gpu(nvidia: Programs, root: Path, tmp_path: Path) -> OneGpu:
         source = Path(__file__).parents[1] / "fakes/one_gpu_nvml.c"
         macros = [f'UUID="{UUID}"', f'STATE="{tmp_path}/mode"', *answers]
         command = ["cc", "-w", "-shared", "-fPIC", *(f"-D{macro}" for macro in macros), "-o", library, source]
-        subprocess.run(command, check=True, timeout=60)
+        subprocess.run(command, check=True, timeout=PATIENCE_S)
         return InstalledPrograms(str(root), tmp_path / "links")
 
     return make

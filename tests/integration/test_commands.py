@@ -35,7 +35,7 @@ from dra_driver.model.record import (
     WriteCdiSpec,
 )
 from tests.fakes.tables import data_of, tabled
-from tests.fakes.waiting import eventually
+from tests.fakes.waiting import PATIENCE_S, eventually
 from tests.integration.conftest import DRIVER, NODE, Node, poll_all, received, sliced
 from tests.integration.test_mig_commands import files
 from tests.integration.test_process import call, environment
@@ -71,7 +71,7 @@ def health_lines(node: Node) -> list[tuple[str, str, str]]:
 
 
 def test_doctor_names_the_gpus_that_are_ill_when_the_plugin_runs(node: Node) -> None:
-    assert health_lines(node) == [("OK", "8 GPUs are healthy", "None")]
+    eventually(lambda: health_lines(node) == [("OK", "8 GPUs are healthy", "None")])
     driver, machine, health = node.driver, node.machine, node.plugin_dir / "health.json"
     assert driver is not None
     one, two = machine.gpu(2), machine.gpu(3)
@@ -384,7 +384,7 @@ def test_claims_says_what_is_being_done_for_a_claim_and_for_how_long(node: Node)
     gate = threading.Event()
     runner = node.driver.cleaner.runner.runners[SetTimeSlice]
     real = runner.do
-    runner.do = lambda step, plan: (gate.wait(30), real(step, plan))
+    runner.do = lambda step, plan: (gate.wait(PATIENCE_S), real(step, plan))
     calls = threading.Thread(target=node.prepare, args=(ref,))
     calls.start()
     options = [
@@ -398,7 +398,7 @@ def test_claims_says_what_is_being_done_for_a_claim_and_for_how_long(node: Node)
         assert "ended" not in text
     finally:
         gate.set()
-        calls.join(30)
+        calls.join(PATIENCE_S)
     assert "Prepared" in call("claims", *options).stdout
 
 

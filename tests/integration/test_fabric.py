@@ -14,7 +14,7 @@ from dra_driver.health import poller
 from dra_driver.host import imex
 from dra_driver.model.claim import ClaimRef
 from dra_driver.nvml.reader import NvmlReader
-from tests.fakes.waiting import eventually
+from tests.fakes.waiting import PATIENCE_S, eventually
 from tests.integration.conftest import Node
 from tests.integration.test_extra_devices import CHANNEL, TRAY, channels
 
@@ -123,7 +123,7 @@ def test_the_taint_stays_until_discovery_has_read_the_fabric(
     may_read, read = threading.Event(), NvmlReader.read_inventory
 
     def late(reader: NvmlReader) -> Any:
-        assert may_read.wait(60)
+        assert may_read.wait(PATIENCE_S)
         return read(reader)
 
     monkeypatch.setattr(NvmlReader, "read_inventory", late)

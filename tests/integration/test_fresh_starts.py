@@ -11,6 +11,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from tests.fakes.waiting import PATIENCE_S
 from tests.integration.conftest import DRIVER, Node
 from tests.integration.test_process import environment
 
@@ -20,7 +21,7 @@ _AT_ONCE = 2
 def call(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "dra_driver.cli.main", *arguments],
-        capture_output=True, text=True, env=environment(), timeout=60, check=False,
+        capture_output=True, text=True, env=environment(), timeout=PATIENCE_S, check=False,
     )  # fmt: skip
 
 

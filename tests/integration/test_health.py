@@ -12,7 +12,7 @@ import pytest
 from dra_driver.model.claim import Failed
 from dra_driver.model.health import HealthTarget
 from dra_driver.model.record import SetTimeSlice
-from tests.fakes.waiting import eventually
+from tests.fakes.waiting import PATIENCE_S, eventually
 from tests.integration.conftest import Json, Node, poll_all, sliced
 
 
@@ -94,7 +94,7 @@ def test_an_operation_that_does_not_end_makes_its_gpu_unresponsive(
     def hanging(call: Callable[..., Any], begun: threading.Event) -> Callable[..., Any]:
         def hangs(*given: Any) -> Any:
             begun.set()
-            let.wait(60)
+            let.wait(PATIENCE_S)
             return call(*given)
 
         return hangs
@@ -103,7 +103,7 @@ def test_an_operation_that_does_not_end_makes_its_gpu_unresponsive(
     monkeypatch.setattr(runner, "do", hanging(runner.do, threading.Event()))
     monkeypatch.setattr(source, "read", hanging(source.read, looks))
     driver.health.monitor.devices_changed()
-    assert looks.wait(20), "the health monitor hangs in NVML as well"
+    assert looks.wait(PATIENCE_S), "the health monitor hangs in NVML as well"
     wanted = node.devices()[0]["name"]
     ref = node.allocated_by_hand("one", wanted, config=sliced("Long"))
     assert isinstance(driver.claims.service.prepare([ref], 3.0)[ref.uid], Failed)

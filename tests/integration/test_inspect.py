@@ -16,7 +16,7 @@ import yaml
 from dra_driver.journal.records import RecordStore
 from dra_driver.model.record import StartMaintenance
 from tests.fakes.samples import record
-from tests.fakes.waiting import eventually
+from tests.fakes.waiting import PATIENCE_S, eventually
 from tests.host.trees import VERSION, driver_root, put_elf_libraries
 from tests.integration.conftest import Node, poll_all
 from tests.integration.test_process import call, environment
@@ -113,7 +113,7 @@ def test_nvml_that_hangs_is_reported_with_what_shows_why(command: list[str], mem
         capture_output=True,
         text=True,
         env=environment(),
-        timeout=25,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert (done.returncode, done.stdout) == (1, "")

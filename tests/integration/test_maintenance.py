@@ -14,7 +14,7 @@ from dra_driver.claims import lifecycle
 from dra_driver.claims.waiting import WaitTimeouts
 from dra_driver.model.claim import ClaimRef, Failed, Prepared
 from tests.fakes.scrapes import scraped
-from tests.fakes.waiting import eventually
+from tests.fakes.waiting import PATIENCE_S, eventually
 from tests.integration.conftest import Json, Node, sliced
 from tests.integration.test_process import call
 from tests.integration.test_serviced import tainted
@@ -231,7 +231,7 @@ def test_nvml_that_does_not_close_is_retried_and_the_gpu_stays_withdrawn(
 
     def hang() -> None:
         with node.driver._gpus.nvml.session.operation(lambda: 5.0):
-            ended.wait(30)
+            ended.wait(PATIENCE_S)
 
     thread = threading.Thread(target=hang)
     thread.start()

@@ -24,8 +24,8 @@ from dra_driver.mps_host.host_files import mps_layout
 from dra_driver.nvml.session import NvmlSession
 from dra_driver.simulator.catalogue import MACHINES
 from tests.fakes.scrapes import by_label
-from tests.fakes.waiting import eventually
-from tests.integration.conftest import NODE, Node
+from tests.fakes.waiting import PATIENCE_S, eventually
+from tests.integration.conftest import DRIVER, NODE, Node
 
 PER_GPU = 26  # 7 + 7 + 4 + 3 + 2 + 1 + 1 placements, and the whole GPU
 
@@ -165,7 +165,7 @@ def test_claims_share_a_device_that_is_made_on_demand(make_node: Callable[..., N
 def test_creation_that_is_refused_is_retried_and_reported_if_that_lasts(
     make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lifecycle, "WaitTimeouts", partial(WaitTimeouts, retry_s=0.05, last_s=40.0))
+    monkeypatch.setattr(lifecycle, "WaitTimeouts", partial(WaitTimeouts, retry_s=0.05))
     node = make_node().running(8 * PER_GPU, dynamic_mig=True)
     refused = "nvmlGpuInstanceCreateComputeInstance"
     node.machine.set_fault(refused, code="insufficient-resources", count=1)
@@ -174,7 +174,8 @@ def test_creation_that_is_refused_is_retried_and_reported_if_that_lasts(
     assert errors_of(node) == (1, 0)
     node.machine.set_fault(refused, code="insufficient-resources")
     late = node.allocated_by_hand("late", named(node, "1g.10gb", 1))
-    assert re.search("create a compute instance .*; waited [0-9]+ s", str(node.prepare(late)[late.uid]))
+    answer = node.kubelet.prepare(DRIVER, [late], timeout_s=9.0)[late.uid]
+    assert re.search("create a compute instance .*; waited [0-9]+ s", str(answer))
     assert len(node.machine.gpu(0).instances) == 1
     for event in eventually(lambda: node.events("PrepareFailed")):
         assert re.search("claim default/late .*create a compute instance .*; waited", event["message"])
@@ -204,7 +205,7 @@ def test_device_is_destroyed_though_nvml_is_being_initialised_again(
 
     def slowly(session: NvmlSession) -> None:
         begun.set()
-        assert gate.wait(10)
+        assert gate.wait(PATIENCE_S)
         initialise(session)
 
     def patience(what: str, at_most: float) -> float:
@@ -216,13 +217,13 @@ def test_device_is_destroyed_though_nvml_is_being_initialised_again(
     function = node.machine.host_root / "sys/bus/pci/devices/0000:ff:00.0"
     function.mkdir()
     (function / "vendor").write_text("0x10de\n")
-    assert begun.wait(10)
+    assert begun.wait(PATIENCE_S)
     with ThreadPoolExecutor() as pool:
         answer = pool.submit(node.unprepare, ref)
-        assert waits.wait(10)
+        assert waits.wait(PATIENCE_S)
         assert node.machine.gpu(0).instances
         gate.set()
-        assert answer.result(10) == {ref.uid: None}
+        assert answer.result(PATIENCE_S) == {ref.uid: None}
     assert clean(node)
 
 

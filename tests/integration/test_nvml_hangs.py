@@ -12,7 +12,7 @@ import pytest
 from dra_driver.model.claim import Failed, Prepared
 from tests.fakes.hanging_nvml import HangingNvml
 from tests.fakes.scrapes import scraped
-from tests.fakes.waiting import eventually
+from tests.fakes.waiting import PATIENCE_S, eventually
 from tests.integration.conftest import DRIVER, Json, Node, poll_all, received, sliced
 
 
@@ -107,7 +107,7 @@ def test_every_nvml_call_of_a_check_may_hang(node: Node) -> None:
         for number, function in enumerate(calls):
             with nvml.hanging(function):
                 looks(node)
-                assert nvml.reached.wait(10), function
+                assert nvml.reached.wait(PATIENCE_S), function
                 pods_start_and_end(node, str(number), devices[number % len(devices)], function)
             eventually(lambda: not node.driver.lanes.under_way())
         looks(node)
@@ -132,7 +132,7 @@ def test_closing_and_reopening_nvml_may_hang(
     try:
         with nvml.hanging(function):
             node.machine.add_gpu(node.machine.gpu(0).model)
-            assert nvml.reached.wait(20)
+            assert nvml.reached.wait(PATIENCE_S)
             pods_start_and_end(node, "meanwhile", devices[1], function)
             node.must_unprepare(held)
             assert node.records() == []
@@ -176,7 +176,7 @@ def test_hang_on_one_gpu_and_a_bind_of_another_delay_no_claim_of_a_third(
     with ThreadPoolExecutor() as calls:
         calls.submit(node.prepare, hangs)
         eventually(lambda: node.machine.gpu(0).mig_mode)
-        bind = calls.submit(node.kubelet.prepare, DRIVER, [binds], 7.0)
+        bind = calls.submit(node.kubelet.prepare, DRIVER, [binds], 20.0)
         time.sleep(0.5)
         for gpu in range(2, 5):
             ref = node.allocated_by_hand(f"mig-{gpu}", a_mig_device(gpu))

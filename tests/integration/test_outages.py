@@ -82,7 +82,7 @@ def test_prepare_waits_for_one_attempt_when_another_api_server_takes_over(
         node.allocated_by_hand(f"fresh-{device['name']}", device["name"]) for device in node.devices()[2:]
     ]
     lose(node.server)
-    outcomes = node.kubelet.prepare(DRIVER, fresh, timeout_s=10)
+    outcomes = node.kubelet.prepare(DRIVER, fresh, timeout_s=20)
     assert all(isinstance(outcome, Prepared) for outcome in outcomes.values()), outcomes
     node.must_unprepare(*answers, *fresh)
     node.machine.remove_gpu(7)

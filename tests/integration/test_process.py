@@ -20,7 +20,7 @@ import pytest
 from dra_driver.cli import commands
 from dra_driver.cli import main as main_module
 from tests.fakes.tables import tabled
-from tests.fakes.waiting import eventually
+from tests.fakes.waiting import PATIENCE_S, eventually
 from tests.integration.conftest import DRIVER, Node, own_address, sliced
 
 MEMORY = "/dev/shm"
@@ -43,7 +43,7 @@ def test_run_serves_until_sigterm_and_leaves_no_socket(make_node: Callable[..., 
     node.wait_devices(8)
     node.ready(node.claim("one"))
     process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=20)
+    _, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, errors
     assert [path for path in (*node.registry.iterdir(), *node.plugin_dir.iterdir()) if path.is_socket()] == []
     assert len(node.slices()) == 1, "slices stay over a restart"
@@ -61,7 +61,7 @@ def test_rolling_update_answers_throughout_and_writes_no_slice(make_node: Callab
     for ending, left in ((old, 1), (new, 0)):
         assert node.ready(ref) == answer
         ending.terminate()
-        assert ending.wait(20) == 0
+        assert ending.wait(PATIENCE_S) == 0
         node.kubelet.wait_registered(DRIVER, count=left)
     node.spawn(POD_UID="older")
     node.kubelet.wait_registered(DRIVER)
@@ -98,14 +98,14 @@ def test_signals_switch_debug_events_and_show_stacks(make_node: Callable[..., No
     assert next_event("log_level_changed")["after"] == "info"
     process.send_signal(signal.SIGTERM)
     rest = list(lines)  # every line to the end is one event
-    assert process.wait(20) == 0, rest
+    assert process.wait(PATIENCE_S) == 0, rest
 
 
 def test_grpc_writes_nothing_between_the_events_when_a_port_is_taken(make_node: Callable[..., Node]) -> None:
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
         process = make_node().spawn(LOG_LEVEL="info", HEALTHCHECK_PORT=str(port))
-        _, log = process.communicate(timeout=60)
+        _, log = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 2
     *events, said = log.decode().splitlines()
     assert said == (
@@ -122,7 +122,7 @@ def test_http_endpoint_serves_metrics_and_reasons(make_node: Callable[..., Node]
     node.wait_devices(8)
 
     def get(path: str) -> str:
-        with urllib.request.urlopen(f"http://{address}{path}", timeout=5) as answer:
+        with urllib.request.urlopen(f"http://{address}{path}", timeout=PATIENCE_S) as answer:
             return answer.read().decode()
 
     assert eventually(lambda: _quietly(lambda: get("/readyz"))) == "ok\n"
@@ -156,7 +156,7 @@ def test_boot_without_an_id_ends_the_start_with_the_reason(make_node: Callable[.
     node = make_node()
     (node.machine.host_root / "proc/sys/kernel/random/boot_id").write_text("")
     process = node.spawn(SIMULATOR_DIR=str(node.root / "machine"))
-    _, log = process.communicate(timeout=60)
+    _, log = process.communicate(timeout=PATIENCE_S)
     last = log.decode().splitlines()[-1]
     assert process.returncode != 0
     assert last.startswith("gpu-dra-driver: cannot read the ID of this boot from ")
@@ -243,7 +243,7 @@ def test_closed_standard_files_cause_no_traceback(arguments: list[str], tmp_path
     said = tmp_path / "said"
     where = ["--simulator-dir", str(tmp_path / "s"), "--simulate", "t4-4"] if arguments[0] == "top" else []
     line = f"{sys.executable} -m dra_driver.cli.main {' '.join([*arguments, *where])} <&- >&- 2>{said}"
-    done = subprocess.run(["sh", "-c", line], check=False, timeout=60, env=environment())
+    done = subprocess.run(["sh", "-c", line], check=False, timeout=PATIENCE_S, env=environment())
     expected = "gpu-dra-driver: cannot read /nowhere: No such file or directory\n"
     wrong = arguments[0] == "validate"
     assert (done.returncode, said.read_text()) == ((2, expected) if wrong else (0, ""))
@@ -253,7 +253,7 @@ def test_output_that_cannot_be_written_is_one_sentence() -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
             [sys.executable, "-m", "dra_driver.cli.main", "simulate", "list"],
-            check=False, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, env=environment(),
+            check=False, stdout=full, stderr=subprocess.PIPE, text=True, timeout=PATIENCE_S, env=environment(),
         )  # fmt: skip
     said = "gpu-dra-driver: standard output cannot be used: No space left on device\n"
     assert (done.returncode, done.stderr) == (1, said)

@@ -12,7 +12,7 @@ from dra_driver.claims import lifecycle
 from dra_driver.claims.reconciler import Rhythm
 from dra_driver.model.claim import ClaimRef, Prepared
 from dra_driver.model.sharing import SharingRule, share_all
-from tests.fakes.waiting import eventually
+from tests.fakes.waiting import PATIENCE_S, eventually
 from tests.integration.conftest import Node, sliced
 
 
@@ -41,7 +41,7 @@ def test_eight_pods_are_replaced_at_once(node: Node) -> None:
         assert not [one.result() for one in waiting if one.done()]
         for ref in reversed(old):
             node.must_unprepare(ref)
-        assert all(isinstance(one.result(20), Prepared) for one in waiting)
+        assert all(isinstance(one.result(PATIENCE_S), Prepared) for one in waiting)
     assert node.records() == sorted(f"{ref.uid}.json" for ref in new)
     assert len(node.specs()) == 8
 
@@ -67,7 +67,7 @@ def test_share_waits_for_one_of_another_way_of_sharing(make_node: Callable[..., 
         waiting = begin(pool, node, second)
         eventually(lambda: any(one.path.endswith("/long") for one in list(node.server.requests)[before:]))
         node.must_unprepare(first)
-        assert isinstance(waiting.result(20), Prepared)
+        assert isinstance(waiting.result(PATIENCE_S), Prepared)
     assert node.machine.timeslice(0) == 1
 
 

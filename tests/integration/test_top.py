@@ -43,7 +43,7 @@ from dra_driver.simulator import Machine, create_machine
 from tests.cli.test_tables import on_terminal
 from tests.fakes.machines import silence
 from tests.fakes.tables import tabled
-from tests.fakes.waiting import eventually
+from tests.fakes.waiting import PATIENCE_S, eventually
 from tests.integration.conftest import DRIVER, Node
 from tests.integration.test_mig_commands import files
 from tests.integration.test_process import call, environment
@@ -133,7 +133,7 @@ class Terminal:
 
     def close(self) -> None:
         self.process.kill()
-        self.process.join(20)
+        self.process.join(PATIENCE_S)
         os.close(self.master)
         os.close(self.slave)
 
@@ -160,7 +160,7 @@ def test_terminal_is_drawn_again_and_left_as_it_was(end: str, tmp_path: Path) ->
         else:
             os.kill(terminal.process.pid, signal.Signals[end])
         terminal.read_until(b"\x1b[?1049l")
-        terminal.process.join(20)
+        terminal.process.join(PATIENCE_S)
         assert terminal.process.exitcode == 0
         assert b"Traceback" not in terminal.seen
         assert termios.tcgetattr(terminal.slave) == terminal.before
@@ -448,7 +448,7 @@ class OddNvml:
         self.reopened += 1
         if self.error is not None:
             raise self.error
-        assert self.release.wait(30)
+        assert self.release.wait(PATIENCE_S)
 
     def close(self) -> None:
         self.closed += 1

@@ -44,7 +44,7 @@ from dra_driver.simulator import SimulatedLibrary
 from tests.fakes.clock import Clock
 from tests.fakes.machines import SimulatedNode
 from tests.fakes.preparing import in_threads
-from tests.fakes.waiting import eventually
+from tests.fakes.waiting import PATIENCE_S, eventually
 
 RESET, FLASH = ClaimRef("ops", "reset", "uid-1"), ClaimRef("ops", "flash", "uid-2")
 
@@ -292,7 +292,7 @@ def test_the_command_waits_until_everyone_has_released_nvml(detachments: Detachm
     marks[0].release()
     assert not done.wait(0.3)
     marks[1].release()
-    assert done.wait(10)
+    assert done.wait(PATIENCE_S)
     waiting.join()
     assert detachments.now() is not None
 
@@ -370,13 +370,13 @@ def test_concurrent_opening_of_nvml_is_waited_for(
 
     def load() -> object:
         looked.set()
-        assert go_on.wait(10)
+        assert go_on.wait(PATIENCE_S)
         return SimulatedLibrary(node.machine)
 
     reader = NvmlReader(detachments.guarded(load), mark=mark)
     opening = threading.Thread(target=reader.reopen)
     opening.start()
-    assert looked.wait(10)
+    assert looked.wait(PATIENCE_S)
     with pytest.raises(NvmlInUseError):
         detach(detachments, 60, None, timeout_s=0.2)
     go_on.set()
@@ -542,7 +542,7 @@ class OtherInstance:
         return json.loads(self._process.stdout.readline())
 
     def stop(self) -> None:
-        self._process.communicate(timeout=20)
+        self._process.communicate(timeout=PATIENCE_S)
 
 
 @pytest.fixture
@@ -664,7 +664,7 @@ def test_pause_waits_for_changes_and_nvidia_smi_and_keeps_no_one_from_them(
                 with use(), session.kept_open():
                     assert detachments.paused() is None
             assert not done.is_set()
-        waiting.join(10)
+        waiting.join(PATIENCE_S)
         assert done.is_set()
         with session.operation(lambda: 10.0):
             assert session.is_open
@@ -840,9 +840,9 @@ def test_nvidia_smi_and_the_mps_host_wait_for_the_end_of_a_pause(detachments: De
             pytest.fail("it ran")
         assert not detachments.is_nvml_open()
         runs.start()
-        assert waits.wait(10)
+        assert waits.wait(PATIENCE_S)
         ended.set()
-    runs.join(10)
+    runs.join(PATIENCE_S)
     assert done.is_set()
     smi = NvidiaSmi(lambda: pytest.fail("it was looked for"), detachments.using_nvml)
     with (

@@ -36,7 +36,7 @@ from dra_driver.model.mps import MpsDaemonSpec, MpsMember
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord, CreateMig, RunMps, SetTimeSlice, Step, WriteCdiSpec
 from tests.fakes.samples import GPU_0, GPU_1, MIG_1G, MIG_3G, MIXED, claim, hold
-from tests.fakes.waiting import eventually
+from tests.fakes.waiting import PATIENCE_S, eventually
 
 BOOT = "boot-1"
 UUID_0, UUID_1 = (MIXED.by_name[name].gpu.uuid for name in (GPU_0, GPU_1))
@@ -65,7 +65,7 @@ class Tools:
 
     def undo(self, step: Step, record: ClaimRecord) -> None:
         if step in self.hanging:
-            assert self.let_on.wait(30)
+            assert self.let_on.wait(PATIENCE_S)
         if step in self.broken:
             raise RetryableError(f"nvidia-smi fails for {type(step).__name__}")
         self.undone.append(step)
@@ -245,9 +245,7 @@ def test_claim_ends_though_its_undo_hangs_and_the_gpu_stays_locked(
     assert bench.cleaner.clean_all() == [cleanup]
     assert bench.lanes.under_way().keys() == {UUID_0}, "nobody else touches the GPU meanwhile"
     bench.tools.let_on.set()
-    deadline = time.monotonic() + 10
-    while bench.cleaner.clean_all():
-        assert time.monotonic() < deadline
+    eventually(lambda: not bench.cleaner.clean_all())
     assert bench.files() == []
 
 
@@ -748,7 +746,7 @@ class Keeps:
     def restore(self, gpu_uuid: str) -> None:
         self.tried.append(gpu_uuid)
         if gpu_uuid in self.hanging:
-            assert self.let_on.wait(30)
+            assert self.let_on.wait(PATIENCE_S)
         if gpu_uuid in self.broken:
             raise RetryableError("not now")
         self.left.remove(gpu_uuid)
@@ -836,7 +834,7 @@ def test_gpus_of_one_prepare_are_cleaned_in_parallel(bench: Bench, monkeypatch: 
     both, undo = threading.Barrier(2), bench.tools.undo
 
     def beside(step: Step, of: ClaimRecord) -> None:
-        both.wait(60)
+        both.wait(PATIENCE_S)
         undo(step, of)
 
     bench.tools.undo = beside  # type: ignore[method-assign]

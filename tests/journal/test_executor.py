@@ -19,6 +19,7 @@ from dra_driver.journal.rules.cleanups import LedgerEntry
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord, SetTimeSlice, Step, WriteCdiSpec
 from tests.fakes.samples import DRIVER, GPU_0, GPU_1, MIXED, NODE, claim, hold
+from tests.fakes.waiting import PATIENCE_S
 
 
 class Journal:
@@ -148,13 +149,13 @@ class Crowd(Journal):
             self.entered, self.inside = self.entered + 1, self.inside + 1
             self.most = max(self.most, self.inside)
             self.changed.notify_all()
-        assert self.open.wait(30)
+        assert self.open.wait(PATIENCE_S)
         with self.changed:
             self.inside -= 1
 
     def wait_for(self, entered: int) -> None:
         with self.changed:
-            assert self.changed.wait_for(lambda: self.entered == entered, timeout=30)
+            assert self.changed.wait_for(lambda: self.entered == entered, timeout=PATIENCE_S)
 
 
 @pytest.mark.parametrize(
@@ -216,7 +217,7 @@ class SlowDisk(Journal):
 
     def get(self, uid: str) -> ClaimRecord | None:
         found = super().get(uid)
-        assert self.open.wait(30)
+        assert self.open.wait(PATIENCE_S)
         return found
 
 
@@ -239,7 +240,7 @@ def test_step_that_does_not_begin_is_not_undone(tmp_path: Path) -> None:
     executor.lanes = Lanes(GpuLocks(tmp_path))
     plan = replace(planned(GPU_0), steps=(SetTimeSlice("GPU-1", 2), *planned(GPU_0).steps))
     record = executor.intend(plan, None)
-    hangs = executor.lanes.submit({"GPU-1"}, "a step that hangs", lambda _: disk.open.wait(30))
+    hangs = executor.lanes.submit({"GPU-1"}, "a step that hangs", lambda _: disk.open.wait(PATIENCE_S))
     with pytest.raises(RetryableError, match="has not finished; the kubelet's deadline has passed"):
         executor.change(plan, record, 0.51)
     disk.open.set()
@@ -260,7 +261,7 @@ def test_claim_behind_a_step_that_takes_longer_than_usual_is_refused_with_its_na
     executor.lanes = Lanes(GpuLocks(tmp_path))
     plan = replace(planned(GPU_0), steps=(SetTimeSlice("GPU-1", 2), *planned(GPU_0).steps))
     record = executor.intend(plan, None)
-    hangs = executor.lanes.submit({"GPU-1"}, "a step that hangs", lambda _: disk.open.wait(30))
+    hangs = executor.lanes.submit({"GPU-1"}, "a step that hangs", lambda _: disk.open.wait(PATIENCE_S))
     while not executor.lanes.hanging():
         pass
     with pytest.raises(GpuUnresponsiveError, match="GPU-1 does not respond: a step that hangs began at"):

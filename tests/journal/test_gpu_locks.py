@@ -20,7 +20,7 @@ from dra_driver.errors import RetryableError, StateError
 from dra_driver.journal.locks import GpuLocks, LockUse
 from tests.fakes.directories import names
 from tests.fakes.preparing import in_threads
-from tests.fakes.waiting import eventually
+from tests.fakes.waiting import PATIENCE_S, eventually
 
 A, B, C = "GPU-a", "GPU-b", "GPU-c"
 HOLDER = """
@@ -155,7 +155,7 @@ def test_busy_gpu_is_named_after_the_timeout(locks: GpuLocks) -> None:
         started = time.monotonic()
         with pytest.raises(RetryableError) as caught, locks.hold([A, B], 0.05):
             pass
-        assert 0.04 < time.monotonic() - started < 20
+        assert 0.04 < time.monotonic() - started < PATIENCE_S
     assert str(caught.value) == (
         "GPU GPU-b is busy with another operation of gpu-dra-driver; this call will be retried"
     )
@@ -179,7 +179,7 @@ def test_a_free_gpu_is_not_held_while_a_busy_one_is_waited_for(locks: GpuLocks) 
                 with locks.hold([free], 0.2):
                     pass
         assert not held.is_set()
-    waiting.join(20)
+    waiting.join(PATIENCE_S)
     assert held.is_set(), "it is had when B is free"
 
 

@@ -25,6 +25,7 @@ from dra_driver.kube.endpoint import Endpoint
 from dra_driver.kube.slices import SliceCache
 from dra_driver.model.claim import ClaimRef
 from tests.fakes.tables import tabled
+from tests.fakes.waiting import PATIENCE_S
 
 NODES = "/api/v1/nodes"
 
@@ -198,7 +199,7 @@ def test_answer_whose_body_drips_ends_with_the_time_that_it_may_take():
         with pytest.raises(ApiUnavailableError, match="did not answer in time"):
             client.request("GET", NODES, action="list nodes", timeout_s=0.5)
         client.close()
-        thread.join(20)
+        thread.join(PATIENCE_S)
 
 
 def test_answer_of_endless_size_is_refused(server, client, monkeypatch):

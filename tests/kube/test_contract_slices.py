@@ -16,6 +16,7 @@ from dra_driver.kube.client import group_path
 from dra_driver.kube.slices import SliceCache
 from dra_driver.slices.rules.diff import dropped_fields
 from tests.fakes.tables import tabled
+from tests.fakes.waiting import PATIENCE_S
 from tests.kube.support import DRIVER, bump, make_slice
 
 
@@ -159,7 +160,7 @@ def test_watch_ends_promptly_when_closed(target, slices):
     thread = threading.Thread(target=lambda: [*stream])
     thread.start()
     stream.close()
-    thread.join(20)
+    thread.join(PATIENCE_S)
     assert not thread.is_alive(), "a watch goes on for minutes"
 
 

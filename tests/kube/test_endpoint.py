@@ -22,6 +22,7 @@ from dra_driver.errors import ApiRejectedError, ApiUnavailableError, InvalidConf
 from dra_driver.kube.client import ApiClient
 from dra_driver.kube.endpoint import Endpoint, load_endpoint
 from tests.fakes.connect_proxy import ConnectProxy
+from tests.fakes.waiting import PATIENCE_S
 
 NODES = "/api/v1/nodes"
 VERSION = "client.authentication.k8s.io/v1"
@@ -204,7 +205,7 @@ def test_watch_stops_promptly_over_tls(pod, tls_server, client_of):
     reader.start()
     tls_server.add("nodes", {"metadata": {"name": "n"}})
     stream.close()
-    assert ended.wait(30)
+    assert ended.wait(PATIENCE_S)
     reader.join()
 
 

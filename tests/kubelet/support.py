@@ -17,6 +17,7 @@ from dra_driver.kubelet.grpc_server import unix_target
 from dra_driver.kubelet.pb import dra_v1_pb2, registration_pb2
 from dra_driver.kubelet.plugin import KubeletPlugin, PluginSettings
 from dra_driver.model.claim import ClaimRef, Prepared, PreparedDevice
+from tests.fakes.waiting import PATIENCE_S
 
 DRIVER = "gpu.example.com"
 V1 = "/k8s.io.kubelet.pkg.apis.dra.v1.DRAPlugin/"
@@ -72,7 +73,7 @@ class Gate:
 
     def __call__(self, claims):
         self.entered.set()
-        assert self.opened.wait(20)
+        assert self.opened.wait(PATIENCE_S)
         return {ref.uid: Prepared((device(ref.uid),)) for ref in claims}
 
 
@@ -124,7 +125,7 @@ def channel(path: Path | str, *options: tuple[str, object]) -> Iterator[grpc.Cha
         yield opened
 
 
-def call_method(path: Path | str, method: str, request, response, *, timeout=10.0, options=()):
+def call_method(path: Path | str, method: str, request, response, *, timeout=PATIENCE_S, options=()):
     with channel(path, *options) as opened:
         call = opened.unary_unary(method, type(request).SerializeToString, response.FromString)
         return call(request, timeout=timeout)

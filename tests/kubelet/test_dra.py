@@ -11,7 +11,7 @@ from dra_driver.kubelet.dra import check_claims, claim_fault
 from dra_driver.kubelet.pb import dra_v1_pb2, dra_v1beta1_pb2
 from dra_driver.model.claim import ClaimRef, Failed, Prepared
 from tests.fakes.tables import tabled
-from tests.fakes.waiting import eventually
+from tests.fakes.waiting import PATIENCE_S, eventually
 from tests.kubelet.support import (
     DRIVER,
     V1,
@@ -106,7 +106,7 @@ def test_service_sees_that_the_kubelet_took_a_call_back(dra, claims):
         call = opened.unary_unary(V1 + "NodePrepareResources", request.SerializeToString)
         wire = dra_v1_pb2.Claim(namespace="default", name="one", uid="uid-1")
         requested = call.future(request(claims=[wire]), timeout=30)
-        assert gate.entered.wait(20)
+        assert gate.entered.wait(PATIENCE_S)
         assert not claims.is_cancelled()
         requested.cancel()
         eventually(claims.is_cancelled)
@@ -118,7 +118,7 @@ def test_late_answer_is_dropped_and_the_retry_can_run_next_to_the_first(dra, cla
     with pytest.raises(grpc.RpcError) as caught:
         prepare(dra, claim(), timeout=0.2)
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    assert gate.entered.wait(20)
+    assert gate.entered.wait(PATIENCE_S)
     claims.on_prepare = lambda _: {"uid-1": Failed("still preparing")}
     assert prepare(dra, claim()).claims["uid-1"].error == "still preparing"
     gate.opened.set()
@@ -234,7 +234,7 @@ def test_garbage_on_the_wire_fails_that_call_only(dra):
     with channel(dra) as opened:
         call = opened.unary_unary(V1 + "NodePrepareResources")
         with pytest.raises(grpc.RpcError):
-            call(b"\xff\xff\xff", timeout=5)
+            call(b"\xff\xff\xff", timeout=PATIENCE_S)
     assert prepare(dra, claim()).claims
 
 

@@ -23,7 +23,7 @@ from dra_driver.kubelet.grpc_server import (
 from dra_driver.kubelet.liveness import HealthServer, Liveness
 from dra_driver.kubelet.pb import registration_pb2 as pb
 from dra_driver.kubelet.sockets import listening
-from tests.fakes.waiting import eventually
+from tests.fakes.waiting import PATIENCE_S, eventually
 from tests.kubelet.support import channel
 
 PATH = "/a.B/C"
@@ -76,7 +76,7 @@ class Waiting:
     def __call__(self, request, context):
         self.contexts.append(context)
         context.add_callback(lambda: self.left.append(context))
-        assert self.opened.wait(60)
+        assert self.opened.wait(PATIENCE_S)
         return request
 
 
@@ -97,7 +97,7 @@ class Waiting:
 )
 def test_other_connections_are_served_when_someone_sends_garbage(short_dir, quiet_logs, content):
     with served(short_dir, echo) as server, channel(server.path) as other:
-        assert method_of(other)(named("before"), timeout=20).name == "before"
+        assert method_of(other)(named("before"), timeout=PATIENCE_S).name == "before"
         with socket.socket(socket.AF_UNIX) as client:
             client.connect(str(server.path))
             client.settimeout(0.5)
@@ -105,7 +105,7 @@ def test_other_connections_are_served_when_someone_sends_garbage(short_dir, quie
                 client.sendall(content)
                 while client.recv(65536):
                     pass
-        assert method_of(other)(named("after"), timeout=20).name == "after"
+        assert method_of(other)(named("after"), timeout=PATIENCE_S).name == "after"
     assert {line["event"] for line in quiet_logs} == {"socket_served", "rpc_received", "rpc_answered"}
 
 
@@ -119,15 +119,15 @@ def test_the_connection_lives_when_a_request_or_an_answer_is_too_large(short_dir
     with served(short_dir, longer) as server, channel(server.path) as opened:
         method = method_of(opened)
         for length in (75_001, 1_000_000):
-            code, _ = code_of(method, named("x" * length), timeout=20)
+            code, _ = code_of(method, named("x" * length), timeout=PATIENCE_S)
             assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert len(method(named("x" * 70_000), timeout=20).name) == 280_000
+        assert len(method(named("x" * 70_000), timeout=PATIENCE_S).name) == 280_000
 
 
 def test_a_compressed_request_is_refused_when_it_would_grow_past_the_limit(short_dir):
     with served(short_dir, echo) as server, channel(server.path) as opened:
         bomb = named("x" * (grpc_server.MAX_REQUEST_BYTES * 8))
-        code, _ = code_of(method_of(opened), bomb, timeout=20, compression=grpc.Compression.Gzip)
+        code, _ = code_of(method_of(opened), bomb, timeout=PATIENCE_S, compression=grpc.Compression.Gzip)
         assert code is grpc.StatusCode.UNIMPLEMENTED
 
 
@@ -135,7 +135,10 @@ def test_512_calls_wait_and_the_others_are_refused_at_once_when_700_come(short_d
     waiting = Waiting()
     with served(short_dir, waiting) as server:
         with channel(server.path) as one, channel(server.path) as other:
-            calls = [method_of(one if n % 2 else other).future(named(str(n)), timeout=60) for n in range(700)]
+            calls = [
+                method_of(one if n % 2 else other).future(named(str(n)), timeout=PATIENCE_S)
+                for n in range(700)
+            ]
             refused = eventually(lambda: [call for call in calls if call.done()][699 - MAX_CALLS :], 60)
             assert {call.code() for call in refused} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
             eventually(lambda: len(waiting.contexts) == MAX_CALLS)
@@ -172,7 +175,7 @@ def test_calls_count_until_their_handlers_end_when_callers_take_them_back(short_
     waiting = Waiting()
     with served(short_dir, waiting) as server, channel(server.path) as opened:
         for number in range(1, 5):
-            call = method_of(opened).future(named("x"), timeout=20)
+            call = method_of(opened).future(named("x"), timeout=PATIENCE_S)
             eventually(lambda number=number: len(waiting.contexts) == number)
             call.cancel()
         eventually(lambda: len(waiting.left) == 4)
@@ -187,24 +190,24 @@ def test_a_client_continues_when_the_server_starts_again(short_dir):
     options = [("grpc.initial_reconnect_backoff_ms", 50), ("grpc.max_reconnect_backoff_ms", 100)]
     with served(short_dir, echo) as server, channel(server.path, *options) as opened:
         method = method_of(opened)
-        assert method(named("first"), timeout=20).name == "first"
+        assert method(named("first"), timeout=PATIENCE_S).name == "first"
         server.stop(0)
-        assert code_of(method, named("x"), timeout=20)[0] is grpc.StatusCode.UNAVAILABLE
+        assert code_of(method, named("x"), timeout=PATIENCE_S)[0] is grpc.StatusCode.UNAVAILABLE
         with served(short_dir, echo):
-            assert method(named("second"), timeout=20, wait_for_ready=True).name == "second"
+            assert method(named("second"), timeout=PATIENCE_S, wait_for_ready=True).name == "second"
 
 
 def test_the_socket_of_the_next_server_stays_when_this_one_stops_late(short_dir):
     waiting = Waiting()
     with served(short_dir, waiting) as server, channel(server.path) as opened:
-        call = method_of(opened).future(named("x"), timeout=20)
+        call = method_of(opened).future(named("x"), timeout=PATIENCE_S)
         eventually(lambda: waiting.contexts)
         stopping = threading.Thread(target=server.stop, args=(20,))
         stopping.start()
         eventually(lambda: not listening(server.path))
         with served(short_dir, echo) as following:
             waiting.opened.set()
-            stopping.join(20)
+            stopping.join(PATIENCE_S)
             assert call.result().name == "x"
             assert requested(following.path, "next") == "next"
             assert [path.name for path in short_dir.iterdir()] == ["s.sock"]
@@ -226,12 +229,12 @@ def test_a_stream_ends_when_its_handler_or_its_caller_ends(short_dir):
         yield from (named(str(number)) for number in range(int(request.name)))
         if request.name == "3":
             raise RpcError(grpc.StatusCode.NOT_FOUND, "no more")
-        assert ended.wait(20)
+        assert ended.wait(PATIENCE_S)
 
     with served(short_dir, counts, streaming) as server, channel(server.path) as opened:
         method = opened.unary_stream(PATH, pb.PluginInfo.SerializeToString, pb.PluginInfo.FromString)
         seen = []
-        assert code_of(lambda: seen.extend(method(named("3"), timeout=20))) == (
+        assert code_of(lambda: seen.extend(method(named("3"), timeout=PATIENCE_S))) == (
             grpc.StatusCode.NOT_FOUND,
             "no more",
         )
@@ -247,7 +250,7 @@ def test_a_stream_ends_when_its_handler_or_its_caller_ends(short_dir):
 def test_calls_are_reported_as_abandoned_when_a_handler_hangs_past_the_grace(short_dir, quiet_logs):
     waiting = Waiting()
     with served(short_dir, waiting) as server, channel(server.path) as opened:
-        call = method_of(opened).future(named("x"), timeout=20)
+        call = method_of(opened).future(named("x"), timeout=PATIENCE_S)
         [context] = eventually(lambda: waiting.contexts)
         server.stop(0)
         assert not context.is_active()
@@ -293,7 +296,7 @@ def test_connections_end_when_they_grow_old_whatever_their_callers_do(monkeypatc
     try:
         unfinished = PREFACE + b"\0\0\0\x01\x04\0\0\0\x01"
         for content in (b"", PREFACE, unfinished):
-            with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:
+            with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S) as client:
                 client.sendall(content)
                 while client.recv(65536):
                     pass
@@ -309,12 +312,12 @@ def test_more_connections_than_the_limit_are_turned_away_when_all_are_taken():
     server.start()
     try:
         with (
-            socket.create_connection(("127.0.0.1", port), timeout=20) as first,
-            socket.create_connection(("127.0.0.1", port), timeout=20) as second,
+            socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as first,
+            socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as second,
         ):
             assert first.recv(9)
             assert second.recv(9)
-            with socket.create_connection(("127.0.0.1", port), timeout=20) as third:
+            with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as third:
                 assert third.recv(9) == b""
     finally:
         server.stop(0)

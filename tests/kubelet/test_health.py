@@ -9,7 +9,7 @@ from dra_driver.errors import InvalidConfigError
 from dra_driver.kubelet import grpc_server
 from dra_driver.kubelet.liveness import DIAL_TIMEOUT_S, HealthServer, Liveness, dial
 from dra_driver.kubelet.pb import dra_health_v1_pb2, dra_health_v1alpha1_pb2
-from tests.fakes.waiting import eventually
+from tests.fakes.waiting import PATIENCE_S, eventually
 from tests.kubelet.support import FakeClaims, Gate, call_method, channel, claim, prepare
 
 Status = pb.HealthCheckResponse.ServingStatus
@@ -64,7 +64,7 @@ def test_server_that_takes_no_calls_is_not_alive_until_it_does(node, monkeypatch
     eventually(lambda: not [thread for thread in threading.enumerate() if thread.name == "dra"])
     caller = threading.Thread(target=prepare, args=(plugin.sockets.dra, claim()))
     caller.start()
-    assert gate.entered.wait(20)
+    assert gate.entered.wait(PATIENCE_S)
     fault = plugin.liveness.fault()
     assert f"DRA socket {plugin.sockets.dra} does not answer (RESOURCE_EXHAUSTED" in fault
     assert "restarts the plugin" in fault
@@ -178,7 +178,7 @@ def test_device_health_is_unimplemented_without_a_stream_and_takes_no_thread(nod
         call = opened.unary_stream(f"/{version}.DRAResourceHealth/NodeWatchResources")
         for _ in range(5):
             with pytest.raises(grpc.RpcError) as caught:
-                list(call(b"", timeout=20))
+                list(call(b"", timeout=PATIENCE_S))
             assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
     assert not [thread for thread in threading.enumerate() if thread.name == "dra"]
     assert prepare(plugin.sockets.dra, claim()).claims

@@ -10,7 +10,7 @@ import pytest
 
 from dra_driver.errors import FatalError, InvalidConfigError, StateError
 from dra_driver.kubelet.grpc_server import SocketServer
-from tests.fakes.waiting import eventually
+from tests.fakes.waiting import PATIENCE_S, eventually
 from tests.kubelet.support import DRIVER, FakeClaims, Gate, channel, claim, get_info, prepare
 
 
@@ -69,7 +69,7 @@ def test_socket_appears_only_when_it_answers(node):
     watcher = threading.Thread(target=kubelet)
     watcher.start()
     plugin.start()
-    watcher.join(20)
+    watcher.join(PATIENCE_S)
     assert seen[0].claims["uid-1"].devices
 
 
@@ -107,7 +107,7 @@ def test_longest_paths_are_served(short_dir, length):
     server = SocketServer("test", path, {})
     server.start()
     with channel(path) as opened, pytest.raises(grpc.RpcError) as caught:
-        opened.unary_unary("/a.B/C")(b"", timeout=5)
+        opened.unary_unary("/a.B/C")(b"", timeout=PATIENCE_S)
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
     server.stop(0)
     assert not path.exists()
@@ -142,14 +142,14 @@ def test_stop_lets_calls_in_flight_finish_and_takes_no_new_ones(node):
     with channel(plugin.sockets.dra):
         caller = threading.Thread(target=lambda: answers.append(prepare(plugin.sockets.dra, claim())))
         caller.start()
-        assert gate.entered.wait(20)
+        assert gate.entered.wait(PATIENCE_S)
         stopper = threading.Thread(target=plugin.stop)
         stopper.start()
         eventually(lambda: _refused(plugin.sockets.dra))
         assert stopper.is_alive()
         gate.opened.set()
-        caller.join(20)
-        stopper.join(20)
+        caller.join(PATIENCE_S)
+        stopper.join(PATIENCE_S)
     assert answers[0].claims["uid-1"].devices
     assert node.files() == []
 
@@ -176,11 +176,11 @@ def test_stop_is_bounded_when_a_call_hangs(node):
 
     caller = threading.Thread(target=call)
     caller.start()
-    assert gate.entered.wait(20)
+    assert gate.entered.wait(PATIENCE_S)
     started = time.monotonic()
     plugin.stop(0.1)
-    assert time.monotonic() - started < 20
-    caller.join(20)
+    assert time.monotonic() - started < PATIENCE_S
+    caller.join(PATIENCE_S)
     assert len(errors) == 1
     assert node.files() == []
     gate.opened.set()
@@ -223,7 +223,7 @@ def test_fatal_callback_may_stop_the_plugin(node):
 
     plugin = node.plugin(plugin_died=on_fatal)
     plugin.sockets.dra.unlink()
-    assert stopped.wait(20)
+    assert stopped.wait(PATIENCE_S)
     assert node.files() == []
 
 

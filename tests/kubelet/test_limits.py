@@ -13,7 +13,7 @@ from dra_driver.kubelet import liveness
 from dra_driver.kubelet.dra import MAX_CLAIMS
 from dra_driver.kubelet.liveness import dial
 from dra_driver.kubelet.pb import dra_v1_pb2
-from tests.fakes.waiting import eventually
+from tests.fakes.waiting import PATIENCE_S, eventually
 from tests.kubelet.support import V1, FakeClaims, Gate, call_method, channel, claim, prepare, unprepare
 
 
@@ -60,7 +60,7 @@ def test_the_health_port_queues_no_more_than_its_limit(node, monkeypatch):
 
     def ready():
         entered.append(1)
-        return opened.wait(20)
+        return opened.wait(PATIENCE_S)
 
     plugin = node.plugin(settings={"health_address": "127.0.0.1:0"}, is_ready=ready)
     request = health_pb2.HealthCheckRequest(service="readiness")

@@ -24,7 +24,7 @@ from tests.fakes.machines import SimulatedNode
 from tests.fakes.mignode import UNTOUCHED, MigNode, make_idle
 from tests.fakes.preparing import Claims, Devices, Outcomes, SpecSteps, Users, claims_of, noted_waits
 from tests.fakes.samples import DRIVER, NODE, claim, h100, inventory
-from tests.fakes.waiting import eventually
+from tests.fakes.waiting import PATIENCE_S, eventually
 from tests.mig.migtables import MODELS, table
 
 CREATE_GPU_INSTANCE = "nvmlDeviceCreateGpuInstanceWithPlacement"
@@ -114,7 +114,7 @@ class Attempt:
         self._thread.start()
 
     def answer(self) -> object:
-        self._thread.join(20)
+        self._thread.join(PATIENCE_S)
         return self._answer
 
 

@@ -31,13 +31,14 @@ from dra_driver.mps_host.host_files import MpsHostFiles, MpsLayout
 from dra_driver.mps_host.host_supervisor import Supervisor
 from dra_driver.simulator import Machine, SimulatedDeviceNodes, create_machine
 from tests.fakes.mps_behaviour import behave, misbehave
+from tests.fakes.waiting import PATIENCE_S
 
 NO_LABELS = SelinuxLabels(enabled=False)
 GROUP = (2, 3, 4)
 """GPUs that one daemon may serve together."""
 FAST = Timings(
-    start=20.0,
-    answer=2.0,
+    start=PATIENCE_S,
+    answer=10.0,
     patience=1.0,
     first_backoff=0.02,
     look=0.005,

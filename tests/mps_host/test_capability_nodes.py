@@ -17,6 +17,7 @@ from dra_driver.model.mps import MpsDaemonSpec
 from dra_driver.simulator import Machine, SimulatedDeviceNodes, create_machine
 from dra_driver.simulator.catalogue import MACHINES
 from dra_driver.simulator.mig import cap_minor
+from tests.fakes.waiting import PATIENCE_S
 from tests.mps_host.conftest import Host
 
 root = pytest.mark.skipif(os.geteuid() != 0, reason="mknod(2) needs root")
@@ -54,10 +55,10 @@ def nodes_of_device(machine: Machine) -> set[str]:
 def test_daemon_of_a_mig_device_has_the_nodes_of_the_device_when_no_one_made_its_nodes(bare: Host) -> None:
     assert nodes(bare) == ["nvidia-cap1", "nvidia-cap2"]
     supervisor = bare.supervisor()
-    supervisor.ensure(mig_spec(bare.machine), 10)
+    supervisor.ensure(mig_spec(bare.machine), PATIENCE_S)
     made = nodes(bare)
     assert nodes_of_device(bare.machine) <= set(made)
-    supervisor.stop("gpu-1-mig", 10)
+    supervisor.stop("gpu-1-mig", PATIENCE_S)
     assert nodes(bare) == made, "other programs may use them"
 
 
@@ -85,24 +86,24 @@ def test_no_daemon_starts_when_the_nodes_cannot_be_made(bare: Host) -> None:
 
     supervisor = bare.supervisor(make_capability_nodes=refuse)
     with pytest.raises(RetryableError, match="nvidia-cap21"):
-        supervisor.ensure(mig_spec(bare.machine), 10)
+        supervisor.ensure(mig_spec(bare.machine), PATIENCE_S)
     assert bare.left() == []
 
 
 def test_a_whole_gpu_needs_no_node_of_a_mig_device(bare: Host) -> None:
-    bare.supervisor().ensure(bare.spec(2), 10)
+    bare.supervisor().ensure(bare.spec(2), PATIENCE_S)
     assert nodes(bare) == ["nvidia-cap1", "nvidia-cap2"]
 
 
 def test_the_nodes_are_made_again_when_the_host_has_rebooted(bare: Host) -> None:
     spec = mig_spec(bare.machine)
     supervisor = bare.supervisor()
-    supervisor.ensure(spec, 10)
+    supervisor.ensure(spec, PATIENCE_S)
     made = nodes(bare)
-    supervisor.stop(spec.device, 10)
+    supervisor.stop(spec.device, PATIENCE_S)
     bare.machine.reboot()
     assert nodes(bare) == ["nvidia-cap1", "nvidia-cap2"]
     bare.machine.set_mig_mode(1, True)
     _, _, uuid = bare.machine.create_mig(1, "1g.10gb", 0)
-    supervisor.ensure(replace(spec, uuid=uuid), 10)
+    supervisor.ensure(replace(spec, uuid=uuid), PATIENCE_S)
     assert nodes_of_device(bare.machine) <= set(nodes(bare)) <= set(made)

@@ -18,7 +18,7 @@ from dra_driver.mps_host.daemon_compute_mode import EXCLUSIVE_PROCESS, ComputeMo
 from dra_driver.mps_host.daemon_control import DaemonControl
 from dra_driver.mps_host.daemon_mounts import KernelMounter, is_tmpfs
 from dra_driver.mps_host.host_files import DaemonRecords, MpsHostFiles
-from tests.fakes.waiting import eventually
+from tests.fakes.waiting import PATIENCE_S, eventually
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="mounting is one of the steps and needs root")
 
@@ -86,15 +86,15 @@ def killed_after(steps, host, body):
 
 def start(supervisor, spec, countdown):
     countdown.armed = True
-    supervisor.ensure(spec, 10)
+    supervisor.ensure(spec, PATIENCE_S)
     countdown.wait_for("write_atomically", 1)
 
 
 def start_and_stop(supervisor, spec, countdown):
-    supervisor.ensure(spec, 10)
+    supervisor.ensure(spec, PATIENCE_S)
     countdown.wait_for("write_atomically", 1)
     countdown.armed = True
-    supervisor.stop(spec.device, 10)
+    supervisor.stop(spec.device, PATIENCE_S)
     countdown.wait_for("remove_file", 1)
 
 
@@ -111,13 +111,13 @@ def test_a_start_that_was_cut_off_is_completed(host, several, last, steps):
     was_killed = killed_after(steps, host, lambda one, countdown: start(one, spec, countdown))
     assert was_killed == (steps <= last), "the steps of a start changed; so must the range above"
     new = host.supervisor()
-    status = new.ensure(spec, 10)
+    status = new.ensure(spec, PATIENCE_S)
     assert status.state == "ready"
     assert [process.pid for process in host.daemons()] == [status.pid]
     assert host.modes() == ([EXCLUSIVE_PROCESS] * 3 if several else [EXCLUSIVE_PROCESS, 0, 0])
     assert is_tmpfs(Path(host.layout.directories("gpu-2").shm))
     assert host.left() == ["gpu-2", "gpu-2.json", "gpu-2.json"]
-    new.stop("gpu-2", 10)
+    new.stop("gpu-2", PATIENCE_S)
     host.assert_nothing_left()
 
 
@@ -138,7 +138,7 @@ def test_a_stop_that_was_cut_off_is_completed(host, several, last, steps):
 def test_a_start_that_was_cut_off_can_be_stopped(host, several, steps):
     spec = spec_of(host, several)
     assert killed_after(steps, host, lambda one, countdown: start(one, spec, countdown))
-    host.supervisor(tick=60).stop("gpu-2", 20)
+    host.supervisor(tick=60).stop("gpu-2", PATIENCE_S)
     host.assert_nothing_left()
 
 
@@ -164,11 +164,11 @@ def dies_after(step, monkeypatch, call):
 def test_start_of_a_plugin_that_died_is_completed_or_undone(host, monkeypatch, then):
     supervisor, spec = host.supervisor(), host.spec()
     plugin, successor = MpsHostFiles(host.layout), MpsHostFiles(host.layout)
-    dies_after("write_atomically", monkeypatch, lambda: plugin.ensure(spec, 10))
+    dies_after("write_atomically", monkeypatch, lambda: plugin.ensure(spec, PATIENCE_S))
     if then == "start":
-        assert successor.ensure(spec, 10).state == "ready"
+        assert successor.ensure(spec, PATIENCE_S).state == "ready"
         assert len(supervisor.status()) == 1
-    successor.stop("gpu-2", 10)
+    successor.stop("gpu-2", PATIENCE_S)
     host.assert_nothing_left()
 
 
@@ -177,12 +177,12 @@ def test_start_of_a_plugin_that_died_is_completed_or_undone(host, monkeypatch, t
 def test_stop_of_a_plugin_that_died_is_completed_and_the_device_free(host, monkeypatch, step, then):
     host.supervisor()
     spec, plugin, successor = host.spec(), MpsHostFiles(host.layout), MpsHostFiles(host.layout)
-    plugin.ensure(spec, 10)
-    dies_after(step, monkeypatch, lambda: plugin.stop("gpu-2", 10))
+    plugin.ensure(spec, PATIENCE_S)
+    dies_after(step, monkeypatch, lambda: plugin.stop("gpu-2", PATIENCE_S))
     if then == "start":
-        assert successor.ensure(spec, 10).state == "ready"
+        assert successor.ensure(spec, PATIENCE_S).state == "ready"
     if then != "nothing":
-        successor.stop("gpu-2", 10)
+        successor.stop("gpu-2", PATIENCE_S)
     eventually(lambda: not host.layout.has_traces("gpu-2"))
     host.assert_nothing_left()
 
@@ -190,9 +190,9 @@ def test_stop_of_a_plugin_that_died_is_completed_and_the_device_free(host, monke
 def test_stop_of_a_plugin_that_died_while_no_host_ran_is_done_by_the_next_host(host, monkeypatch):
     first = host.supervisor()
     plugin = MpsHostFiles(host.layout)
-    plugin.ensure(host.spec(), 10)
+    plugin.ensure(host.spec(), PATIENCE_S)
     first.close()
-    dies_after("remove_file", monkeypatch, lambda: plugin.stop("gpu-2", 10))
+    dies_after("remove_file", monkeypatch, lambda: plugin.stop("gpu-2", PATIENCE_S))
     host.supervisor()
     eventually(lambda: not host.layout.has_traces("gpu-2"))
     host.assert_nothing_left()

@@ -11,9 +11,8 @@ import pytest
 from dra_driver.errors import RetryableError
 from dra_driver.mps_host.host_files import MpsHostFiles
 from tests.base.test_strays import STRAYS, full_directory
+from tests.fakes.waiting import PATIENCE_S
 from tests.mps_host.conftest import RETRIED_LATER
-
-pytestmark = pytest.mark.timeout(60)  # to read a pipe lasts for ever
 
 PLACES = (
     "host.wanted", "host.status", "host.lib", "host.lock", "host.modes", "host.alive", "gpu-2.json", "x.json", "junk",
@@ -43,11 +42,11 @@ def test_host_whose_files_are_something_else_starts_and_stops_daemons(
         if not (kind is full_directory and place in ("host.wanted", "host.status", "host.lib")):
             kind(path)
     one, spec = host.supervisor(sign=0.01), host.spec()
-    assert one.ensure(spec, 20.0).state == "ready"
+    assert one.ensure(spec, PATIENCE_S).state == "ready"
     reported = {status.device: status.problem for status in MpsHostFiles(host.layout).statuses()}
     assert reported.pop("gpu-2") is None
     assert None not in reported.values(), "what is wanted and cannot be read is refused"
-    one.stop(spec.device, 20.0)
+    one.stop(spec.device, PATIENCE_S)
     assert (host.daemons(), host.compute_mode()) == ((), 0)
 
 
@@ -59,7 +58,7 @@ def test_file_in_the_place_of_a_daemons_directory_is_refused_once(host, kind: Ca
     with pytest.raises(
         RetryableError, match=r"cannot create the directories of the MPS daemon: .* File exists"
     ):
-        one.ensure(spec, 20.0)
-    assert one.ensure(spec, 20.0).state == "ready"
-    one.stop(spec.device, 20.0)
+        one.ensure(spec, PATIENCE_S)
+    assert one.ensure(spec, PATIENCE_S).state == "ready"
+    one.stop(spec.device, PATIENCE_S)
     host.assert_nothing_left()

@@ -15,7 +15,7 @@ from dra_driver.model.mps import MpsMember
 from dra_driver.mps_host.daemon_compute_mode import EXCLUSIVE_PROCESS
 from dra_driver.mps_host.daemon_control import DaemonControl, check_spec
 from dra_driver.mps_host.host_files import MpsHostFiles, NoMpsHostError
-from tests.fakes.waiting import eventually
+from tests.fakes.waiting import PATIENCE_S, eventually
 from tests.mps_host.conftest import GROUP, RETRIED_LATER, Host
 
 PROHIBITED = 2
@@ -46,12 +46,12 @@ class Modes:
             raise RetryableError(f"nvidia-smi does not answer for {gpu_uuid}")
         time.sleep(self.slow_s)
         if self.together is not None:
-            self.together.wait(5)
+            self.together.wait(PATIENCE_S)
 
 
 def test_daemon_serves_all_gpus_with_their_limits_by_number(host: Host) -> None:
     spec = host.group_spec(limits=(4096, None, 1024))
-    status = host.supervisor().ensure(spec, 10)
+    status = host.supervisor().ensure(spec, PATIENCE_S)
     assert (status.state, status.spec) == ("ready", spec)
     assert [process.pid for process in host.daemons()] == [status.pid]
     assert host.modes() == [EXCLUSIVE_PROCESS] * 3
@@ -65,9 +65,9 @@ def test_each_gpu_gets_its_own_earlier_mode_back(host: Host) -> None:
     host.machine.set_compute_mode(host.machine.gpu(3).uuid, PROHIBITED)
     host.machine.set_compute_mode(host.machine.gpu(4).uuid, EXCLUSIVE_PROCESS)
     supervisor = host.supervisor()
-    supervisor.ensure(host.group_spec(), 10)
+    supervisor.ensure(host.group_spec(), PATIENCE_S)
     assert host.modes() == [EXCLUSIVE_PROCESS] * 3
-    supervisor.stop("gpu-2", 10)
+    supervisor.stop("gpu-2", PATIENCE_S)
     assert (host.left(), host.modes()) == ([], [0, PROHIBITED, EXCLUSIVE_PROCESS])
 
 
@@ -75,11 +75,11 @@ def test_each_gpu_gets_its_own_earlier_mode_back(host: Host) -> None:
 def test_silent_gpu_keeps_no_other_from_being_restored(host: Host, index: int) -> None:
     mode = Modes(host)
     supervisor = host.supervisor(compute_mode=mode)
-    supervisor.ensure(host.group_spec(), 10)
+    supervisor.ensure(host.group_spec(), PATIENCE_S)
     silent = host.machine.gpu(index).uuid
     mode.silent.add(silent)
     with pytest.raises(RetryableError, match=f"nvidia-smi does not answer for {silent}"):
-        supervisor.stop("gpu-2", 10)
+        supervisor.stop("gpu-2", PATIENCE_S)
     assert host.modes() == [EXCLUSIVE_PROCESS if one == index else 0 for one in GROUP]
     [status] = supervisor.status()
     assert (status.state, status.problem) == ("failed", f"nvidia-smi does not answer for {silent}")
@@ -91,11 +91,11 @@ def test_silent_gpu_keeps_no_other_from_being_restored(host: Host, index: int) -
 def test_compute_mode_that_stays_although_nvidia_smi_reports_success_is_put_back_later(host: Host) -> None:
     mode = Modes(host)
     supervisor = host.supervisor(compute_mode=mode)
-    supervisor.ensure(host.group_spec(), 10)
+    supervisor.ensure(host.group_spec(), PATIENCE_S)
     stuck = host.machine.gpu(GROUP[1]).uuid
     mode.stuck.add(stuck)
     with pytest.raises(RetryableError, match=f"the compute mode of {stuck} is still EXCLUSIVE_PROCESS"):
-        supervisor.stop("gpu-2", 10)
+        supervisor.stop("gpu-2", PATIENCE_S)
     assert host.modes() == [0, EXCLUSIVE_PROCESS, 0]
     mode.stuck.clear()
     eventually(lambda: host.left() == [])
@@ -106,12 +106,12 @@ def test_compute_mode_that_stays_although_nvidia_smi_reports_success_is_put_back
 def test_silent_gpu_keeps_no_other_from_being_exclusive_again(host: Host, index: int) -> None:
     mode = Modes(host)
     supervisor = host.supervisor(compute_mode=mode)
-    supervisor.ensure(host.group_spec(), 10)
+    supervisor.ensure(host.group_spec(), PATIENCE_S)
     silent = host.machine.gpu(index).uuid
     mode.silent.add(silent)
     for one in GROUP:
         host.machine.set_compute_mode(host.machine.gpu(one).uuid, 0)
-    assert supervisor.ensure(host.group_spec(), 10).state == "ready"
+    assert supervisor.ensure(host.group_spec(), PATIENCE_S).state == "ready"
     eventually(lambda: host.modes() == [0 if one == index else EXCLUSIVE_PROCESS for one in GROUP])
     assert supervisor.status()[0].state == "ready"
 
@@ -120,9 +120,9 @@ def test_all_gpus_are_read_and_set_at_the_same_time(host: Host) -> None:
     mode = Modes(host)
     mode.together = threading.Barrier(len(GROUP))
     supervisor = host.supervisor(compute_mode=mode, probe=60)
-    supervisor.ensure(host.group_spec(), 10)
+    supervisor.ensure(host.group_spec(), PATIENCE_S)
     assert host.modes() == [EXCLUSIVE_PROCESS] * 3
-    supervisor.stop("gpu-2", 10)
+    supervisor.stop("gpu-2", PATIENCE_S)
     host.assert_nothing_left()
 
 
@@ -132,9 +132,9 @@ def test_all_gpus_are_taken_and_given_back_when_not_all_threads_start(
 ) -> None:
     supervisor = host.supervisor(probe=60)
     threads_that_start("side-by-side", started)
-    assert supervisor.ensure(host.group_spec(), 10).state == "ready"
+    assert supervisor.ensure(host.group_spec(), PATIENCE_S).state == "ready"
     assert host.modes() == [EXCLUSIVE_PROCESS] * 3
-    supervisor.stop("gpu-2", 10)
+    supervisor.stop("gpu-2", PATIENCE_S)
     host.assert_nothing_left()
 
 
@@ -149,7 +149,7 @@ def test_the_compute_modes_are_blamed_when_they_leave_no_time_for_a_start(
     mode.slow_s = 0.3
     supervisor = host.supervisor(compute_mode=mode, start=0.5, **RETRIED_LATER)
     with pytest.raises(RetryableError) as refused:
-        supervisor.ensure(host.group_spec(), 10)
+        supervisor.ensure(host.group_spec(), PATIENCE_S)
     said = str(refused.value)
     assert (
         "the MPS daemon of gpu-2 was not started in time: reading and setting the compute modes of 3 GPUs took"
@@ -161,20 +161,20 @@ def test_the_compute_modes_are_blamed_when_they_leave_no_time_for_a_start(
 
 def test_two_daemons_never_have_the_same_gpu(host: Host) -> None:
     supervisor = host.supervisor(probe=60)
-    group = supervisor.ensure(host.group_spec(), 10)
+    group = supervisor.ensure(host.group_spec(), PATIENCE_S)
     with pytest.raises(RetryableError, match="has the MPS daemon of gpu-2, gpu-3, gpu-4, which must stop"):
-        supervisor.ensure(host.spec(3), 10)
+        supervisor.ensure(host.spec(3), PATIENCE_S)
     with pytest.raises(PermanentError, match="others: gpu-3, gpu-4, not none"):
-        supervisor.ensure(host.spec(2), 10)
-    supervisor.stop("gpu-3", 10)
+        supervisor.ensure(host.spec(2), PATIENCE_S)
+    supervisor.stop("gpu-3", PATIENCE_S)
     assert (supervisor.status(), host.modes()) == ((group,), [EXCLUSIVE_PROCESS] * 3)
-    supervisor.stop("gpu-2", 10)
-    supervisor.ensure(host.spec(3), 10)
+    supervisor.stop("gpu-2", PATIENCE_S)
+    supervisor.ensure(host.spec(3), PATIENCE_S)
     with pytest.raises(RetryableError, match="has the MPS daemon of gpu-3, which must stop"):
-        supervisor.ensure(host.group_spec(), 10)
-    supervisor.stop("gpu-3", 10)
-    assert supervisor.ensure(host.group_spec(), 10).state == "ready", "it is tried again at once"
-    supervisor.stop("gpu-2", 10)
+        supervisor.ensure(host.group_spec(), PATIENCE_S)
+    supervisor.stop("gpu-3", PATIENCE_S)
+    assert supervisor.ensure(host.group_spec(), PATIENCE_S).state == "ready", "it is tried again at once"
+    supervisor.stop("gpu-2", PATIENCE_S)
     host.assert_nothing_left()
 
 
@@ -182,28 +182,28 @@ def test_two_daemons_never_have_the_same_gpu(host: Host) -> None:
 def test_every_gpu_is_put_back_when_the_record_was_lost(host: Host, lost: Callable[[Path], object]) -> None:
     """Its status says all its GPUs."""
     first = host.supervisor()
-    first.ensure(host.group_spec(), 10)
+    first.ensure(host.group_spec(), PATIENCE_S)
     first.close()
     lost(host.layout.record("gpu-2"))
     second = host.supervisor()
-    second.stop("gpu-2", 10)
+    second.stop("gpu-2", PATIENCE_S)
     host.assert_nothing_left()
 
 
 def test_every_gpu_is_put_back_when_an_ensure_found_no_record(host: Host) -> None:
     first = host.supervisor()
-    spec = first.ensure(host.group_spec(), 10).spec
+    spec = first.ensure(host.group_spec(), PATIENCE_S).spec
     first.close()
     host.layout.record("gpu-2").unlink()
     second = host.supervisor()
-    second.ensure(spec, 10)
-    second.stop("gpu-2", 10)
+    second.ensure(spec, PATIENCE_S)
+    second.stop("gpu-2", PATIENCE_S)
     host.assert_nothing_left()
 
 
 def test_the_next_host_stops_it_when_none_runs(host: Host) -> None:
     first = host.supervisor()
-    first.ensure(host.group_spec(), 10)
+    first.ensure(host.group_spec(), PATIENCE_S)
     first.close()
     with pytest.raises(NoMpsHostError):
         MpsHostFiles(host.layout, wait_s=0.0).stop("gpu-2", 1)

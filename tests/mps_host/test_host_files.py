@@ -40,7 +40,7 @@ from dra_driver.mps_host.host_files import (
     wanted_files,
 )
 from tests.fakes.mps_behaviour import NEVER_READY, fails_to_start
-from tests.fakes.waiting import eventually
+from tests.fakes.waiting import PATIENCE_S, eventually
 from tests.mps_host.conftest import RETRIED_LATER, Host
 
 SPEC = MpsDaemonSpec("gpu-1", "GPU-1", "gpu", "GPU-1", default_memory_limit_mib=64)
@@ -378,7 +378,7 @@ def test_a_host_that_does_nothing_is_named(fake: FakeHost) -> None:
 def test_only_for_a_daemon_that_runs_as_wanted_nothing_waits(host: Host, fake: FakeHost, which: str) -> None:
     """The host does nothing here, so waiting always times out."""
     supervisor, spec = host.supervisor(probe=60), host.spec()
-    first = supervisor.ensure(spec, 10)
+    first = supervisor.ensure(spec, PATIENCE_S)
     supervisor.close()
     if which == "has ended":
         end(host.daemons(), 2.0)
@@ -401,7 +401,7 @@ def test_only_for_a_daemon_that_runs_as_wanted_nothing_waits(host: Host, fake: F
 
 def test_daemon_that_is_not_wanted_any_more_does_not_count_as_running(host: Host) -> None:
     supervisor, spec = host.supervisor(), host.spec()
-    supervisor.ensure(spec, 10)
+    supervisor.ensure(spec, PATIENCE_S)
     supervisor.close()
     files = MpsHostFiles(host.layout)
     assert files.runs(spec)
@@ -417,8 +417,8 @@ def test_a_start_is_cancelled_when_the_daemon_should_stop(host: Host) -> None:
     supervisor = host.supervisor(start=60)
     with pytest.raises(RetryableError, match="did not start the MPS daemon of gpu-2 within"):
         supervisor.ensure(host.spec(), 1)
-    assert host.daemons()
-    supervisor.stop("gpu-2", 20)
+    eventually(host.daemons)
+    supervisor.stop("gpu-2", PATIENCE_S)
     host.assert_nothing_left()
 
 
@@ -437,22 +437,22 @@ def test_start_that_fails_while_the_daemon_is_stopped_is_not_the_failure_of_the_
     monkeypatch.setattr(DaemonControl, "start", start)
     supervisor = host.supervisor(look=0.5)  # the failure is shown that long
     with pytest.raises(RetryableError, match="no start: a"):
-        supervisor.ensure(host.spec(), 10)
-    assert starting.wait(10)
-    supervisor.stop("gpu-2", 10)
+        supervisor.ensure(host.spec(), PATIENCE_S)
+    assert starting.wait(PATIENCE_S)
+    supervisor.stop("gpu-2", PATIENCE_S)
     host.assert_nothing_left()
 
 
 def test_a_daemon_that_is_wanted_again_while_it_stops_is_recreated(host: Host) -> None:
     supervisor = host.supervisor(patience=0.5)
-    first = supervisor.ensure(host.spec(), 10)
+    first = supervisor.ensure(host.spec(), PATIENCE_S)
     os.kill(first.pid, 19)  # so that its exit takes a while
     with pytest.raises(RetryableError, match="did not stop"):
         supervisor.stop("gpu-2", 0.1)
-    second = supervisor.ensure(host.spec(), 20)
+    second = supervisor.ensure(host.spec(), PATIENCE_S)
     assert [daemon.pid for daemon in host.daemons()] == [second.pid]
     assert second.pid != first.pid
-    supervisor.stop("gpu-2", 10)
+    supervisor.stop("gpu-2", PATIENCE_S)
     host.assert_nothing_left()
 
 
@@ -461,7 +461,7 @@ def test_daemon_that_is_wanted_again_before_the_host_stops_it_runs_on(
 ) -> None:
     """The host has seen that its file is gone, and sees it again after it has withdrawn `ready`."""
     supervisor, spec = host.supervisor(probe=60), host.spec()
-    first = supervisor.ensure(spec, 10)
+    first = supervisor.ensure(spec, PATIENCE_S)
     published: list[str] = []
     write = host_supervisor.write_atomically
 
@@ -474,8 +474,8 @@ def test_daemon_that_is_wanted_again_before_the_host_stops_it_runs_on(
     monkeypatch.setattr(host_supervisor, "write_atomically", write_and_want)
     host.layout.wanted("gpu-2").unlink()
     eventually(lambda: published == ["stopped", "ready"])
-    assert supervisor.ensure(spec, 10).pid == first.pid
-    supervisor.stop("gpu-2", 10)
+    assert supervisor.ensure(spec, PATIENCE_S).pid == first.pid
+    supervisor.stop("gpu-2", PATIENCE_S)
     host.assert_nothing_left()
 
 
@@ -484,7 +484,7 @@ def test_daemon_is_not_stopped_while_its_status_says_that_it_serves(
 ) -> None:
     """A full disk keeps the status as it is; then it is removed before the daemon is stopped."""
     supervisor, spec = host.supervisor(probe=60), host.spec()
-    supervisor.ensure(spec, 10)
+    supervisor.ensure(spec, PATIENCE_S)
     said: list[bool] = []
     take_down = daemon_module.Daemon._take_down
 
@@ -494,7 +494,7 @@ def test_daemon_is_not_stopped_while_its_status_says_that_it_serves(
 
     monkeypatch.setattr(daemon_module.Daemon, "_take_down", note)
     monkeypatch.setattr(host_supervisor, "write_atomically", refuse_write)
-    supervisor.stop("gpu-2", 10)
+    supervisor.stop("gpu-2", PATIENCE_S)
     assert said == [False]
     host.assert_nothing_left()
 
@@ -527,12 +527,12 @@ def test_start_that_is_withdrawn_before_the_host_has_a_record_leaves_no_daemon(
 def test_daemon_of_another_spec_than_wanted_is_stopped_first(host: Host) -> None:
     """It should have stopped while no host ran, and another claim has requested it since."""
     first, spec = host.supervisor(), host.spec()
-    before = first.ensure(spec, 10)
+    before = first.ensure(spec, PATIENCE_S)
     first.close()
     host.layout.wanted("gpu-2").unlink()
     other = replace(spec, default_active_thread_percentage=50)
     host.layout.wanted("gpu-2").write_bytes(encode_wanted(other))
-    status = host.supervisor().ensure(other, 20)
+    status = host.supervisor().ensure(other, PATIENCE_S)
     assert (status.spec, status.pid != before.pid) == (other, True)
     assert host.control().query("get_default_active_thread_percentage") == ["50.0"]
 
@@ -542,25 +542,25 @@ def test_failed_start_is_retried_at_once_when_it_is_requested_again(host: Host) 
     supervisor = host.supervisor(**RETRIED_LATER)
     for _ in range(2):
         with pytest.raises(RetryableError, match="stopped during its start"):
-            supervisor.ensure(host.spec(), 10)
+            supervisor.ensure(host.spec(), PATIENCE_S)
     host.behave()
-    assert supervisor.ensure(host.spec(), 10).state == "ready"
+    assert supervisor.ensure(host.spec(), PATIENCE_S).state == "ready"
 
 
 def test_failed_start_is_retried_while_the_daemon_should_run(host: Host) -> None:
     host.behave(**fails_to_start("no"))
     supervisor = host.supervisor()
     with pytest.raises(RetryableError, match="stopped during its start"):
-        supervisor.ensure(host.spec(), 10)
+        supervisor.ensure(host.spec(), PATIENCE_S)
     host.behave()
     eventually(lambda: MpsHostFiles(host.layout).runs(host.spec()))
-    supervisor.stop("gpu-2", 10)
+    supervisor.stop("gpu-2", PATIENCE_S)
     host.assert_nothing_left()
 
 
 def test_a_stop_needs_no_space_on_the_disk(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     supervisor = host.supervisor()
-    supervisor.ensure(host.spec(), 10)
+    supervisor.ensure(host.spec(), PATIENCE_S)
 
     def write(descriptor: int, content: bytes) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -568,15 +568,15 @@ def test_a_stop_needs_no_space_on_the_disk(host: Host, monkeypatch: pytest.Monke
     with monkeypatch.context() as full:
         full.setattr(os, "write", write)
         with pytest.raises(StateError, match="the disk is full"):
-            supervisor.ensure(host.spec(3), 10)
-        supervisor.stop("gpu-2", 10)
+            supervisor.ensure(host.spec(3), PATIENCE_S)
+        supervisor.stop("gpu-2", PATIENCE_S)
     host.assert_nothing_left()
 
 
 @pytest.mark.parametrize("content", ["", "{", '{"format": 4}', '{"format": 2, "spec": null}'])
 def test_unreadable_wanted_file_stops_no_daemon_and_is_kept(host: Host, content: str, logs) -> None:
     supervisor = host.supervisor()
-    first = supervisor.ensure(host.spec(), 10)
+    first = supervisor.ensure(host.spec(), PATIENCE_S)
     wanted = host.layout.wanted("gpu-2")
     write_atomically(wanted, content.encode())
     eventually(lambda: "mps_wanted_unreadable" in [line["event"] for line in logs])
@@ -584,14 +584,14 @@ def test_unreadable_wanted_file_stops_no_daemon_and_is_kept(host: Host, content:
     supervisor = host.supervisor()
     eventually(lambda: supervisor.status()[0].state == "ready")
     assert (supervisor.status()[0].pid, wanted.read_text()) == (first.pid, content)
-    assert supervisor.ensure(host.spec(), 10).pid == first.pid, "it is written anew"
-    supervisor.stop("gpu-2", 10)
+    assert supervisor.ensure(host.spec(), PATIENCE_S).pid == first.pid, "it is written anew"
+    supervisor.stop("gpu-2", PATIENCE_S)
     host.assert_nothing_left()
 
 
 def test_directory_that_is_gone_or_no_directory_ends_no_daemon(host: Host, logs) -> None:
     supervisor = host.supervisor()
-    first = supervisor.ensure(host.spec(), 10)
+    first = supervisor.ensure(host.spec(), PATIENCE_S)
     kept = host.layout.wanted_directory.rename(host.layout.root / "elsewhere")
     eventually(lambda: "mps_wanted_unreadable" in [line["event"] for line in logs])
     host.layout.wanted_directory.touch()
@@ -600,11 +600,11 @@ def test_directory_that_is_gone_or_no_directory_ends_no_daemon(host: Host, logs)
     eventually(lambda: supervisor.status()[0].state == "ready")
     assert supervisor.status()[0].pid == first.pid
     with pytest.raises(StateError, match=r"host\.wanted"):
-        supervisor.ensure(host.spec(3), 10)
+        supervisor.ensure(host.spec(3), PATIENCE_S)
     host.layout.wanted_directory.unlink()
     kept.rename(host.layout.wanted_directory)
-    assert supervisor.ensure(host.spec(), 10).pid == first.pid
-    supervisor.stop("gpu-2", 10)
+    assert supervisor.ensure(host.spec(), PATIENCE_S).pid == first.pid
+    supervisor.stop("gpu-2", PATIENCE_S)
     host.assert_nothing_left()
 
 
@@ -614,8 +614,8 @@ def test_foreign_files_are_left_alone(host: Host) -> None:
     for name in names:
         (host.layout.wanted_directory / name).touch()
     supervisor = host.supervisor()
-    supervisor.ensure(host.spec(), 10)
-    supervisor.stop("gpu-2", 10)
+    supervisor.ensure(host.spec(), PATIENCE_S)
+    supervisor.stop("gpu-2", PATIENCE_S)
     assert {path.name for path in host.layout.wanted_directory.iterdir()} == names
     assert supervisor.status() == ()
 
@@ -623,14 +623,14 @@ def test_foreign_files_are_left_alone(host: Host) -> None:
 def test_a_refused_spec_ends_no_daemon_that_runs_with_another(host: Host) -> None:
     """Also not after the host was restarted."""
     supervisor = host.supervisor()
-    first = supervisor.ensure(host.spec(default_active_thread_percentage=50), 10)
+    first = supervisor.ensure(host.spec(default_active_thread_percentage=50), PATIENCE_S)
     with pytest.raises(PermanentError, match="50, not 60"):
-        supervisor.ensure(host.spec(default_active_thread_percentage=60), 10)
+        supervisor.ensure(host.spec(default_active_thread_percentage=60), PATIENCE_S)
     supervisor.close()
     second = host.supervisor()
     with pytest.raises(PermanentError, match="50, not 60"):
-        second.ensure(host.spec(default_active_thread_percentage=60), 10)
-    assert second.ensure(first.spec, 10).pid == first.pid
+        second.ensure(host.spec(default_active_thread_percentage=60), PATIENCE_S)
+    assert second.ensure(first.spec, PATIENCE_S).pid == first.pid
 
 
 def test_a_status_that_could_not_be_written_is_written_later(
@@ -645,7 +645,7 @@ def test_a_status_that_could_not_be_written_is_written_later(
         return written(status)
 
     monkeypatch.setattr("dra_driver.mps_host.host_supervisor.encode_status", encode)
-    assert host.supervisor().ensure(host.spec(), 10).state == "ready"
+    assert host.supervisor().ensure(host.spec(), PATIENCE_S).state == "ready"
     assert "mps_status_not_written" in [line["event"] for line in logs]
 
 
@@ -670,7 +670,7 @@ def test_host_gives_signs_while_it_can_write_what_it_knows(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     supervisor, alive = host.supervisor(sign=0.01), host.layout.alive
-    supervisor.ensure(host.spec(), 10)
+    supervisor.ensure(host.spec(), PATIENCE_S)
     before = stamp_at(alive)
     eventually(lambda: stamp_at(alive) != before)
 
@@ -692,7 +692,7 @@ def test_host_gives_signs_while_it_can_write_what_it_knows(
 
 def test_a_host_at_rest_writes_nothing(host: Host) -> None:
     supervisor = host.supervisor()
-    supervisor.ensure(host.spec(), 10)
+    supervisor.ensure(host.spec(), PATIENCE_S)
     status = host.layout.status("gpu-2")
     eventually(lambda: supervisor.status()[0].clients == 0 and '"clients": 0' in status.read_text())
     seen: list[tuple[object, object]] = []
@@ -706,7 +706,7 @@ def test_a_host_at_rest_writes_nothing(host: Host) -> None:
 
 
 def test_only_the_owner_reads_what_is_wanted_and_what_runs(host: Host) -> None:
-    host.supervisor().ensure(host.spec(), 10)
+    host.supervisor().ensure(host.spec(), PATIENCE_S)
     for directory in (host.layout.wanted_directory, host.layout.statuses):
         assert stat.S_IMODE(directory.stat().st_mode) == 0o700
         assert {stat.S_IMODE(path.stat().st_mode) for path in directory.iterdir()} == {0o600}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from functools import partial
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from dra_driver.mps_host.daemon_control import bound_logs, is_answer, limit_comm
 from dra_driver.mps_host.daemon_mounts import KernelMounter, SelinuxLabels, is_tmpfs
 from dra_driver.mps_host.daemon_processes import ProcessId
 from dra_driver.mps_host.host_files import DaemonRecord, DaemonRecords, MpsLayout, mps_layout
+from tests.fakes.waiting import eventually
 
 SPEC = MpsDaemonSpec("gpu-1", "GPU-1", "gpu", "GPU-1")
 TABLES = yaml.safe_load(Path(__file__).with_name("tables.yaml").read_text())
@@ -122,10 +122,7 @@ def test_a_process_is_not_gone_while_a_thread_of_it_is_left():
             assert child.stdout is not None
             child.stdout.readline()
             stat = Path(f"/proc/{child.pid}/stat")
-            deadline = time.monotonic() + 20
-            while stat.read_text().rpartition(")")[2].split()[0] != "Z":
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
+            eventually(lambda: stat.read_text().rpartition(")")[2].split()[0] == "Z")
             assert processes.identify(child.pid) is not None
         finally:
             child.kill()

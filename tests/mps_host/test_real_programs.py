@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -28,7 +27,7 @@ from dra_driver.mps_host.daemon_processes import ProcessId
 from dra_driver.mps_host.host_files import LONGEST_SOCKET, LONGEST_SOCKET_NAME
 from dra_driver.mps_host.host_supervisor import Supervisor
 from dra_driver.simulator import Machine, create_machine
-from tests.fakes.waiting import eventually
+from tests.fakes.waiting import PATIENCE_S, eventually
 from tests.mps_host.conftest import RETRIED_LATER, MpsHost
 
 UUIDS = [f"GPU-4cf8db2d-06c0-7d70-1a51-e59b25b2c16{number}" for number in range(3)]
@@ -59,7 +58,7 @@ def only_process(host: MpsHost, supervisor: Supervisor, device: str = "gpu-1") -
 
 def test_a_daemon_is_ready_and_stops_without_a_trace(real_host: MpsHost, nvidia: Programs) -> None:
     supervisor = unprobed(real_host)
-    supervisor.ensure(SPEC, 20.0)
+    supervisor.ensure(SPEC, PATIENCE_S)
     process = only_process(real_host, supervisor)
     numbers = Path(real_host.pipe("gpu-1"), "nvidia-cuda-mps-control.pid")
     if nvidia.branch in ("R470", "R535"):
@@ -67,7 +66,7 @@ def test_a_daemon_is_ready_and_stops_without_a_trace(real_host: MpsHost, nvidia:
     else:
         assert numbers.read_text().strip() == str(process.pid)
     assert ask(real_host, THREADS) == ["100.0"]
-    supervisor.stop("gpu-1", 20.0)
+    supervisor.stop("gpu-1", PATIENCE_S)
     assert (processes.identify(process.pid), supervisor.status(), real_host.left()) == (None, (), [])
     with pytest.raises(RetryableError, match="Cannot find MPS control daemon process"):
         ask(real_host, THREADS)
@@ -125,9 +124,9 @@ def test_mig_device_has_a_daemon_below_the_longest_kubelet_root(nvidia: Programs
     spec = MpsDaemonSpec("gpu-4cf8db2d-mig-1g10gb-me-20-1", UUIDS[1].replace("GPU", "MIG"), "mig", UUIDS[1])
     supervisor = unprobed(host)
     try:
-        supervisor.ensure(spec, 20.0)
+        supervisor.ensure(spec, PATIENCE_S)
         only_process(host, supervisor, spec.device)
-        supervisor.stop(spec.device, 20.0)
+        supervisor.stop(spec.device, PATIENCE_S)
         assert host.left() == []
     finally:
         host.close()
@@ -143,17 +142,17 @@ def test_limits_are_those_of_the_daemon_for_each_gpu(real_host: MpsHost, nvidia:
     )
     if nvidia.branch == "R470":
         with pytest.raises(RetryableError, match='Unknown command "set_default_device_pinned_mem_limit"'):
-            supervisor.ensure(wanted, 20.0)
+            supervisor.ensure(wanted, PATIENCE_S)
         assert (processes.users_of(real_host.pipe("gpu-1")), real_host.left()) == ((), [])
-        supervisor.stop("gpu-1", 20.0)
+        supervisor.stop("gpu-1", PATIENCE_S)
         wanted = replace(wanted, default_memory_limit_mib=None, others=())
-    supervisor.ensure(wanted, 20.0)
+    supervisor.ensure(wanted, PATIENCE_S)
     only_process(real_host, supervisor)
     assert ask(real_host, THREADS) == ["25.0"]
     if nvidia.branch != "R470":
         assert [ask(real_host, f"{MEMORY} {number}") for number in (0, 1)] == [["512M"], ["39G"]]
     with pytest.raises(PermanentError, match="default_active_thread_percentage: 25, not 50"):
-        supervisor.ensure(replace(wanted, default_active_thread_percentage=50), 20.0)
+        supervisor.ensure(replace(wanted, default_active_thread_percentage=50), PATIENCE_S)
 
 
 def test_output_of_a_running_daemon_is_bounded(real_host: MpsHost, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +160,7 @@ def test_output_of_a_running_daemon_is_bounded(real_host: MpsHost, monkeypatch: 
     monkeypatch.setattr(daemon_control, "_LARGEST_LOG", 16 << 10)
     monkeypatch.setattr(daemon_control, "_KEPT_OF_LOG", 4 << 10)
     supervisor = unprobed(real_host)
-    supervisor.ensure(SPEC, 20.0)
+    supervisor.ensure(SPEC, PATIENCE_S)
     process = only_process(real_host, supervisor)
     output = Path(real_host.directories("gpu-1").log, "host.out")
     sizes = []
@@ -178,7 +177,7 @@ def test_output_of_a_running_daemon_is_bounded(real_host: MpsHost, monkeypatch: 
 def test_the_probe_copes_with_a_server_that_cannot_start(real_host: MpsHost) -> None:
     """As if the GPU were gone: the server exits, and the daemon keeps running."""
     supervisor = unprobed(real_host)
-    supervisor.ensure(SPEC, 20.0)
+    supervisor.ensure(SPEC, PATIENCE_S)
     process = only_process(real_host, supervisor)
     ask(real_host, f"start_server -uid {os.geteuid()}")
     output = Path(real_host.layout.directories("gpu-1").log, "host.out")
@@ -195,7 +194,7 @@ def test_a_server_that_ended_while_it_was_queried_is_not_a_problem(
 ) -> None:
     """The answers of a probe between the list of servers and the queries about each."""
     supervisor = unprobed(real_host)
-    supervisor.ensure(SPEC, 20.0)
+    supervisor.ensure(SPEC, PATIENCE_S)
     gone = os.getpid()
     unknown = 'Unknown command "get_server_status"'
     has_no_status = nvidia.branch in ("R470", "R535")
@@ -207,7 +206,7 @@ def test_a_server_that_ended_while_it_was_queried_is_not_a_problem(
 
 def test_the_next_host_takes_the_daemon_over(real_host: MpsHost, logs: list) -> None:
     first = unprobed(real_host)
-    first.ensure(replace(SPEC, default_active_thread_percentage=25), 20.0)
+    first.ensure(replace(SPEC, default_active_thread_percentage=25), PATIENCE_S)
     process = only_process(real_host, first)
     first.close()
     second = unprobed(real_host)
@@ -218,20 +217,20 @@ def test_the_next_host_takes_the_daemon_over(real_host: MpsHost, logs: list) -> 
         "mps_daemon_adopted",
     ]
     assert ask(real_host, THREADS) == ["25.0"]
-    second.stop("gpu-1", 20.0)
+    second.stop("gpu-1", PATIENCE_S)
     assert (processes.identify(process.pid), real_host.left()) == (None, [])
 
 
 def test_a_daemon_that_no_record_names_is_taken_over(real_host: MpsHost) -> None:
     """The host died after it had started the daemon and before it wrote that down."""
     first = unprobed(real_host)
-    first.ensure(SPEC, 20.0)
+    first.ensure(SPEC, PATIENCE_S)
     process = only_process(real_host, first)
     first.close()
     record = real_host.layout.record("gpu-1")
     record.unlink()
     second = unprobed(real_host)
-    second.ensure(SPEC, 20.0)
+    second.ensure(SPEC, PATIENCE_S)
     assert only_process(real_host, second) == process
 
 
@@ -239,7 +238,7 @@ def test_a_daemon_that_no_record_names_is_taken_over(real_host: MpsHost) -> None
 def test_a_daemon_that_ends_is_restarted(real_host: MpsHost, how: signal.Signals | str) -> None:
     """A killed daemon leaves its sockets and its pid file."""
     supervisor = unprobed(real_host)
-    supervisor.ensure(replace(SPEC, default_active_thread_percentage=25), 20.0)
+    supervisor.ensure(replace(SPEC, default_active_thread_percentage=25), PATIENCE_S)
     former = only_process(real_host, supervisor)
     if isinstance(how, str):
         real_host.control("gpu-1")._pass((how,), 5.0)
@@ -253,7 +252,7 @@ def test_a_daemon_that_ends_is_restarted(real_host: MpsHost, how: signal.Signals
 
 def test_a_second_daemon_of_a_device_ends_by_itself(real_host: MpsHost) -> None:
     supervisor = unprobed(real_host)
-    supervisor.ensure(SPEC, 20.0)
+    supervisor.ensure(SPEC, PATIENCE_S)
     process = only_process(real_host, supervisor)
     directories = real_host.layout.directories("gpu-1")
     second = real_host.control("gpu-1").start()
@@ -268,11 +267,11 @@ def test_daemons_of_two_devices_do_not_know_each_other(real_host: MpsHost) -> No
     other = MpsDaemonSpec("gpu-0", UUIDS[0], "gpu", UUIDS[0])
     limited = replace(SPEC, default_active_thread_percentage=25)
     for spec in (other, limited):
-        supervisor.ensure(spec, 20.0)
+        supervisor.ensure(spec, PATIENCE_S)
     kept = only_process(real_host, supervisor)
     assert only_process(real_host, supervisor, "gpu-0") != kept
     assert (ask(real_host, THREADS), ask(real_host, THREADS, device="gpu-0")) == (["25.0"], ["100.0"])
-    supervisor.stop("gpu-0", 20.0)
+    supervisor.stop("gpu-0", PATIENCE_S)
     assert only_process(real_host, supervisor) == kept
     assert real_host.left() == ["gpu-1", "gpu-1.json", "gpu-1.json"]
 
@@ -292,10 +291,7 @@ def other_program(real_host: MpsHost) -> Iterator[Callable[[], subprocess.Popen[
         )
         made.append(one)
         output = Path(control.directories.log, "host.out")
-        deadline = time.monotonic() + 20
-        while "NEW UI" not in output.read_text().rpartition("UI closed")[2]:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        eventually(lambda: "NEW UI" in output.read_text().rpartition("UI closed")[2])
         return one
 
     yield start
@@ -307,7 +303,7 @@ def test_no_answer_is_not_a_list_of_servers_when_someone_else_talks_with_the_dae
     real_host: MpsHost, other_program: Callable[[], subprocess.Popen[bytes]]
 ) -> None:
     supervisor = unprobed(real_host)
-    supervisor.ensure(SPEC, 20.0)
+    supervisor.ensure(SPEC, PATIENCE_S)
     other_program()
     with pytest.raises(BusyError):
         real_host.control("gpu-1").query_once("get_server_list", timeout_s=5.0)
@@ -317,14 +313,14 @@ def test_a_question_is_repeated_until_the_other_program_has_ended(
     real_host: MpsHost, other_program: Callable[[], subprocess.Popen[bytes]]
 ) -> None:
     supervisor = unprobed(real_host)
-    supervisor.ensure(SPEC, 20.0)
+    supervisor.ensure(SPEC, PATIENCE_S)
     threading.Timer(0.5, other_program().communicate).start()
     assert supervisor._daemons["gpu-1"]._control.query_servers() == (None, 0)
 
 
 def test_our_own_questions_never_meet(real_host: MpsHost) -> None:
     supervisor = real_host.supervisor(probe=3600.0, answer=60.0)
-    supervisor.ensure(SPEC, 20.0)
+    supervisor.ensure(SPEC, PATIENCE_S)
     conversation = supervisor._daemons["gpu-1"]._control
     with ThreadPoolExecutor(8) as threads:
         assert list(threads.map(lambda _: conversation.query_servers(), range(8))) == [(None, 0)] * 8

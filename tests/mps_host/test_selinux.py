@@ -18,6 +18,7 @@ from dra_driver.mps_host.daemon_mounts import (
     is_tmpfs,
 )
 from tests.fakes.tables import tabled
+from tests.fakes.waiting import PATIENCE_S
 from tests.mps_host.conftest import Host
 
 IS_ROOT = os.geteuid() == 0
@@ -63,7 +64,7 @@ def test_the_kernel_says_whether_it_has_selinux(tmp_path: Path, text: str | None
 def test_pipe_log_and_shared_memory_are_labelled_when_the_kernel_has_selinux(host: Host) -> None:
     attributes = Attributes()
     on_selinux(host, SelinuxLabels(enabled=True, set_attribute=attributes))
-    host.supervisor().ensure(host.spec(), 10)
+    host.supervisor().ensure(host.spec(), PATIENCE_S)
     wanted = CONTAINER_FILE.encode()
     assert attributes.set == {"pipe": wanted, "log": wanted, "shm": wanted}
     if IS_ROOT:
@@ -73,7 +74,7 @@ def test_pipe_log_and_shared_memory_are_labelled_when_the_kernel_has_selinux(hos
 
 
 def test_nothing_is_labelled_when_the_kernel_has_no_selinux(host: Host) -> None:
-    host.supervisor().ensure(host.spec(), 10)
+    host.supervisor().ensure(host.spec(), PATIENCE_S)
     directories = host.layout.directories("gpu-2")
     assert [label_of(path) for path in (directories.pipe, directories.log, directories.shm)] == ["", "", ""]
 
@@ -83,7 +84,7 @@ def test_a_failure_is_reported_once_and_stops_no_daemon(host: Host, logs: list[d
     on_selinux(host, SelinuxLabels(enabled=True, set_attribute=unsupported))
     supervisor = host.supervisor()
     for index in (2, 3):
-        assert supervisor.ensure(host.spec(index), 10).state == "ready"
+        assert supervisor.ensure(host.spec(index), PATIENCE_S).state == "ready"
     reported = [line for line in logs if line["event"] == "mps_not_labelled"]
     assert [line["label"] for line in reported] == [CONTAINER_FILE]
 
@@ -116,7 +117,7 @@ def test_the_tmpfs_is_mounted_with_the_label_when_the_kernel_takes_it(
 @pytest.mark.skipif(not IS_ROOT, reason="mounting needs root")
 def test_the_tmpfs_is_mounted_without_the_label_when_this_kernel_refuses_it(host: Host) -> None:
     on_selinux(host, SelinuxLabels(enabled=True))
-    host.supervisor().ensure(host.spec(), 10)
+    host.supervisor().ensure(host.spec(), PATIENCE_S)
     assert is_tmpfs(Path(host.layout.directories("gpu-2").shm))
 
 

@@ -19,7 +19,7 @@ from dra_driver.nvml import session as module
 from dra_driver.nvml.session import NvmlSession, load_library
 from tests.fakes.hanging_nvml import HangingNvml
 from tests.fakes.machines import SimulatedNode
-from tests.fakes.waiting import eventually
+from tests.fakes.waiting import PATIENCE_S, eventually
 
 
 def test_library_is_loaded_once_and_again_after_reopen(machine: Callable[[str], SimulatedNode]) -> None:
@@ -106,7 +106,7 @@ def in_thread(work: Callable[[], object]) -> Iterator[None]:
     try:
         yield
     finally:
-        thread.join(10)
+        thread.join(PATIENCE_S)
     assert (thread.is_alive(), errors) == (False, [])
 
 
@@ -123,7 +123,7 @@ class Bench:
 
     def _load(self) -> object:
         self.opening.set()
-        assert self.gate.wait(10)
+        assert self.gate.wait(PATIENCE_S)
         return self.node.session._loader()
 
 
@@ -142,12 +142,12 @@ def under_way(use: Callable[[], AbstractContextManager[object]]) -> Iterator[thr
     def work() -> None:
         with use():
             begun.set()
-            assert ends.wait(20)
+            assert ends.wait(PATIENCE_S)
             assert pynvml.nvmlDeviceGetCount() == 4
 
     with in_thread(work):
         try:
-            assert begun.wait(10)
+            assert begun.wait(PATIENCE_S)
             yield ends
         finally:
             ends.set()
@@ -244,7 +244,7 @@ def test_operation_waits_no_longer_than_its_patience(bench: Bench) -> None:
     bench.gate.clear()
     bench.opening.clear()
     with in_thread(session.reopen):
-        assert bench.opening.wait(10)
+        assert bench.opening.wait(PATIENCE_S)
         with (
             pytest.raises(NvmlUnavailableError, match="NVML is being initialised") as caught,
             session.operation(lambda: 0.0),
@@ -302,7 +302,7 @@ def test_second_pause_joins_the_first_and_the_last_one_opens_nvml(bench: Bench) 
 
     def first() -> None:
         with session.closed(lambda: 10):
-            assert first_ends.wait(10)
+            assert first_ends.wait(PATIENCE_S)
 
     with in_thread(first):
         eventually(lambda: not clients(bench) and session._change is None)
@@ -333,9 +333,9 @@ def test_operation_waits_for_the_end_and_a_look_is_refused(bench: Bench) -> None
             pass
         later = threading.Thread(target=operation)
         later.start()
-        assert waits.wait(10)
+        assert waits.wait(PATIENCE_S)
         assert seen == []
-    later.join(10)
+    later.join(PATIENCE_S)
     assert seen == [4]
 
 
@@ -450,10 +450,10 @@ def test_look_that_ends_just_before_a_pause_does_not_make_operations_fail(bench:
     def pause() -> None:
         with session.closed(lambda: 10):
             closed.set()
-            over.wait(10)
+            over.wait(PATIENCE_S)
 
     with in_thread(pause):
-        assert closed.wait(10)
+        assert closed.wait(PATIENCE_S)
         with pytest.raises(NvmlInUseError, match="closed for a moment"):
             session.reopen()
         over.set()

@@ -17,7 +17,7 @@ from dra_driver.nvml import calls
 from dra_driver.nvml.calls import NOT_ANSWERED, GpuWalk
 from dra_driver.nvml.scan import ScanMemory, read_nvml_fingerprint
 from tests.fakes.machines import SimulatedNode, read_inventory, silence
-from tests.fakes.waiting import eventually
+from tests.fakes.waiting import PATIENCE_S, eventually
 
 Make = Callable[[str], SimulatedNode]
 THIRD = 3
@@ -179,7 +179,7 @@ def test_walk_in_which_all_hang_costs_the_limit_once() -> None:
 
     def read(index: int) -> int:
         called.append(index)
-        gate.wait(60)
+        gate.wait(PATIENCE_S)
         return index
 
     walk = GpuWalk()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from dra_driver.simulator import SimulatedPciControl
 from tests.fakes.kindnode import FOR_MACHINES, KindNode, Site
 from tests.fakes.preparing import in_threads
 from tests.fakes.samples import DRIVER, claim
+from tests.fakes.waiting import eventually
 
 HURRY_S = 3.0
 
@@ -37,13 +37,6 @@ def whole(site: Site, uid: str = "uid-2") -> AllocatedClaim:
 def in_a_hurry(node: KindNode, one: AllocatedClaim) -> Any:
     node.claims.add(one)
     return node.service.prepare([one.ref], HURRY_S)[one.ref.uid]
-
-
-def eventually(check: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
-    while not check():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def refused(answer: object, *parts: str) -> None:

@@ -10,6 +10,7 @@ import pytest
 from playground.apiserver import PlaygroundApiServer
 
 from tests.fakes.tables import tabled
+from tests.fakes.waiting import PATIENCE_S
 
 SLICES = "/apis/resource.k8s.io/v1/resourceslices"
 CLAIMS = "/apis/resource.k8s.io/v1/namespaces/default/resourceclaims"
@@ -24,7 +25,7 @@ def server():
 
 def call(server, method, path, body=None, content_type="application/json"):
     """(status, decoded body)"""
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE_S)
     try:
         data = None if body is None else json.dumps(body)
         connection.request(method, path, data, {"Content-Type": content_type})
@@ -39,7 +40,7 @@ def call(server, method, path, body=None, content_type="application/json"):
 
 def watch(server, path, count):
     """The first `count` events of a watch."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE_S)
     with contextlib.closing(connection):
         connection.request("GET", path)
         with connection.getresponse() as response:

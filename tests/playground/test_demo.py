@@ -12,6 +12,7 @@ from playground.demo import demo
 
 from dra_driver.errors import InvalidConfigError
 from dra_driver.simulator import machine_names
+from tests.fakes.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 WITHOUT_MIG = {"a10-8", "dgx-1v", "dgx-2", "gb10", "l40s-8", "t4-4"}
@@ -44,7 +45,7 @@ def test_unknown_machine_is_one_sentence_with_those_that_there_are() -> None:
         demo("dgx-h1000")
     done = subprocess.run(
         [sys.executable, "hack/playground", "run", "--simulate", "dgx-h1000"],
-        cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
+        cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"playground: {refused.value}\n")
     assert all(name in done.stderr for name in machine_names())

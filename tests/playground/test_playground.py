@@ -20,11 +20,10 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.fakes.waiting import eventually
+from tests.fakes.waiting import PATIENCE_S, eventually
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-_WAIT_S = 30.0
 
 
 @dataclass
@@ -48,7 +47,7 @@ class Playground:
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(self.url + path, data, headers, method=method)
         try:
-            with urllib.request.urlopen(request, timeout=10) as answer:
+            with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
                 return json.load(answer)
         except urllib.error.HTTPError as error:
             with error:
@@ -80,7 +79,7 @@ class Playground:
 
     def end(self, number: signal.Signals) -> int:
         self.process.send_signal(number)
-        return self.process.wait(_WAIT_S)
+        return self.process.wait(PATIENCE_S)
 
 
 @pytest.fixture
@@ -116,7 +115,7 @@ def start(tmp_path: Path, temporary: Path) -> Iterator[Callable[..., Playground]
     yield started
     for process in processes:
         process.terminate()  # not killed, because it stops its MPS host
-        process.wait(_WAIT_S)
+        process.wait(PATIENCE_S)
 
 
 def test_pod_runs_and_ends_and_nothing_is_left_when_the_playground_ends(
@@ -156,7 +155,7 @@ def test_every_command_that_it_prints_works(start: Callable[[str], Playground], 
             continue
         done = subprocess.run(
             ["bash", "-c", playground.paste + command],
-            cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False,
+            cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
         )  # fmt: skip
         assert done.returncode == 0, (command, done.stdout, done.stderr)
         if "simulate lose" in command:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fakes.waiting import eventually
+from tests.fakes.waiting import PATIENCE_S, eventually
 from tests.playground.test_playground import Playground, start, temporary
 
 __all__ = ["start", "temporary"]
@@ -70,7 +70,7 @@ def second_terminal(tmp_path: Path) -> Callable[[Playground, str], str]:
         environment = {"HOME": str(tmp_path), "PATH": f"{_kubectl().parent}:/usr/local/bin:/usr/bin:/bin"}
         done = subprocess.run(
             ["bash", "-eu", "-o", "pipefail", "-c", playground.paste + block],
-            cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100, check=False,
+            cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
         )  # fmt: skip
         assert done.returncode == 0, (block, done.stdout, done.stderr)
         return done.stdout
@@ -95,7 +95,7 @@ def test_every_block_works_and_prints_what_the_page_shows(
             def is_shown(block: str = last, shown: set[str] = shown, first: list[str] = first) -> bool:
                 return shown <= set(lines(first.pop() if first else second_terminal(playground, block)))
 
-            eventually(is_shown, timeout_s=90)
+            eventually(is_shown)
     assert playground.claims() == []
     eventually(lambda: "gpu.nvidia.com/gpu-lost" not in str(playground.devices()))
 

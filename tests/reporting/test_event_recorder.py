@@ -29,7 +29,7 @@ from dra_driver.reporting.event_recorder import (
     ObjectEvent,
     ReportLimits,
 )
-from tests.fakes.waiting import eventually
+from tests.fakes.waiting import PATIENCE_S, eventually
 from tests.kube.support import DRIVER, allocated_claim
 
 _REF = ClaimRef("ns", "claim", "uid")
@@ -77,7 +77,7 @@ class Server:
 
     def _serve(self) -> None:
         self.entered.set()
-        assert self.open.wait(10)
+        assert self.open.wait(PATIENCE_S)
         with self.reported:
             self.tries += 1
             if self.errors:
@@ -125,7 +125,7 @@ def test_an_event_for_the_node_and_the_newest_state_of_a_claim_are_written(serve
     server.open.clear()
     with speaking(server) as recorder:
         recorder.node_event("GPURecovered", "GPU gpu-0 is well", warning=False)
-        assert server.entered.wait(10)
+        assert server.entered.wait(PATIENCE_S)
         for devices in ((_LOST,), (_READY, _LOST), (_READY,)):
             recorder.claim_status(_REF, devices, lambda: None)
         server.open.set()
@@ -138,7 +138,7 @@ def test_a_speaker_never_waits_and_a_burst_is_bounded(server):
     server.open.clear()  # the API server hangs
     with speaking(server, ReportLimits(most=100, events_per_s=0.01)) as recorder:
         recorder.node_event("First", "", warning=False)
-        assert server.entered.wait(10)
+        assert server.entered.wait(PATIENCE_S)
         for number in range(1000):
             recorder.claim_event(_REF, "PrepareFailed", f"cause {number}", warning=True)
         assert recorder.dropped == 900
@@ -416,7 +416,7 @@ def test_a_burst_of_minor_events_costs_nothing_else(server, logs):
     server.open.clear()
     with speaking(server, ReportLimits(most=10, events_per_s=1000, settle_s=0)) as recorder:
         recorder.node_event("First", "", warning=False)
-        assert server.entered.wait(10)
+        assert server.entered.wait(PATIENCE_S)
         recorder.claim_status(_REF, [_READY], lambda: None)
         recorder.claim_event(_REF, "PrepareFailed", "why", warning=True)
         for number in range(500):
@@ -438,7 +438,7 @@ def test_a_state_outlives_an_outage_and_reports_when_it_was_written(server):
         server, ReportLimits(backoff_first_s=0.001, backoff_most_s=0.001, give_up_s=0.0)
     ) as recorder:
         recorder.claim_status(_REF, [_READY], written.set)
-        assert written.wait(10)
+        assert written.wait(PATIENCE_S)
     assert (server.states, recorder.dropped) == ([(_REF, (_READY,))], 0)
 
 
@@ -457,7 +457,7 @@ def test_the_state_of_a_claim_that_is_gone_is_not_written_any_more(server):
     server.open.clear()
     with speaking(server) as recorder:
         recorder.node_event("PrepareFailed", "keeps the recorder busy", warning=True)
-        assert server.entered.wait(10)
+        assert server.entered.wait(PATIENCE_S)
         recorder.claim_status(_REF, [], lambda: None)
         recorder.claim_gone(_REF)
         server.open.set()

@@ -4,7 +4,6 @@ import errno
 import http.client
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +14,7 @@ from dra_driver.errors import FatalError, InvalidConfigError
 from dra_driver.model.ids import split_address
 from dra_driver.reporting.http import HttpEndpoint, Response, problems_page
 from tests.fakes.tables import tabled
+from tests.fakes.waiting import PATIENCE_S, eventually
 
 
 def broken() -> Response:
@@ -40,7 +40,7 @@ def endpoint(problems: list[str]) -> Iterator[HttpEndpoint]:
 
 
 def get(endpoint: HttpEndpoint, path: str, method: str = "GET") -> tuple[int, str | None, bytes]:
-    connection = http.client.HTTPConnection("127.0.0.1", endpoint.port, timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", endpoint.port, timeout=PATIENCE_S)
     connection.request(method, path)
     answer = connection.getresponse()
     result = answer.status, answer.getheader("Content-Type"), answer.read()
@@ -93,13 +93,10 @@ def test_client_that_does_not_read_is_cut_off_without_a_traceback(
     one = HttpEndpoint("127.0.0.1:0", {"/big": lambda: Response(200, "text/x", b"x" * (64 << 20))})
     one.start()
     before = threading.active_count()
-    with socket.create_connection(("127.0.0.1", one.port), timeout=20) as client:
+    with socket.create_connection(("127.0.0.1", one.port), timeout=PATIENCE_S) as client:
         client.sendall(b"GET /big HTTP/1.0\r\n\r\n")
         assert client.recv(1) == b"H"
-        deadline = time.monotonic() + 20
-        while threading.active_count() > before:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        eventually(lambda: threading.active_count() <= before)
     one.stop()
     assert capfd.readouterr().err == ""
 
@@ -109,13 +106,10 @@ def test_clients_that_stay_without_a_word_cost_a_bounded_number_of_threads_and_l
 ) -> None:
     monkeypatch.setattr("dra_driver.reporting.http._MAX_CONNECTIONS", 4)
     before = threading.active_count()
-    silent = [socket.create_connection(("127.0.0.1", endpoint.port), timeout=20) for _ in range(12)]
+    silent = [socket.create_connection(("127.0.0.1", endpoint.port), timeout=PATIENCE_S) for _ in range(12)]
     assert [one.recv(1) for one in silent[:8]] == [b""] * 8, "the oldest are cut off"
     assert get(endpoint, "/metrics")[0] == 200
-    deadline = time.monotonic() + 20
-    while threading.active_count() > before + 4:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    eventually(lambda: threading.active_count() <= before + 4)
     for one in silent:
         one.close()
 
@@ -130,7 +124,7 @@ def test_page_that_hangs_takes_a_bounded_number_of_threads_and_blocks_no_other_p
 
     def slow() -> Response:
         begun.release()
-        assert let.wait(60)
+        assert let.wait(PATIENCE_S)
         return Response(200, "text/x", b"late\n")
 
     one = HttpEndpoint("127.0.0.1:0", {"/slow": slow, "/fast": lambda: Response(200, "text/x", b"now\n")})
@@ -139,9 +133,9 @@ def test_page_that_hangs_takes_a_bounded_number_of_threads_and_blocks_no_other_p
     callers = []
     try:
         for _ in range(8):
-            callers.append(socket.create_connection(("127.0.0.1", one.port), timeout=20))
+            callers.append(socket.create_connection(("127.0.0.1", one.port), timeout=PATIENCE_S))
             callers[-1].sendall(b"GET /slow HTTP/1.0\r\n\r\n")
-            assert begun.acquire(timeout=20)
+            assert begun.acquire(timeout=PATIENCE_S)
         answers = [get(one, "/slow") for _ in range(12)]
         busy = (503, "text/plain; charset=utf-8", b"too many requests for this page are still in progress\n")
         assert answers == [busy] * 12
@@ -149,10 +143,7 @@ def test_page_that_hangs_takes_a_bounded_number_of_threads_and_blocks_no_other_p
         assert threading.active_count() - before <= 8 + 4
     finally:
         let.set()
-    deadline = time.monotonic() + 20
-    while threading.active_count() > before:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    eventually(lambda: threading.active_count() <= before)
     assert get(one, "/slow")[0] == 200
     one.stop()
     for caller in callers:
@@ -170,7 +161,7 @@ def test_start_does_not_wait_for_dns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def answers(host: str, port: int) -> bytes:
-    connection = http.client.HTTPConnection(host, port, timeout=20)
+    connection = http.client.HTTPConnection(host, port, timeout=PATIENCE_S)
     connection.request("GET", "/")
     body = connection.getresponse().read()
     connection.close()

@@ -39,6 +39,7 @@ from tests.fakes.samples import (
     uuid,
 )
 from tests.fakes.scrapes import KnownHealth, by_label, labelled, scraped
+from tests.fakes.waiting import PATIENCE_S
 
 PLACES = (Placement(0, 1), Placement(1, 1))
 ON_DEMAND = inventory(
@@ -350,7 +351,7 @@ def test_source_that_hangs_is_left_out_asked_once_and_reported_when_it_answers()
 
     def states() -> list[str]:
         requested.append(threading.current_thread())
-        release.wait(10)
+        release.wait(PATIENCE_S)
         return ["ready"]
 
     views.mps(states)
@@ -360,7 +361,7 @@ def test_source_that_hangs_is_left_out_asked_once_and_reported_when_it_answers()
         assert failed == [("mps", "timeout")] * times
     assert len(requested) == 1
     release.set()
-    requested[0].join(10)
+    requested[0].join(PATIENCE_S)
     patient = Readings(lambda *what: failed.append(what), within_s=10)
     Views(DRIVER, NODE, patient, lambda source: None).mps(states)
     assert [family.name for family in patient.collect()] == ["nvidia_dra_mps_daemons"]

@@ -21,7 +21,7 @@ from dra_driver.model.problems import NodeProblem, ShownProblem
 from dra_driver.reporting import node_problems
 from dra_driver.reporting.failing_claims import FailingClaims
 from dra_driver.reporting.node_problems import DiskWatch, NodeProblems, decode, read_problems
-from tests.fakes.waiting import eventually
+from tests.fakes.waiting import PATIENCE_S, eventually
 
 FOREIGN = NodeProblem("foreign-driver", "another driver listens on /a.sock; remove it", "/a.sock")
 UNKNOWN = [
@@ -71,7 +71,7 @@ class Bench:
         self.found, self.events = found, []
         self.now += after_s
         self.made.turn()
-        self.made._writing.result(20)
+        self.made._writing.result(PATIENCE_S)
         return self.events
 
     def file(self) -> list[ShownProblem]:
@@ -212,7 +212,7 @@ def test_problems_are_reported_while_the_disk_hangs(bench: Bench, monkeypatch: p
     write = node_problems.write_atomically
 
     def hanging(*given: Any, **named: Any) -> None:
-        gate.wait(60)
+        gate.wait(PATIENCE_S)
         write(*given, **named)
 
     monkeypatch.setattr(node_problems, "write_atomically", hanging)
@@ -222,7 +222,7 @@ def test_problems_are_reported_while_the_disk_hangs(bench: Bench, monkeypatch: p
     bench.made.turn()
     assert [reason for reason, *_ in bench.events] == ["ForeignDriver", "GPUHealthUnknown"]
     gate.set()
-    bench.made._writing.result(20)
+    bench.made._writing.result(PATIENCE_S)
     bench.made.turn()
     eventually(lambda: len(bench.file()) == 2)
 
@@ -447,7 +447,7 @@ def test_disk_whose_size_cannot_be_had_holds_up_nothing(
     watch: DiskWatch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate, requested = threading.Event(), []
-    monkeypatch.setattr(os, "statvfs", lambda path: (requested.append(path), gate.wait(60)))
+    monkeypatch.setattr(os, "statvfs", lambda path: (requested.append(path), gate.wait(PATIENCE_S)))
     for _ in range(3):
         assert watch.problems() == []
     eventually(lambda: requested == [tmp_path])
@@ -467,7 +467,7 @@ def test_write_that_does_not_return_is_a_problem_and_holds_up_nothing(
     gate, really = threading.Event(), os.write
 
     def hanging(descriptor: int, data: Any) -> int:
-        gate.wait(60)
+        gate.wait(PATIENCE_S)
         return really(descriptor, data)
 
     monkeypatch.setattr(os, "write", hanging)
@@ -475,5 +475,5 @@ def test_write_that_does_not_return_is_a_problem_and_holds_up_nothing(
     thread.start()
     eventually(lambda: any("has not returned" in problem.text for problem in watch.problems()))
     gate.set()
-    thread.join(20)
+    thread.join(PATIENCE_S)
     assert watch.problems() == []

@@ -22,6 +22,7 @@ from dra_driver.reporting.usage import Usage
 from tests.fakes.samples import DRIVER, GPU_0, GPU_1, MIG_1G, MIG_3G, MIXED, NODE, hold, record, uuid
 from tests.fakes.scrapes import by_label, scraped
 from tests.fakes.tables import tabled
+from tests.fakes.waiting import PATIENCE_S
 
 HOST = ProcessOrigin("host")
 BUSY = GpuLoad(4 << 30, 80 << 30, 70, 40, 350.0, 700.0)
@@ -58,7 +59,7 @@ class Node:
     def read(self, gpu: GpuAddress, devices: Collection[MigAddress]) -> GpuUse:
         self.requested.append((gpu, sorted(devices)))
         if gpu.uuid in self.hang:
-            assert self.hang[gpu.uuid].wait(20)
+            assert self.hang[gpu.uuid].wait(PATIENCE_S)
         if gpu.uuid in self.fail:
             raise DeviceLostError("it fell off the bus")
         return self.uses[gpu.uuid]
@@ -160,7 +161,7 @@ def test_gpu_that_hangs_is_left_out_and_not_read_again_until_it_ends() -> None:
     end.set()
     for thread in threading.enumerate():
         if thread.name == f"ask NVML (usage of GPU {uuid(0)})":
-            thread.join(20)
+            thread.join(PATIENCE_S)
     assert threading.active_count() < before
     assert node.values("nvidia_dra_device_utilization_ratio") == {GPU_0: 0.7, GPU_1: 0}
 

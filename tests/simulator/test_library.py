@@ -16,6 +16,7 @@ import pytest
 from dra_driver.errors import InvalidConfigError
 from dra_driver.simulator import create_machine, open_machine
 from tests.fakes.tables import tabled
+from tests.fakes.waiting import PATIENCE_S
 
 
 def test_faults(nvml, handles, refused):
@@ -99,7 +100,7 @@ def test_many_changes_at_once(make):
     children = [subprocess.Popen([sys.executable, "-c", script, str(machine.directory)]) for _ in range(2)]
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda number: machine.raise_xid(1, number), range(20)))
-    assert [child.wait(20) for child in children] == [0, 0]
+    assert [child.wait(PATIENCE_S) for child in children] == [0, 0]
     events = machine.current().events
     assert [event.seq for event in events] == list(range(1, 41))
     assert machine.current().version == 41
@@ -212,5 +213,5 @@ def test_wait_for_events_sees_another_process(nvml, handles):
         "open_machine(Path(sys.argv[1])).raise_xid(5, 74)"
     )
     subprocess.run([sys.executable, "-c", script, str(machine.directory)], check=True)
-    waiter.join(20)
+    waiter.join(PATIENCE_S)
     assert [(pynvml.nvmlDeviceGetIndex(event.device), event.eventData) for event in received] == [(5, 74)]

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from dra_driver.simulator import Machine
-from tests.fakes.waiting import eventually
+from tests.fakes.waiting import PATIENCE_S, eventually
 
 SHELLS = [shell for shell in ("dash", "bash", "busybox") if shutil.which(shell)] or ["sh"]
 PATH = f"{Path(sys.executable).resolve().parent}:{os.environ['PATH']}"
@@ -45,7 +45,7 @@ class Mps:
             env=self.variables | more,
             capture_output=True,
             text=True,
-            timeout=20,
+            timeout=PATIENCE_S,
             check=False,
         )
         return done.returncode, done.stdout.splitlines()
@@ -60,7 +60,7 @@ def mps(make: Callable[..., Machine], tmp_path: Path) -> Iterator[Mps]:
     yield one
     if one.daemon is not None:
         one.daemon.terminate()
-        one.daemon.wait(90)
+        one.daemon.wait(PATIENCE_S)
 
 
 def test_daemon_keeps_limits_and_answers_until_it_quits(mps: Mps) -> None:
@@ -77,7 +77,7 @@ def test_daemon_keeps_limits_and_answers_until_it_quits(mps: Mps) -> None:
     ) == (0, ['Unknown command "frobnicate"', "100.0", "40.0", "1G"])
     assert mps.ask("quit") == (0, [])
     assert mps.daemon is not None
-    assert mps.daemon.wait(90) == 0
+    assert mps.daemon.wait(PATIENCE_S) == 0
     assert not (mps.pipe / "nvidia-cuda-mps-control.pid").exists()
 
 
@@ -95,5 +95,5 @@ def test_client_prints_its_limits_and_is_listed_while_it_is_connected(mps: Mps, 
     server = eventually(lambda: mps.ask("get_server_list")[1])
     eventually(lambda: mps.ask(f"get_client_list {server[0]}")[1])
     os.killpg(held.pid, signal.SIGTERM)
-    held.wait(90)
+    held.wait(PATIENCE_S)
     eventually(lambda: not mps.ask(f"get_client_list {server[0]}")[1])

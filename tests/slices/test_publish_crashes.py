@@ -26,6 +26,7 @@ from tests.fakes.machines import SimulatedNode
 from tests.fakes.preparing import Crash
 from tests.fakes.samples import DRIVER, NODE
 from tests.fakes.slices import publisher_of
+from tests.fakes.waiting import PATIENCE_S
 
 Json = dict[str, Any]
 View = str | None
@@ -113,7 +114,7 @@ class Cluster:
             if die_at is None:
                 assert publisher.wait_published(20)
             else:
-                publisher._worker._thread.join(20)
+                publisher._worker._thread.join(PATIENCE_S)
                 assert not publisher._worker._thread.is_alive(), "it made fewer writes than were to be"
         finally:
             publisher.stop()
