@@ -430,7 +430,43 @@ def test_the_notes_mention_values_without_meaning_and_of_no_others(notes: Callab
         "- webhook.replicas",
     ]
     assert all(len(line.partition(": ")[2]) > 10 for line in reported)
-    assert "has no maxSurge" in text
+    assert "has no maxSurge: an update stops the plugin on all nodes at once." in text
+    assert "with MIG devices on demand, with the MPS host" in text
+
+
+@pytest.mark.parametrize(
+    ("rolling", "said"),
+    [
+        ({"maxUnavailable": "100%"}, "on all nodes at once"),
+        ({"maxUnavailable": "20%"}, "on 20% of the nodes at once"),
+        ({"maxSurge": "0%", "maxUnavailable": 5}, "on 5 nodes at once"),
+        ({"maxSurge": 0, "maxUnavailable": 1}, "on one node at a time"),
+        ({"maxSurge": 1}, None),
+        ({"maxSurge": "10%", "maxUnavailable": 0}, None),
+        (None, None),
+    ],
+)
+def test_notes_say_on_how_many_nodes_an_update_stops_the_plugin(
+    notes: Callable[..., str], rolling: Values | None, said: str | None
+) -> None:
+    text = notes({"kubeletPlugin": {"updateStrategy": {"rollingUpdate": rolling}}})
+    assert ("an update stops the plugin" in text) == (said is not None)
+    assert said is None or said in text
+
+
+def test_notes_say_once_that_noexecute_also_evicts_agents(notes: Callable[..., str]) -> None:
+    taints = {"gpu-lost": "NoExecute", "xid": "NoExecute"}
+    assert notes({"health": {"taints": taints}}).count("also evicts monitoring agents") == 1
+    assert "also evicts" not in notes({"health": {"taints": dict.fromkeys(taints, "NoSchedule")}})
+
+
+def test_notes_name_each_feature_that_a_gate_turns_on(notes: Callable[..., str]) -> None:
+    gates = {
+        "DynamicMIG": "with MIG devices on demand",
+        "PassthroughSupport": "with GPUs for virtual machines",
+    }
+    for gate, said in ({**gates, "MPSSupport": "with the MPS host"}).items():
+        assert (said in notes({"featureGates": {gate: True}}), said in notes({})) == (True, False)
 
 
 def test_the_notes_report_what_to_mind_on_a_first_install(notes: Callable[..., str]) -> None:
