@@ -88,6 +88,52 @@ def test_unprepare_that_a_newer_prepare_overtook_undoes_nothing(node: Node) -> N
     assert node.files() == {}
 
 
+def test_prepare_that_was_unprepared_does_not_finish_the_record_of_a_newer_one(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The Unprepare undid the steps of the older call, and those of the newer call are not done yet."""
+    change, answers = node.executor.change, []
+    waits, go_on = threading.Event(), threading.Event()
+    newer = threading.Thread(target=lambda: answers.append(node.prepare(WANTED)))
+
+    def overtake() -> None:
+        assert unprepare(node) is None
+        newer.start()
+        assert waits.wait(20)
+
+    def wait() -> None:
+        waits.set()
+        assert go_on.wait(20)
+
+    turns = iter((overtake, wait))
+
+    def changed(*given: Any) -> None:
+        change(*given)
+        next(turns)()
+
+    monkeypatch.setattr(node.executor, "change", changed)
+    refused = node.prepare(WANTED)
+    assert isinstance(refused, Failed)
+    assert "the claim was unprepared during this call" in refused.error
+    assert node.record_of().phase == "preparing"
+    go_on.set()
+    newer.join(20)
+    assert isinstance(answers[0], Prepared)
+    assert node.record_of().phase == "prepared"
+
+
+def test_claim_that_was_prepared_again_after_the_api_server_was_queried_is_not_reclaimed(node: Node) -> None:
+    """The record is the same before and after."""
+    assert isinstance(node.prepare(WANTED), Prepared)
+    known, checked_ns = node.record_of(), time.monotonic_ns()
+    assert isinstance(node.prepare(WANTED), Prepared)
+    assert node.record_of() == known
+    assert not node.unpreparer.reclaim(WANTED.ref, known, checked_ns)
+    assert node.record_of() == known
+    assert node.unpreparer.reclaim(WANTED.ref, known, time.monotonic_ns())
+    assert node.files() == {}
+
+
 def test_prepare_continues_after_an_unprepare_that_is_older(node: Node) -> None:
     """It is the kubelet's last word; refused, it would come back in a minute or more."""
     assert isinstance(node.prepare(WANTED), Prepared)
