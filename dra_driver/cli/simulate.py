@@ -151,7 +151,8 @@ COMMANDS = {
         said="{function} is faulty now ({made})",
         about="The steps that bind a PCI function to another driver are driver_override, unbind, bind, drivers_probe "
         "and modprobe. A step can fail with an errno such as EBUSY, no-effect, hang (until the fault is cleared) or "
-        "late-user (a program opens the GPU just before the step)."),
+        "late-user (a program opens the GPU just before the step). The step nvidia-smi changes a setting; it can "
+        "only have no-effect, although nvidia-smi reports success."),
     "clear-faults": _does("clear_faults", "Remove all injected faults.", "", said="no faults left"),
     "client": _does(_run_client, "Simulate a program that keeps NVML open, until Ctrl-C.", "dcgm --for 60",
         _argument("name", "Name of the program, such as dcgm."),

@@ -396,8 +396,7 @@ class Daemon:
         self._control.stop_processes()
 
     def _restore_gpus(self) -> None:
-        """Restores the compute modes and verifies them. A GPU that does not respond does not affect the
-        others.
+        """Restores the compute modes. A GPU that does not respond does not affect the others.
 
         Raises: the first error, after trying all GPUs.
         """
@@ -407,10 +406,6 @@ class Daemon:
             with suppress(NotSupportedError):
                 if mode.get(uuid) == EXCLUSIVE_PROCESS:
                     mode.set(uuid, before[uuid])
-                    if mode.get(uuid) == EXCLUSIVE_PROCESS:
-                        raise RetryableError(
-                            f"nvidia-smi reported success, but the compute mode of {uuid} is still EXCLUSIVE_PROCESS"
-                        )
 
         _, problem = _on_each(put_back, before)
         if problem is not None:

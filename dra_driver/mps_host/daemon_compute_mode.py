@@ -72,12 +72,18 @@ class ComputeMode:
         raise _problem(action, code, text, is_unsupported=code == 0 and name in _NO_SETTING)
 
     def set(self, gpu_uuid: str, mode: int) -> None:
-        """Sets the mode. Raises: NotSupportedError if the GPU does not support it; RetryableError."""
+        """Sets the mode and reads it back. Raises: NotSupportedError if the GPU does not support it; RetryableError,
+        including if the mode did not change.
+        """
         action = f"cannot set the compute mode of {gpu_uuid} to {_NAMES[mode]}"
         code, text = self._run(action, gpu_uuid, "-c", _NAMES[mode])
         lowered = text.lower()
         if code != 0 or any(part in lowered for part in (_NOT_SUPPORTED, *_NOT_SET)):
             raise _problem(action, code, text)
+        found = self.get(gpu_uuid)
+        if found != mode:
+            now = "no longer readable" if found is None else f"still {_NAMES[found]}"
+            raise RetryableError(f"nvidia-smi reported success, but the compute mode of {gpu_uuid} is {now}")
 
     def _run(self, action: str, gpu_uuid: str, *arguments: str) -> tuple[int, str]:
         asked = (SMI_PROGRAM, "-i", gpu_uuid, *arguments)

@@ -148,8 +148,14 @@ class PersistenceModes:
         return None if mode is None else bool(mode)
 
     def set(self, gpu_uuid: str, pci_bus_id: str | None, on: bool) -> None:
-        """Sets the mode if necessary. Also raises NotSupportedError."""
+        """Sets the mode if necessary, and reads it back. Also raises NotSupportedError."""
+        action = f"switch persistence mode of GPU {gpu_uuid} {'on' if on else 'off'}"
         with self._operation():
+            if self.get(gpu_uuid, pci_bus_id) == on:
+                return
+            with nvml_errors(action):
+                pynvml.nvmlDeviceSetPersistenceMode(gpu_handle(gpu_uuid, pci_bus_id), int(on))
             if self.get(gpu_uuid, pci_bus_id) != on:
-                with nvml_errors(f"switch persistence mode of GPU {gpu_uuid} {'on' if on else 'off'}"):
-                    pynvml.nvmlDeviceSetPersistenceMode(gpu_handle(gpu_uuid, pci_bus_id), int(on))
+                raise RetryableError(
+                    f"{action}: NVML reported success, but the mode did not change; check nvidia-persistenced"
+                )

@@ -19,6 +19,8 @@ _PREFIX = "NVML_ERROR_"
 
 WRITES = ("driver_override", "unbind", "bind", "drivers_probe", "modprobe")
 """Actions that change the driver of a PCI function. The code of their faults is an errno, or one of the following."""
+SMI = "nvidia-smi"
+"""Changes of settings with nvidia-smi. Their only fault is `no-effect`: nvidia-smi reports success."""
 NO_EFFECT, HANG, LATE_USER = -1, -2, -3
 _BEHAVIOURS = {"no-effect": NO_EFFECT, "hang": HANG, "late-user": LATE_USER}
 _LANES = 16
@@ -32,7 +34,7 @@ def error_text(code: int) -> str:
 
 def code_text(fault: Fault) -> str:
     """Returns the meaning of a fault's code, for display."""
-    if fault.function not in WRITES:
+    if fault.function not in (*WRITES, SMI):
         return error_text(fault.code or 0).lower()
     behaviour = next((name for name, code in _BEHAVIOURS.items() if code == fault.code), None)
     return behaviour or os.strerror(fault.code or 0).lower()
@@ -85,11 +87,13 @@ def make_fault(
         raise InvalidConfigError(f"a fault of {function} needs an error code, a delay, or both")
     if blocks_all and delay_s <= 0:
         raise InvalidConfigError(f"a fault of {function} that blocks all calls needs a delay")
+    if function == SMI and (code != "no-effect" or delay_s or count is not None):
+        raise InvalidConfigError("a fault of nvidia-smi can only be no-effect, until it is cleared")
     if delay_s < 0 or (count is not None and count < 1):
         raise InvalidConfigError(f"a fault of {function} needs a delay of 0 or more and a count of 1 or more")
     return Fault(
         function=function,
-        code=None if code is None else (_write_code if function in WRITES else error_code)(code),
+        code=None if code is None else (_write_code if function in (*WRITES, SMI) else error_code)(code),
         delay_s=float(delay_s),
         remaining=count,
         gpu=gpu,

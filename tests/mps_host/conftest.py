@@ -212,6 +212,7 @@ def host(machine: Machine, top: Path) -> Iterator[Host]:
     yield one
     one.close()
     behave(machine.host_root)
+    machine.clear_faults()
     if machine.driver_version != version:
         machine.load_driver(version)
     for index in range(8):

@@ -22,12 +22,10 @@ PROHIBITED = 2
 
 
 class Modes:
-    """The compute modes of a host. A GPU in `silent` does not answer, one in `stuck` keeps its mode though nvidia-smi
-    reports success; `slow_s` is what each answer takes."""
+    """The compute modes of a host. A GPU in `silent` does not answer; `slow_s` is what each answer takes."""
 
     def __init__(self, host: Host) -> None:
         self.silent: set[str] = set()
-        self.stuck: set[str] = set()
         self.slow_s = 0.0
         self.together: threading.Barrier | None = None
         self._real = host.tools.compute_mode
@@ -38,8 +36,7 @@ class Modes:
 
     def set(self, gpu_uuid: str, mode: int) -> None:
         self._wait(gpu_uuid)
-        if gpu_uuid not in self.stuck:
-            self._real.set(gpu_uuid, mode)
+        self._real.set(gpu_uuid, mode)
 
     def _wait(self, gpu_uuid: str) -> None:
         if gpu_uuid in self.silent:
@@ -89,17 +86,29 @@ def test_silent_gpu_keeps_no_other_from_being_restored(host: Host, index: int) -
 
 
 def test_compute_mode_that_stays_although_nvidia_smi_reports_success_is_put_back_later(host: Host) -> None:
-    mode = Modes(host)
-    supervisor = host.supervisor(compute_mode=mode)
+    supervisor = host.supervisor()
     supervisor.ensure(host.group_spec(), PATIENCE_S)
     stuck = host.machine.gpu(GROUP[1]).uuid
-    mode.stuck.add(stuck)
+    host.machine.set_fault("nvidia-smi", code="no-effect", gpu=stuck)
     with pytest.raises(RetryableError, match=f"the compute mode of {stuck} is still EXCLUSIVE_PROCESS"):
         supervisor.stop("gpu-2", PATIENCE_S)
     assert host.modes() == [0, EXCLUSIVE_PROCESS, 0]
-    mode.stuck.clear()
+    host.machine.clear_faults()
     eventually(lambda: host.left() == [])
     host.assert_nothing_left()
+
+
+def test_daemon_does_not_start_on_a_gpu_whose_compute_mode_nvidia_smi_did_not_change(host: Host) -> None:
+    supervisor = host.supervisor()
+    stuck = host.machine.gpu(GROUP[1]).uuid
+    host.machine.set_fault("nvidia-smi", code="no-effect", gpu=stuck)
+    text = f"nvidia-smi reported success, but the compute mode of {stuck} is still DEFAULT"
+    with pytest.raises(RetryableError, match=text):
+        supervisor.ensure(host.group_spec(), PATIENCE_S)
+    assert host.daemons() == ()
+    host.machine.clear_faults()
+    assert supervisor.ensure(host.group_spec(), PATIENCE_S).state == "ready"
+    assert host.modes() == [EXCLUSIVE_PROCESS] * 3
 
 
 @pytest.mark.parametrize("index", GROUP)

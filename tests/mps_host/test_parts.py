@@ -89,7 +89,10 @@ def test_path_that_is_too_long_for_a_socket_is_refused_with_its_length_and_the_l
 )
 def test_compute_mode_is_read_from_the_output_of_nvidia_smi(tmp_path, call, printed, code, expected):
     program = tmp_path / "nvidia-smi"
-    program.write_text(f"#!/bin/sh\ncat <<'END'\n{printed}\nEND\nexit {code}\n")
+    answer = f"cat <<'END'\n{printed}\nEND\nexit {code}\n"
+    if call == "set":
+        answer = f'case "$*" in *query*) echo Exclusive_Process; exit;; esac\n{answer}'
+    program.write_text(f"#!/bin/sh\n{answer}")
     program.chmod(0o755)
     mode = ComputeMode(lambda: DriverPrograms("/", {"nvidia-smi": str(program)}, os.environ["PATH"]))
     ask = mode.get if call == "read" else partial(mode.set, mode=EXCLUSIVE_PROCESS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 
+import pynvml
 import pytest
 
 from dra_driver.errors import (
@@ -151,6 +152,19 @@ def test_mode_is_read_set_and_gone_with_the_driver_of_the_gpu(
     node.session.close()
     with pytest.raises(NvmlUnavailableError):
         modes.get(first.uuid, first.bus_id)
+
+
+def test_mode_that_does_not_change_although_nvml_reports_success_is_an_error(
+    machine: Callable[[str], SimulatedNode], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = machine("l40s-8")
+    modes = PersistenceModes(lambda: node.session.operation(lambda: 0.0))
+    gpu = node.machine.gpu(0)
+    node.session.reopen()
+    monkeypatch.setattr(pynvml, "nvmlDeviceSetPersistenceMode", lambda _handle, _mode: None)
+    with pytest.raises(RetryableError, match="off: NVML reported success, but the mode did not change"):
+        modes.set(gpu.uuid, gpu.bus_id, on=False)
+    modes.set(gpu.uuid, gpu.bus_id, on=True)
 
 
 def test_gpu_without_the_mode_has_none(machine: Callable[[str], SimulatedNode]) -> None:

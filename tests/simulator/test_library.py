@@ -47,6 +47,9 @@ def test_wrong_faults_and_selectors(make):
         machine.set_fault("nvmlInit")
     with pytest.raises(InvalidConfigError, match="no NVML error 'broken'"):
         machine.set_fault("nvmlInit", code="broken")
+    for more in ({"code": "EBUSY"}, {"code": "no-effect", "count": 1}, {"delay_s": 1.0}):
+        with pytest.raises(InvalidConfigError, match="a fault of nvidia-smi can only be no-effect"):
+            machine.set_fault("nvidia-smi", **more)
     for selector in (4, "GPU-none", "0000:ff:00.0"):
         with pytest.raises(InvalidConfigError, match="has no GPU"):
             machine.lose_gpu(selector)

@@ -17,6 +17,7 @@ import pynvml
 
 from dra_driver.simulator import mig
 from dra_driver.simulator.catalogue import driver_facts
+from dra_driver.simulator.faults import SMI
 from dra_driver.simulator.hostroot.entries import Directory, Entries, Link, Socket, Text
 from dra_driver.simulator.machine_state import Gpu, State
 
@@ -109,6 +110,7 @@ def nvidia_smi(state: State) -> Entries:
         f"DRIVER_LOADED={'yes' if state.driver_loaded else 'no'}",
         f"CUDA_VERSION={cuda // 1000}.{cuda % 1000 // 10}",
         f"NVML_VERSION={cuda // 1000}.{version}",
+        f"WITHOUT_EFFECT={quoted(' '.join(fault.gpu or 'all' for fault in state.faults if fault.function == SMI))}",
         "each_device() {",
         "    :",
     ]

@@ -124,6 +124,7 @@ on_mig() {
 
 store() {
     [ -n "$policy" ] || fail 4 "Unable to change $1 for GPU $2: Insufficient Permissions (only on the host)"
+    case " $WITHOUT_EFFECT " in *" $2 "*|*" all "*) return 0 ;; esac
     printf '%s\n' "$3" >"$policy/$1/$2" 2>/dev/null || fail 4 "Unable to change $1 for GPU $2: Insufficient Permissions"
 }
 
