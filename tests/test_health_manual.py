@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -45,6 +45,7 @@ from dra_driver.model.health import (
 )
 from dra_driver.model.inventory import WholeGpu
 from dra_driver.model.record import HeldDevice
+from dra_driver.model.remedies import OF_REASONS
 from dra_driver.reporting.claim_status import ClaimHealthReporter
 from tests.fakes.samples import DRIVER, GPU_0, h100, record, uuid
 
@@ -73,29 +74,23 @@ def section(name: str) -> tuple[str, str, str]:
     return before + begin, within, end + after
 
 
-def table(heading: str) -> Mapping[str, Sequence[str]]:
-    """The hand-written table under a heading of the manual, by the names in its first column."""
-    rows = [
-        line.strip("|\n").split(" | ")
-        for line in MANUAL.read_text().split(f"\n{heading}\n")[1].split("\n## ")[0].splitlines()
-    ]
-    found = [row for row in rows if len(row) > 1 and "`" in row[0]]
-    return {name: row[1:] for row in found for name in re.findall(r"`([^`]+)`", row[0])}
+def assert_generated(name: str, made: str, update_golden: bool) -> None:
+    before, within, after = section(name)
+    if update_golden:
+        MANUAL.write_text(before + made + after)
+    else:
+        assert within == made, "run pytest tests/test_health_manual.py --update-golden"
 
 
 @pytest.mark.parametrize("name", ["signals", "xids"])
 def test_manual_says_what_the_model_makes_of_each_observation(name: str, update_golden: bool) -> None:
-    before, within, after = section(name)
     rows = [*MAKERS[name]()]
     assert {group for group, _ in rows} == {*GROUPS}
     made = "\n".join(
         f"{title}\n\n{HEADERS[name]}" + "".join(text for found, text in rows if found == group)
         for group, title in GROUPS.items()
     )
-    if update_golden:
-        MANUAL.write_text(before + made + after)
-    else:
-        assert within == made, "run pytest tests/test_health_manual.py --update-golden"
+    assert_generated(name, made, update_golden)
 
 
 Row = tuple[tuple[str, str], str]
@@ -210,8 +205,30 @@ def pods(reason: Reason) -> str:
     return pb.HealthStatus.Name(device.health).title()
 
 
-def test_manual_says_what_to_do_for_every_taint() -> None:
-    assert sorted(table("## What to do")) == sorted(TAINTED_KEYS)
+KINDS = {
+    "reboot-xid": "`xid` with the action `RESTART_BM` or `RESTART_VM`",
+    "program-xid": "`xid` that a program caused",
+    "information-xid": "`xid` with the effect `None`",
+    "information-nvlink": "`nvlink` with the effect `None`",
+}
+
+
+def test_manual_has_the_remedies_of_doctor(update_golden: bool) -> None:
+    starts = [start for start, _ in OF_REASONS]
+    assert {*TAINTED_KEYS} <= {start.partition(" ")[0] for start in starts}
+    rows: dict[str, list[str]] = {}
+    for start, remedy in OF_REASONS:
+        name = KINDS.get(start, f"`{start.replace(' ', '=')}`")
+        has_exact = any(other.startswith(f"{start} ") or other.endswith(f"-{start}") for other in starts)
+        do = remedy.format(
+            gpu="GPU",
+            pods="",
+            reset="delete the pods on the GPU, then [reset it](#reset-a-gpu)",
+            reboot="drain the node and reboot it",
+        )
+        rows.setdefault(do.replace("|", "\\|"), []).append(f"other {name}" if has_exact else name)
+    lines = [f"| {', '.join(names)} | {do} |\n" for do, names in rows.items()]
+    assert_generated("remedies", "".join(["| Reason | What to do |\n|---|---|\n", *lines]), update_golden)
 
 
 def test_health_changes_write_four_events() -> None:

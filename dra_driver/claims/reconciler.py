@@ -334,8 +334,8 @@ class Reconciler(BackgroundWorker):
             return False
         pids = " ".join(map(str, sorted(use.pids)))
         text = (
-            f"{why}, but {use.text}; run `kill -9 {pids}` on the node, or if that does not help, reset the GPU "
-            "or reboot the node"
+            f"{why}, but {use.text}; run `kill -9 {pids}` on the node, or if that does not help, drain and reboot "
+            "the node"
         )
         subject = f"{ref.namespace}/{ref.name}"
         self._kept[ref.uid] = NodeProblem("claim-in-use", f"Claim {subject} {text}", subject)

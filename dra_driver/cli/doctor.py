@@ -27,6 +27,7 @@ from dra_driver.cli.output import COLOR, OUTPUT, Output, answer, colored, hangin
 from dra_driver.cli.rules.node_view import NodeView, NvmlFacts, node_view
 from dra_driver.cli.scratch import node_settings, this_machine
 from dra_driver.cli.state_on_disk import is_only_simulated, plugin_problems, read_claims
+from dra_driver.health.rules.taints import TaintPolicy
 from dra_driver.host.processes import gpu_users
 from dra_driver.kube.client import ApiClient
 from dra_driver.kube.endpoint import load_endpoint
@@ -145,6 +146,7 @@ def doctor_checks(settings: Settings) -> list[Check]:
         ),
         settings.extra_devices,
         settings.passthrough,
+        TaintPolicy(dict(settings.taint_effects)),
     )
     passthrough = PassthroughChecks(
         machine.vfio,
@@ -171,6 +173,7 @@ def doctor_checks(settings: Settings) -> list[Check]:
         mig_layouts=settings.mig_layouts.is_on,
         configured=settings.kubeconfig is not None or in_pod,
         claims=lambda: [record.ref for record in state.get().records],
+        has_gpus=lambda: bool(machine.sysfs.gpus()),
     )
     checks = [*driver.all(), *passthrough.all()]
     return [*checks, *RuntimeChecks(settings.cdi_root, host).all(), *kubelet.all(), *cluster.all()]

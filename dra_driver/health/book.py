@@ -160,7 +160,9 @@ class HealthBook:
     def note_xid(self, target: HealthTarget, number: int) -> None:
         """Record an Xid that is not a fault of the GPU."""
         severity = self.state(target).severity
-        self.history.note(HealthChange(target, self.now(), severity, severity, xid_text(number)))
+        self.history.note(
+            HealthChange(target, self.now(), severity, severity, xid_text(number, Severity.INFORMATION))
+        )
 
     def warn_of_unknown(self, event: HealthEvent) -> None:
         """Log an event whose GPU or instance NVML does not list, once for each GPU."""

@@ -16,6 +16,7 @@ from dra_driver.journal.ledger import Ledger
 from dra_driver.journal.records import RecordStore
 from dra_driver.model.mig import GpuAddress, OwnedInstance, OwnedMode
 from dra_driver.model.record import CreateMig
+from dra_driver.model.remedies import reset
 from dra_driver.nvml.mig_changes import MigHardware
 from dra_driver.nvml.session import NvmlSession
 
@@ -183,8 +184,8 @@ class MigMode:
             return
         if mode == (not on, on):
             raise RetryableError(
-                f"MIG mode of GPU {gpu.uuid} turns {'on' if on else 'off'} at the next reset of the GPU; stop "
-                "everything that uses the GPU and run `nvidia-smi --gpu-reset`, or reboot the node"
+                f"MIG mode of GPU {gpu.uuid} turns {'on' if on else 'off'} at the next reset of the GPU; "
+                f"{reset(gpu.uuid)}"
             )
         if mode[0] != on:
             self._switch(gpu, on=on)
@@ -192,14 +193,15 @@ class MigMode:
 
     def gpus(self) -> set[str]:
         """Returns the GPUs whose MIG mode this plugin enabled and no longer needs: no device of ours exists, and no
-        claim names one. Leaves out GPUs whose ledger a newer release wrote. Raises: StateError.
+        claim names one.
+        Raises: StateError.
         """
         ours = {mode.gpu_uuid for mode in self._ledger.details(OwnedMode)}
         if ours:
             ours -= {instance.gpu_uuid for instance in self._ledger.details(OwnedInstance)}
             records = self._ledger.records.all().values()
             steps = (step for record in records for step in record.steps if isinstance(step, CreateMig))
-            ours -= {step.gpu_uuid for step in steps} | self._ledger.newer().keys()
+            ours -= {step.gpu_uuid for step in steps}
         return ours
 
     def restore(self, gpu_uuid: str) -> None:

@@ -129,12 +129,6 @@ HOST_DEVICE_REMEDIES: Final[Mapping[HostDevice, str]] = {
     "nvswitch": "start nvidia-fabricmanager on the node",
 }
 
-FABRIC_REMEDY: Final = (
-    "check `nvidia-smi -q | grep -A10 Fabric` and `nvidia-smi nvlink -s` on the node, and nvidia-fabricmanager, "
-    "which runs on the node or on the NVLink switches of the rack"
-)
-"""What to do about a GPU that is not registered with its NVLink fabric."""
-
 
 @dataclass(frozen=True, slots=True)
 class ExtraDevices:

@@ -26,7 +26,6 @@ ProblemCode = Literal[
     "maintenance-overdue",
     "mps-daemon-failed",
     "mps-host-missing",
-    "newer-files",
     "not-registered",
     "nvml-unavailable",
     "partitions-not-supported",
@@ -98,7 +97,6 @@ EventReason = Literal[
     "MpsDaemonsWork", "MpsHostMissing", "MpsHostRuns", "PassthroughUnavailable", "PassthroughAvailable",
     "PluginNotRegistered", "PluginRegistered", "MaintenanceStarted", "MaintenanceOverdue", "MaintenanceEnded",
     "SlicesContested", "SliceFieldsDropped", "SliceFieldsKept", "DeviceNotPublished", "DevicesPublished",
-    "FilesOfNewerRelease", "FilesReadable",
     "MigLayoutApplied", "MigLayoutWaits", "MigLayoutRefused", "MemoryUnclaimed", "PartitionsNotSupported",
     "PartitionsSupported", "SchedulerOutdated", "SchedulerFits",
 ]  # fmt: skip

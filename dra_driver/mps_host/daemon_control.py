@@ -20,6 +20,7 @@ from dra_driver.base.bounded_program import run_driver_program
 from dra_driver.errors import PermanentError, RetryableError
 from dra_driver.model.driver_files import CONTROL_PROGRAM, FindPrograms, exit_text, not_run
 from dra_driver.model.mps import MpsDaemonSpec, MpsDirectories
+from dra_driver.model.remedies import RESET_OR_REBOOT
 from dra_driver.mps_host import daemon_processes as processes
 from dra_driver.mps_host.daemon_processes import PIPE_VARIABLE, ProcessId, spawn
 
@@ -46,8 +47,8 @@ _CUDA_ENDS: Mapping[int, str] = {
     "that `nvidia-smi -q -d COMPUTE,PIDS` on the node shows",
     100: "CUDA error 100, no device: CUDA finds no GPU; check that `nvidia-smi -L` on the node lists the device, and "
     "that its device nodes are in /dev",
-    231: "CUDA error 999, unknown: `dmesg | grep -iE 'nvrm|xid'` on the node shows the cause; reset the GPU or reboot "
-    "the node",
+    231: "CUDA error 999, unknown: `dmesg | grep -iE 'nvrm|xid'` on the node shows the cause; "
+    + RESET_OR_REBOOT,
     244: "CUDA error 500, not found: CUDA's library libcuda.so.1 is missing; install the NVIDIA driver package "
     "that contains it, or set the driver root to where the NVIDIA driver is installed",
 }

@@ -23,6 +23,7 @@ from dra_driver.errors import (
     RetryableError,
 )
 from dra_driver.model.inventory import DiscoveryFault
+from dra_driver.model.remedies import reset
 
 if TYPE_CHECKING:
     from dra_driver.nvml.session import NvmlSession
@@ -62,9 +63,7 @@ _PASSING = frozenset(
 _UNSURE = frozenset({pynvml.NVML_ERROR_TIMEOUT, pynvml.NVML_ERROR_UNKNOWN})
 _REMEDIES = {
     pynvml.NVML_ERROR_NO_PERMISSION: "NVML refused access; run as root with access to /dev/nvidiactl",
-    pynvml.NVML_ERROR_RESET_REQUIRED: (
-        "the GPU has to be reset; stop everything that uses it and run `nvidia-smi --gpu-reset`, or reboot the node"
-    ),
+    pynvml.NVML_ERROR_RESET_REQUIRED: f"the GPU has to be reset; {reset()}",
 }
 ANSWERS_WITHIN_S = 15.0
 """The limit for one call. A GPU without persistence mode is initialised first, which takes seconds."""

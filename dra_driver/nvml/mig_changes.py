@@ -23,6 +23,7 @@ from dra_driver.errors import (
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import DiscoveryFault
 from dra_driver.model.mig import GpuInstance, MigProfile, PlacedProfile, Placement
+from dra_driver.model.remedies import reset
 from dra_driver.nvml.calls import Handle, nvml_errors, supported
 from dra_driver.nvml.gpu_users import busy_error, holders_of
 from dra_driver.nvml.mig_reading import (
@@ -113,8 +114,7 @@ class MigHardware:
         if before == (on, on):
             return
         waits = RetryableError(
-            f"{action}: the mode takes effect at the next reset of the GPU; stop everything that uses the GPU "
-            "and run `nvidia-smi --gpu-reset`, or reboot the node or virtual machine"
+            f"{action}: the mode takes effect at the next reset of the GPU; {reset(gpu_uuid)} or virtual machine"
         )
         try:
             # Every process with NVML open is a client of every GPU.

@@ -10,10 +10,11 @@ import pytest
 from dra_driver.claims.rules.plan import plan_claim
 from dra_driver.errors import ClaimRefusedError, RetryableError
 from dra_driver.model.gpu import Fabric, UnreadyFabric
-from dra_driver.model.host import FABRIC_REMEDY, ExtraDevices
+from dra_driver.model.host import ExtraDevices
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord
+from dra_driver.model.remedies import FABRIC
 from tests.fakes.samples import DRIVER, GPU_0, MIG_1G, MIXED, NODE, claim, h100, inventory, result
 
 INSIDE = h100(0, fabric=Fabric("7f3c1ad2-96f4-4e0b-8b7a-0d5f6a2c9e11", (3,)))
@@ -44,7 +45,7 @@ def test_a_claim_for_a_gpu_whose_fabric_is_not_ready_waits_where_it_would_get_a_
     said = str(caught.value)
     assert said.startswith(f"request a: GPU {unready.uuid} of device {IN} ")
     assert ": NVML says so; the claim may need an IMEX channel" in said
-    assert FABRIC_REMEDY in said
+    assert FABRIC in said
     for others in ([result(OUT)], [result(IN, admin_access=True), result(OUT, "b")]):
         assert [device.imex for device in planned(*others, node=node, imex=7).devices] == [None] * len(others)
     assert not planned(result(IN), node=node).has_extra_devices

@@ -338,7 +338,7 @@ def test_device_that_something_computes_on_is_not_given_away(node: Node, logs: l
     assert [f"the claim {text}" for _, text in bench.reported.kept_claims] == reported
     assert reported == [
         f"the claim was deleted, but {pids} still use {GPU_0}; run `kill -9 {killed}` on the node, or if that does "
-        "not help, reset the GPU or reboot the node"
+        "not help, drain and reboot the node"
         for pids, killed in (("[4711]", "4711"), ("[4711, 4712]", "4711 4712"))
     ], "each process is told once"
     assert (bench.later(30), bench.held, bench.reconciler.problems()) == (None, [], [])

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from dra_driver.cli.rules.findings import Finding
 from dra_driver.cli.rules.health_findings import health_findings
 from dra_driver.cli.rules.node_view import Holding, NodeView, SeenGpu, SeenReason
+from dra_driver.health.rules.state import observe
+from dra_driver.health.rules.taints import TaintPolicy
+from dra_driver.health.rules.xids import CATALOG
+from dra_driver.model.health import HealthState, HealthTarget, Severity, Xid
+from dra_driver.model.remedies import reset
 from tests.fakes.tables import tabled
 
 ONE = SeenGpu("gpu-1", "GPU-1", health="ok", pci_bus_id="0000:1b:00.0")
 TWO = SeenGpu("gpu-2", "GPU-2", health="ok", pci_bus_id="0000:43:00.0")
-RESET = (
-    "run `gpu-dra-driver detach 0000:1b:00.0` and `nvidia-smi --gpu-reset -i 0000:1b:00.0` on the node; or reboot the "
-    "node"
-)
+RESET = reset("0000:1b:00.0")
 
 
 def seen(severity: str, reason: str, subject: str = "gpu-1", **more: Any) -> SeenReason:
@@ -25,7 +30,7 @@ def seen(severity: str, reason: str, subject: str = "gpu-1", **more: Any) -> See
 
 def of(*reasons: SeenReason, gpus: tuple[SeenGpu, ...] = (ONE, TWO), **more: Any) -> list[Finding]:
     view = NodeView("node", "driver", "", gpus=gpus, health=reasons, notes=more.pop("problems", ()))
-    return health_findings(view, has_nvml=more.pop("has_nvml", True))
+    return health_findings(view, has_nvml=more.pop("has_nvml", True), **more)
 
 
 def test_healthy_gpus_are_one_line() -> None:
@@ -54,7 +59,7 @@ def test_a_gpu_is_well_when_nvml_does_not_show_its_reasons_any_more() -> None:
     assert of(over) == [Finding("OK", "2 GPUs are healthy")]
     (left,) = of(over, seen("degraded", "row-remap pending"))
     assert left == Finding(
-        "WARN", "gpu-1 (0000:1b:00.0) is degraded: text of row-remap pending (for 12m)", RESET
+        "FAIL", "gpu-1 (0000:1b:00.0) is degraded: text of row-remap pending (for 12m)", RESET
     )
 
 
@@ -69,15 +74,43 @@ def test_the_remedy_is_that_of_the_reason_that_weighs_most(
     assert "{" not in str(found.remedy)
 
 
-def test_detach_names_no_gpu_when_its_uuid_is_not_known() -> None:
-    place = "0000:1b:00.0"
-    (found,) = of(
-        seen("lost", "gpu-lost", place), gpus=(SeenGpu(place, "", health="lost", pci_bus_id=place),)
+def test_a_reason_fails_if_it_keeps_claims_away() -> None:
+    """The taints that the node is configured to have decide, but a lost or silent GPU serves no claim."""
+    policy = TaintPolicy(
+        {"nvlink": "None", "gpu-lost": "None", "unresponsive": "None", "unmonitored": "NoSchedule"}
     )
-    assert (found.status, found.seen) == ("FAIL", "0000:1b:00.0 is lost: text of gpu-lost (for 12m)")
-    assert str(found.remedy).startswith(
-        "run `gpu-dra-driver detach` and `nvidia-smi --gpu-reset -i 0000:1b:00.0`"
-    )
+    found = {
+        reason: of(seen(severity, reason), policy=policy)[0].status
+        for severity, reason in (
+            ("degraded", "nvlink down"),
+            ("degraded", "row-remap pending"),
+            ("lost", "gpu-lost"),
+            ("degraded", "unresponsive"),
+            ("information", "unmonitored"),
+            ("information", "xid 63"),
+        )
+    }
+    assert found == {
+        "nvlink down": "WARN", "row-remap pending": "FAIL", "gpu-lost": "FAIL", "unresponsive": "FAIL",
+        "unmonitored": "FAIL", "xid 63": "WARN",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("number", [*CATALOG, 999])
+def test_informational_xid_gives_no_reason_for_a_reset_or_a_reboot(number: int) -> None:
+    state = observe(HealthState(HealthTarget("GPU-1")), Xid(number), 0)
+    for reason in state.reasons:
+        if reason.severity == Severity.INFORMATION:
+            (found,) = of(SeenReason("gpu-1", "information", f"xid {number}", 1.0, reason.text))
+            assert found.status == "WARN"
+            assert not re.search("reset|reboot|serviced", f"{reason.text} {found.remedy}")
+
+
+@pytest.mark.parametrize("reason", ["unresponsive", "unresponsive no-answer"])
+def test_hang_is_no_reason_to_stop_the_plugin(reason: str) -> None:
+    (found,) = of(seen("degraded", reason))
+    assert "delete pod" not in str(found.remedy)
+    assert "reboot the node" in str(found.remedy)
 
 
 def test_pods_on_a_lost_gpu_and_its_mig_devices_are_named_in_the_command_that_ends_them() -> None:

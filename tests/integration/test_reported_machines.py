@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -51,7 +52,7 @@ def test_gpu_without_minor_number_is_not_published_and_doctor_says_why(
     """NVML of WSL2 reports no minor numbers, and there are no GPU device nodes."""
     node = make_node(str(MACHINES / "no-minor-number.yaml"))
     node.start_driver()
-    seen, _ = warnings(node)["NVML"]
+    seen, _ = warnings(node, "FAIL")["NVML"]
     assert "it is not published: NVML reports no minor number" in seen
     assert node.devices() == []
 
@@ -78,6 +79,25 @@ def test_gpus_of_a_node_without_fabric_manager_are_tainted_and_no_pod_gets_one(
     with pytest.raises(AllocationError):
         node.claim("wants-one")
     assert "systemctl status nvidia-fabricmanager" in warnings(node, "FAIL")["health"][1]
+
+
+def test_card_that_the_driver_could_not_start_is_not_called_lost(make_node: Callable[..., Node]) -> None:
+    """The card's system processor does not boot: NVML lists only the other card, and there is no Xid."""
+    node = make_node(str(MACHINES / "card-that-does-not-start.yaml")).running(1)
+    failed = warnings(node, "FAIL")
+    seen, remedy = failed["health"]
+    assert seen == "0000:01:00.0 is unhealthy: the NVIDIA driver could not start the GPU"
+    assert remedy.startswith("`dmesg | grep -i nvrm`")
+    assert not re.search("xid|reset", remedy)
+    assert "NVML" not in failed.keys() | warnings(node)
+
+
+def test_nvlinks_that_are_all_down_are_mentioned(make_node: Callable[..., Node]) -> None:
+    """No other GPU and no earlier reading shows that a link should be up, and a card may have no bridge."""
+    node = make_node(str(MACHINES / "nvlinks-all-down.yaml")).running(2)
+    seen, _ = warnings(node, "OK")["health"]
+    assert seen.startswith("no NVLink is up on 0001:00:00.0, 0002:00:00.0")
+    assert "nvidia-smi nvlink -s" in seen
 
 
 def test_layout_of_one_gpu_is_made_there_and_the_mig_mode_of_the_others_is_warned_of(

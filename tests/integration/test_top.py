@@ -391,7 +391,7 @@ def test_a_gpu_that_nvml_does_not_show_is_lost_when_the_nvidia_driver_is_bound_t
     information = machine.host_root / f"proc/driver/nvidia/gpus/{gone.bus_id}/information"
     text = information.read_text()
     information.write_text(text.replace(gone.uuid, "GPU-????????-????-????-????-????????????"))
-    assert seen() == [(gone.bus_id, "", gone.bus_id, "lost")]
+    assert seen() == [(gone.bus_id, "", gone.bus_id, "unhealthy")]
     lost = HealthState(
         HealthTarget(gone.uuid), (reason("gpu-lost", "", Severity.LOST),), pci_bus_id=gone.bus_id
     )

@@ -3,6 +3,7 @@ import pytest
 
 from dra_driver import errors
 from dra_driver.errors import DeviceLostError, RetryableError
+from dra_driver.model.remedies import reset
 from dra_driver.nvml.calls import nvml_errors, supported, translated
 from tests.fakes.tables import data_of
 
@@ -35,11 +36,7 @@ def test_code_that_the_binding_does_not_know_is_retried() -> None:
     ("code", "text"),
     [
         (pynvml.NVML_ERROR_NO_PERMISSION, "NVML refused access; run as root with access to /dev/nvidiactl"),
-        (
-            pynvml.NVML_ERROR_RESET_REQUIRED,
-            "the GPU has to be reset; stop everything that uses it and run `nvidia-smi --gpu-reset`, or reboot the "
-            "node",
-        ),
+        (pynvml.NVML_ERROR_RESET_REQUIRED, f"the GPU has to be reset; {reset()}"),
     ],
 )
 def test_remedy_is_reported_where_there_is_one(code: int, text: str) -> None:

@@ -6,8 +6,9 @@ from typing import Final
 
 from dra_driver.errors import ClaimRefusedError, RetryableError
 from dra_driver.model.claim import DeviceResult
-from dra_driver.model.host import FABRIC_REMEDY, MAX_IMEX_CHANNELS, ImexChannels
+from dra_driver.model.host import MAX_IMEX_CHANNELS, ImexChannels
 from dra_driver.model.inventory import Inventory, OfferedDevice, WholeGpu
+from dra_driver.model.remedies import FABRIC
 from dra_driver.model.units import counted
 
 _UNREADY: Final = {
@@ -67,6 +68,6 @@ def gets_channels(result: DeviceResult, device: OfferedDevice) -> bool:
         raise RetryableError(
             f"request {result.request}: GPU {device.gpu.uuid} of device {device.name} {_UNREADY[unready.state]}: "
             f"{unready.text}; the claim may need an IMEX channel, so the plugin cannot prepare it yet; the kubelet "
-            f"retries; if this lasts, {FABRIC_REMEDY}"
+            f"retries; if this lasts, {FABRIC}"
         )
     return device.gpu.fabric is not None

@@ -58,6 +58,7 @@ from dra_driver.model.record import (
     WriteCdiSpec,
     WriteDeviceMetadata,
 )
+from dra_driver.model.remedies import RESET_OR_REBOOT
 from dra_driver.model.sharing import NO_SHARING, SharingPolicy, kind_of
 from dra_driver.sharing.rules.client_limits import max_clients
 from dra_driver.sharing.rules.modes import sharing_modes_of
@@ -417,7 +418,7 @@ def _find(
         if device.gpu.uuid in inventory.lost_uuids and not (result.admin_access and is_maintenance):
             raise DeviceLostError(
                 f"request {result.request}: device {device.name} is on GPU {device.gpu.uuid}, which no longer "
-                f"answers; reset the GPU or reboot the node, or {_elsewhere(setting_for_lost)}"
+                f"answers; {RESET_OR_REBOOT}, or {_elsewhere(setting_for_lost)}"
             )
         return device
     if withheld is None:

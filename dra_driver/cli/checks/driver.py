@@ -12,7 +12,7 @@ from dra_driver.base.installation import helm_set
 from dra_driver.base.threads import NotAnsweredError
 from dra_driver.cli.checks.check import Check, Look, Shared
 from dra_driver.cli.rules.findings import Finding, fail, ok, skip, warn
-from dra_driver.cli.rules.health_findings import drain, health_findings
+from dra_driver.cli.rules.health_findings import health_findings
 from dra_driver.cli.rules.node_view import NodeView
 from dra_driver.errors import (
     DraDriverError,
@@ -22,6 +22,7 @@ from dra_driver.errors import (
     NvmlUnavailableError,
     RetryableError,
 )
+from dra_driver.health.rules.taints import DEFAULT_POLICY, TaintPolicy
 from dra_driver.host.device_nodes import DevCharLinks, DeviceNodeReader, DevRoot, HostDeviceFinder
 from dra_driver.host.driver_programs import InstalledPrograms
 from dra_driver.host.driver_root import find_nvml_library
@@ -33,7 +34,6 @@ from dra_driver.host.sysfs import Sysfs
 from dra_driver.model.driver_files import IMEX_PROGRAM
 from dra_driver.model.gpu import GpuProcess, is_vfio
 from dra_driver.model.host import (
-    FABRIC_REMEDY,
     HOST_DEVICE_NODES,
     HOST_DEVICE_REMEDIES,
     MAX_IMEX_CHANNELS,
@@ -44,6 +44,7 @@ from dra_driver.model.host import (
     PciFunction,
 )
 from dra_driver.model.inventory import Inventory
+from dra_driver.model.remedies import FABRIC, reboot
 from dra_driver.model.units import counted, named
 from dra_driver.reporting.rules.claim_usage import unclaimed_text
 
@@ -71,6 +72,7 @@ class DriverChecks:
     """Returns programs that have a GPU open, except those of gpu-dra-driver and claims; None if unknown."""
     extra_devices: ExtraDevices = NO_EXTRA_DEVICES
     passthrough: bool = False
+    taints: TaintPolicy = DEFAULT_POLICY
 
     def gpus_on_the_bus(self) -> Finding:
         """Check that there are GPUs, and that they are bound to the NVIDIA driver."""
@@ -170,9 +172,11 @@ class DriverChecks:
             inventory = self.inventory.get()
         except NvmlDetachedError as error:
             ends = "`gpu-dra-driver detach --end` opens NVML again"
+            seen = str(error).partition("; ")[0]
+            if not isinstance(error, NvmlPausedError):
+                return fail(seen, ends)
             waits = "run doctor again in a few seconds; if NVML stays closed, drain and reboot the node"
-            remedy = waits if isinstance(error, NvmlPausedError) else ends
-            return warn(str(error).partition("; ")[0], remedy)
+            return warn(seen, waits)
         except NvmlLibraryError:
             raise
         except DraDriverError as error:
@@ -180,7 +184,7 @@ class DriverChecks:
             if isinstance(error, NotAnsweredError):
                 # nvidia-smi would hang too.
                 return fail(
-                    seen, f"`dmesg | grep -i nvrm` on the node shows why; {drain(self.node_view().node)}"
+                    seen, f"`dmesg | grep -i nvrm` on the node shows why; {reboot(self.node_view().node)}"
                 )
             return fail(seen, "run `nvidia-smi` on the node; if it fails, `dmesg | grep -i nvrm` shows why")
         loaded = self._loaded_version()
@@ -191,29 +195,32 @@ class DriverChecks:
                 "reload the kernel modules or reboot the node",
             )
         silent = self._silent_gpus(inventory)
-        if silent:
-            total = len(inventory.gpus) + len(silent)
-            do = "does" if len(silent) == 1 else "do"
-            return warn(
-                f"{len(silent)} of {counted(total, 'GPU')} {do} not answer: {named(silent)}",
-                "`dmesg | grep -i xid` on the node shows the cause; see also the `health` line of the GPU",
-            )
-        if inventory.faults:
+        answer = counted(len(inventory.gpus), "GPU answers", "GPUs answer")
+        if silent:  # the check `health` has a line for each
+            answer = f"{len(inventory.gpus)} of {counted(len(inventory.gpus) + len(silent), 'GPU')} answer"
+        elif inventory.faults:
             first = inventory.faults[0]
             more = f" (and {len(inventory.faults) - 1} more)" if len(inventory.faults) > 1 else ""
-            return warn(
-                f"{counted(len(inventory.gpus), 'GPU answers', 'GPUs answer')}; {first.subject}: {first.text}{more}",
-                "see `nvidia-smi -q` and `dmesg | grep -i xid` on the node; reset a lost GPU",
+            # Without a minor number the plugin cannot publish a GPU.
+            finding = fail if any(gpu.minor is None for gpu in inventory.gpus) else warn
+            return finding(
+                f"{answer}; {first.subject}: {first.text}{more}",
+                "see `nvidia-smi -q` and `dmesg | grep -i -E 'xid|nvrm'` on the node",
             )
         cuda = inventory.versions.cuda
         shown = f", CUDA {cuda[0]}.{cuda[1]}" if cuda is not None else ""
-        return ok(
-            f"{counted(len(inventory.gpus), 'GPU answers', 'GPUs answer')}, NVIDIA driver {version or 'unknown'}{shown}"
-        )
+        return ok(f"{answer}, NVIDIA driver {version or 'unknown'}{shown}")
 
     def health(self) -> list[Finding]:
         """Check the health of every GPU and MIG device."""
-        return health_findings(self.node_view(), has_nvml=self.inventory.or_none() is not None)
+        inventory = self.inventory.or_none()
+        found = health_findings(self.node_view(), has_nvml=inventory is not None, policy=self.taints)
+        gpus = () if inventory is None else inventory.gpus
+        dark = [gpu.pci_bus_id or gpu.uuid for gpu in gpus if gpu.nvlink_links == 0 and not gpu.mig_enabled]
+        if len(dark) > 1:
+            why = "they have no bridge, or it does not work (`nvidia-smi nvlink -s` on the node)"
+            found.append(ok(f"no NVLink is up on {named(dark)}: {why}"))
+        return found
 
     def device_nodes(self) -> Finding:
         """Check the device nodes through which containers access the GPUs."""
@@ -303,7 +310,11 @@ class DriverChecks:
                 hinders = "the NVIDIA driver cannot switch MIG mode"
                 cure = "switch MIG mode on at boot, before these programs start"
             page = "mig" if self.dynamic_mig else "passthrough"
-            return warn(
+            inventory = self.inventory.or_none() or Inventory()
+            modes = {gpu.mig_enabled for gpu in inventory.gpus if gpu.partitioning is not None}
+            if self.dynamic_mig and modes == {True}:
+                return ok(f"these programs keep GPUs open, but MIG mode is on already: {named(users)}")
+            return fail(
                 f"these programs keep GPUs open, so {hinders}: {named(users)}",
                 f"{cure}, or make them release the GPUs (docs/{page}.md)",
             )
@@ -323,7 +334,7 @@ class DriverChecks:
         if unready:
             return fail(
                 f"claims wait for GPUs that are not registered with their NVLink fabric yet: {named(unready)}",
-                FABRIC_REMEDY,
+                FABRIC,
             )
         outside = [gpu.pci_bus_id or gpu.uuid for gpu in inventory.gpus if gpu.fabric is None]
         if len(outside) == len(inventory.gpus):

@@ -7,78 +7,23 @@ from collections.abc import Iterable, Iterator, Sequence
 from dra_driver.cli.rules.findings import Finding, fail, ok, skip, warn
 from dra_driver.cli.rules.node_view import NodeView, SeenGpu, SeenReason
 from dra_driver.cli.rules.prepared_claims import age_text
+from dra_driver.health.rules.taints import DEFAULT_POLICY, TaintPolicy, keeps_claims_away
 from dra_driver.health.rules.xids import is_program_fault, needs_reboot
+from dra_driver.model.health import Severity
+from dra_driver.model.remedies import OF_REASONS, reboot, reset
 from dra_driver.model.units import counted, named
 
-_RESET = "{then}run `gpu-dra-driver detach{gpu}` and `nvidia-smi --gpu-reset -i {bus}` on the node; or reboot the node"
-_WAIT = f"the taint clears by itself in about 30 seconds; if it does not: {_RESET}"
-"""Only for Xids that NVIDIA's catalog attributes to programs."""
-_RESET_OR_SERVICED = f"{_RESET}; if the taint stays after the reset, run `gpu-dra-driver serviced{{gpu}}`"
-_REPLACE = "{then}have the GPU replaced"
-
-
-def drain(node: str) -> str:
-    """Return the remedy for a problem that only a reboot solves."""
-    return f"`kubectl drain {node} --ignore-daemonsets --delete-emptydir-data`, then reboot the node"
-
-
-_REBOOT = drain("{node}")
-_RESTART = (
-    "`kubectl delete pod -A -l app.kubernetes.io/name=gpu-dra-driver,app.kubernetes.io/component=node --field-selector "
-    f"spec.nodeName={{node}}`; if that does not help, {_REBOOT}"
-)
-_FABRIC = "check `nvidia-smi -q | grep -A10 Fabric` and `systemctl status nvidia-fabricmanager` on the node"
-_SLOW = "check the cooling and the power supply: `nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER -i {bus}`"
-_PCIE = (
-    "run `nvidia-smi -q -i {bus} | grep -A9 'GPU Link Info'` on the node; check that the GPU sits firmly in its slot, "
-    "and check the slot's firmware settings"
-)
-_REMEDIES: tuple[tuple[str, str], ...] = (
-    ("gpu-lost", f"{_RESET}; `dmesg | grep -i xid` shows why it was lost"),
-    ("row-remap failure", _REPLACE),
-    ("reboot", _REBOOT),
-    ("recovery-action reboot", _REBOOT),
-    ("recovery-action system-reboot", _REBOOT),
-    ("recovery-action bus-reset", _REBOOT),
-    ("recovery-action drain-p2p", "delete the pods that use the GPU together with other GPUs{pods}"),
-    ("recovery-action recover-imex-domain", "repair the IMEX daemons that are not READY in `nvidia-imex-ctl -N`"),
-    ("recovery-action", _RESET),
-    ("row-remap pending", _RESET),
-    ("page-retirement", _RESET),
-    ("memory", _REPLACE),
-    ("sram", _REPLACE),
-    ("bank-remap", _RESET),
-    ("repair", _RESET),
-    ("unresponsive no-answer", _RESET),
-    ("unresponsive", _RESTART),
-    ("xid", _RESET_OR_SERVICED),
-    ("ecc", _RESET_OR_SERVICED),
-    ("fabric pending", f"wait; if this lasts, {_FABRIC}"),
-    ("fabric", _FABRIC),
-    ("nvlink", f"{_RESET}; `nvidia-smi nvlink -s -i {{bus}}` shows the links; if they stay down, have the GPU or its "
-               "board replaced"),
-    ("flapping", "have the GPU tested; the health_changed log events show its history"),
-    ("slowdown", _SLOW),
-    ("nvlink-errors", "`nvidia-smi nvlink -e -i {bus}` shows error counts; if they keep growing, have the GPU tested"),
-    ("pcie-width", _PCIE),
-    ("pcie-generation", _PCIE),
-    ("program", _WAIT),
-    ("unmonitored", "gpu-dra-driver gets no Xids for this GPU; find them with `dmesg | grep -i xid`"),
-)  # fmt: skip
-"""Remedies, keyed by the first words of a reason. If a device has several reasons, the first match in this
-table is used.
-"""
-_OTHER = "see `nvidia-smi -q -i {bus}` and `dmesg | grep -i nvrm` on the node"
+_OTHER = "see `nvidia-smi -q -i {gpu}` and `dmesg | grep -i nvrm` on the node"
 _WORST_FIRST = ("lost", "unhealthy", "degraded", "information")
-_FAILING = ("lost", "unhealthy")
-_WITHOUT_WORK = ("unresponsive no-answer", "fabric")
-"""Reasons that stop all work on the GPU, though they may clear by themselves."""
 
 
-def health_findings(found: NodeView, *, has_nvml: bool) -> list[Finding]:
+def health_findings(
+    found: NodeView, *, has_nvml: bool, policy: TaintPolicy = DEFAULT_POLICY
+) -> list[Finding]:
     """Return a finding for all unhealthy devices with the same reasons, worst first, or one if all are healthy.
 
-    `has_nvml` is whether NVML answered. Reasons that NVML no longer shows are left out.
+    `has_nvml` is whether NVML answered. Reasons that NVML no longer shows are left out. `policy` decides which reasons
+    keep claims away.
     """
     places = {gpu.name: gpu for gpu in found.gpus}
     ill: dict[str, list[SeenReason]] = {}
@@ -90,7 +35,7 @@ def health_findings(found: NodeView, *, has_nvml: bool) -> list[Finding]:
         key = tuple((reason.severity, reason.reason, reason.text) for reason in reasons)
         alike.setdefault(key, []).append(reasons)
     worst_first = sorted(alike.values(), key=lambda same: _WORST_FIRST.index(_worst(same[0])))
-    lines = [_finding(places[_gpu_of(same[0])], same, found) for same in worst_first]
+    lines = [_finding(places[_gpu_of(same[0])], same, found, policy) for same in worst_first]
     lines += [*_unknown(found.gpus if has_nvml else ()), *_problems(found.notes)]
     return lines or [_all_well(found.gpus, has_nvml=has_nvml)]
 
@@ -115,7 +60,9 @@ def _gpu_of(reasons: Sequence[SeenReason]) -> str:
     return reasons[0].subject.partition(" ")[0]
 
 
-def _finding(gpu: SeenGpu, alike: Sequence[Sequence[SeenReason]], found: NodeView) -> Finding:
+def _finding(
+    gpu: SeenGpu, alike: Sequence[Sequence[SeenReason]], found: NodeView, policy: TaintPolicy
+) -> Finding:
     """Return the finding for devices with the same reasons. `gpu` is the GPU of the first device."""
     reasons = alike[0]
     worst = _worst(reasons)
@@ -126,8 +73,11 @@ def _finding(gpu: SeenGpu, alike: Sequence[Sequence[SeenReason]], found: NodeVie
     verb = "is" if len(alike) == 1 else "are"
     seen = f"{name}: {texts}" if worst == "information" else f"{name} {verb} {worst}: {texts}"
     remedy = _remedy(gpu, reasons, found)
-    is_down = worst in _FAILING or any(one.reason.startswith(_WITHOUT_WORK) for one in reasons)
-    return fail(seen, remedy) if is_down else warn(seen, remedy)
+    keeps_away = any(
+        keeps_claims_away(one.reason.partition(" ")[0], Severity[one.severity.upper()], policy)
+        for one in reasons
+    )
+    return fail(seen, remedy) if keeps_away else warn(seen, remedy)
 
 
 def _worst(reasons: Iterable[SeenReason]) -> str:
@@ -148,30 +98,31 @@ def _age(seconds: float | None) -> str:
     return "" if seconds is None else f" (for {age_text(seconds)})"
 
 
-def _kind(reason: str) -> str:
-    """Return the key of `_REMEDIES` for a reason. For an Xid it depends on the number."""
-    key, _, number = reason.partition(" ")
-    if key == "xid" and number.isdecimal():
-        return (
-            "program" if is_program_fault(int(number)) else "reboot" if needs_reboot(int(number)) else "xid"
-        )
-    return reason
+def _kind(reason: SeenReason) -> str:
+    """Return what a key of `OF_REASONS` begins with. For an Xid it depends on the severity, then on the number."""
+    key, _, value = reason.reason.partition(" ")
+    if reason.severity == "information" and key in ("xid", "nvlink"):
+        return f"information-{key}"
+    if key == "xid" and value.isdecimal() and is_program_fault(int(value)):
+        return "program-xid"
+    if key == "xid" and value.isdecimal() and needs_reboot(int(value)):
+        return "reboot-xid"
+    return reason.reason
 
 
 def _remedy(gpu: SeenGpu, reasons: Sequence[SeenReason], found: NodeView) -> str:
-    kinds = [_kind(reason.reason) for reason in reasons]
+    kinds = [_kind(reason) for reason in reasons]
     remedy = next(
-        (text for start, text in _REMEDIES if any(f"{one} ".startswith(f"{start} ") for one in kinds)), _OTHER
+        (text for start, text in OF_REASONS if any(f"{one} ".startswith(f"{start} ") for one in kinds)),
+        _OTHER,
     )
     place = gpu.pci_bus_id or gpu.uuid
     pods = _pods_on(gpu, found)
-    # Without a UUID, `detach` cannot find the GPU's claims; if no GPU is named, it checks all claims.
     return remedy.format(
-        gpu=f" {place}" if gpu.uuid else "",
-        bus=place,
-        node=found.node,
+        gpu=place,
         pods=pods and f": {pods}",
-        then=pods and f"{pods}, then ",
+        reset=f"{pods and f'{pods}, then '}{reset(place)}",
+        reboot=reboot(found.node),
     )
 
 

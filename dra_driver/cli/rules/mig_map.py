@@ -19,6 +19,7 @@ from dra_driver.model.mig import (
     Placement,
 )
 from dra_driver.model.record import ClaimRecord, CreateMig
+from dra_driver.model.remedies import reset
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,7 @@ def waiting_for_mig_mode(inventory: Inventory, on_demand: Callable[[Gpu], bool])
         if on_demand(gpu) and gpu.mig_capable and gpu.partitioning is None and not gpu.mig_enabled:
             yield (
                 f"GPU {gpu.uuid}: MIG devices cannot be created on demand, because MIG mode is off, and switching it "
-                f"on needs a reset: run nvidia-smi -i {gpu.uuid} -mig 1, then reset the GPU or reboot the node"
+                f"on needs a reset: run `nvidia-smi -i {gpu.uuid} -mig 1` on the node, then {reset(gpu.uuid)}"
             )
 
 

@@ -27,6 +27,7 @@ from dra_driver.model.ids import gpu_device_names
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.mps import MpsDaemonStatus
 from dra_driver.model.problems import ShownProblem
+from dra_driver.model.remedies import NOT_STARTED
 from dra_driver.reporting.rules.claim_usage import unclaimed
 
 InstanceIds = Mapping[str, tuple[str, int, int]]
@@ -177,9 +178,12 @@ def node_view(
     inventory, at = nvml.inventory, now.timestamp()
     ids = state.instance_ids(inventory)
     names, places, hidden = _names_and_places(nvml, state)
+    # The NVIDIA driver learns a GPU's UUID when it starts the GPU.
+    unstarted = {uuid for uuid in hidden if nvml.hidden[places[uuid]] is None}
     # GPUs in `unread` have never answered, but NVML lists them, so they are not lost.
-    facts = replace(nvml, lost=nvml.lost | (hidden - inventory.unread))
+    facts = replace(nvml, lost=nvml.lost | (hidden - inventory.unread - unstarted))
     reasons = [*_reasons(facts, state.health, names, ids, int(at))]
+    reasons += [_not_started(uuid, names[uuid]) for uuid in sorted(unstarted)]
     cuda = inventory.versions.cuda
     return NodeView(
         node=node,
@@ -277,6 +281,12 @@ def _reasons(
             for reason in _of_target(state, name, facts, ids, now)
         ]
         yield from sorted(found, key=lambda one: (one[0].order, -one[2], one[1]))
+
+
+def _not_started(uuid: str, gpu: str) -> _Found:
+    text, severity = "the NVIDIA driver could not start the GPU", Severity.UNHEALTHY
+    shown = SeenReason(gpu, severity.name.lower(), NOT_STARTED, None, text)
+    return HealthTarget(uuid), (NOT_STARTED, ""), severity, shown
 
 
 def _of_target(

@@ -44,6 +44,7 @@ from dra_driver.model.health import (
     Unreachable,
     Xid,
 )
+from dra_driver.model.remedies import RESET_OR_REBOOT
 from dra_driver.model.units import counted
 
 XID = "xid"
@@ -51,8 +52,7 @@ ECC = "ecc"
 FLAPPING = "flapping"
 _EVENT_KEYS = frozenset({XID, ECC})
 _NO_ACTION = 0
-_RESET_OR_REBOOT = "reset the GPU or reboot the node"
-_LOST_TEXT = "the GPU fell off the bus and does not answer; reset the GPU or reboot the node"
+_LOST_TEXT = f"the GPU fell off the bus and does not answer; {RESET_OR_REBOOT}"
 
 
 SETTLE_S = 30
@@ -126,7 +126,7 @@ def observe(
             severity = severity_of_xid(number, policy, reports_action=reports_action)
             if severity is None:
                 return state
-            after = _with(state, Reason(XID, str(number), severity, now, now, xid_text(number)))
+            after = _with(state, Reason(XID, str(number), severity, now, now, xid_text(number, severity)))
         case DoubleBitError():
             text = "the NVIDIA driver reported an uncorrectable memory error"
             after = _with(state, Reason(ECC, "double-bit", Severity.UNHEALTHY, now, now, text))
@@ -137,7 +137,7 @@ def observe(
         case Unreachable():
             after = _with_found(state, {LOST: [(LOST, "", Severity.LOST, _LOST_TEXT)]}, now)
         case NoAnswer(for_s):
-            text = "the GPU does not answer: an NVML call does not return; " + _RESET_OR_REBOOT
+            text = "the GPU does not answer: an NVML call does not return; " + RESET_OR_REBOOT
             after = _no_answer(state, text, now - int(for_s))
         case MonitoringState(problem):
             found = [] if problem is None else [(UNMONITORED, "", Severity.INFORMATION, problem)]
@@ -222,7 +222,7 @@ def _after_silence(state: HealthState, polled: PolledHealth, now: int) -> Health
     state = replace(state, silent_polls=polls)
     if polls < SILENT_POLLS or state.has(LOST):
         return state
-    return _no_answer(state, "the GPU does not answer: every query fails; " + _RESET_OR_REBOOT, now)
+    return _no_answer(state, "the GPU does not answer: every query fails; " + RESET_OR_REBOOT, now)
 
 
 def _no_answer(state: HealthState, text: str, since: int) -> HealthState:

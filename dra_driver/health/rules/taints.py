@@ -16,11 +16,12 @@ from dra_driver.health.rules.polling import (
     SLOWDOWN,
     fabric_findings,
 )
-from dra_driver.journal.rules.cleanups import Withholding
+from dra_driver.journal.rules.cleanups import PendingCleanup
 from dra_driver.mig.rules.counters import has_counters
 from dra_driver.model.health import (
     LOST,
     UNMONITORED,
+    UNRESPONSIVE,
     HealthState,
     HealthStates,
     HealthTarget,
@@ -116,13 +117,12 @@ def device_taints(
     states: HealthStates,
     instances: Mapping[str, MadeInstance],
     policy: TaintPolicy = DEFAULT_POLICY,
-    pending: Withholding | None = None,
+    pending: PendingCleanup | None = None,
     layout: GpuLayout | None = None,
 ) -> tuple[JsonObject, ...]:
     """Return the taints of a device in wire format, one per key, sorted by key.
 
-    `pending` is what withholds the device, such as a cleanup that an ended claim left; `layout` is the MIG layout
-    of its GPU.
+    `pending` is a cleanup that an ended claim left on the device; `layout` is the MIG layout of its GPU.
     A fabric that was not ready when discovery read the GPU remains a reason until discovery reads it again,
     whatever polls report, because the published device lacks its fabric attributes until then. If several
     reasons have the same key, the worst is used; of equally bad ones, the oldest.
@@ -146,8 +146,8 @@ def _unready_fabric(device: OfferedDevice) -> Iterable[Reason]:
     ]
 
 
-def _reason_of(pending: Withholding) -> Reason:
-    """Return what withholds a device as a reason not to use a device that is otherwise healthy."""
+def _reason_of(pending: PendingCleanup) -> Reason:
+    """Return a pending cleanup as a reason not to use a device that is otherwise healthy."""
     return Reason(CLEANUP, pending.kinds[0], Severity.UNHEALTHY, pending.since, pending.since, pending.text)
 
 
@@ -159,7 +159,7 @@ def taints_of(reasons: Iterable[Reason], policy: TaintPolicy) -> tuple[JsonObjec
     for reason in ranked:
         if is_lost and reason.key == UNMONITORED:
             continue
-        effect = _effect(reason, policy)
+        effect = _effect(reason.key, reason.severity, policy)
         if effect is not None:
             chosen.setdefault(reason.key, (reason, effect))
     worst = sorted(chosen.values(), key=lambda pair: (_EFFECTS.index(pair[1]), _rank(pair[0])))
@@ -227,13 +227,19 @@ def _rank(reason: Reason) -> tuple[int, int, str, int, str]:
     return (-reason.severity, reason.since, reason.key, len(reason.value), reason.value)
 
 
-def _effect(reason: Reason, policy: TaintPolicy) -> Effect | None:
-    if reason.key in (SLOWDOWN, PCIE_GENERATION, PCIE_WIDTH, NVLINK_ERRORS):
+def keeps_claims_away(key: str, severity: Severity, policy: TaintPolicy) -> bool:
+    """Whether no new claim gets a device with this reason: its taint keeps pods away, or Prepare refuses it."""
+    is_refused = severity == Severity.LOST or key == UNRESPONSIVE
+    return is_refused or _effect(key, severity, policy) in _KEEP_AWAY
+
+
+def _effect(key: str, severity: Severity, policy: TaintPolicy) -> Effect | None:
+    if key in (SLOWDOWN, PCIE_GENERATION, PCIE_WIDTH, NVLINK_ERRORS):
         return None  # comes and goes with load and temperature
-    configured = policy.effects.get(reason.key)
-    if reason.key == UNMONITORED and configured is not None:
+    configured = policy.effects.get(key)
+    if key == UNMONITORED and configured is not None:
         effect = configured
-    elif reason.severity <= Severity.INFORMATION:
+    elif severity <= Severity.INFORMATION:
         effect = "None"
     else:
         effect = configured or "NoSchedule"

@@ -180,17 +180,19 @@ def severity_of_xid(number: int, policy: XidPolicy, *, reports_action: bool) -> 
     return _BY_NUMBER[number] if number in _BY_NUMBER else _BY_BUCKET[entry.bucket]
 
 
-_ACTIONS = {
-    "RESTART_APP": "restart the program",
+_ENDS_WORK = {
     "RESET_GPU": "reset the GPU",
     "RESTART_BM": "reboot the node",
     "RESTART_VM": "restart the virtual machine",
-    "CHECK_MECHANICALS": "check the power cables of the GPU",
-    "UPDATE_SWFW": "update the NVIDIA driver",
-    "CONTACT_SUPPORT": "contact NVIDIA",
     "WORKFLOW_XID_48": "reset the GPU",
     "WORKFLOW_NVLINK_ERR": "reset the GPU",
     "WORKFLOW_NVLINK5_ERR": "reset the GPU",
+}
+_ACTIONS = {
+    "RESTART_APP": "restart the program",
+    "CHECK_MECHANICALS": "check the power cables of the GPU",
+    "UPDATE_SWFW": "update the NVIDIA driver",
+    "CONTACT_SUPPORT": "contact NVIDIA",
 }
 
 
@@ -200,11 +202,13 @@ def needs_reboot(number: int) -> bool:
     return entry is not None and entry.bucket in ("RESTART_BM", "RESTART_VM")
 
 
-def xid_text(number: int) -> str:
+def xid_text(number: int, severity: Severity) -> str:
     """Return a text such as `Xid 79: the GPU fell off the bus; reboot the node`.
 
-    The text has no action if the catalog recommends none, and no explanation if the catalog lacks the Xid.
+    The text has no action if the catalog recommends none, and no explanation if the catalog lacks the Xid. An Xid that
+    only informs gives no reason for a reset or a reboot.
     """
     entry = CATALOG.get(number)
-    action = None if entry is None else _ACTIONS.get(entry.bucket)
+    actions = _ACTIONS if severity <= Severity.INFORMATION else _ACTIONS | _ENDS_WORK
+    action = None if entry is None else actions.get(entry.bucket)
     return f"Xid {number}{f': {entry.text}' if entry else ''}{f'; {action}' if action else ''}"
