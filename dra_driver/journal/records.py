@@ -11,12 +11,12 @@ import structlog
 from dra_driver.base.fields import (
     NUMBER,
     Codec,
-    FileFormat,
     Kind,
     Tagged,
+    encode_file,
     list_of,
     omittable,
-    one_of,
+    parse_file,
     required,
 )
 from dra_driver.base.json_store import JsonStore, UnreadableFile, log_unreadable, open_directory
@@ -43,6 +43,18 @@ from dra_driver.model.record import (
 
 _log = structlog.get_logger(__name__)
 
+FORMAT_VERSION = 1
+
+
+def encode(record: ClaimRecord) -> bytes:
+    """Return the record as a JSON document."""
+    return encode_file(_RECORD.encode(record), FORMAT_VERSION)
+
+
+def decode(content: bytes) -> ClaimRecord:
+    """Parse the record in a JSON document. Raises: NewerFormatError; StateError that says what is wrong."""
+    return parse_file(content, "claim record", _RECORD.decode, known=FORMAT_VERSION)
+
 
 def step_kind(step: Step) -> str:
     """Return the kind of a step, as it is written in records."""
@@ -50,11 +62,7 @@ def step_kind(step: Step) -> str:
 
 
 def _imex(name: str, value: Any) -> ImexChannels:
-    """Return `all`, or the number of a channel."""
-    if isinstance(value, str):
-        every: ImexChannels = one_of("IMEX channel", "all").read(name, value)
-        return every
-    return int(NUMBER.read(name, value))
+    return "all" if value == "all" else int(NUMBER.read(name, value))
 
 
 STEP: Tagged[Step] = Tagged(
@@ -76,7 +84,6 @@ _RECORD = Codec(
     devices=required(list_of(_HELD.kind)),
     steps=required(list_of(STEP.kind)),
 )
-RECORD_FILE = FileFormat("claim record", _RECORD.decode, _RECORD.encode)
 
 
 class RecordStore(JsonStore[ClaimRecord]):
@@ -96,7 +103,7 @@ class RecordStore(JsonStore[ClaimRecord]):
         self._boot_id = boot_id
         super().__init__(
             directory,
-            RECORD_FILE.what,
+            "claim record",
             self._decode,
             reader
             or log_unreadable(
@@ -134,7 +141,7 @@ class RecordStore(JsonStore[ClaimRecord]):
         one. With neither, a power cut may leave a damaged file, which the first `open` of the next boot removes.
         Raises: StateError.
         """
-        self.write(record.ref.uid, RECORD_FILE.write(record), durable=durable, whole=whole)
+        self.write(record.ref.uid, encode(record), durable=durable, whole=whole)
 
     def delete(self, uid: str) -> bool:
         """Remove a claim's record durably; returns whether it existed. Raises: StateError."""
@@ -142,7 +149,7 @@ class RecordStore(JsonStore[ClaimRecord]):
         return self.remove(uid, durable=True)
 
     def _decode(self, uid: str, content: bytes) -> ClaimRecord:
-        record = RECORD_FILE.read(content)
+        record = decode(content)
         if record.ref.uid != uid:
             raise StateError(f"the file contains the record of claim UID {record.ref.uid}")
         return record if self._boot_id is None else record.as_of(self._boot_id)

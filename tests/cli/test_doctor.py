@@ -35,6 +35,7 @@ from dra_driver.host import imex
 from dra_driver.host.device_nodes import DevCharLinks
 from dra_driver.host.driver_root import find_nvml_library
 from dra_driver.journal.records import RecordStore
+from dra_driver.journal.rules.cleanups import PendingCleanup
 from dra_driver.kube.api_errors import PathNotFoundError
 from dra_driver.kube.client import ApiClient
 from dra_driver.kube.endpoint import Endpoint, load_endpoint
@@ -44,10 +45,11 @@ from dra_driver.model.claim import AllocatedClaim, ClaimRef
 from dra_driver.model.gpu import UnreadyFabric
 from dra_driver.model.host import DeviceNode, ExtraDevices
 from dra_driver.model.inventory import DiscoveryFault, Inventory
+from dra_driver.model.mig import Partitioning, Placement
 from dra_driver.model.mps import MpsDaemonSpec
 from dra_driver.model.problems import FailingClaim, NodeProblem, ProblemCode, ShownProblem
-from dra_driver.model.record import ClaimRecord
-from dra_driver.mps_host.host_files import WANTED_FILE, mps_layout
+from dra_driver.model.record import ClaimRecord, CreateMig, SetTimeSlice, Step
+from dra_driver.mps_host.host_files import encode_wanted, mps_layout
 from dra_driver.reporting.node_problems import Reported
 from dra_driver.simulator import SimulatedDeviceNodes
 from tests.fakes.machines import SimulatedNode
@@ -155,6 +157,25 @@ def test_checks_that_cannot_run_for_one_cause_are_one_line() -> None:
         outcomes[4],
         outcomes[5],
     ]
+
+
+def test_checks_of_the_api_server_that_are_late_are_one_line_with_its_remedy(
+    cluster: ClusterChecks, answers: Answers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release = threading.Event()
+    monkeypatch.setattr(answers, "request", lambda *_a, **_m: release.wait(30) or {}, raising=False)
+    monkeypatch.setattr(answers, "check_group", lambda: release.wait(30), raising=False)
+    lines = folded(run_checks([*cluster.all(), Check("disk", lambda: ok("fine"))], bound_s=0.1))
+    release.set()
+    assert [line.check for line in lines] == ["8 checks", "disk"]
+    says(
+        lines[0].finding,
+        "WARN",
+        "not checked within 0.1 s, probably because the API server",
+        "slices",
+        "/readyz",
+    )
+    assert "dmesg" not in str(lines[0].finding.remedy)
 
 
 def test_data_shared_by_checks_is_read_once_and_its_error_fails_all_of_them() -> None:
@@ -303,6 +324,16 @@ def test_agents_that_keep_gpus_from_mig_mode(
 ) -> None:
     checks = host.checks(dynamic_mig=on_demand, gpu_users=lambda: users)
     says(checks.gpu_agents(), status, *parts)
+
+
+def test_agents_do_not_matter_where_mig_mode_is_on(host: Host) -> None:
+    gpus = tuple(replace(gpu, mig_enabled=True, partitioning=Partitioning(())) for gpu in host.inventory.gpus)
+    checks = host.checks(
+        replace(host.inventory, gpus=gpus),
+        dynamic_mig=True,
+        gpu_users=lambda: ["nv-hostengine (process 812)"],
+    )
+    says(checks.gpu_agents(), "OK", "nv-hostengine (process 812)", "MIG mode is on already")
 
 
 @pytest.fixture
@@ -477,7 +508,7 @@ def test_gpu_without_minor_number_is_not_called_lost(host: Host, tmp_path: Path)
     fault = DiscoveryFault(f"GPU {first.uuid}", "it is not published: NVML reports no minor number")
     found = replace(host.inventory, gpus=(replace(first, minor=None), *rest), faults=(fault,))
     checks = host.checks(found, nodes=nodes, paths={"dev_root": str(tmp_path)})
-    says(checks.nvml(), "WARN", f"{fault.subject}: {fault.text}")
+    says(checks.nvml(), "FAIL", f"{fault.subject}: {fault.text}")
     says(checks.device_nodes(), "OK", "and the device nodes of 7 GPUs")
 
 
@@ -660,6 +691,25 @@ def test_cleanup_and_layout_are_not_known_when_a_file_cannot_be_read(
     )
 
 
+TIME_SLICE = SetTimeSlice("GPU-2", 3)
+MIG_DEVICE = CreateMig("gpu-1-mig-1g10gb-19-0", "GPU-1", None, 19, "1g.10gb", Placement(0, 1))
+
+
+@pytest.mark.parametrize(
+    ("steps", "status", "what"),
+    [
+        ((TIME_SLICE,), "WARN", "reset the time slice"),
+        ((TIME_SLICE, MIG_DEVICE), "FAIL", "destroy MIG device"),
+    ],
+)
+def test_pending_cleanup_fails_if_it_withholds_a_device(
+    kubelet: KubeletChecks, steps: tuple[Step, ...], status: str, what: str
+) -> None:
+    ended = ClaimRecord(AllocatedClaim(ClaimRef("ns", "c", "u"), ()), "preparing", "boot-1", (), ())
+    state = NodeState(boot_id="boot-1", cleanups=[PendingCleanup("u", ended, (step,), 0) for step in steps])
+    says(replace(kubelet, node_state=lambda: state).cleanup(), status, what)
+
+
 def test_records_of_a_boot_that_is_not_known_are_not_called_prepared(kubelet: KubeletChecks) -> None:
     store = RecordStore(kubelet.state / "claims")
     store.open("boot-1")
@@ -679,11 +729,11 @@ def test_the_mps_host(assert_golden: CompareFinding, kubelet: KubeletChecks) -> 
     assert_golden(kubelet.mps_host())
     with hold_file(layout.lock, threading.Lock(), 0.0, "it"):
         assert_golden(kubelet.mps_host())
-        layout.lock.write_text('{"version": 2}')
+        layout.lock.write_text('{"format": 4}')
         assert_golden(kubelet.mps_host())
-        layout.lock.write_text('{"version": 1}')
+        layout.lock.write_text('{"format": 3}')
         assert_golden(kubelet.mps_host())
-        layout.wanted("gpu-1").write_bytes(WANTED_FILE.write(MpsDaemonSpec("gpu-1", "GPU-1", "gpu", "GPU-1")))
+        layout.wanted("gpu-1").write_bytes(encode_wanted(MpsDaemonSpec("gpu-1", "GPU-1", "gpu", "GPU-1")))
         assert_golden(kubelet.mps_host())
     assert_golden(kubelet.mps_host())
 
@@ -815,6 +865,20 @@ def test_the_node_and_what_a_device_plugin_offers_there(
     assert_golden(cluster.node_object())
 
 
+@tabled("kubelet", "runtime", "status", "parts")
+def test_versions_of_the_node(
+    cluster: ClusterChecks, answers: Answers, kubelet: str, runtime: str, status: str, parts: tuple[str, ...]
+) -> None:
+    info = {"kubeletVersion": kubelet, "containerRuntimeVersion": runtime}
+    answers.answers[f"/api/v1/nodes/{NODE}"] = node_with(nodeInfo=info)
+    says(cluster.node_object(), status, *parts)
+
+
+def test_node_without_slices_fails_only_if_it_has_a_gpu(server: PlaygroundApiServer, tmp_path: Path) -> None:
+    assert against(server, tmp_path).slices().status == "FAIL"
+    assert against(server, tmp_path, has_gpus=lambda: False).slices().status == "OK"
+
+
 @pytest.fixture
 def server() -> Iterator[PlaygroundApiServer]:
     with PlaygroundApiServer() as made:
@@ -915,6 +979,8 @@ def test_findings_fail_if_pods_get_no_devices_and_otherwise_warn(tmp_path: Path)
             shown("not-registered", "the kubelet refused the plugin: because"),
             shown("health-unknown", "the health is not known; restart it"),
             shown("claims-failing", "a claim fails"),
+            shown("claim-in-use", "a process uses it; kill it"),
+            shown("check-failed", "a check failed; why"),
         ),
         (claim,),
     )
@@ -926,6 +992,8 @@ def test_findings_fail_if_pods_get_no_devices_and_otherwise_warn(tmp_path: Path)
         ("FAIL", "other-reg.sock is of another driver"),
         ("FAIL", "the kubelet refused the plugin: because"),
         ("WARN", "the health is not known"),
+        ("FAIL", "a process uses it"),
+        ("WARN", "a check failed"),
     ]
     assert [one.remedy for one in found[:3]] == ["end its pods", "look at its pods", "remove that driver"]
     assert "kubectl -n gpu-dra-driver logs" in str(found[3].remedy)

@@ -113,7 +113,7 @@ def test_processes_of_the_host_must_be_seen(host: Host, monkeypatch: pytest.Monk
 def test_card_of_a_claim_without_a_record_is_named(host: Host) -> None:
     step = host.bind(0)
     status, seen, _ = host.seen()[0]
-    assert status == "WARN"
+    assert status == "FAIL"
     assert step.pci_bus_id in seen
 
 
@@ -155,7 +155,7 @@ def test_node_whose_gpus_are_all_under_vfio_needs_no_nvidia_driver(host: Host) -
 
 def test_programs_that_keep_gpus_from_virtual_machines(host: Host) -> None:
     found = driver_checks(host, passthrough=True, users=lambda: ["dcgm (process 1)"]).gpu_agents()
-    assert found.status == "WARN"
+    assert found.status == "FAIL"
     assert "no virtual machine can get these GPUs: dcgm (process 1)" in found.seen
     assert driver_checks(host, passthrough=False).gpu_agents().status == "SKIP"
 

@@ -62,7 +62,7 @@ def health_lines(node: Node) -> list[tuple[str, str, str]]:
     checks = json.loads(done.stdout)["checks"]
     failing = {check["check"] for check in checks if check["status"] == "FAIL"}
     away = {"plugin"} if node.driver is None else set()
-    assert (done.returncode, failing - {"health"}) == (int(bool(failing)), away)
+    assert (done.returncode, failing - {"health"}) == (int(bool(failing)), away), checks
     return [
         (check["status"], check["seen"], str(check["remedy"]))
         for check in checks
@@ -97,7 +97,7 @@ def test_doctor_names_the_gpus_that_are_ill_when_the_plugin_runs(node: Node) -> 
             "contained",
         ),
     ]
-    assert [remedy.partition(" and ")[0] for *_, remedy in found] == [
+    assert [remedy.partition(",")[0] for *_, remedy in found] == [
         "have the GPU replaced",
         f"run `gpu-dra-driver detach {two.bus_id}`",
     ]
@@ -114,7 +114,7 @@ def test_doctor_names_a_lost_gpu_when_no_plugin_runs(node: Node) -> None:
     done = call("doctor", *doctor_options(node))
     lines = done.stdout.splitlines()
     assert done.returncode == 1
-    assert f"WARN  NVML                 1 of 8 GPUs does not answer: {gone.bus_id}" in lines
+    assert any(line.startswith("OK    NVML                 7 of 8 GPUs answer") for line in lines), lines
     named = f"gpu-{gone.uuid[4:12]} ({gone.bus_id}) is lost: the GPU fell off the bus and does not answer"
     assert any(line.startswith(f"FAIL  health               {named}") for line in lines)
     assert [line for line in lines if line.startswith("WARN  device nodes")] == []

@@ -3,7 +3,6 @@ import os
 import threading
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -11,7 +10,7 @@ from dra_driver.base import json_store
 from dra_driver.base.atomic import read_plain
 from dra_driver.errors import StateError
 from dra_driver.journal import records as module
-from dra_driver.journal.records import RECORD_FILE, RecordStore
+from dra_driver.journal.records import RecordStore, encode
 from dra_driver.model.record import ClaimRecord
 from tests.fakes import directories
 from tests.fakes.preparing import in_threads
@@ -19,8 +18,7 @@ from tests.fakes.samples import GPU_0, GPU_1, hold, record
 
 ONE, TWO = record(hold(GPU_0), uid="uid-1"), record(hold(GPU_1), uid="uid-2")
 CORRUPT = {
-    "empty": b"", "zeros": b"\0" * 300, "half": RECORD_FILE.write(ONE)[:100], "text": b"hello",
-    "other claim": RECORD_FILE.write(TWO),
+    "empty": b"", "zeros": b"\0" * 300, "half": encode(ONE)[:100], "text": b"hello", "other claim": encode(TWO),
     "deep": b"[" * 200_000,
 }  # fmt: skip
 
@@ -115,13 +113,14 @@ def test_good_record_is_not_set_aside_when_it_replaced_a_bad_one_in_between(
 ) -> None:
     file = store.directory / "uid-1.json"
     file.write_bytes(b"{")
+    decode = module.decode
 
     def slow(content: bytes) -> ClaimRecord:
-        monkeypatch.setattr(module, "RECORD_FILE", RECORD_FILE)
+        monkeypatch.setattr(module, "decode", decode)
         other(store).save(ONE)
-        return RECORD_FILE.read(content)
+        return decode(content)
 
-    monkeypatch.setattr(module, "RECORD_FILE", SimpleNamespace(read=slow))
+    monkeypatch.setattr(module, "decode", slow)
     store.all()
     assert (store.get("uid-1"), store.quarantined()) == (ONE, [])
 
@@ -175,7 +174,7 @@ def test_torn_record_is_removed_only_at_the_next_boot(
     store.save(ONE)
     for name in ("empty", "zeros", "half"):
         (store.directory / f"{name}.json").write_bytes(CORRUPT[name])
-    (store.directory / "other.json").write_bytes(RECORD_FILE.write(TWO))
+    (store.directory / "other.json").write_bytes(encode(TWO))
     again = other(store)
     again.open("boot-2")
     assert names(store.directory) == ["other.json", "uid-1.json"], "what can be read stays, right or wrong"

@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 
 from dra_driver.base.installation import from_outside, logs
 from dra_driver.base.threads import run_in_parallel
-from dra_driver.cli.rules.findings import Finding, fail, skip, warn
+from dra_driver.cli.rules.findings import Finding, fail, warn
 from dra_driver.errors import DraDriverError
 
 T = TypeVar("T")
@@ -26,10 +26,14 @@ Look = Callable[[], Finding | Sequence[Finding]]
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A named check. `look` returns one or several findings, and may raise any error."""
+    """A named check. `look` returns one or several findings, and may raise any error.
+
+    `slow` is the probable cause if the check does not end in time, and the remedy.
+    """
 
     name: str
     look: Look
+    slow: tuple[str, str] = ("this node is slow", "`dmesg --level=err,warn` on the node shows what hangs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +76,18 @@ def run_checks(checks: Sequence[Check], bound_s: float = BOUND_S) -> list[Outcom
     If a check raises an error or takes too long, the others are not affected.
     """
     answers = run_in_parallel([partial(_looked, check) for check in checks], len(checks), bound_s)
-    late = warn(
-        f"not checked within {bound_s:g} s",
-        "run doctor again; if the check takes too long again, `dmesg --level=err,warn` on the node shows what hangs",
-    )
+
+    def findings(check: Check, answer: Future[Finding | Sequence[Finding]]) -> Sequence[Finding]:
+        if answer.done() and not answer.cancelled():
+            return _listed(answer.result())
+        cause, remedy = check.slow
+        again = f"run doctor again; if this happens again, {remedy}"
+        return [warn(f"not checked within {bound_s:g} s, probably because {cause}", again)]
+
     return [
         Outcome(check.name, replace(finding, remedy=finding.remedy and from_outside(finding.remedy)))
         for check, answer in zip(checks, answers, strict=True)
-        for finding in (_listed(answer.result()) if answer.done() and not answer.cancelled() else (late,))
+        for finding in findings(check, answer)
     ]
 
 
@@ -88,10 +96,10 @@ def _listed(found: Finding | Sequence[Finding]) -> Sequence[Finding]:
 
 
 def folded(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Merge checks that were skipped for the same reason into one line, in the place of the first."""
+    """Merge checks that did not run for the same reason into one line, in the place of the first."""
     names: dict[Finding, list[str]] = {}
     for outcome in outcomes:
-        if outcome.finding.status == "SKIP":
+        if outcome.finding.status in ("SKIP", "WARN"):
             names.setdefault(outcome.finding, []).append(outcome.check)
     lines: list[Outcome] = []
     for outcome in outcomes:
@@ -99,7 +107,8 @@ def folded(outcomes: Sequence[Outcome]) -> list[Outcome]:
         if len(same) < 2:
             lines.append(outcome)
         elif outcome.check == same[0]:
-            lines.append(Outcome(f"{len(same)} checks", skip(f"{outcome.finding.seen}: {', '.join(same)}")))
+            seen = f"{outcome.finding.seen}: {', '.join(same)}"
+            lines.append(Outcome(f"{len(same)} checks", replace(outcome.finding, seen=seen)))
     return lines
 
 
@@ -109,13 +118,13 @@ def _looked(check: Check) -> Finding | Sequence[Finding]:
     except DraDriverError as error:
         return of_text(str(error), fails=True)
     except OSError as error:
-        return fail(
+        return warn(
             f"{error.filename or check.name}: {error.strerror or error}",
             "run doctor in the plugin's pod (`kubectl exec`), or as root on the node",
         )
     except Exception as error:  # noqa: BLE001  an unexpected error must not hide the other checks' results
         text = " ".join(str(error).split())
-        return fail(
+        return warn(
             f"the check crashed: {type(error).__name__}: {text}", "please report this with doctor's output"
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,6 +20,10 @@ from dra_driver.model.schema import JsonObject
 from dra_driver.model.units import counted, named
 from dra_driver.slices.api_support import Support, ask_support
 from dra_driver.slices.rules.diff import PARTITIONS_GATE, SHARES_GATE, TAINTS_GATE, Owner
+
+_OLDEST = {"kubelet": (1, 34), "containerd": (1, 7), "cri-o": (1, 28)}
+"""The oldest versions with resource.k8s.io/v1, and with CDI devices from the kubelet, as in docs/versions.md."""
+_VERSION = re.compile(r"v?(\d+)\.(\d+)")
 
 
 def required_permissions(driver: str, *, mig_layouts: bool = False) -> tuple[Permission, ...]:
@@ -53,6 +58,7 @@ class ClusterChecks:
     mig_layouts: bool = False
     configured: bool = True
     claims: Callable[[], Sequence[ClaimRef]] = tuple
+    has_gpus: Callable[[], bool] = lambda: True
 
     def api_server(self) -> Finding:
         """Check that the API server answers and serves resource.k8s.io."""
@@ -123,13 +129,16 @@ class ClusterChecks:
         versions = ", ".join(
             str(info[key]) for key in ("kubeletVersion", "containerRuntimeVersion") if info.get(key)
         )
-        conditions = status.get("conditions") or ()
-        ready = next((c.get("status") for c in conditions if c.get("type") == "Ready"), None)
-        if ready not in (None, "True"):
-            return warn(f"node {self.node} is not ready", f"`kubectl describe node {self.node}`")
         runtime = info.get("containerRuntimeVersion")
         if str(runtime).startswith("docker:"):
             return fail(*DOCKER)
+        too_old = _too_old(info)
+        if too_old is not None:
+            return too_old
+        conditions = status.get("conditions") or ()
+        ready = next((c.get("status") for c in conditions if c.get("type") == "Ready"), None)
+        if ready not in (None, "True"):
+            return fail(f"node {self.node} is not ready", f"`kubectl describe node {self.node}`")
         return ok(
             f"node {self.node}{f' ({versions})' if versions else ''}",
             None if runtime is None else str(runtime),
@@ -165,8 +174,10 @@ class ClusterChecks:
                 f"--field-selector spec.nodeName={self.node} --show-managed-fields -o yaml | grep manager`",
             )
         count = sum(len(item["spec"].get("devices") or ()) for item in items)
+        if not items and not self.has_gpus():
+            return ok("this node publishes no devices, and has no NVIDIA GPU")
         if not items:
-            return warn(
+            return fail(
                 "this node publishes no devices",
                 "start gpu-dra-driver; if it is running, its /readyz and log show the problem",
             )
@@ -203,15 +214,19 @@ class ClusterChecks:
 
     def all(self) -> list[Check]:
         """Return all checks."""
+        looks = {
+            "permissions": self.permissions,
+            "node": self.node_object,
+            "admission policy": lambda: self._proof().slices(),
+            "claim policy": lambda: self._proof().claim_status(),
+            "DeviceClasses": self.device_classes,
+            "slices": self.slices,
+            "feature gates": self.feature_gates,
+        }
+        slow = ("the API server or this node is slow", "check `time kubectl get --raw /readyz`")
         return [
-            Check("API server", self.api_server),
-            Check("permissions", self._skipping(self.permissions)),
-            Check("node", self._skipping(self.node_object)),
-            Check("admission policy", self._skipping(lambda: self._proof().slices())),
-            Check("claim policy", self._skipping(lambda: self._proof().claim_status())),
-            Check("DeviceClasses", self._skipping(self.device_classes)),
-            Check("slices", self._skipping(self.slices)),
-            Check("feature gates", self._skipping(self.feature_gates)),
+            Check("API server", self.api_server, slow),
+            *(Check(name, self._skipping(look), slow) for name, look in looks.items()),
         ]
 
     def _skipping(self, ask: Callable[[], Finding]) -> Callable[[], Finding]:
@@ -242,6 +257,24 @@ class ClusterChecks:
 
     def _list(self, plural: str, query: Mapping[str, str] | None = None) -> JsonObject:
         return self.client.get().call("GET", plural, action=f"list {plural}", query=query)
+
+
+def _too_old(info: Mapping[str, object]) -> Finding | None:
+    """Return the finding for a kubelet or container runtime that cannot give containers the devices of claims."""
+    runtime, _, version = str(info.get("containerRuntimeVersion")).partition("://")
+    found = {"kubelet": str(info.get("kubeletVersion")), runtime: version}
+    numbers = {name: _VERSION.match(text) for name, text in found.items() if name in _OLDEST}
+    old = {
+        name: _OLDEST[name]
+        for name, match in numbers.items()
+        if match is not None and (int(match[1]), int(match[2])) < _OLDEST[name]
+    }
+    if not old:
+        return None
+    seen = " and ".join(f"{name} {found[name].removeprefix('v')}" for name in old)
+    wanted = " and ".join(f"{name} {major}.{minor} or newer" for name, (major, minor) in old.items())
+    cannot = "is too old and cannot" if len(old) == 1 else "are too old and cannot"
+    return fail(f"{seen} {cannot} give containers the devices of claims", f"install {wanted} on the node")
 
 
 def _is_renamed(name: str, other: str) -> bool:

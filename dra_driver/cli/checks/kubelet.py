@@ -10,7 +10,7 @@ from dra_driver.base.file_lock import is_locked
 from dra_driver.base.installation import logs
 from dra_driver.cli.checks.check import Check, not_written, of_text
 from dra_driver.cli.rules.findings import (
-    CODES_THAT_FAIL,
+    CODES_THAT_WARN,
     Finding,
     fail,
     ok,
@@ -65,7 +65,7 @@ class KubeletChecks:
             problem = shown.problem
             # The check `health` reports GPUs that do not answer, and failing claims are listed above.
             if problem.code not in ("gpu-unresponsive", *(["claims-failing"] if failing else [])):
-                found.append(of_text(problem.text, fails=problem.code in CODES_THAT_FAIL))
+                found.append(of_text(problem.text, fails=problem.code not in CODES_THAT_WARN))
         if found:
             return found
         more = " besides GPUs that do not answer" if problems else ""
@@ -121,8 +121,11 @@ class KubeletChecks:
         found = state.cleanups
         if found:
             more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-            pending, _, remedy = found[0].text.rpartition("; ")
-            return warn(pending + more, f"{remedy}; `gpu-dra-driver cleanup` lists all pending cleanup")
+            # Pods do not get a device until its cleanup is done, unless only its time slice is left.
+            withheld = [one for one in found if one.withholds(state.boot_id)]
+            pending, _, remedy = (withheld or found)[0].text.rpartition("; ")
+            finding = fail if withheld else warn
+            return finding(pending + more, f"{remedy}; `gpu-dra-driver cleanup` lists all pending cleanup")
         return skip(_UNREAD) if state.faults else ok("no pending cleanup found")
 
     def mig_layout(self) -> Finding:

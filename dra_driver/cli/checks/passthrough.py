@@ -47,7 +47,7 @@ class PassthroughChecks:
         forgotten = [card.bus_id for card in fit if card.by_us and card.bus_id not in known]
         if forgotten:
             found.append(
-                warn(
+                fail(
                     f"bound to vfio for a claim that has no record: {named(forgotten)}",
                     "delete the claim's pod; if the claim has no pod, reboot the node",
                 )

@@ -1,4 +1,8 @@
-"""The results of `doctor`'s checks."""
+"""The results of `doctor`'s checks.
+
+One rule separates FAIL from WARN: after a FAIL, some pod that asks for a device of this node does not get it. What
+could not be checked is no FAIL, because the pod may get its device.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +10,20 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from dra_driver.model.problems import ProblemCode
+
 Status = Literal["OK", "WARN", "FAIL", "SKIP"]
 
-CODES_THAT_FAIL = frozenset({
-    "claims-failing", "disk-not-writable", "driver-files-missing", "foreign-driver", "gpus-unavailable",
-    "mps-daemon-failed", "mps-host-missing", "not-registered", "partitions-not-supported", "plugin-not-running",
-    "slices-not-published", "waiting-for-driver",
+CODES_THAT_WARN: frozenset[ProblemCode] = frozenset({
+    "check-failed", "health-unknown", "scheduler-outdated", "slice-fields-dropped",
 })  # fmt: skip
-"""Codes of node problems that keep pods from getting their devices."""
+"""All other problems of a node keep some pod from getting its device."""
 _WORST_FIRST = ("FAIL", "WARN", "SKIP", "OK")
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of a check, and the remedy for a problem. `SKIP` means that the check could not run.
+    """The result of a check, and the remedy for a problem.
     `version` is the version of the checked component.
     """
 
@@ -35,17 +39,17 @@ def ok(seen: str, version: str | None = None) -> Finding:
 
 
 def warn(seen: str, remedy: str) -> Finding:
-    """Return the finding for something that works with restrictions, or may soon fail."""
+    """Return the finding for something that works with restrictions, may soon fail, or could not be checked."""
     return Finding("WARN", seen, remedy)
 
 
 def fail(seen: str, remedy: str) -> Finding:
-    """Return the finding for a fault that keeps pods from getting their devices."""
+    """Return the finding for a fault that keeps some pod from getting a device of this node."""
     return Finding("FAIL", seen, remedy)
 
 
 def skip(seen: str) -> Finding:
-    """Return the finding for something that could not be checked."""
+    """Return the finding for something that is not needed here, or that another check covers."""
     return Finding("SKIP", seen)
 
 

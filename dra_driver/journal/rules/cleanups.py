@@ -83,37 +83,16 @@ class PendingCleanup:
         """The kinds of the steps to undo, without duplicates."""
         return tuple(dict.fromkeys(map(kind_of, self.steps)))
 
+    def withholds(self, boot_id: str | None) -> bool:
+        """Whether a device is withheld until this cleanup is done, as in the table above."""
+        return boot_id in (None, self.record.boot_id) and self.kinds != ("time-slice",)
+
     @property
     def text(self) -> str:
         """One sentence: what is pending for which claim, why, and what to do."""
         pending = ", ".join(what(step) for step in self.steps)
         cause = f": {self.cause}" if self.cause else ""
         return f"Cleanup pending for claim {self.record.ref}: {pending}{cause}; {remedy(self.steps)}"
-
-
-@dataclass(frozen=True, slots=True)
-class UnreadLedger:
-    """A GPU's ledger that a newer release wrote, at `since` seconds since 1970. Nothing is known about its cleanups, so
-    it withholds every device of the GPU.
-    """
-
-    gpu_uuid: str
-    since: int
-    why: str
-
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """Like `PendingCleanup.kinds`."""
-        return ("unknown",)
-
-    @property
-    def text(self) -> str:
-        """One sentence: which GPU gets no new claims, why, and what to do."""
-        return f"GPU {self.gpu_uuid} gets no new claims: {self.why}"
-
-
-Withholding = PendingCleanup | UnreadLedger
-"""Why a device is withheld."""
 
 
 def kind_of(step: Step) -> CleanupKind:
@@ -247,7 +226,7 @@ def withholding(
         (
             cleanup
             for cleanup in cleanups
-            if cleanup.record.boot_id == boot_id and any(_withholds(step, device) for step in cleanup.steps)
+            if cleanup.withholds(boot_id) and any(_withholds(step, device) for step in cleanup.steps)
         ),
         None,
     )
