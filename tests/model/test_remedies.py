@@ -48,7 +48,9 @@ def test_persistence_mode_is_off_before_a_reset() -> None:
     assert len(steps) > 5
     steps.append(("doctor", reset()))
     assert [
-        (name, text) for name, text in steps if not re.search(r"-pm 0.*--gpu-reset|persistence mode off", text, re.DOTALL)
+        (name, text)
+        for name, text in steps
+        if not re.search(r"-pm 0.*--gpu-reset|persistence mode off", text, re.DOTALL)
     ] == []
 
 
