@@ -39,7 +39,7 @@ from tests.fakes.samples import (
     result,
     uuid,
 )
-from tests.fakes.waiting import eventually
+from tests.fakes.waiting import PATIENCE_S, eventually
 
 UID = "uid-1"
 
@@ -270,7 +270,7 @@ def test_overlapping_call_does_not_open_nvml_under_a_call_that_is_closing_it(
 
     after_closing(steps, overlap, monkeypatch)
     first = node.prepare(wanted)
-    second.join(20)
+    second.join(PATIENCE_S)
     assert isinstance(first, Prepared), first
     assert "NVML is closed" in error_of(answers[0])
     assert (phase(node), is_closed_for(node, steps, wanted)) == ("prepared", True)
@@ -321,7 +321,7 @@ def late_step(
 
     def is_offered(_gpus: object) -> bool:
         began.set()
-        assert go_on.wait(20)
+        assert go_on.wait(PATIENCE_S)
         return False
 
     steps.is_offered = is_offered
@@ -354,7 +354,7 @@ def test_step_opens_nvml_again_if_its_call_could_not_when_it_gave_up(
         call.start()
         eventually(lambda: steps.detachments.now() is not None)
         with node.claim_locks.hold(UID, 5):
-            call.join(20)
+            call.join(PATIENCE_S)
         assert isinstance(answers[0], Failed)
         assert steps.detachments.now() is not None
     eventually(lambda: not node.lanes.under_way())
