@@ -330,6 +330,8 @@ class Driver:
                 DiskWatch([directory, Path(settings.cdi_root)], write_atomically).problems,
                 self._mps_files.problems,
                 self.claims.reconciler.problems,
+                self.records.problems,
+                self.ledger.problems,
                 lambda: overdue_problems(self._maintenances()),
             ),
             self.reporting.failing,

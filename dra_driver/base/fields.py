@@ -1,21 +1,41 @@
 """Encodes dataclasses as JSON objects, by the types of their attributes, and adds a format number to files.
 
-A file is read only if it has the format number of its kind. A higher number means that a newer release wrote
-the file, and the file is left alone. Errors say in one sentence what is wrong with a file.
+A release reads a range of format numbers of each kind of file. A higher number, an unknown kind of a value, or an
+unknown word where only certain words are allowed means that a newer release wrote the file. Such a file is not damaged,
+and no one renames or overwrites it. Unknown fields are ignored, and lost when this release writes the file.
+
+So a release that changes a file does one of these:
+
+- it adds a field that older releases may ignore and lose;
+- it adds a kind or a word, which older releases do not read;
+- it changes anything else, and raises the format number.
+
+Errors say in one sentence what is wrong with a file.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from types import UnionType
 from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from dra_driver import __version__
 from dra_driver.errors import StateError
 from dra_driver.model.schema import JsonObject
 
 T = TypeVar("T")
+
+
+class NewerFormatError(StateError):
+    """A newer release wrote the file. `document` is the content of the file, as far as it is known."""
+
+    def __init__(self, message: str, document: JsonObject | None = None) -> None:
+        super().__init__(message)
+        self.document: JsonObject = {} if document is None else document
+
 
 _NEEDED = object()
 _SPELLED = {"uuid": "UUID", "id": "ID", "mib": "MiB"}
@@ -66,11 +86,13 @@ _KINDS: Mapping[Any, Kind] = {
 
 
 def one_of(what: str, *values: str) -> Kind:
-    """Return a kind that accepts only these strings; `what` names the field in errors."""
+    """Return a kind that accepts only these strings; `what` names the field in errors. Another string comes from a
+    newer release.
+    """
 
-    def read(_name: str, value: Any) -> Any:
-        if value not in values:
-            raise StateError(f"{what} {value!r} is unknown")
+    def read(name: str, value: Any) -> Any:
+        if TEXT.read(name, value) not in values:
+            raise NewerFormatError(f"{what} {value!r} is unknown")
         return value
 
     return Kind(read)
@@ -172,10 +194,12 @@ class Tagged(Generic[T]):
         return {"kind": tag, **self._codecs[tag].encode(value)}
 
     def decode(self, entry: JsonObject) -> T:
-        """Return the value of a JSON object. Raises: the errors of `Kind.read`."""
+        """Return the value of a JSON object. Raises: the errors of `Kind.read`; NewerFormatError if the kind is
+        unknown.
+        """
         tag = TEXT.read("kind", entry["kind"])
         if tag not in self._codecs:
-            raise StateError(f"{self._what} {tag!r} is unknown")
+            raise NewerFormatError(f"{self._what} {tag!r} is unknown")
         made: T = self._codecs[tag].decode(entry)
         return made
 
@@ -223,38 +247,60 @@ def _in_json(attribute: str) -> str:
     return first + "".join(_SPELLED.get(word, word.capitalize()) for word in rest)
 
 
-class NewerFormatError(StateError):
-    """The file was written by a newer release."""
+_RELEASE = re.compile(r"[0-9A-Za-z][0-9A-Za-z.+-]{0,39}", re.ASCII)
 
 
-def parse_file(
-    content: bytes, what: str, decode: Callable[[JsonObject], T], *, known: int, field: str = "version"
-) -> T:
-    """Parse a JSON file with `decode`. The format number in `field` must be `known`.
+@dataclass(frozen=True, slots=True)
+class FileFormat(Generic[T]):
+    """A kind of JSON file. `what` names a file in errors; `encode` and `decode` translate its content.
 
-    `decode` may raise KeyError, TypeError and similar errors of a malformed document.
-
-    Raises: NewerFormatError; StateError, which says what is wrong with the file.
+    This release writes the format number `number`, and reads the numbers from `oldest` on. `decode` gets the whole
+    document, with its number in the field `version`, and raises the errors of `Kind.read`.
     """
-    try:
-        document = json.loads(content)
-        if not isinstance(document, dict):
-            raise StateError("not a JSON object")
-        number = document.get(field)
-        if type(number) is int and number > known:
-            raise NewerFormatError(
-                f"a newer release of gpu-dra-driver wrote the {what} (format version {number}); this release reads "
-                f"only version {known}; install the newer release again"
-            )
-        if type(number) is not int or number != known:
+
+    what: str
+    decode: Callable[[JsonObject], T]
+    encode: Callable[[T], JsonObject]
+    number: int = 1
+    oldest: int = 1
+
+    def write(self, value: T) -> bytes:
+        """Return the content of a file. Equal values have equal contents.
+
+        The field `release` tells the user of an older release what to install.
+        """
+        document = {"version": self.number, "release": __version__, **self.encode(value)}
+        return json.dumps(document, separators=(",", ":"), sort_keys=True).encode()
+
+    def read(self, content: bytes) -> T:
+        """Return the value in a file. Raises: NewerFormatError; StateError, which says what is wrong with the file."""
+        try:
+            document = json.loads(content)
+            if not isinstance(document, dict):
+                raise StateError("not a JSON object")
+            try:
+                self._check(document.get("version"))
+                return self.decode(document)
+            except NewerFormatError as error:
+                raise NewerFormatError(self._of_newer(document, str(error)), document) from error
+        except KeyError as error:
+            raise StateError(f"field {error.args[0]!r} is missing") from error
+        except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+            raise StateError(f"not a {self.what}: {error}") from error
+
+    def _check(self, number: object) -> None:
+        """Raises: NewerFormatError, StateError."""
+        if type(number) is not int or number < self.oldest:
             raise StateError(f"format version {number!r} is unknown")
-        return decode(document)
-    except KeyError as error:
-        raise StateError(f"field {error.args[0]!r} is missing") from error
-    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise StateError(f"not a {what}: {error}") from error
+        if number > self.number:
+            numbers = (
+                f"{self.oldest} to {self.number}" if self.oldest < self.number else f"only {self.number}"
+            )
+            raise NewerFormatError(f"its format version is {number}, and this release reads {numbers}")
 
-
-def encode_file(document: JsonObject, number: int) -> bytes:
-    """Encode a file for `parse_file`, with `number` in the field `version`. Equal documents yield equal bytes."""
-    return json.dumps({"version": number, **document}, separators=(",", ":"), sort_keys=True).encode()
+    def _of_newer(self, document: JsonObject, why: str) -> str:
+        release = document.get("release")
+        is_known = isinstance(release, str) and _RELEASE.fullmatch(release) and release != __version__
+        writer = f"gpu-dra-driver {release}" if is_known else "a newer release of gpu-dra-driver"
+        wanted = f"gpu-dra-driver {release} or newer" if is_known else "the newer release again"
+        return f"{writer} wrote the {self.what}, which release {__version__} cannot read: {why}; install {wanted}"

@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import structlog
 
@@ -36,12 +36,26 @@ from dra_driver.base.atomic import (
 )
 from dra_driver.base.fields import NewerFormatError
 from dra_driver.errors import StateError
+from dra_driver.model.problems import NodeProblem
+from dra_driver.model.units import named
 
 _log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 
 _SUFFIX = ".json"
+
+
+class FileInPlace(NamedTuple):
+    """An unreadable file that still has its name. `newer` is the error if a newer release wrote the file."""
+
+    stamp: Stamp
+    newer: NewerFormatError | None
+
+    @property
+    def since(self) -> int:
+        """When the file was last changed, in seconds since 1970."""
+        return self.stamp[-1] // 10**9
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +116,7 @@ class JsonStore(Generic[T]):
 
     def __post_init__(self) -> None:
         self._parsed: dict[str, tuple[Stamp, T]] = {}
-        # Stamps of unreadable files that are still in place, each with the error if a newer release wrote the file.
-        self._unread: dict[str, tuple[Stamp, str | None]] = {}
+        self._unread: dict[str, FileInPlace] = {}
         self._listed: tuple[int, int] | None = None
         self._values: dict[str, T] = {}  # `_values` and `_aside` come from the last listing
         self._aside: list[Path] = []
@@ -145,16 +158,33 @@ class JsonStore(Generic[T]):
         with self._lock:
             return sorted([*self._aside, *map(self.path, self._unread)])
 
+    def in_place(self) -> Mapping[str, FileInPlace]:
+        """Return the unreadable files of `quarantined` that still have their names, by name. Reads no disk."""
+        return self._unread.copy()
+
+    def newer(self) -> Mapping[str, FileInPlace]:
+        """Return the files that a newer release wrote, like `in_place`."""
+        return {name: found for name, found in self.in_place().items() if found.newer is not None}
+
+    def problems(self) -> Sequence[NodeProblem]:
+        """Return one problem if there are files that a newer release wrote. Reads no disk."""
+        newer = self.newer()
+        if not newer:
+            return []
+        files = named([f"{name}{_SUFFIX}" for name in sorted(newer)])
+        text = f"gpu-dra-driver cannot use {files} in {self.directory}: {newer[min(newer)].newer}"
+        return [NodeProblem("newer-files", text, f"{self.directory}/{self.what}")]
+
     def write(self, name: str, content: bytes, *, durable: bool, whole: bool) -> None:
         """Replace the value's file, like `write_atomically`.
 
         Raises: StateError, also if `get` found that a newer release wrote the file.
         """
         with self._lock:
-            _, newer = self._unread.get(name, (NO_STAMP, None))
+            left = self._unread.get(name)
             self._parsed.pop(name, None)
-        if newer is not None:
-            raise StateError(f"cannot write {self.path(name)}: {newer}")
+        if left is not None and left.newer is not None:
+            raise StateError(f"cannot write {self.path(name)}: {left.newer}")
         write_atomically(self.path(name), content, durable=durable, whole=whole)
 
     def remove(self, name: str, *, durable: bool) -> bool:
@@ -231,7 +261,7 @@ class JsonStore(Generic[T]):
                 raise state_error(f"read the {self.what}", path, error) from error
             reason = error.strerror or str(error)
         except NewerFormatError as error:
-            self._leave(name, stamp, str(error), is_newer=True)
+            self._leave(name, stamp, str(error), error)
             return None
         except StateError as error:
             reason = str(error)
@@ -258,13 +288,13 @@ class JsonStore(Generic[T]):
             self._aside.append(aside)
             self.report(UnreadableFile(name, aside, reason, is_newer=False))
 
-    def _leave(self, name: str, stamp: Stamp, reason: str, *, is_newer: bool = False) -> None:
+    def _leave(self, name: str, stamp: Stamp, reason: str, newer: NewerFormatError | None = None) -> None:
         """Report an unreadable file that stays in place, once for each stamp."""
-        is_news = self._unread.get(name, (None, None))[0] != stamp
-        self._forget(name)
-        self._unread[name] = (stamp, reason if is_newer else None)
-        if is_news:
-            self.report(UnreadableFile(name, self.path(name), reason, is_newer=is_newer))
+        before = self._unread.get(name)
+        self._parsed.pop(name, None)
+        self._unread[name] = FileInPlace(stamp, newer)
+        if before is None or before.stamp != stamp:
+            self.report(UnreadableFile(name, self.path(name), reason, is_newer=newer is not None))
 
 
 def _has_stamp(entry: os.DirEntry[str], stamp: Stamp) -> bool:

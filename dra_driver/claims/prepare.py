@@ -329,6 +329,7 @@ class Preparer:
             if not claim.results and known is None:
                 return Plan(claim, (), ()), None, ()
             with self.planning.hold(gpus, call.left(), call.is_cancelled):
+                self.cleaner.ledger.refuse_newer(gpus)
                 if self.layouts is not None:
                     self.layouts.refuse_changing(gpus)
                 try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
+from dra_driver.base.fields import NewerFormatError
 from dra_driver.cdi.directory import CdiDirectory
 from dra_driver.cdi.rules.spec import SpecDevice, devices_of
 from dra_driver.journal.records import RecordStore
@@ -23,13 +24,14 @@ class SpecsWithoutRecord:
 
     def lost(self, records: Mapping[str, ClaimRecord]) -> Mapping[str, Sequence[SpecDevice]]:
         """Return the devices of each claim whose record was lost, by claim UID. They are read from the claim's CDI
-        spec.
+        spec, or from the record of a newer release if there is no spec yet.
 
         Empty while no record is set aside.
         """
         if not self._records.quarantined():
             return {}
-        return {uid: devices_of(uid, self._specs.read(uid)) for uid in self._without_record(records)}
+        newer = {uid: _devices_in(found.newer) for uid, found in self._records.newer().items()}
+        return newer | {uid: devices_of(uid, self._specs.read(uid)) for uid in self._with_spec(records)}
 
     def lost_devices(self) -> set[str]:
         """Return the names of the devices held by claims whose record was lost."""
@@ -37,13 +39,26 @@ class SpecsWithoutRecord:
         return {device.device for devices in lost for device in devices if not device.admin_access}
 
     def uids(self) -> Collection[str]:
-        """Return the UIDs of the claims that have a spec and no readable record."""
-        return self._without_record(self._records.all())
+        """Return the UIDs of the claims that have no readable record, but a spec or an unreadable record that is still
+        in place. These claims have not ended.
+        """
+        records = self._records.all()
+        return self._with_spec(records) | self._records.in_place().keys()
 
     def unrecorded(self, records: Mapping[str, ClaimRecord]) -> Collection[str]:
         """Return the UIDs of claims that have a spec and no record, not even one that was set aside."""
         set_aside = {path.name.partition(".json")[0] for path in self._records.quarantined()}
-        return self._without_record(records) - set_aside
+        return self._with_spec(records) - set_aside
 
-    def _without_record(self, records: Mapping[str, ClaimRecord]) -> frozenset[str]:
+    def _with_spec(self, records: Mapping[str, ClaimRecord]) -> frozenset[str]:
         return self._specs.uids() - records.keys()
+
+
+def _devices_in(newer: NewerFormatError | None) -> Sequence[SpecDevice]:
+    """Return the devices in a newer release's record, as far as this release understands them."""
+    devices = newer.document.get("devices") if newer is not None else None
+    return [
+        SpecDevice(one["device"], one.get("shareID"), one.get("adminAccess") is True)
+        for one in (devices if isinstance(devices, list) else ())
+        if isinstance(one, dict) and isinstance(one.get("device"), str)
+    ]

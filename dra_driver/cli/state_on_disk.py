@@ -18,6 +18,7 @@ from dra_driver.base.atomic import QUARANTINE, read_plain, state_error
 from dra_driver.base.json_store import UnreadableFile
 from dra_driver.cdi.directory import CdiDirectory
 from dra_driver.cdi.metadata_files import DIRECTORY as METADATA
+from dra_driver.claims.specs_without_record import SpecsWithoutRecord
 from dra_driver.cli.rules.node_state import BOOT_UNKNOWN, NodeState
 from dra_driver.cli.rules.prepared_claims import NodeClaims, contradictions, prepared_claims, shown
 from dra_driver.errors import DraDriverError, InvalidConfigError, StateError
@@ -144,7 +145,7 @@ def _without_record(records: RecordStore, specs: CdiDirectory | None) -> Collect
     """Return the UIDs of claims that have an unreadable record and have not ended."""
     if specs is None:
         return {path.name.partition(".json")[0] for path in records.quarantined()}
-    return specs.uids() - records.all().keys()
+    return SpecsWithoutRecord(records, specs).uids()
 
 
 def _read_layouts(path: Path, faults: list[str]) -> Sequence[GpuLayout]:

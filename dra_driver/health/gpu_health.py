@@ -30,7 +30,7 @@ from dra_driver.host.sysfs import Sysfs
 from dra_driver.inventory.discovery import Discovery
 from dra_driver.journal.lanes import Lanes
 from dra_driver.journal.ledger import Ledger
-from dra_driver.journal.rules.cleanups import PendingCleanup
+from dra_driver.journal.rules.cleanups import Withholding
 from dra_driver.kubelet.pb import dra_health_v1_pb2 as v1
 from dra_driver.mig.mode import MigAction
 from dra_driver.model.health import HealthChange, PolledHealth, Reason, Severity
@@ -169,9 +169,10 @@ class GpuHealth:
         self.stream = HealthStream(node_name, self)
 
     def problems(self) -> Sequence[NodeProblem]:
-        """Return the problems of GPUs that do not respond or whose health is unknown."""
+        """Return the problems of GPUs that do not respond or whose health is unknown, and of the health file."""
         inventory = self._discovery.latest()
-        return self.monitor.problems({} if inventory is None else inventory.gpu_names)
+        found = self.monitor.problems({} if inventory is None else inventory.gpu_names)
+        return [*found, *self.book.store.problems()]
 
     def devices_changed(self) -> None:
         """Handle a change of the inventory."""
@@ -191,13 +192,13 @@ class GpuHealth:
 
     def taints(
         self,
-        pending: Callable[[OfferedDevice], PendingCleanup | None],
+        pending: Callable[[OfferedDevice], Withholding | None],
         layouts: Mapping[str, GpuLayout],
         limits: TaintLimits = NEWEST_TAINTS,
     ) -> Taints:
         """Return a function that returns the current taints of a device, within the API server's limits.
 
-        `pending` returns the cleanup that withholds a device; `layouts` are the MIG layouts of GPUs, by UUID.
+        `pending` returns what withholds a device; `layouts` are the MIG layouts of GPUs, by UUID.
         """
         states, instances = self.book.states(), self.instances()
         policy = replace(self.taint_policy, limits=limits)

@@ -9,29 +9,28 @@ repeatedly. It is valid only until the next boot.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from dra_driver.base.atomic import read_or_none, write_atomically
 from dra_driver.base.fields import (
     Codec,
+    FileFormat,
     Kind,
     NewerFormatError,
-    encode_file,
     list_of,
     omittable,
-    parse_file,
+    one_of,
     required,
 )
 from dra_driver.base.json_store import JsonStore, log_unreadable
 from dra_driver.errors import StateError
 from dra_driver.health.rules.state import merged
 from dra_driver.model.health import HealthState, HealthTarget, Reason, Severity
+from dra_driver.model.problems import NodeProblem
 from dra_driver.model.schema import JsonObject
 
-FORMAT_VERSION = 1
 _FILE = "serviced.json"
 
 
@@ -48,7 +47,7 @@ class HealthStore:
     """One JSON file, written when its content changes. Not thread-safe.
 
     A power cut may restore the previous content, but it also ends the boot, which invalidates most of the content.
-    An unreadable file is set aside even if a newer release wrote it, because health is observed again. Of two
+    The file of a newer release stays: the plugin reads the health from the GPUs again, and cannot save it. Of two
     instances of the plugin, only the leader writes the file, and it reads the file when it begins to lead.
     """
 
@@ -60,12 +59,14 @@ class HealthStore:
         self._name = path.stem
         self._store = JsonStore(
             path.parent,
-            "health file",
+            _HEALTH_FILE.what,
             lambda _, content: (content, decode(content)),
             log_unreadable(
                 unreadable_event="health_unreadable",
                 name="file",
                 remedy="the plugin reads the health from the GPUs again; inspect the file, then remove it",
+                newer="the plugin reads the health from the GPUs again, and cannot save it; install the newer release "
+                "again, or remove the file",
             ),
             is_name=lambda name: name == path.stem,
         )
@@ -75,6 +76,10 @@ class HealthStore:
         """Whether another instance may have changed the file: true once each time this instance begins to lead."""
         was_ours, self._was_ours = self._was_ours, self._is_ours()
         return self._was_ours and not was_ours
+
+    def problems(self) -> Sequence[NodeProblem]:
+        """Like `JsonStore.problems`."""
+        return self._store.problems()
 
     def load(self) -> KeptHealth | None:
         """Return the health in the file; None if the file is missing. If this instance has saved states before,
@@ -104,16 +109,16 @@ class HealthStore:
 
 def encode(kept: KeptHealth) -> bytes:
     """Encode the file. States with nothing to remember are left out."""
-    ordered = replace(kept, states=tuple(_ordered(kept.states)))
-    return encode_file(_KEPT.encode(ordered), FORMAT_VERSION)
+    return _HEALTH_FILE.write(kept)
 
 
 def decode(content: bytes) -> KeptHealth:
-    """Parse the file. Raises: StateError that says what is wrong."""
-    try:
-        return parse_file(content, "health file", _KEPT.decode, known=FORMAT_VERSION)
-    except NewerFormatError as error:
-        raise StateError(str(error)) from error  # so that the file is set aside
+    """Parse the file. Raises: NewerFormatError; StateError that says what is wrong."""
+    return _HEALTH_FILE.read(content)
+
+
+def _encoded(kept: KeptHealth) -> JsonObject:
+    return _KEPT.encode(replace(kept, states=tuple(_ordered(kept.states))))
 
 
 def _ordered(states: Iterable[HealthState]) -> list[HealthState]:
@@ -139,11 +144,10 @@ def _is_fleeting(reason: Reason) -> bool:
     return reason.source == "poll" and reason.severity == Severity.INFORMATION
 
 
-def _severity(_name: str, value: Any) -> Severity:
-    try:
-        return Severity[value.upper()]
-    except KeyError as error:
-        raise StateError(f"severity {value!r} is unknown") from error
+_WORDS = one_of("severity", *(one.name.lower() for one in Severity))
+_SEVERITY = Kind(
+    lambda name, value: Severity[_WORDS.read(name, value).upper()], lambda severity: severity.name.lower()
+)
 
 
 def _encode_state(state: HealthState) -> JsonObject:
@@ -154,10 +158,11 @@ def _decode_state(_name: str, entry: JsonObject) -> HealthState:
     return _STATE.decode(entry, target=_TARGET.decode(entry))
 
 
-_REASON = Codec(Reason, severity=required(Kind(_severity, lambda severity: severity.name.lower())))
+_REASON = Codec(Reason, severity=required(_SEVERITY))
 _TARGET = Codec(HealthTarget)
 _STATE = Codec(HealthState, target=None, reasons=omittable(list_of(_REASON.kind), ()))
 _KEPT = Codec(KeptHealth, states=required(list_of(Kind(_decode_state, _encode_state))))
+_HEALTH_FILE = FileFormat("health file", _KEPT.decode, _encoded)
 
 
 class ServicedGpus:
@@ -175,19 +180,26 @@ class ServicedGpus:
         content = read_or_none(self._path)
         if content is None:
             return {}
-        boot_id, gpus = parse_file(content, "file of serviced GPUs", _decoded, known=FORMAT_VERSION)
+        boot_id, gpus = _SERVICED_FILE.read(content)
         return gpus if boot_id == self._boot_id else {}
 
     def add(self, gpu_uuid: str, at: int) -> None:
-        """Record that the GPU was serviced before `at`. Raises: StateError."""
+        """Record that the GPU was serviced before `at`. Raises: StateError, also if a newer release wrote the file."""
         try:
             known = self.times()
+        except NewerFormatError as error:
+            raise StateError(f"cannot write {self._path}: {error}, or remove the file") from error
         except StateError:
             known = {}  # a damaged file is replaced
-        document = {"bootID": self._boot_id, "gpus": {**known, gpu_uuid: at}}
-        write_atomically(self._path, encode_file(document, FORMAT_VERSION), durable=False)
+        content = _SERVICED_FILE.write((self._boot_id, {**known, gpu_uuid: at}))
+        write_atomically(self._path, content, durable=False)
 
 
 def _decoded(fields: JsonObject) -> tuple[str, Mapping[str, int]]:
     """Return the boot ID, and the times by GPU UUID."""
     return str(fields["bootID"]), {str(uuid): int(at) for uuid, at in fields["gpus"].items()}
+
+
+_SERVICED_FILE = FileFormat(
+    "file of serviced GPUs", _decoded, lambda content: {"bootID": content[0], "gpus": dict(content[1])}
+)

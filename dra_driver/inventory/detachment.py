@@ -46,7 +46,7 @@ import structlog
 
 from dra_driver.base.atomic import make_directory, read_plain, remove_file, state_error, write_atomically
 from dra_driver.base.bounded_program import inherited
-from dra_driver.base.fields import Codec, encode_file, parse_file
+from dra_driver.base.fields import Codec, FileFormat, NewerFormatError
 from dra_driver.base.file_lock import UseMark, hold_file
 from dra_driver.errors import (
     ClaimsInTheWayError,
@@ -60,7 +60,7 @@ from dra_driver.errors import (
 )
 from dra_driver.host.processes import pid_namespace, start_time
 from dra_driver.model.claim import ClaimRef
-from dra_driver.model.maintenance import Detachment, Maintenance, maintenances
+from dra_driver.model.maintenance import MAX_S, Detachment, Maintenance, maintenances
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.units import named
 
@@ -69,7 +69,6 @@ if TYPE_CHECKING:
 
 _log = structlog.get_logger(__name__)
 
-FORMAT_VERSION = 1
 LOCK_FILE = "nvml.lock"
 PAUSES = "pauses"
 _FILE = "detach.json"
@@ -92,6 +91,7 @@ def _seconds_of_boot() -> float:
 
 
 _SHAPE = Codec(Detachment)
+_DETACH_FILE = FileFormat("detach file", _SHAPE.decode, _SHAPE.encode)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +117,7 @@ class Pause:
 
 
 _PAUSE_SHAPE = Codec(Pause)
+_PAUSE_FILE = FileFormat("pause", _PAUSE_SHAPE.decode, _PAUSE_SHAPE.encode)
 
 
 class Detachments:
@@ -149,14 +150,17 @@ class Detachments:
 
     def written(self) -> Detachment | None:
         """Return the detachment in the detach file, even if its time is over. A damaged file counts as None, because it
-        must not leave the node without GPUs forever.
+        must not leave the node without GPUs forever. A file of a newer release closes NVML for at most a day.
 
         Raises: StateError if the file cannot be read.
         """
-        content, found = _content(self._path), None
-        with suppress(StateError):
-            if content is not None:
-                found = parse_file(content, "detach file", _SHAPE.decode, known=FORMAT_VERSION)
+        content = _content(self._path)
+        try:
+            found = None if content is None else _DETACH_FILE.read(content)
+        except NewerFormatError:
+            found = self._of_newer_release()
+        except StateError:
+            found = None
         self._read = found
         return found
 
@@ -167,6 +171,22 @@ class Detachments:
 
     def _if_it_lasts(self, found: Detachment | None) -> Detachment | None:
         return found if found is not None and found.lasts(self._boot_id, self._clock()) else None
+
+    def _of_newer_release(self) -> Detachment:
+        written, written_s = self._times_of(self._path)
+        until = datetime.fromtimestamp(written + MAX_S).astimezone().isoformat(sep=" ", timespec="seconds")
+        text = f"{until} at the latest (a newer release of gpu-dra-driver wrote the detach file)"
+        return Detachment(self._boot_id or "", written_s + MAX_S, text)
+
+    def _times_of(self, path: Path) -> tuple[float, float]:
+        """Return when a file was last written, in seconds since 1970 and on the boot clock. The latter is -`MAX_S` if
+        that was before this boot, or if the file is gone.
+        """
+        written, now = 0.0, time.time()
+        with suppress(OSError):
+            written = path.stat().st_mtime
+        written_s = self._clock() - (now - written)
+        return written, written_s if written_s >= 0 else -float(MAX_S)
 
     def maintenances(self, records: Iterable[ClaimRecord]) -> list[Maintenance]:
         """Return the state of each maintenance claim among the records of this node, from the last known content of the
@@ -315,11 +335,9 @@ class Detachments:
         try:
             make_directory(self._pauses, 0o700)
             for path in self._pause_files():
-                if (left := _pause_in(path)) is not None and not self._lasts(left):
+                if (left := self._pause_in(path)) is not None and not self._lasts(left):
                     remove_file(path)
-            write_atomically(
-                self._own_file, encode_file(_PAUSE_SHAPE.encode(own), FORMAT_VERSION), durable=False
-            )
+            write_atomically(self._own_file, _PAUSE_FILE.write(own), durable=False)
         except StateError:
             self._own = None
             raise
@@ -328,7 +346,7 @@ class Detachments:
 
     def _lasting(self, *, except_own: bool) -> list[Pause]:
         """Return the pauses of live processes. Raises: StateError if a file cannot be read."""
-        found = (pause for path in self._pause_files() if (pause := _pause_in(path)) is not None)
+        found = (pause for path in self._pause_files() if (pause := self._pause_in(path)) is not None)
         return [one for one in found if self._lasts(one) and not (except_own and one == self._own)]
 
     def _pause_files(self) -> list[Path]:
@@ -339,6 +357,19 @@ class Detachments:
             return []
         except OSError as error:
             raise state_error("read", self._pauses, error) from error
+
+    def _pause_in(self, path: Path) -> Pause | None:
+        """Read a pause file; None if it was removed or is damaged. The writer of a newer release's file is unknown, as
+        if it were in another PID namespace. Raises: StateError if the file cannot be read.
+        """
+        content = _content(path)
+        try:
+            return None if content is None else _PAUSE_FILE.read(content)
+        except NewerFormatError:
+            what = f"keeps it closed, see {path}"
+            return Pause(self._boot_id or "", "", 0, 0, what, self._times_of(path)[1], "an unknown time")
+        except StateError:
+            return None
 
     def _lasts(self, pause: Pause) -> bool:
         if self._boot_id is not None and pause.boot_id not in ("", self._boot_id):
@@ -375,7 +406,15 @@ class Detachments:
         return made
 
     def _write(self, made: Detachment) -> None:
-        write_atomically(self._path, encode_file(_SHAPE.encode(made), FORMAT_VERSION), durable=False)
+        try:
+            _DETACH_FILE.read(_content(self._path) or b"")
+        except NewerFormatError as error:
+            raise StateError(
+                f"cannot write {self._path}: {error}, or run `gpu-dra-driver detach --end`"
+            ) from error
+        except StateError:
+            pass  # no file, or a damaged one
+        write_atomically(self._path, _DETACH_FILE.write(made), durable=False)
 
     def wait_closed(self, made: Detachment, timeout_s: float) -> None:
         """Wait until every process of this plugin on the node has closed NVML for a detachment.
@@ -431,11 +470,13 @@ class Detachments:
             self._write(replace(found, until_s=self._clock(), until=until))
 
     def end_of(self, claim: ClaimRef) -> bool:
-        """Remove the detach file if it belongs to this maintenance claim; return whether it did. The caller holds the
-        claim's lock. Raises: StateError.
+        """Remove the detach file if it belongs to this maintenance claim; return whether it did. A newer release's file
+        belongs to the claim whose UID it contains. The caller holds the claim's lock. Raises: StateError.
         """
-        found = self.written()
-        is_its = found is not None and found.claim is not None and found.claim.uid == claim.uid
+        content, found = _content(self._path), self.written()
+        is_its = found is not None and (
+            claim.uid.encode() in (content or b"") if found.claim is None else found.claim.uid == claim.uid
+        )
         if is_its:
             self._remove()
         return is_its
@@ -457,15 +498,6 @@ def _content(path: Path) -> bytes | None:
         return None
     except OSError as error:
         raise state_error("read", path, error) from error
-
-
-def _pause_in(path: Path) -> Pause | None:
-    """Read a pause file; None if it was removed or is damaged. Raises: StateError if it cannot be read."""
-    content = _content(path)
-    with suppress(StateError):
-        if content is not None:
-            return parse_file(content, "pause", _PAUSE_SHAPE.decode, known=FORMAT_VERSION)
-    return None
 
 
 def nvml_pause(

@@ -35,6 +35,7 @@ from dra_driver.journal.rules.cleanups import (
     LedgerEntry,
     PendingCleanup,
     Thing,
+    Withholding,
     by_gpus,
     gpus_of,
     record_of,
@@ -171,15 +172,16 @@ class Cleaner(BackgroundWorker):
             for one in found
         ]
 
-    def withheld(self) -> Callable[[OfferedDevice], PendingCleanup | None]:
-        """Return a function that returns the cleanup that withholds a device, or None.
+    def withheld(self) -> Callable[[OfferedDevice], Withholding | None]:
+        """Return a function that returns what withholds a device: a ledger of a newer release, a cleanup, or None.
 
         The function uses the current cleanups, or the last known ones if the ledgers cannot be read.
         """
         found: Collection[PendingCleanup] = self._reported.values()
         with suppress(StateError):
             found = self.outstanding()
-        return lambda device: withholding(found, device, self.ledger.boot_id or "")
+        newer, boot_id = self.ledger.newer(), self.ledger.boot_id or ""
+        return lambda device: newer.get(device.gpu.uuid) or withholding(found, device, boot_id)
 
     # --- for calls of the kubelet --------------------------------------------------------------
 

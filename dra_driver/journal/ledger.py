@@ -20,6 +20,8 @@ Only the lane of a GPU writes its file; a step that changes several GPUs is in t
 Ledgers are read before records; otherwise a claim whose record is written in between would seem to have ended.
 
 A reboot undoes everything except the directories of MPS daemons, so all other items of an older boot are void.
+What a newer release's ledger contains is unknown, so its GPU gets no new claims until that release is back. Only the
+details that this release understands are read.
 A claim with an unreadable or missing record holds the devices of its entries until its CDI spec is removed.
 """
 
@@ -38,10 +40,10 @@ import structlog
 
 from dra_driver.base.fields import (
     Codec,
+    FileFormat,
+    NewerFormatError,
     Tagged,
-    encode_file,
     list_of,
-    parse_file,
     required,
 )
 from dra_driver.base.json_store import JsonStore, UnreadableFile, log_unreadable, open_directory
@@ -50,6 +52,7 @@ from dra_driver.journal.records import STEP, RecordStore
 from dra_driver.journal.rules.cleanups import (
     LedgerEntry,
     PendingCleanup,
+    UnreadLedger,
     counts,
     gpus_of,
     has_ended,
@@ -58,13 +61,13 @@ from dra_driver.journal.rules.cleanups import (
 )
 from dra_driver.model.gpu import OwnedCard
 from dra_driver.model.mig import OwnedInstance, OwnedMode
+from dra_driver.model.problems import NodeProblem
 from dra_driver.model.record import ClaimRecord, RunMps, SetTimeSlice, Step
 
 _log = structlog.get_logger(__name__)
 
 DIRECTORY = "ledger"
 """Below the plugin directory."""
-_FORMAT_VERSION = 1
 _SAFE_GPU_UUID = re.compile(r"^[A-Za-z0-9][A-Za-z0-9-]{0,99}\Z")
 _REMEMBERED_S = 30.0
 """How long a removed detail is remembered, because a hardware scan may have begun before its removal."""
@@ -80,6 +83,11 @@ _ITEM: Tagged[Item] = Tagged(
     card=Codec(OwnedCard),
 )
 _ITEMS = list_of(_ITEM.kind)
+_FILE: FileFormat[Sequence[Item]] = FileFormat(
+    "ledger",
+    lambda document: tuple(_ITEMS.read("entries", document["entries"])),
+    lambda items: {"entries": _ITEMS.write(items)},
+)
 
 
 @dataclass(eq=False)
@@ -99,10 +107,10 @@ class Ledger:
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
-        self._store: JsonStore[tuple[Item, ...]] = JsonStore(
+        self._store: JsonStore[Sequence[Item]] = JsonStore(
             self.directory,
-            "ledger",
-            lambda _name, content: _decode(content),
+            _FILE.what,
+            lambda _name, content: _FILE.read(content),
             self.reader
             or log_unreadable(
                 unreadable_event="ledger_unreadable",
@@ -204,10 +212,12 @@ class Ledger:
         counted, void, details = list[Item](), set[str](), set[Detail]()
         if self.reader is not None and not self._is_there():
             return counted, void
-        for home, items in self._store.all().items():
+        ledgers = self._store.all()
+        unread = {uuid: _known_details(found.newer) for uuid, found in self._store.newer().items()}
+        for home, items in (ledgers | unread).items():
             for item in items:
                 if _mark(item) in gone or not counts(item, self.boot_id):
-                    void.add(home)
+                    void |= {home} & ledgers.keys()
                     continue
                 if not isinstance(item, LedgerEntry):
                     details.add(item)
@@ -259,6 +269,26 @@ class Ledger:
     def unreadable(self) -> Collection[str]:
         """Return the GPUs whose ledger was unreadable at the last read, or has been set aside."""
         return {path.name.partition(".json")[0] for path in self._store.quarantined()}
+
+    def newer(self) -> Mapping[str, UnreadLedger]:
+        """Return the ledgers that a newer release wrote, by GPU UUID, as of the last read."""
+        return {
+            uuid: UnreadLedger(uuid, found.since, str(found.newer))
+            for uuid, found in self._store.newer().items()
+        }
+
+    def refuse_newer(self, gpu_uuids: Collection[str]) -> None:
+        """Raises: StateError if a newer release wrote the ledger of one of these GPUs. What is set on the GPU, and what
+        must be undone, is then unknown.
+        """
+        self.entries(gpu_uuids)
+        for uuid, unread in sorted(self.newer().items()):
+            if uuid in gpu_uuids:
+                raise StateError(unread.text)
+
+    def problems(self) -> Sequence[NodeProblem]:
+        """Like `JsonStore.problems`."""
+        return self._store.problems()
 
     def missing(self, gpus: Collection[str] | None = None) -> list[LedgerEntry]:
         """Return the steps of prepared claims that no ledger lists, because a file was damaged. Raises:
@@ -358,10 +388,9 @@ class Ledger:
         if not items:
             self._store.remove(home, durable=False)
             return
-        content = encode_file({"entries": _ITEMS.write(items)}, _FORMAT_VERSION)
         # Items that a reboot undoes need not be synced.
         lasts = any(isinstance(item, LedgerEntry) and isinstance(item.step, RunMps) for item in items)
-        self._store.write(home, content, durable=lasts, whole=lasts)
+        self._store.write(home, _FILE.write(items), durable=lasts, whole=lasts)
 
 
 def _key(item: Item) -> Hashable:
@@ -388,10 +417,14 @@ def _gpus(item: Item) -> frozenset[str]:
     return gpus_of(item.step) if isinstance(item, LedgerEntry) else frozenset({item.gpu_uuid})
 
 
-def _decode(content: bytes) -> tuple[Item, ...]:
-    return parse_file(
-        content,
-        "ledger",
-        lambda document: tuple(_ITEMS.read("entries", document["entries"])),
-        known=_FORMAT_VERSION,
-    )
+def _known_details(newer: NewerFormatError | None) -> Sequence[Item]:
+    """Return the details in a newer release's ledger that this release understands, so that MIG devices and cards of
+    claims do not look as if another program had made them. No one undoes them.
+    """
+    known: list[Item] = []
+    entries = newer.document.get("entries") if newer is not None else None
+    for entry in entries if isinstance(entries, list) else ():
+        with suppress(StateError, KeyError, TypeError, ValueError, AttributeError, OverflowError):
+            item = _ITEM.decode(entry)
+            known += [] if isinstance(item, LedgerEntry) else [item]
+    return known

@@ -11,12 +11,12 @@ import structlog
 from dra_driver.base.fields import (
     NUMBER,
     Codec,
+    FileFormat,
     Kind,
     Tagged,
-    encode_file,
     list_of,
     omittable,
-    parse_file,
+    one_of,
     required,
 )
 from dra_driver.base.json_store import JsonStore, UnreadableFile, log_unreadable, open_directory
@@ -43,18 +43,6 @@ from dra_driver.model.record import (
 
 _log = structlog.get_logger(__name__)
 
-FORMAT_VERSION = 1
-
-
-def encode(record: ClaimRecord) -> bytes:
-    """Return the record as a JSON document."""
-    return encode_file(_RECORD.encode(record), FORMAT_VERSION)
-
-
-def decode(content: bytes) -> ClaimRecord:
-    """Parse the record in a JSON document. Raises: NewerFormatError; StateError that says what is wrong."""
-    return parse_file(content, "claim record", _RECORD.decode, known=FORMAT_VERSION)
-
 
 def step_kind(step: Step) -> str:
     """Return the kind of a step, as it is written in records."""
@@ -62,7 +50,11 @@ def step_kind(step: Step) -> str:
 
 
 def _imex(name: str, value: Any) -> ImexChannels:
-    return "all" if value == "all" else int(NUMBER.read(name, value))
+    """Return `all`, or the number of a channel."""
+    if isinstance(value, str):
+        every: ImexChannels = one_of("IMEX channel", "all").read(name, value)
+        return every
+    return int(NUMBER.read(name, value))
 
 
 STEP: Tagged[Step] = Tagged(
@@ -84,6 +76,7 @@ _RECORD = Codec(
     devices=required(list_of(_HELD.kind)),
     steps=required(list_of(STEP.kind)),
 )
+RECORD_FILE = FileFormat("claim record", _RECORD.decode, _RECORD.encode)
 
 
 class RecordStore(JsonStore[ClaimRecord]):
@@ -103,7 +96,7 @@ class RecordStore(JsonStore[ClaimRecord]):
         self._boot_id = boot_id
         super().__init__(
             directory,
-            "claim record",
+            RECORD_FILE.what,
             self._decode,
             reader
             or log_unreadable(
@@ -141,7 +134,7 @@ class RecordStore(JsonStore[ClaimRecord]):
         one. With neither, a power cut may leave a damaged file, which the first `open` of the next boot removes.
         Raises: StateError.
         """
-        self.write(record.ref.uid, encode(record), durable=durable, whole=whole)
+        self.write(record.ref.uid, RECORD_FILE.write(record), durable=durable, whole=whole)
 
     def delete(self, uid: str) -> bool:
         """Remove a claim's record durably; returns whether it existed. Raises: StateError."""
@@ -149,7 +142,7 @@ class RecordStore(JsonStore[ClaimRecord]):
         return self.remove(uid, durable=True)
 
     def _decode(self, uid: str, content: bytes) -> ClaimRecord:
-        record = decode(content)
+        record = RECORD_FILE.read(content)
         if record.ref.uid != uid:
             raise StateError(f"the file contains the record of claim UID {record.ref.uid}")
         return record if self._boot_id is None else record.as_of(self._boot_id)

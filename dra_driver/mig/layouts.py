@@ -282,6 +282,7 @@ class NodeLayouts(BackgroundWorker):
         with self.changing.hold({gpu.uuid}, _PLANNING_S):
             with self.planning.hold({gpu.uuid}, _PLANNING_S):
                 holder = self.context.users.on_gpu(gpu.uuid, gpu_name, self._ledger.boot_id or "")
+            self._ledger.refuse_newer({gpu.uuid})
             for pending in self._ledger.pending({gpu.uuid}):
                 if "mig-device" in pending.kinds:
                     raise RetryableError(pending.text)

@@ -193,15 +193,14 @@ class MigMode:
 
     def gpus(self) -> set[str]:
         """Returns the GPUs whose MIG mode this plugin enabled and no longer needs: no device of ours exists, and no
-        claim names one.
-        Raises: StateError.
+        claim names one. Leaves out GPUs whose ledger a newer release wrote. Raises: StateError.
         """
         ours = {mode.gpu_uuid for mode in self._ledger.details(OwnedMode)}
         if ours:
             ours -= {instance.gpu_uuid for instance in self._ledger.details(OwnedInstance)}
             records = self._ledger.records.all().values()
             steps = (step for record in records for step in record.steps if isinstance(step, CreateMig))
-            ours -= {step.gpu_uuid for step in steps}
+            ours -= {step.gpu_uuid for step in steps} | self._ledger.newer().keys()
         return ours
 
     def restore(self, gpu_uuid: str) -> None:

@@ -26,6 +26,7 @@ ProblemCode = Literal[
     "maintenance-overdue",
     "mps-daemon-failed",
     "mps-host-missing",
+    "newer-files",
     "not-registered",
     "nvml-unavailable",
     "partitions-not-supported",
@@ -97,6 +98,7 @@ EventReason = Literal[
     "MpsDaemonsWork", "MpsHostMissing", "MpsHostRuns", "PassthroughUnavailable", "PassthroughAvailable",
     "PluginNotRegistered", "PluginRegistered", "MaintenanceStarted", "MaintenanceOverdue", "MaintenanceEnded",
     "SlicesContested", "SliceFieldsDropped", "SliceFieldsKept", "DeviceNotPublished", "DevicesPublished",
+    "FilesOfNewerRelease", "FilesReadable",
     "MigLayoutApplied", "MigLayoutWaits", "MigLayoutRefused", "MemoryUnclaimed", "PartitionsNotSupported",
     "PartitionsSupported", "SchedulerOutdated", "SchedulerFits",
 ]  # fmt: skip

@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -68,7 +68,7 @@ _GPUS_AT_ONCE = 16
 _STOP_AGAIN_S = 2.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class HostTools:
     """The settings and tools that all daemons of a host share.
 
@@ -85,7 +85,7 @@ class HostTools:
     boot_id: str = field(default_factory=processes.boot_id)
     closing: threading.Event = field(default_factory=threading.Event)
 
-    @property
+    @cached_property
     def records(self) -> DaemonRecords:
         """The records of all daemons."""
         return DaemonRecords(self.layout)
@@ -216,6 +216,7 @@ class Daemon:
             raise
 
     def _start_or_adopt(self, deadline: float) -> None:
+        self._tools.records.refuse_newer(self._record.spec.device)
         check_spec(self._record.spec)
         self._tools.layout.refuse_long_path(self._record.spec.device)
         self._refuse()
@@ -381,6 +382,7 @@ class Daemon:
 
     def _take_down(self) -> None:
         spec = self._record.spec
+        self._tools.records.refuse_newer(spec.device)
         self._stop_processes()
         self._restore_gpus()
         remove_directory(self._tools, spec.device)

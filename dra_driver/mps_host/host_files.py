@@ -43,7 +43,6 @@ the daemon is no longer wanted; the plugin removes the wanted file, then checks 
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
 import time
@@ -62,14 +61,12 @@ from dra_driver.base.atomic import (
     remove_file,
     stamp_or_none,
     sync_removals,
-    write_atomically,
 )
 from dra_driver.base.fields import (
     NUMBER,
     Codec,
+    FileFormat,
     Kind,
-    NewerFormatError,
-    parse_file,
     required,
 )
 from dra_driver.base.file_lock import is_locked
@@ -83,7 +80,6 @@ from dra_driver.model.mps import (
     MpsDirectories,
 )
 from dra_driver.model.problems import NodeProblem
-from dra_driver.model.schema import JsonObject
 from dra_driver.model.units import counted
 from dra_driver.mps_host.daemon_control import check_spec
 from dra_driver.mps_host.daemon_processes import ProcessId, identify, is_control_daemon, users_of
@@ -91,7 +87,6 @@ from dra_driver.mps_host.daemon_processes import ProcessId, identify, is_control
 _log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
-FORMAT = 3
 SUFFIX = ".json"
 LONGEST_SOCKET = 106
 """The longest socket path, in bytes, with which NVIDIA's control daemons start: one less than the kernel's limit."""
@@ -111,6 +106,19 @@ _REPLACE = (
 
 SPEC = Codec(MpsDaemonSpec)
 _STATUS = Codec(MpsDaemonStatus, since=required(Kind(NUMBER.read, int)))
+FORMAT = 1
+"""The format number of the files below. Plugin and host write to each other, so each reads only this number."""
+LOCK_FILE: FileFormat[None] = FileFormat(
+    "lock file", lambda _document: None, lambda _nothing: {}, FORMAT, FORMAT
+)
+WANTED_FILE = FileFormat(
+    "MPS daemon request",
+    lambda document: SPEC.decode(document["spec"]),
+    lambda spec: {"spec": SPEC.encode(spec)},
+    FORMAT,
+    FORMAT,
+)
+STATUS_FILE = FileFormat("MPS status file", _STATUS.decode, _STATUS.encode, FORMAT, FORMAT)
 
 
 class NoMpsHostError(RetryableError):
@@ -168,7 +176,7 @@ class MpsHostFiles:
                 return status
             if (refusal := self._refusal(spec.device)) is not None:
                 raise RetryableError(refusal)
-            self._pause(deadline, f"start the MPS daemon of {spec.device}", timeout_s, status)
+            self._pause(deadline, "start", spec.device, timeout_s, status)
 
     def stop(self, device: str, timeout_s: float = 20.0) -> None:
         """Stops the device's daemon, and waits until its processes have exited and its GPUs have their earlier
@@ -198,7 +206,7 @@ class MpsHostFiles:
                 and layout.record(device).exists()  # otherwise a failed start is being undone
             ):
                 raise RetryableError(status.problem or "")
-            self._pause(deadline, f"stop the MPS daemon of {device}", timeout_s, status)
+            self._pause(deadline, "stop", device, timeout_s, status)
 
     def statuses(self) -> tuple[MpsDaemonStatus, ...]:
         """Returns the status of each daemon of the node, sorted by name; none if no host runs. Raises: StateError."""
@@ -284,7 +292,7 @@ class MpsHostFiles:
             return f"the MPS host on this node is starting; {_SEE_PODS}, and its log"
         content = read_or_none(self._layout.lock) or b""
         with suppress(StateError):
-            parse_file(content, "lock file", dict, known=FORMAT, field="format")
+            LOCK_FILE.read(content)
             return None
         return f"the MPS host on this node is from a different release than gpu-dra-driver; {_REPLACE}"
 
@@ -308,7 +316,7 @@ class MpsHostFiles:
             )
         if found != spec:
             # If a power failure damages the file, the next Prepare finds no daemon and writes the file again.
-            write_atomically(self._layout.wanted(device), encode_wanted(spec), durable=False)
+            self._wanted.write(device, WANTED_FILE.write(spec), durable=False, whole=True)
 
     def _refusal(self, device: str) -> str | None:
         """Returns why the start of a wanted daemon failed; None while the host may still start it."""
@@ -334,13 +342,18 @@ class MpsHostFiles:
                 raise NoMpsHostError(problem)
             time.sleep(_POLL_S)
 
-    def _pause(self, deadline: float, what: str, timeout_s: float, status: MpsDaemonStatus | None) -> None:
+    def _pause(
+        self, deadline: float, action: str, device: str, timeout_s: float, status: MpsDaemonStatus | None
+    ) -> None:
         if time.monotonic() < deadline:
             time.sleep(_POLL_S)
             return
-        problem = status.problem if status is not None else None
+        unread = self._statuses.newer().get(device)
+        problem = status.problem if status is not None else unread and str(unread.newer)
         reason = self.host_problem() or problem or "see `kubectl logs` of its pod"
-        raise RetryableError(f"the MPS host did not {what} within {timeout_s:.3g} s; {reason}")
+        raise RetryableError(
+            f"the MPS host did not {action} the MPS daemon of {device} within {timeout_s:.3g} s; {reason}"
+        )
 
 
 def _of_daemon(device: str, problem: str) -> str:
@@ -354,31 +367,19 @@ def wanted_files(
     layout: MpsLayout, tell: Callable[[UnreadableFile], None] = lambda _file: None
 ) -> JsonStore[MpsDaemonSpec]:
     """Returns the wanted daemons by device, for a process that only reads."""
-    return _files(layout.wanted_directory, "MPS daemon request", lambda body: SPEC.decode(body["spec"]), tell)
+    return _files(layout.wanted_directory, WANTED_FILE, tell)
 
 
 def status_files(layout: MpsLayout) -> JsonStore[MpsDaemonStatus]:
     """Returns the host's status reports by device, for a process that only reads."""
-    return _files(layout.statuses, "MPS status file", _STATUS.decode, lambda _file: None)
+    return _files(layout.statuses, STATUS_FILE, lambda _file: None)
 
 
-def _files(
-    directory: Path, what: str, decode: Callable[[JsonObject], T], tell: Callable[[UnreadableFile], None]
-) -> JsonStore[T]:
+def _files(directory: Path, kind: FileFormat[T], tell: Callable[[UnreadableFile], None]) -> JsonStore[T]:
     def read(_device: str, content: bytes) -> T:
-        return parse_file(content, what, decode, known=FORMAT, field="format")
+        return kind.read(content)
 
-    return JsonStore(directory, what, read, tell, is_name=is_device_name, only_reads=True)
-
-
-def encode_wanted(spec: MpsDaemonSpec) -> bytes:
-    """Returns the content of a file that requests a daemon."""
-    return json.dumps({"format": FORMAT, "spec": SPEC.encode(spec)}).encode()
-
-
-def encode_status(status: MpsDaemonStatus) -> bytes:
-    """Returns the content of a status file."""
-    return json.dumps({"format": FORMAT, **_STATUS.encode(status)}, indent=1).encode()
+    return JsonStore(directory, kind.what, read, tell, is_name=is_device_name, only_reads=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -496,10 +497,6 @@ def _checked(device: str) -> str:
     return device
 
 
-RECORD_FORMAT = 2
-"""The format version of `<device>.json`, which only the host reads."""
-
-
 @dataclass(frozen=True, slots=True)
 class DaemonRecord:
     """The host's record of a daemon. `process` is the last one started, in boot `boot_id`.
@@ -514,27 +511,34 @@ class DaemonRecord:
 
 
 _RECORD = Codec(DaemonRecord)
+RECORD_FILE = FileFormat("MPS record", _RECORD.decode, _RECORD.encode)
 
 
 class DaemonRecords(JsonStore[DaemonRecord]):
-    """The record files of one layout, by device; only the host of the layout writes them.
-
-    A record from a newer release is set aside like an unreadable one, because claims request the daemon again.
-    """
+    """The record files of one layout, by device; only the host of the layout writes them."""
 
     def __init__(self, layout: MpsLayout) -> None:
         tell = log_unreadable(
             unreadable_event="mps_record_unreadable",
             name="device",
             remedy="the MPS host finds the daemon again without its record; inspect the file, then remove it",
+            newer="the MPS host neither starts nor stops the daemon; install the newer release of the MPS host again",
         )
-        super().__init__(layout.root, "MPS record", _decode_record, tell, is_name=is_device_name)
+        super().__init__(layout.root, RECORD_FILE.what, _decode_record, tell, is_name=is_device_name)
         self._layout = layout
+
+    def refuse_newer(self, device: str) -> None:
+        """Raises: StateError if a newer release wrote the record, which may have settings to restore that this release
+        does not know.
+        """
+        self.get(device)
+        found = self.newer().get(device)
+        if found is not None:
+            raise StateError(f"{found.newer}, or remove {self.path(device)}")
 
     def save(self, record: DaemonRecord) -> None:
         """Replaces the record, synced to disk. Raises: StateError."""
-        content = json.dumps({"format": RECORD_FORMAT, **_RECORD.encode(record)}, indent=1).encode()
-        self.write(record.spec.device, content, durable=True, whole=True)
+        self.write(record.spec.device, RECORD_FILE.write(record), durable=True, whole=True)
 
     def forget(self, device: str) -> None:
         """Removes the record; does nothing if there is none. Raises: StateError.
@@ -547,10 +551,7 @@ class DaemonRecords(JsonStore[DaemonRecord]):
 
 
 def _decode_record(device: str, content: bytes) -> DaemonRecord:
-    try:
-        record = parse_file(content, "MPS record", _RECORD.decode, known=RECORD_FORMAT, field="format")
-    except NewerFormatError as error:
-        raise StateError(str(error)) from error  # the store then sets the file aside
+    record = RECORD_FILE.read(content)
     if record.spec.device != device:
         raise StateError(f"it is the record of {record.spec.device}")
     return record

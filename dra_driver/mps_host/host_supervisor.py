@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import time
@@ -29,13 +28,13 @@ from dra_driver.base.json_store import UnreadableFile
 from dra_driver.errors import FatalError, RetryableError, StateError
 from dra_driver.model.mps import MpsDaemonSpec, MpsDaemonStatus
 from dra_driver.mps_host import daemon_processes as processes
-from dra_driver.mps_host import host_files
 from dra_driver.mps_host.daemon import Daemon, HostTools
 from dra_driver.mps_host.daemon_compute_mode import DEFAULT
 from dra_driver.mps_host.host_files import (
+    LOCK_FILE,
+    STATUS_FILE,
     SUFFIX,
     DaemonRecord,
-    encode_status,
     is_device_name,
     status_files,
     wanted_files,
@@ -83,7 +82,7 @@ class Supervisor:
             )
             os.ftruncate(descriptor, 0)  # empty until all daemons are adopted
             self._take_over()
-            os.pwrite(descriptor, json.dumps({"format": host_files.FORMAT}).encode(), 0)
+            os.pwrite(descriptor, LOCK_FILE.write(None), 0)
         except LockBusyError as error:
             raise FatalError(str(error)) from error
         except OSError as error:
@@ -251,7 +250,7 @@ class Supervisor:
                     remove_file(self._layout.status(device))
                     self._published.pop(device, None)
                 elif status != self._published.get(device):
-                    content = encode_status(status)
+                    content = STATUS_FILE.write(status)
                     write_atomically(self._layout.status(device), content, durable=False, whole=False)
                     self._published[device] = status
             except StateError as error:

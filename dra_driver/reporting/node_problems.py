@@ -34,7 +34,7 @@ from dra_driver.base.atomic import (
     state_error,
     write_atomically,
 )
-from dra_driver.base.fields import Codec, encode_file, parse_file
+from dra_driver.base.fields import Codec, FileFormat
 from dra_driver.base.file_lock import UseMark
 from dra_driver.base.threads import BackgroundWorker, BoundedCall
 from dra_driver.errors import DraDriverError, StateError
@@ -156,7 +156,6 @@ def _refusal(directory: Path) -> str | None:
 
 PROBLEMS_FILE: Final = "problems.json"
 RUNNING_LOCK: Final = "running.lock"
-_FORMAT = 1
 
 
 class Reported(NamedTuple):
@@ -168,22 +167,12 @@ class Reported(NamedTuple):
 
 def encode(reported: Reported, at: int) -> bytes:
     """Encodes the report as of `at`, in seconds since 1970."""
-    listed = [
-        {
-            "problem": one.problem.code,
-            "subject": one.problem.subject,
-            "text": one.problem.text,
-            "since": one.since,
-        }
-        for one in reported.problems
-    ]
-    failing = [_FAILING.encode(one) for one in reported.failing]
-    return encode_file({"at": at, "problems": listed, "failingClaims": failing}, _FORMAT)
+    return _FILE.write((reported, at))
 
 
 def decode(content: bytes) -> Reported:
     """Decodes the result of `encode`. Raises: StateError that describes the fault."""
-    return parse_file(content, "list of problems", _decoded, known=_FORMAT)
+    return _FILE.read(content)[0]
 
 
 def read_problems(directory: Path) -> tuple[bool, Reported]:
@@ -196,15 +185,30 @@ def read_problems(directory: Path) -> tuple[bool, Reported]:
     return runs, Reported() if content is None else decode(content)
 
 
-def _decoded(fields: JsonObject) -> Reported:
+def _decoded(fields: JsonObject) -> tuple[Reported, int]:
     problems = (
         ShownProblem(NodeProblem(one["problem"], one["text"], one["subject"]), int(one["since"]))
         for one in fields["problems"]
     )
-    return Reported(tuple(problems), tuple(map(_FAILING.decode, fields["failingClaims"])))
+    return Reported(tuple(problems), tuple(map(_FAILING.decode, fields["failingClaims"]))), int(fields["at"])
+
+
+def _encoded(report: tuple[Reported, int]) -> JsonObject:
+    reported, at = report
+    listed = [
+        {
+            "problem": one.problem.code,
+            "subject": one.problem.subject,
+            "text": one.problem.text,
+            "since": one.since,
+        }
+        for one in reported.problems
+    ]
+    return {"at": at, "problems": listed, "failingClaims": [*map(_FAILING.encode, reported.failing)]}
 
 
 _FAILING = Codec(FailingClaim)
+_FILE = FileFormat("list of problems", _decoded, _encoded)
 
 
 ProblemSource = Callable[[], Sequence[NodeProblem]]
@@ -226,6 +230,7 @@ _EVENTS: Mapping[ProblemCode, tuple[EventReason, EventReason, str]] = {
     "maintenance-overdue": ("MaintenanceOverdue", "MaintenanceEnded", "No GPU maintenance is overdue"),
     "mps-daemon-failed": ("MpsDaemonFailed", "MpsDaemonsWork", "The MPS daemons of this node work again"),
     "mps-host-missing": ("MpsHostMissing", "MpsHostRuns", "The MPS host is running again"),
+    "newer-files": ("FilesOfNewerRelease", "FilesReadable", "The plugin can read all of its files again"),
     "not-registered": ("PluginNotRegistered", "PluginRegistered", "The kubelet has registered the plugin"),
     "partitions-not-supported": ("PartitionsNotSupported", "PartitionsSupported",
                                  "The API server can count all devices of this node"),

@@ -49,7 +49,7 @@ from dra_driver.model.mig import Partitioning, Placement
 from dra_driver.model.mps import MpsDaemonSpec
 from dra_driver.model.problems import FailingClaim, NodeProblem, ProblemCode, ShownProblem
 from dra_driver.model.record import ClaimRecord, CreateMig, SetTimeSlice, Step
-from dra_driver.mps_host.host_files import encode_wanted, mps_layout
+from dra_driver.mps_host.host_files import WANTED_FILE, mps_layout
 from dra_driver.reporting.node_problems import Reported
 from dra_driver.simulator import SimulatedDeviceNodes
 from tests.fakes.machines import SimulatedNode
@@ -729,11 +729,11 @@ def test_the_mps_host(assert_golden: CompareFinding, kubelet: KubeletChecks) -> 
     assert_golden(kubelet.mps_host())
     with hold_file(layout.lock, threading.Lock(), 0.0, "it"):
         assert_golden(kubelet.mps_host())
-        layout.lock.write_text('{"format": 4}')
+        layout.lock.write_text('{"version": 2}')
         assert_golden(kubelet.mps_host())
-        layout.lock.write_text('{"format": 3}')
+        layout.lock.write_text('{"version": 1}')
         assert_golden(kubelet.mps_host())
-        layout.wanted("gpu-1").write_bytes(encode_wanted(MpsDaemonSpec("gpu-1", "GPU-1", "gpu", "GPU-1")))
+        layout.wanted("gpu-1").write_bytes(WANTED_FILE.write(MpsDaemonSpec("gpu-1", "GPU-1", "gpu", "GPU-1")))
         assert_golden(kubelet.mps_host())
     assert_golden(kubelet.mps_host())
 

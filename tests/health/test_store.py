@@ -91,11 +91,9 @@ def test_written_when_something_else_is_known(path):
         b"\xff{",
         b"[]",
         b'{"version": 0, "bootID": "b", "states": []}',
-        b'{"version": 2, "bootID": "b"}',
         b'{"version": 1, "states": []}',
         b'{"version": 1, "bootID": "b", "states": [{"gpuUUID": 5}]}',
         b'{"version": 1, "bootID": "b", "states": [{"gpuUUID": "a", "setbacks": ["x"]}]}',
-        encode(KEPT).replace(b"unhealthy", b"terrible"),
     ],
 )
 def test_an_unreadable_file_is_set_aside_and_reported(path, content, logs):

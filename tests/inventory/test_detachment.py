@@ -267,7 +267,7 @@ def test_closing_that_someone_ends_is_not_waited_for(detachments: Detachments, t
         "",
         "[]",
         "{}",
-        '{"version": 9}',
+        '{"version": 0}',
         '{"version": 1, "bootID": "boot-1"}',
         "\0",
         '{"version": 1, "bootID": "boot-1", "untilS": "later", "until": "later"}',
@@ -755,7 +755,7 @@ def test_pause_of_a_killed_process_is_over_though_it_is_still_a_zombie(
         ({"bootID": "boot-0"}, False),
         ({"pidNamespace": "pid:[1]", "pid": 1}, True),
         ({"pidNamespace": "pid:[1]", "beganS": 939.0}, False),
-        ({"version": 2}, False),
+        ({"version": 0}, False),
         ({"pid": "one"}, False),
     ],
 )

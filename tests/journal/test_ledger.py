@@ -98,7 +98,8 @@ def test_file_has_the_golden_form(ledger: Ledger, file: Path, is_golden: Callabl
     for one in (ONE, MODE, CARD):
         ledger.save(one)
     ledger.add(ENTRY)
-    shown = json.dumps(json.loads(file.read_bytes()), indent=1) + "\n"
+    document = json.loads(file.read_bytes()) | {"release": "0.1.0"}
+    shown = json.dumps(document, indent=1, sort_keys=True) + "\n"
     is_golden(Path(__file__).parent / "golden" / "ledger.json", shown)
 
 

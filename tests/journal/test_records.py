@@ -3,6 +3,7 @@ import os
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,7 +11,7 @@ from dra_driver.base import json_store
 from dra_driver.base.atomic import read_plain
 from dra_driver.errors import StateError
 from dra_driver.journal import records as module
-from dra_driver.journal.records import RecordStore, encode
+from dra_driver.journal.records import RECORD_FILE, RecordStore
 from dra_driver.model.record import ClaimRecord
 from tests.fakes import directories
 from tests.fakes.preparing import in_threads
@@ -18,7 +19,8 @@ from tests.fakes.samples import GPU_0, GPU_1, hold, record
 
 ONE, TWO = record(hold(GPU_0), uid="uid-1"), record(hold(GPU_1), uid="uid-2")
 CORRUPT = {
-    "empty": b"", "zeros": b"\0" * 300, "half": encode(ONE)[:100], "text": b"hello", "other claim": encode(TWO),
+    "empty": b"", "zeros": b"\0" * 300, "half": RECORD_FILE.write(ONE)[:100], "text": b"hello",
+    "other claim": RECORD_FILE.write(TWO),
     "deep": b"[" * 200_000,
 }  # fmt: skip
 
@@ -113,14 +115,13 @@ def test_good_record_is_not_set_aside_when_it_replaced_a_bad_one_in_between(
 ) -> None:
     file = store.directory / "uid-1.json"
     file.write_bytes(b"{")
-    decode = module.decode
 
     def slow(content: bytes) -> ClaimRecord:
-        monkeypatch.setattr(module, "decode", decode)
+        monkeypatch.setattr(module, "RECORD_FILE", RECORD_FILE)
         other(store).save(ONE)
-        return decode(content)
+        return RECORD_FILE.read(content)
 
-    monkeypatch.setattr(module, "decode", slow)
+    monkeypatch.setattr(module, "RECORD_FILE", SimpleNamespace(read=slow))
     store.all()
     assert (store.get("uid-1"), store.quarantined()) == (ONE, [])
 
@@ -174,7 +175,7 @@ def test_torn_record_is_removed_only_at_the_next_boot(
     store.save(ONE)
     for name in ("empty", "zeros", "half"):
         (store.directory / f"{name}.json").write_bytes(CORRUPT[name])
-    (store.directory / "other.json").write_bytes(encode(TWO))
+    (store.directory / "other.json").write_bytes(RECORD_FILE.write(TWO))
     again = other(store)
     again.open("boot-2")
     assert names(store.directory) == ["other.json", "uid-1.json"], "what can be read stays, right or wrong"

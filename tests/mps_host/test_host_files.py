@@ -24,18 +24,19 @@ from dra_driver.errors import PermanentError, RetryableError, StateError
 from dra_driver.host.rooted_tree import text_of
 from dra_driver.model.mps import MpsDaemonSpec, MpsDaemonStatus
 from dra_driver.model.problems import NodeProblem
+from dra_driver.model.schema import JsonObject
 from dra_driver.mps_host import daemon as daemon_module
-from dra_driver.mps_host import host_files, host_supervisor
+from dra_driver.mps_host import host_supervisor
 from dra_driver.mps_host.daemon_control import DaemonControl
 from dra_driver.mps_host.daemon_processes import end
 from dra_driver.mps_host.host_files import (
+    STATUS_FILE,
+    WANTED_FILE,
     DaemonRecord,
     DaemonRecords,
     MpsHostFiles,
     MpsLayout,
     NoMpsHostError,
-    encode_status,
-    encode_wanted,
     status_files,
     wanted_files,
 )
@@ -58,7 +59,7 @@ class FakeHost:
         self.files = MpsHostFiles(self.layout, wait_s=0.0)
         self._held = ExitStack()
 
-    def open(self, lock: bytes = b'{"format": 3}') -> None:
+    def open(self, lock: bytes = b'{"version": 1}') -> None:
         held = hold_file(self.layout.lock, threading.Lock(), 0.0, "it")
         os.pwrite(self._held.enter_context(held), lock, 0)
 
@@ -72,7 +73,7 @@ class FakeHost:
 
     def report(self, status: MpsDaemonStatus) -> None:
         """As the host does it: a reader that lists the directory sees by the directory's time that a file is new."""
-        write_atomically(self.layout.status(status.device), encode_status(status), durable=False)
+        write_atomically(self.layout.status(status.device), STATUS_FILE.write(status), durable=False)
 
 
 @pytest.fixture
@@ -89,7 +90,7 @@ def test_wanted_file_is_decoded_as_encoded(
 ) -> None:
     layout = MpsLayout(tmp_path_factory.mktemp("there"))
     layout.wanted_directory.mkdir()
-    layout.wanted("gpu-1").write_bytes(encode_wanted(spec))
+    layout.wanted("gpu-1").write_bytes(WANTED_FILE.write(spec))
     assert wanted_files(layout).all() == {"gpu-1": spec}
 
 
@@ -97,12 +98,12 @@ def test_wanted_file_is_decoded_as_encoded(
 def test_statuses_there_and_back(tmp_path_factory: pytest.TempPathFactory, status: MpsDaemonStatus) -> None:
     layout = MpsLayout(tmp_path_factory.mktemp("there"))
     layout.statuses.mkdir()
-    layout.status("gpu-1").write_bytes(encode_status(status))
+    layout.status("gpu-1").write_bytes(STATUS_FILE.write(status))
     assert status_files(layout).all() == {"gpu-1": status}
 
 
 @given(
-    st.binary(max_size=60) | st.builds(lambda body: json.dumps({"format": 3, "spec": body}).encode(), texts)
+    st.binary(max_size=60) | st.builds(lambda body: json.dumps({"version": 1, "spec": body}).encode(), texts)
 )
 def test_anything_else_says_nothing_and_stays(
     tmp_path_factory: pytest.TempPathFactory, content: bytes
@@ -134,11 +135,11 @@ def test_differences_name_both_sides() -> None:
         (None, r"the MPS host is not running on this node; .*helm upgrade .*--set mps\.enabled=true`"),
         (b"", "the MPS host on this node is starting"),
         (
-            b'{"format": 4}',
+            b'{"version": 2}',
             r"is from a different release than gpu-dra-driver; delete the pod of .*gpu-dra-driver-mps",
         ),
         (
-            b'{"format": 2}',
+            b'{"version": 0}',
             r"is from a different release than gpu-dra-driver; delete the pod of .*gpu-dra-driver-mps",
         ),
         (b"\0", "is from a different release than gpu-dra-driver; delete the pod"),
@@ -154,7 +155,7 @@ def test_without_a_host_that_reads_it_nothing_is_written(
         fake.files.ensure(SPEC)
     fake.files.stop("gpu-1")
     assert list(fake.layout.wanted_directory.iterdir()) == []
-    fake.layout.wanted("gpu-1").write_bytes(encode_wanted(SPEC))
+    fake.layout.wanted("gpu-1").write_bytes(WANTED_FILE.write(SPEC))
     fake.answer(SPEC)
     with pytest.raises(NoMpsHostError, match=text):
         fake.files.ensure(SPEC)
@@ -170,7 +171,7 @@ def test_plugin_that_does_not_see_the_hosts_processes_believes_its_status(fake: 
     fake.open()
     files = MpsHostFiles(fake.layout, sees_daemons=lambda: sees)
     fake.answer(SPEC, pid=2**22 + 1)
-    fake.layout.wanted("gpu-1").write_bytes(encode_wanted(SPEC))
+    fake.layout.wanted("gpu-1").write_bytes(WANTED_FILE.write(SPEC))
     assert files.runs(SPEC) == (not sees)
     fake.close()
 
@@ -292,7 +293,7 @@ def test_host_that_reports_nothing_for_30_s_is_a_problem_until_its_next_sign(
 
 def test_host_of_another_release_is_a_problem(fake: FakeHost, clock: SteppedClock) -> None:
     files = files_of(fake, clock, is_expected=True)
-    fake.open(b'{"format": 1}')
+    fake.open(b'{"version": 0}')
     fake.layout.alive.touch()
     clock.passed(30)
     [problem] = files.problems()
@@ -343,19 +344,19 @@ def test_a_host_that_comes_late_is_waited_for(host: Host) -> None:
 
 
 def test_daemons_are_known_while_a_host_runs(fake: FakeHost) -> None:
-    fake.layout.wanted("gpu-1").write_bytes(encode_wanted(SPEC))
+    fake.layout.wanted("gpu-1").write_bytes(WANTED_FILE.write(SPEC))
     fake.answer(SPEC, pid=7)
-    for name, content in (("gpu-2.json", "{"), ("gpu-3.json", '{"format": 9}'), ("FOREIGN", "")):
+    for name, content in (("gpu-2.json", "{"), ("gpu-3.json", '{"version": 9}'), ("FOREIGN", "")):
         (fake.layout.statuses / name).write_text(content)
     assert fake.files.statuses() == ()
     fake.open()
     assert fake.files.statuses() == (MpsDaemonStatus("gpu-1", "ready", SPEC, pid=7),)
     assert fake.files.unseen() == []
     two, other = replace(SPEC, device="gpu-2"), replace(SPEC, multi_user=True)
-    fake.layout.wanted("gpu-2").write_bytes(encode_wanted(two))
+    fake.layout.wanted("gpu-2").write_bytes(WANTED_FILE.write(two))
     assert fake.files.unseen() == ["gpu-2"]
     fake.answer(two)
-    fake.layout.wanted("gpu-1").write_bytes(encode_wanted(other))
+    fake.layout.wanted("gpu-1").write_bytes(WANTED_FILE.write(other))
     assert fake.files.unseen() == ["gpu-1"]
     fake.layout.wanted("gpu-1").unlink()
     assert fake.files.unseen() == ["gpu-1"], "it shall stop"
@@ -383,7 +384,7 @@ def test_only_for_a_daemon_that_runs_as_wanted_nothing_waits(host: Host, fake: F
     if which == "has ended":
         end(host.daemons(), 2.0)
     if which == "is to stop":
-        stopped = encode_status(replace(first, state="stopped", pid=None))
+        stopped = STATUS_FILE.write(replace(first, state="stopped", pid=None))
         write_atomically(host.layout.status(spec.device), stopped)
     if which == "has another spec":
         host.layout.wanted(spec.device).unlink()
@@ -469,7 +470,7 @@ def test_daemon_that_is_wanted_again_before_the_host_stops_it_runs_on(
         write(path, content, **how)
         published.append(json.loads(content)["state"])
         if published == ["stopped"]:
-            write(host.layout.wanted("gpu-2"), encode_wanted(spec))
+            write(host.layout.wanted("gpu-2"), WANTED_FILE.write(spec))
 
     monkeypatch.setattr(host_supervisor, "write_atomically", write_and_want)
     host.layout.wanted("gpu-2").unlink()
@@ -531,7 +532,7 @@ def test_daemon_of_another_spec_than_wanted_is_stopped_first(host: Host) -> None
     first.close()
     host.layout.wanted("gpu-2").unlink()
     other = replace(spec, default_active_thread_percentage=50)
-    host.layout.wanted("gpu-2").write_bytes(encode_wanted(other))
+    host.layout.wanted("gpu-2").write_bytes(WANTED_FILE.write(other))
     status = host.supervisor().ensure(other, PATIENCE_S)
     assert (status.spec, status.pid != before.pid) == (other, True)
     assert host.control().query("get_default_active_thread_percentage") == ["50.0"]
@@ -573,7 +574,7 @@ def test_a_stop_needs_no_space_on_the_disk(host: Host, monkeypatch: pytest.Monke
     host.assert_nothing_left()
 
 
-@pytest.mark.parametrize("content", ["", "{", '{"format": 4}', '{"format": 2, "spec": null}'])
+@pytest.mark.parametrize("content", ["", "{", '{"version": 0, "spec": null}'])
 def test_unreadable_wanted_file_stops_no_daemon_and_is_kept(host: Host, content: str, logs) -> None:
     supervisor = host.supervisor()
     first = supervisor.ensure(host.spec(), PATIENCE_S)
@@ -637,14 +638,13 @@ def test_a_status_that_could_not_be_written_is_written_later(
     host: Host, monkeypatch: pytest.MonkeyPatch, logs: list
 ) -> None:
     failures = iter([StateError("the disk is full")] * 3)
-    written = host_files.encode_status
 
-    def encode(status: MpsDaemonStatus) -> bytes:
+    def encode(status: MpsDaemonStatus) -> JsonObject:
         if (error := next(failures, None)) is not None:
             raise error
-        return written(status)
+        return STATUS_FILE.encode(status)
 
-    monkeypatch.setattr("dra_driver.mps_host.host_supervisor.encode_status", encode)
+    monkeypatch.setattr(host_supervisor, "STATUS_FILE", replace(STATUS_FILE, encode=encode))
     assert host.supervisor().ensure(host.spec(), PATIENCE_S).state == "ready"
     assert "mps_status_not_written" in [line["event"] for line in logs]
 
@@ -694,7 +694,7 @@ def test_a_host_at_rest_writes_nothing(host: Host) -> None:
     supervisor = host.supervisor()
     supervisor.ensure(host.spec(), PATIENCE_S)
     status = host.layout.status("gpu-2")
-    eventually(lambda: supervisor.status()[0].clients == 0 and '"clients": 0' in status.read_text())
+    eventually(lambda: supervisor.status()[0].clients == 0 and '"clients":0' in status.read_text())
     seen: list[tuple[object, object]] = []
 
     def writes_nothing() -> bool:

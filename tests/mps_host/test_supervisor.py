@@ -27,7 +27,7 @@ from dra_driver.mps_host import daemon_processes as processes
 from dra_driver.mps_host.daemon_compute_mode import EXCLUSIVE_PROCESS, ComputeMode
 from dra_driver.mps_host.daemon_control import BusyError, DaemonControl
 from dra_driver.mps_host.daemon_mounts import KernelMounter, is_tmpfs
-from dra_driver.mps_host.host_files import MpsHostFiles, encode_wanted
+from dra_driver.mps_host.host_files import WANTED_FILE, MpsHostFiles
 from tests.fakes.mps_behaviour import FAULT, IGNORES_LIMITS, NEVER_READY, SLOW_CUDA, fails_to_start
 from tests.fakes.preparing import in_threads
 from tests.fakes.tables import tabled
@@ -168,7 +168,7 @@ def test_pipe_directory_that_is_too_long_for_a_socket_is_refused_before_anything
             refusal = r"no MPS daemon can run for .* bytes, but NVIDIA's program accepts at most 106; .* bytes? shorter"
             with pytest.raises(PermanentError, match=refusal):
                 supervisor.ensure(spec, PATIENCE_S)
-            write_atomically(host.layout.wanted(device), encode_wanted(spec))
+            write_atomically(host.layout.wanted(device), WANTED_FILE.write(spec))
             eventually(lambda name=device: '"failed"' in text_of(host.layout.status(name)))
             assert re.search(refusal, MpsHostFiles(host.layout).statuses()[0].problem)
             supervisor.stop(device, PATIENCE_S)
@@ -433,7 +433,7 @@ def test_a_foreign_process_of_the_recorded_number_is_never_touched(host):
     os.kill(status.pid, signal.SIGKILL)
     with subprocess.Popen(["sleep", "60"]) as foreign:
         record = host.layout.record("gpu-2")
-        text = record.read_text().replace(f'"pid": {status.pid}', f'"pid": {foreign.pid}')
+        text = record.read_text().replace(f'"pid":{status.pid}', f'"pid":{foreign.pid}')
         record.write_text(text)
         host.supervisor().stop("gpu-2", PATIENCE_S)
         assert foreign.poll() is None

@@ -42,8 +42,8 @@ from dra_driver.host.imex import ImexChannelNodes
 from dra_driver.host.imex import settings as imex_settings
 from dra_driver.host.rooted_tree import RootedTree
 from dra_driver.host.sysfs import Sysfs
-from dra_driver.journal import records as codec
 from dra_driver.journal.locks import GpuLocks
+from dra_driver.journal.records import RECORD_FILE
 from dra_driver.kube.api_errors import api_errors, check_status
 from dra_driver.kube.claims import parse_allocated_claim, parse_claim_now
 from dra_driver.kube.client import WatchStream
@@ -188,8 +188,8 @@ def parameters(content: bytes, _directory: Path) -> None:
 def record(content: bytes, _directory: Path) -> None:
     """A claim record: what can be read is written and read again as the same."""
     with suppress(StateError):
-        found = codec.decode(content)
-        again = codec.decode(codec.encode(found))
+        found = RECORD_FILE.read(content)
+        again = RECORD_FILE.read(RECORD_FILE.write(found))
         require((again, again.claim.pods) == (found, found.claim.pods), "a record changes by being written")
         shown = "".join(f"{pod.name}{pod.uid}" for pod in found.claim.pods or ())
         require(shown.isascii() and shown.isprintable(), f"pods {shown!r} may move a cursor")

@@ -25,7 +25,7 @@ FOUND = {
     "claim": [b'{"results":[{"request":[],"driver":"","pool":"","device":""}]}', b'{"config":[{"opaque":1}]}'],
     "lock-file": [b"[" * 5000, b'{"gpu_uuid": "GPU-0", "what": 1, "began": 1e999, "since": []}'],
     "cdi-file": [b"[" * 5000],
-    "mps-record": [b"[" * 5000, b'{"format":1,"wanted":"running","process":{"pid":1e999,"start_time":1}}'],
+    "mps-record": [b"[" * 5000, b'{"version":1,"wanted":"running","process":{"pid":1e999,"start_time":1}}'],
     "mps-answer": [b"9" * 5000],
     "proc": [b"DeviceFileMinor: 1\nDeviceFileMode: " + b"9" * 5000, b"9" * 5000 + b" nvidia-caps\n"],
     "config-file": [b"[" * 600, b"nodeName: 2024-13-45"],

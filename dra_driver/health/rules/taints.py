@@ -16,7 +16,7 @@ from dra_driver.health.rules.polling import (
     SLOWDOWN,
     fabric_findings,
 )
-from dra_driver.journal.rules.cleanups import PendingCleanup
+from dra_driver.journal.rules.cleanups import Withholding
 from dra_driver.mig.rules.counters import has_counters
 from dra_driver.model.health import (
     LOST,
@@ -117,12 +117,13 @@ def device_taints(
     states: HealthStates,
     instances: Mapping[str, MadeInstance],
     policy: TaintPolicy = DEFAULT_POLICY,
-    pending: PendingCleanup | None = None,
+    pending: Withholding | None = None,
     layout: GpuLayout | None = None,
 ) -> tuple[JsonObject, ...]:
     """Return the taints of a device in wire format, one per key, sorted by key.
 
-    `pending` is a cleanup that an ended claim left on the device; `layout` is the MIG layout of its GPU.
+    `pending` is what withholds the device, such as a cleanup that an ended claim left; `layout` is the MIG layout
+    of its GPU.
     A fabric that was not ready when discovery read the GPU remains a reason until discovery reads it again,
     whatever polls report, because the published device lacks its fabric attributes until then. If several
     reasons have the same key, the worst is used; of equally bad ones, the oldest.
@@ -146,8 +147,8 @@ def _unready_fabric(device: OfferedDevice) -> Iterable[Reason]:
     ]
 
 
-def _reason_of(pending: PendingCleanup) -> Reason:
-    """Return a pending cleanup as a reason not to use a device that is otherwise healthy."""
+def _reason_of(pending: Withholding) -> Reason:
+    """Return what withholds a device as a reason not to use a device that is otherwise healthy."""
     return Reason(CLEANUP, pending.kinds[0], Severity.UNHEALTHY, pending.since, pending.since, pending.text)
 
 

@@ -95,6 +95,31 @@ class PendingCleanup:
         return f"Cleanup pending for claim {self.record.ref}: {pending}{cause}; {remedy(self.steps)}"
 
 
+@dataclass(frozen=True, slots=True)
+class UnreadLedger:
+    """A GPU's ledger that a newer release wrote, at `since` seconds since 1970. Nothing is known about its cleanups, so
+    it withholds every device of the GPU.
+    """
+
+    gpu_uuid: str
+    since: int
+    why: str
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Like `PendingCleanup.kinds`."""
+        return ("unknown",)
+
+    @property
+    def text(self) -> str:
+        """One sentence: which GPU gets no new claims, why, and what to do."""
+        return f"GPU {self.gpu_uuid} gets no new claims: {self.why}"
+
+
+Withholding = PendingCleanup | UnreadLedger
+"""Why a device is withheld."""
+
+
 def kind_of(step: Step) -> CleanupKind:
     """Return the kind of cleanup for a step."""
     match step:

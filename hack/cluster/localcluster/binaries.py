@@ -1,6 +1,6 @@
 """Builds the programs of the cluster from pinned Go modules.
 
-Each folder below ``go/`` is a Go module. Its programs are its ``tool`` lines or its ``main.go``. The modules are
+Each folder below ``go/`` is a Go module. Its programs are its ``main.go`` and its ``tool`` lines. The modules are
 separate, because they need different versions of the same dependencies.
 """
 
@@ -38,6 +38,10 @@ COMPUTE_DOMAINS = ("compute-domains", "sigs.k8s.io/dra-driver-nvidia-gpu")
 """NVIDIA's DRA driver, for tests of its chart. Its compute domains can run next to this driver."""
 
 
+NAMES = {KUBERNETES: ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet")}
+"""Programs that are several, depending on the name by which they are called. The names are links to the program."""
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """A program, the folder of its module, and its Go package."""
@@ -48,19 +52,21 @@ class Part:
 
 
 def parts(layout: Layout, modules: tuple[str, ...]) -> list[Part]:
-    """Return the programs of the modules: their tools, or their own program.
+    """Return the programs of the modules: their own program, and their tools.
 
     Kubernetes has a folder for each release; `layout` selects one of them.
     """
     found = []
     for module in modules:
         folder = layout.kubernetes if module == KUBERNETES else module
+        if (_MODULES / folder / "main.go").exists():
+            found.append(Part(module, folder, "."))
         tools = re.search(
             r"^tool (?:\((.*?)\)|(\S+))", (_MODULES / folder / "go.mod").read_text(), re.M | re.S
         )
-        for package in (tools[1] or tools[2]).split() if tools else ["."]:
+        for package in (tools[1] or tools[2]).split() if tools else ():
             last = package.rpartition("/")[2]
-            is_name = re.fullmatch(r"\.|v\d+", last) is None
+            is_name = re.fullmatch(r"v\d+", last) is None
             found.append(Part(last if is_name else module, folder, package))
     return found
 
@@ -114,6 +120,9 @@ def _build_part(part: Part, target: Path) -> None:
     done = _run_go(["go", "build", *_flags(part.module), "-o", str(unfinished), part.package], part.module)
     if done.returncode != 0:
         raise ClusterError(f"Building {part.name} failed: {done.stderr.strip()[-2000:]}")
+    for name in NAMES.get(part.name, ()):
+        (target / name).unlink(missing_ok=True)
+        (target / name).symlink_to(part.name)
     unfinished.replace(target / part.name)
 
 

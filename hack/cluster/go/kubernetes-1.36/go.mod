@@ -4,13 +4,7 @@ go 1.26.0
 
 godebug default=go1.26
 
-tool (
-	k8s.io/kubernetes/cmd/kube-apiserver
-	k8s.io/kubernetes/cmd/kube-controller-manager
-	k8s.io/kubernetes/cmd/kube-scheduler
-	k8s.io/kubernetes/cmd/kubectl
-	k8s.io/kubernetes/cmd/kubelet
-)
+tool k8s.io/kubernetes/cmd/kubectl
 
 require (
 	cel.dev/expr v0.25.1 // indirect
