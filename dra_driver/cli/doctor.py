@@ -21,11 +21,11 @@ from dra_driver.cli.checks.kubelet import KubeletChecks
 from dra_driver.cli.checks.passthrough import PassthroughChecks
 from dra_driver.cli.checks.runtime import RuntimeChecks, host_directory
 from dra_driver.cli.flags import of_run
-from dra_driver.cli.machine import CommandMachine
+from dra_driver.cli.machine import SIMULATED_S, CommandMachine
 from dra_driver.cli.node import NodeSnapshot
 from dra_driver.cli.output import COLOR, OUTPUT, Output, answer, colored, hanging
 from dra_driver.cli.rules.node_view import NodeView, NvmlFacts, node_view
-from dra_driver.cli.scratch import node_settings, this_machine
+from dra_driver.cli.scratch import scratch_settings
 from dra_driver.cli.state_on_disk import is_only_simulated, plugin_problems, read_claims
 from dra_driver.health.rules.taints import TaintPolicy
 from dra_driver.host.processes import gpu_users
@@ -67,9 +67,11 @@ def doctor(given: Namespace) -> int:
     the pod of gpu-dra-driver (`kubectl exec`), where it has the right settings, or on the node with the flags of
     `run`. Exit code 0: no check fails, 1: at least one check fails.
     """
-    from dra_driver.cli.checks.check import run_checks
+    from dra_driver.cli.checks.check import BOUND_S, run_checks
 
-    outcomes = run_checks(doctor_checks(node_settings(given, this_machine())))
+    with scratch_settings("doctor", vars(given), given.config) as settings:
+        bound_s = SIMULATED_S if is_only_simulated(settings) else BOUND_S
+        outcomes = run_checks(doctor_checks(settings), bound_s)
     _print(outcomes, given.output, is_colored=given.color.is_on())
     return int(any(outcome.finding.status == "FAIL" for outcome in outcomes))
 
@@ -113,14 +115,15 @@ def doctor_checks(settings: Settings) -> list[Check]:
     machine = CommandMachine(settings)
     snapshot = NodeSnapshot(machine)
     # NVML is opened only once: in one process, closing one session would shut down the other.
-    inventory = Shared(lambda: bounded("NVML", snapshot.read_inventory, _NVML_WAIT_S))
+    nvml_wait_s = SIMULATED_S - 1 if is_only_simulated(settings) else _NVML_WAIT_S
+    inventory = Shared(lambda: bounded("NVML", snapshot.read_inventory, nvml_wait_s))
     state = Shared(machine.state)
 
     def look() -> NvmlFacts:
         with closing(snapshot):
             return snapshot.read_gpus(inventory.get())
 
-    gpus = Shared(lambda: bounded("NVML", look, _NVML_WAIT_S))
+    gpus = Shared(lambda: bounded("NVML", look, nvml_wait_s))
 
     def view() -> NodeView:
         facts = gpus.or_none() or NvmlFacts(inventory.or_none() or Inventory())

@@ -80,6 +80,7 @@ def inspect(given: Namespace) -> None:
     # A machine that is simulated only for this command has no saved state.
     is_empty = given.simulate is not None and given.simulator_dir is None
     with scratch_settings("inspect", vars(given), given.config, "error") as settings:
+        machine = CommandMachine(settings)
 
         def look() -> tuple[list[JsonObject], list[str], list[GpuMap]]:
             maps: list[GpuMap] = []
@@ -88,8 +89,8 @@ def inspect(given: Namespace) -> None:
                 if output.is_for_people:
                     # Without --mig, this still prints the slices, or their error, if NVML does not answer.
                     with nullcontext() if mig else suppress(NvmlUnavailableError):
-                        maps, more = mig_maps(settings, session)
-                slices, notes = ([], []) if mig else slices_to_publish(settings, is_empty=is_empty)[:2]
+                        maps, more = mig_maps(machine, session)
+                slices, notes = ([], []) if mig else slices_to_publish(machine, is_empty=is_empty)[:2]
             return slices, [*notes, *more], maps
 
         slices, notes, maps = answered(settings, look)
@@ -147,7 +148,7 @@ class OwnershipUnknownError(StateError):
 
 
 def slices_to_publish(
-    settings: Settings, *, is_empty: bool = False
+    machine: CommandMachine, *, is_empty: bool = False
 ) -> tuple[list[JsonObject], list[str], Inventory]:
     """Return the slices that `run` would publish on this machine, notes about deviations from the configuration, and
     the machine's devices.
@@ -157,8 +158,7 @@ def slices_to_publish(
 
     Raises: NvmlUnavailableError; for an empty machine OwnershipUnknownError.
     """
-    machine = CommandMachine(settings)
-    state = machine.state()
+    settings, state = machine.settings, machine.state()
     ownership = Ownership(state, ended=is_empty)
 
     def on_demand(gpu: Gpu) -> bool:
@@ -225,14 +225,13 @@ def possible_profiles(settings: Settings) -> tuple[list[MigProfile], list[str]]:
     return profiles, [f"{fault.subject}: {fault.text}" for fault in faults]
 
 
-def mig_maps(settings: Settings, session: ExitStack) -> tuple[list[GpuMap], list[str]]:
+def mig_maps(machine: CommandMachine, session: ExitStack) -> tuple[list[GpuMap], list[str]]:
     """Return the content of the drawings, for GPUs in MIG mode or with MIG on demand, and read errors.
 
     NVML stays open until `session` is closed, because reopening it after its last client takes seconds.
 
     Raises: NvmlUnavailableError.
     """
-    machine = CommandMachine(settings)
     inventory = machine.open_nvml(session).read_inventory()
     notes = [*unread(inventory), *waiting_for_mig_mode(inventory, machine.is_on_demand)]
     state = machine.state()

@@ -31,6 +31,9 @@ from dra_driver.reporting.node_problems import read_problems
 T = TypeVar("T")
 _HANGS_S = 5.0
 _WAKES_S = 40.0
+SIMULATED_S = 60.0
+"""Nothing wakes up on a simulated machine, but on a busy host each call takes longer."""
+_IS_SIMULATED = "NVML is simulated: this host is busy, or `gpu-dra-driver simulate fault` made a call hang"
 _SHOWS_WHY = "`dmesg | grep -i nvrm` on the node shows why"
 
 
@@ -107,17 +110,21 @@ class CommandMachine:
 
 
 def answered(settings: Settings, read: Callable[[], T]) -> T:
-    """Return the result of `read`, which reads from NVML. Waits at most `_HANGS_S`.
+    """Return the result of `read`, which reads from NVML. Waits at most `_HANGS_S`; for a simulated machine
+    `SIMULATED_S`.
 
     If the plugin is not running, NVML may first have to wake each GPU, which takes seconds for each. In that case,
     this prints the reason on stderr, and waits `_WAKES_S` more.
 
     Raises: the errors of `read`; NotAnsweredError.
     """
+    is_simulated = settings.simulate is not None
     try:
-        return bounded("NVML", read, _HANGS_S)
+        return bounded("NVML", read, SIMULATED_S if is_simulated else _HANGS_S)
     except NotAnsweredError as late:
-        if settings.simulate is not None or read_problems(settings.plugin_directory)[0]:
+        if is_simulated:
+            raise NotAnsweredError(f"{late}; {_IS_SIMULATED}", late.answer) from None
+        if read_problems(settings.plugin_directory)[0]:
             raise NotAnsweredError(f"{late}; {_SHOWS_WHY}", late.answer) from None
         print(
             f"gpu-dra-driver: {late}; idle GPUs take seconds to wake up; waiting up to {_WAKES_S:g} s more",

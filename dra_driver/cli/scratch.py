@@ -6,8 +6,10 @@ import fcntl
 import os
 import re
 import shutil
+import signal
 import socket
 import tempfile
+import threading
 import time
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
@@ -24,20 +26,45 @@ if TYPE_CHECKING:
 
 @contextmanager
 def scratch_directory(purpose: str) -> Iterator[str]:
-    """Yield the path of a new directory, which is removed at the end. Directories that killed commands left
-    are removed first.
+    """Yield the path of a new directory, which is removed at the end, even if a thread still writes to it or a signal
+    arrives. Directories that killed commands left are removed first.
 
     Raises: FatalError if it cannot be created.
     """
     try:
         _remove_left_ones(Path(tempfile.gettempdir()))
-        made = tempfile.TemporaryDirectory(prefix=f"{_PREFIX}{purpose}-")
+        made = tempfile.mkdtemp(prefix=f"{_PREFIX}{purpose}-")
     except OSError as error:
         raise FatalError(
             f"cannot create a temporary directory ({error.strerror or error}); set TMPDIR to one that is writable"
         ) from error
-    with made as path, _locked(Path(path)):
-        yield path
+    try:
+        with _locked(Path(made)):
+            yield made
+    finally:
+        _remove(Path(made))
+
+
+_REMOVES_FOR_S = 10.0
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def _remove(directory: Path) -> None:
+    """Remove a directory. Retries while a thread that was left behind adds files; such a thread does not create the
+    directory again.
+    """
+    former = {}
+    if threading.current_thread() is threading.main_thread():
+        former = {number: signal.signal(number, signal.SIG_IGN) for number in _ENDING}
+    try:
+        give_up_at = time.monotonic() + _REMOVES_FOR_S
+        shutil.rmtree(directory, ignore_errors=True)
+        while directory.exists() and time.monotonic() < give_up_at:
+            time.sleep(0.02)
+            shutil.rmtree(directory, ignore_errors=True)
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
 
 
 _PREFIX = "gpu-dra-tmp-"
@@ -77,28 +104,41 @@ def scratch_settings(
 ) -> Iterator[Settings]:
     """Configure logs for people, and yield settings as from `resolve`.
 
-    By default the node has the name of this machine, and a simulated machine is kept in a new directory, without
-    saved state of the plugin. Raises: like `resolve`; FatalError.
+    By default the node has the name of this machine. A simulated machine without a directory of its own is kept in a
+    new one, without saved state of the plugin. Raises: like `resolve`; FatalError.
     """
     from dra_driver.app.logs import configure_logs
     from dra_driver.app.settings import resolve
 
     configure_logs(log_level, "console")
-    with scratch_directory(purpose) as scratch:
-        machine = str(Path(scratch) / "machine")
-        settings = resolve(given, config, {"node_name": this_machine(), "simulator_dir": machine})
-        if settings.simulate is not None and str(settings.simulator_dir) == machine:
-            settings = replace(settings, kubelet_plugins_directory_path=str(Path(scratch) / "plugins"))
+    settings = resolve(given, config, {"node_name": this_machine()})
+    if settings.simulate is None or settings.simulator_dir is not None:
         yield settings
+        return
+    with scratch_directory(purpose) as scratch:
+        plugins = Path(scratch) / "plugins"
+        plugins.mkdir()
+        machine = str(Path(scratch) / "machine")
+        yield replace(settings, simulator_dir=machine, kubelet_plugins_directory_path=str(plugins))
 
 
-def node_settings(given: Namespace, node: str = "this-node") -> Settings:
-    """Configure logs for people, and return the settings of a command for this node. Raises: like `resolve`."""
+def node_settings(given: Namespace) -> Settings:
+    """Configure logs for people, and return the settings of a command for this node.
+
+    Raises: like `resolve`; StateError if the simulated machine does not exist.
+    """
     from dra_driver.app.logs import configure_logs
-    from dra_driver.app.settings import resolve
+    from dra_driver.app.settings import DEFAULT_SIMULATOR_DIR, resolve
 
     configure_logs("critical", "console")
-    return resolve(vars(given), given.config, {"node_name": node})
+    settings = resolve(vars(given), given.config, {"node_name": "this-node"})
+    if settings.simulate is None:
+        return settings
+    from dra_driver.simulator import require_machine
+
+    directory = settings.simulator_dir or DEFAULT_SIMULATOR_DIR
+    require_machine(Path(directory))
+    return replace(settings, simulator_dir=directory)
 
 
 def this_machine() -> str:

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dra_driver.app.settings import DOCUMENT, Flag, Settings, config_values
+from dra_driver.app.settings import DOCUMENT, Flag, config_values
 from dra_driver.cli.flags import (
     CLUSTER_KUBECONFIG,
     CONTEXT,
@@ -119,7 +119,7 @@ def _machines(
     for name in dict.fromkeys(names):
         own = {} if name is None else {"simulate": name}
         with scratch_settings("validate", configured | stated | own, config) as settings:
-            machine, sentence = answered(settings, partial(machine_to_try, settings))
+            machine, sentence = answered(settings, partial(machine_to_try, CommandMachine(settings)))
             driver = settings.driver_name
             evicting = [
                 PREFIX + key for key, effect in settings.taint_effects.items() if effect == "NoExecute"
@@ -189,14 +189,15 @@ def _print(
     answer(output, lines, lambda: {**found, "documents": [asdict(report) for report in reports]})
 
 
-def machine_to_try(settings: Settings) -> tuple[MachineFit | None, str]:
+def machine_to_try(machine: CommandMachine) -> tuple[MachineFit | None, str]:
     """Return the machine against which `validate` checks claims (None if there is none), and a sentence about it.
 
     Raises: NvmlUnavailableError if a simulated machine has no NVML.
     """
+    settings = machine.settings
     name = settings.simulate or "this node"
     try:
-        slices, _, inventory = slices_to_publish(settings, is_empty=True)
+        slices, _, inventory = slices_to_publish(machine, is_empty=True)
     except NvmlUnavailableError as error:
         if settings.simulate is not None:
             raise
@@ -211,7 +212,7 @@ def machine_to_try(settings: Settings) -> tuple[MachineFit | None, str]:
         inventory,
         settings.sharing,
         settings.extra_devices,
-        gpus_for_layouts(settings, inventory),
+        gpus_for_layouts(machine, inventory),
     )
     if settings.simulate is None and not fit.devices:
         return (
@@ -221,11 +222,11 @@ def machine_to_try(settings: Settings) -> tuple[MachineFit | None, str]:
     return fit, counted(len(fit.devices), "device")
 
 
-def gpus_for_layouts(settings: Settings, inventory: Inventory) -> list[MigGpu]:
+def gpus_for_layouts(machine: CommandMachine, inventory: Inventory) -> list[MigGpu]:
     """Return the machine's GPUs in PCI order, with their possible MIG profiles."""
     from dra_driver.nvml.mig_changes import MigHardware
 
-    machine, found = CommandMachine(settings), []
+    found = []
     with ExitStack() as session, suppress(NvmlUnavailableError):
         machine.open_nvml(session)
         hardware = MigHardware(nullcontext)

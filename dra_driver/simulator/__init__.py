@@ -29,6 +29,7 @@ __all__ = [
     "create_machine",
     "machine_names",
     "open_machine",
+    "require_machine",
 ]
 HOSTILE = "SIMULATE_HOSTILE"
 """An environment variable that makes new machines behave like difficult real ones; the project's tests set it."""
@@ -92,11 +93,16 @@ def _make_hostile(state: State) -> None:
 
 def open_machine(directory: Path) -> Machine:
     """Opens the machine in a directory. Raises: StateError if there is none."""
+    require_machine(directory)
     machine = Machine(directory.resolve())
+    machine.heal()
+    return machine
+
+
+def require_machine(directory: Path) -> None:
+    """Raises: StateError if there is no machine in a directory."""
     if not (directory / "machine.json").is_file():
         raise StateError(
             f"there is no simulated machine in {directory}; create one with "
             f"`gpu-dra-driver simulate create NAME --simulator-dir {directory}`"
         )
-    machine.heal()
-    return machine

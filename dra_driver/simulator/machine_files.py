@@ -64,15 +64,18 @@ class Store:
         try:
             mtime = os.stat(self._path).st_mtime_ns  # noqa: PTH116 - the hot path of every NVML call
         except FileNotFoundError as error:
-            raise StateError(
-                f"the simulated machine at {self.directory} is gone: {self.path.name} does not exist; "
-                "create it again with `simulate create`"
-            ) from error
+            raise self._gone() from error
         cached = self._cached
         if cached is not None and mtime == cached[0]:
             return cached[1]
         with self._lock:
             return self._load()
+
+    def _gone(self) -> StateError:
+        return StateError(
+            f"the simulated machine at {self.directory} is gone: {self.path.name} does not exist; "
+            "create it again with `simulate create`"
+        )
 
     def _load(self) -> State:
         with self.path.open("rb") as file:
@@ -98,9 +101,11 @@ class Store:
         """Holds the machine's lock, which excludes other threads and processes; reentrant."""
         with self._lock:
             if self._depth == 0:
-                self.directory.mkdir(parents=True, exist_ok=True)
                 flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-                self._descriptor = os.open(self._lock_path, flags, 0o666)
+                try:
+                    self._descriptor = os.open(self._lock_path, flags, 0o666)
+                except FileNotFoundError as error:
+                    raise self._gone() from error
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX)
             self._depth += 1
             try:

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import os
+import signal
+import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +18,32 @@ def test_directory_is_there_and_then_gone(tmp_path: Path, monkeypatch: pytest.Mo
     with scratch_directory("look") as path:
         assert [Path(path)] == list(tmp_path.iterdir())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_directory_goes_although_a_thread_writes_and_a_signal_arrives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both in the worst moment: when the directory was just emptied."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    remove = os.rmdir
+    left: list[str] = []
+
+    def rmdir(path: str, **more: Any) -> None:
+        if str(path).startswith(str(tmp_path)) and not left:
+            left.append(path)
+            (Path(path) / "late").touch()
+            os.kill(os.getpid(), signal.SIGTERM)
+        remove(path, **more)
+
+    former = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        monkeypatch.setattr(os, "rmdir", rmdir)
+        with scratch_directory("look"):
+            pass
+        assert signal.getsignal(signal.SIGTERM) not in (signal.SIG_IGN, signal.SIG_DFL)
+    finally:
+        signal.signal(signal.SIGTERM, former)
+    assert (len(left), list(tmp_path.iterdir())) == (1, [])
 
 
 def test_directory_of_a_killed_command_is_removed_by_the_next_one_and_a_living_ones_is_not(

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+from dra_driver.app.settings import DEFAULT_SIMULATOR_DIR
 from dra_driver.journal.records import RecordStore
 from dra_driver.model.record import StartMaintenance
 from tests.fakes.samples import record
@@ -101,13 +102,13 @@ def test_gpu_in_maintenance_is_left_out_and_named(node: Node) -> None:
 @pytest.mark.parametrize(
     "command", [["inspect"], ["inspect", "-o", "json"], ["validate", "examples/one-gpu"]]
 )
-def test_nvml_that_hangs_is_reported_with_what_shows_why(command: list[str], memory_path: Path) -> None:
+def test_simulated_nvml_that_hangs_is_not_taken_for_hardware(command: list[str], memory_path: Path) -> None:
     directory = str(memory_path / "machine")
     machine = ["--simulate", "t4-4", "--simulator-dir", directory]
     assert call("simulate", "create", *machine[1:]).returncode == 0
     fault = ["fault", "nvmlDeviceGetCount_v2", "--delay", "30"]
     assert call("simulate", *fault, *machine[2:]).returncode == 0
-    impatient = "from dra_driver.cli import machine, main; machine._HANGS_S = 0.3; main.main()"
+    impatient = "from dra_driver.cli import machine, main; machine.SIMULATED_S = 0.3; main.main()"
     done = subprocess.run(
         [sys.executable, "-c", impatient, *command, *machine],
         capture_output=True,
@@ -118,7 +119,8 @@ def test_nvml_that_hangs_is_reported_with_what_shows_why(command: list[str], mem
     )
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == (
-        "gpu-dra-driver: NVML has not answered for more than 0.3 s; `dmesg | grep -i nvrm` on the node shows why\n"
+        "gpu-dra-driver: NVML has not answered for more than 0.3 s; NVML is simulated: this host is busy, or "
+        "`gpu-dra-driver simulate fault` made a call hang\n"
     )
 
 
@@ -149,3 +151,30 @@ def test_equal_gpus_share_rows_and_one_gpu_can_be_named() -> None:
     done = call(*on_demand, "9")
     assert (done.returncode, done.stdout) == (2, "")
     assert "there is no GPU 9 on this node" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["inspect"], ["doctor"], ["top", "--once"], ["validate", "examples/one-gpu"], ["device-classes"]],
+    ids=" ".join,
+)
+def test_machine_that_is_simulated_for_one_command_leaves_nothing(
+    command: list[str], memory_path: Path
+) -> None:
+    kept = Path(DEFAULT_SIMULATOR_DIR)
+    before = kept.exists()
+    done = call(*command, "--simulate", "a30-4", TMPDIR=str(memory_path))
+    assert "a30" in done.stdout.lower() or "4 GPUs answer" in done.stdout, done
+    assert (list(memory_path.iterdir()), kept.exists()) == ([], before)
+
+
+@pytest.mark.parametrize(
+    "command", [["claims"], ["cleanup"], ["detach", "--end"], ["serviced", "gpu-0"]], ids=" ".join
+)
+def test_command_for_a_running_plugin_creates_no_machine(command: list[str], memory_path: Path) -> None:
+    directory = str(memory_path / "machine")
+    done = call(*command, "--simulate", "a30-4", "--simulator-dir", directory)
+    assert (done.returncode, done.stdout, list(memory_path.iterdir())) == (1, "", [])
+    assert done.stderr.startswith(
+        f"gpu-dra-driver: there is no simulated machine in {directory}; create one with"
+    )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dra_driver.app.settings import config_values
+from dra_driver.cli.machine import CommandMachine
 from dra_driver.cli.validate import machine_to_try
 from dra_driver.cli.validation.documents import Document
 from dra_driver.cli.validation.manifest_check import DocumentReport, check_documents
@@ -24,7 +25,7 @@ _NO_HOST = "the MPS host is not running on this node"
 
 def judged(node: Node, settings: Json, claims: list[Json]) -> tuple[list[DocumentReport], int]:
     """What `validate` says about each claim, given by its `devices`, and how many devices the node's machine has."""
-    machine, _ = machine_to_try(replace(node.settings, **settings))
+    machine, _ = machine_to_try(CommandMachine(replace(node.settings, **settings)))
     assert machine is not None
     documents = [
         Document("claims.yaml", number, {

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from dra_driver.cli.inspect import slices_to_publish
+from dra_driver.cli.machine import CommandMachine
 from dra_driver.cli.state_on_disk import read_state
 from dra_driver.mig import layouts
 from dra_driver.model.mig import LAYOUT_LABEL, LAYOUT_STATE_LABEL, LayoutEntry, MigLayouts
@@ -80,7 +81,7 @@ def test_gpus_change_as_they_run_empty_and_no_claim_is_disturbed(node: Node) -> 
         lambda: [one.text for one in read_state(directory).layouts if "uses the GPU" in one.text]
     )
     assert text.startswith("claim default/held")
-    printed, _, _ = slices_to_publish(replace(node.settings, kubeconfig=None))
+    printed, _, _ = slices_to_publish(CommandMachine(replace(node.settings, kubeconfig=None)))
     assert "gpu.nvidia.com/mig-layout" in str(printed)
 
     node.must_unprepare(held)

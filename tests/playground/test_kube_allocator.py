@@ -13,6 +13,7 @@ import localcluster
 import pytest
 
 from dra_driver.cli.inspect import slices_to_publish
+from dra_driver.cli.machine import CommandMachine
 from dra_driver.cli.scratch import scratch_settings
 from dra_driver.cli.validation.rules import allocator
 from dra_driver.cli.validation.rules.allocator import (
@@ -45,7 +46,7 @@ def published(machine: str, settings: Json) -> list[Json]:
     """The slices of an empty machine."""
     given = {"simulate": machine, "node_name": NODE, **settings}
     with scratch_settings("allocator", given, None) as resolved:
-        slices, _, _ = slices_to_publish(resolved, is_empty=True)
+        slices, _, _ = slices_to_publish(CommandMachine(resolved), is_empty=True)
     return [entry | {"metadata": {"name": f"slice-{number:04d}"}} for number, entry in enumerate(slices)]
 
 

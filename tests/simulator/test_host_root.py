@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 from pathlib import Path
 
 import pytest
 
+from dra_driver.errors import StateError
 from dra_driver.model.host import DeviceNode
 from dra_driver.simulator import SimulatedDeviceNodes, open_machine
 from dra_driver.simulator.hostroot.entries import can_make_nodes
@@ -93,3 +95,11 @@ def test_damage_is_repaired_and_foreign_files_stay(kind, make):
     assert before.keys() <= after.keys()
     assert "195 nvidia" in (machine.host_root / "proc/devices").read_text()
     assert numbers(machine, "/dev/nvidia0") == (195, 0, 0o666, 0)
+
+
+def test_session_does_not_create_a_removed_machine_again(make):
+    machine = make("t4-4")
+    shutil.rmtree(machine.directory)
+    with pytest.raises(StateError, match="is gone"):
+        machine.open_session("late")
+    assert not machine.directory.exists()
