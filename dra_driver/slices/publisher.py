@@ -444,7 +444,7 @@ class Publisher:
         """Logs devices that are withheld or differ from the configuration, each time this changes."""
         if pool.notes != self._known_notes:
             for note in pool.notes:
-                _log.warning("mps_shares_bounded", reason=note)
+                _log.warning("device_limited", reason=note)
         self._known_notes = pool.notes
         if pool.withheld != self.withheld:
             _log.info("devices_withdrawn", devices=pool.withheld)

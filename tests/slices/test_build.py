@@ -10,9 +10,10 @@ from dra_driver.mig.rules.counters import partitioned as beside
 from dra_driver.model.gpu import Fabric, Gpu
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.mig import GpuInstance, Partitioning, Placement
-from dra_driver.model.sharing import SharingRule, SharingRuleMode, share_all
-from dra_driver.slices.rules.build import Pool, SliceContent, build_pool, has_its_counters
-from tests.fakes.samples import GPU_0, GPU_1, NODE, VERSIONS, h100, inventory, mig, partitioned, uuid
+from dra_driver.model.sharing import NO_SHARING, SharingRule, SharingRuleMode, share_all
+from dra_driver.slices.rules import attributes, build
+from dra_driver.slices.rules.build import GIVE_WAY, Pool, SliceContent, build_pool, has_its_counters
+from tests.fakes.samples import GPU_0, GPU_1, NODE, VERSIONS, card, h100, inventory, mig, partitioned, uuid
 from tests.fakes.samples import ONE_G as PROFILE
 from tests.mig.migtables import MODELS, table
 
@@ -47,15 +48,6 @@ def test_device_is_left_out_and_reported_when_it_breaks_a_limit() -> None:
     assert pool.faults == (f"device {refused!r}: the name is not a DNS label",)
 
 
-def test_device_is_left_out_when_it_has_too_many_capacities() -> None:
-    wide = mig(0, PROFILE, 0, 30, 7)
-    pool = build_pool(inventory(partitioned(0, wide), h100(1)), NODE)
-    assert names(pool) == [[GPU_1]]
-    assert pool.faults == (
-        f"device {GPU_0}-mig-1g10gb-19-0: 53 attributes and capacities, but only 32 are allowed",
-    )
-
-
 @pytest.mark.parametrize("mode", ["shares", "memory", "unlimited"])
 def test_full_size_mig_device_stays_within_the_limits_when_it_is_shared(mode: SharingRuleMode) -> None:
     """What gives way is a capacity of which there is none."""
@@ -68,18 +60,113 @@ def test_full_size_mig_device_stays_within_the_limits_when_it_is_shared(mode: Sh
     assert device["attributes"] == plain["attributes"] | {"shareable": {"bool": True}}
     left_out = plain["capacity"].keys() - device["capacity"].keys()
     assert {plain["capacity"][name]["value"] for name in left_out} == {"0"}
+    assert pool.notes == (
+        f"{device['name']}: the slices omit {', '.join(sorted(left_out))}, because a device can have only 32 "
+        "attributes and capacities",
+    )
 
 
-def test_full_size_mig_device_that_has_some_of_everything_is_shared_without_the_attribute() -> None:
-    """The class of shares selects it by the field; without this it would not be offered at all."""
-    profile = replace(PROFILE, name="7g.80gb", profile_id=0, **dict.fromkeys(ENGINES, 1))
-    whole = mig(0, profile, 0, 8, 0)
-    pool = build_pool(inventory(partitioned(0, whole)), NODE, share_all(SharingRule("shares", 4)))
-    (device,) = pool.slices[0].devices
-    assert pool.faults == ()
-    assert "shareable" not in device["attributes"]
-    assert device["allowMultipleAllocations"] is True
-    assert len(device["attributes"]) + len(device["capacity"]) == 32
+H100, A30 = (table(MODELS[key]) for key in ("h100-sxm", "a30"))
+
+
+def cut(
+    number: int, raw: Partitioning = H100, *withheld: GpuInstance, whole: bool = True, **changes: Any
+) -> Gpu:
+    """A GPU with MIG on demand."""
+    return h100(number, partitioning=beside(raw, withheld, offers_whole=whole), **changes)
+
+
+ALL_ENGINES = replace(PROFILE, name="7g.80gb", profile_id=0, **dict.fromkeys(ENGINES, 1))
+STATIC_7G = mig(0, ALL_ENGINES, 0, 8, 0)
+IN_FABRIC = {"fabric": Fabric("0" * 36, (1,)), "memory_bytes": 81559 << 20, "multiprocessors": 132}
+KINDS: dict[str, Gpu] = {
+    "whole": h100(0, **IN_FABRIC),
+    "whole with MIG on demand": cut(0, **IN_FABRIC),
+    "static": partitioned(0, STATIC_7G),
+    "on demand": cut(0, **IN_FABRIC),
+    "vfio": h100(0),
+}
+RULES = {
+    "exclusive": None,
+    "shares": SharingRule("shares", 4),
+    "mps": SharingRule("unlimited", None, "mps", multiprocessors=True),
+}
+
+
+def entries(device: dict[str, Any]) -> list[str]:
+    return [*device["attributes"], *device.get("capacity", {})]
+
+
+def fullest(kind: str, rule: str) -> tuple[dict[str, Any], Pool]:
+    """The device of this kind, of which everything is known, and its pool."""
+    cards = (card(0),) if kind == "vfio" else ()
+    known = Inventory(
+        VERSIONS,
+        (KINDS[kind],),
+        {uuid(0): "nvlink-0"},
+        confidential_compute="on",
+        imex_channels=4,
+        cards=cards,
+    )
+    given = RULES[rule]
+    pool = build_pool(known, NODE, NO_SHARING if given is None else share_all(given))
+    kinds = {"static": "mig", "on demand": "mig", "vfio": "vfio"}
+    devices = [device for content in pool.slices for device in content.devices]
+    of_kind = [one for one in devices if one["attributes"]["type"]["string"] == kinds.get(kind, "gpu")]
+    return max(of_kind, key=lambda one: len(entries(one))), pool
+
+
+FULLEST = pytest.mark.parametrize(
+    ("kind", "rule"),
+    [(kind, rule) for kind in KINDS for rule in RULES if kind != "vfio" or rule == "exclusive"],
+)
+
+
+@FULLEST
+def test_fullest_device_of_each_kind_is_published(
+    kind: str, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "MAX_ATTRIBUTES_AND_CAPACITIES", 99)
+    everything = set(entries(fullest(kind, rule)[0]))
+    assert {name.rstrip("01234567") for name in everything} <= set(GIVE_WAY), (
+        "a new name needs its place in GIVE_WAY"
+    )
+    monkeypatch.undo()
+    device, pool = fullest(kind, rule)
+    omitted = everything.difference(entries(device))
+    expected = {"shareable", "parentMinor"} if kind == "static" and rule != "exclusive" else set()
+    assert (omitted, pool.faults, len(pool.notes)) == (expected, (), bool(expected))
+
+
+@FULLEST
+def test_device_with_one_entry_more_than_fits_omits_what_is_least_important(
+    kind: str, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "MAX_ATTRIBUTES_AND_CAPACITIES", 99)
+    everything, before = entries(fullest(kind, rule)[0]), set[str]()
+    for most in range(len(everything) - 1, 4, -1):
+        monkeypatch.setattr(build, "MAX_ATTRIBUTES_AND_CAPACITIES", most)
+        device, pool = fullest(kind, rule)
+        omitted = set(everything).difference(entries(device))
+        assert (len(omitted), pool.faults) == (len(everything) - most, ())
+        assert before < omitted, "the order does not depend on how much is too much"
+        assert any(all(name in note for name in omitted) for note in pool.notes)
+        before = omitted
+    assert {"type", "uuid", "memory", "addressableMemory"} & set(everything) <= set(entries(device))
+
+
+def test_attribute_without_a_place_gives_way_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = fullest("static", "exclusive")[0]
+    assert len(entries(before)) == 32
+    common = attributes._common_attributes
+    monkeypatch.setattr(
+        attributes, "_common_attributes", lambda *given: common(*given) | {"later": {"int": 1}}
+    )
+    device, pool = fullest("static", "exclusive")
+    assert (device, pool.faults) == (before, ())
+    assert pool.notes == (
+        f"{device['name']}: the slices omit later, because a device can have only 32 attributes and capacities",
+    )
 
 
 def test_counters_that_a_device_consumes_have_to_be_in_the_pool() -> None:
@@ -93,16 +180,6 @@ def test_counters_that_a_device_consumes_have_to_be_in_the_pool() -> None:
     assert has_its_counters(consuming("set-0", "memory"), sets)
     assert not has_its_counters(consuming("set-0", "memory", "decoders"), sets)
     assert not has_its_counters(consuming("set-1", "memory"), sets)
-
-
-H100, A30 = (table(MODELS[key]) for key in ("h100-sxm", "a30"))
-
-
-def cut(
-    number: int, raw: Partitioning = H100, *withheld: GpuInstance, whole: bool = True, **changes: Any
-) -> Gpu:
-    """A GPU with MIG on demand."""
-    return h100(number, partitioning=beside(raw, withheld, offers_whole=whole), **changes)
 
 
 def counter_sets(pool: Pool) -> list[list[str]]:

@@ -272,7 +272,7 @@ def test_bounded_shares_are_reported_once(bench: Bench, logs: list[dict[str, Any
     assert bench.publisher.wait_published(20)
     for _ in range(3):
         settled(bench)
-    reported = [line["reason"] for line in logs if line["event"] == "mps_shares_bounded"]
+    reported = [line["reason"] for line in logs if line["event"] == "device_limited"]
     assert [text.partition(",")[0] for text in reported] == [
         f"device {GPU_0}: it has 48 shares instead of 60"
     ]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from dra_driver.mig.rules.counters import consumed_counters, counter_set, has_counters, is_counted
 from dra_driver.model.gpu import Gpu
@@ -20,9 +20,10 @@ from dra_driver.model.ids import is_dns_label
 from dra_driver.model.inventory import Inventory, OfferedDevice, StaticMigDevice, VfioDevice, WholeGpu
 from dra_driver.model.schema import JsonObject
 from dra_driver.model.sharing import NO_SHARING, SharingPolicy
+from dra_driver.model.units import named
 from dra_driver.sharing.rules.client_limits import BoundedRule, bounded_rule
-from dra_driver.sharing.rules.shared_device import SHAREABLE
-from dra_driver.slices.rules.attributes import wire_device
+from dra_driver.sharing.rules.shared_device import MEMORY, MPS_CLIENTS, MULTIPROCESSORS, SHAREABLE, SHARES
+from dra_driver.slices.rules.attributes import STANDARD_PREFIX, wire_device
 
 _MAX_TAINTS_BEFORE = 4
 MAX_DEVICES_PER_SLICE = 64
@@ -31,6 +32,20 @@ MAX_COUNTER_SETS_PER_SLICE = 8
 MAX_COUNTERS_PER_SET = 32
 MAX_ATTRIBUTES_AND_CAPACITIES = 32
 MAX_TAINTS = 16
+GIVE_WAY: Final = (
+    # Not published by NVIDIA's driver.
+    SHAREABLE, "minor", "parentMinor", "index", "parentIndex", "migCapable", "nvlinkLinks", "imexChannels",
+    "iommuGroup", "confidentialCompute", "fabricCliqueID", "fabricClusterUUID", "nvlinkDomain",
+    # Rarely selected.
+    "addressingMode", "iommuFDEnabled", "brand", "cudaDriverVersion", "memorySlice", "ofaEngines", "jpegEngines",
+    "encoders", "decoders", "copyEngines", "vendorID", "deviceID", STANDARD_PREFIX + "numaNode", "architecture",
+    "cudaComputeCapability", "driverVersion", STANDARD_PREFIX + "pcieRoot", STANDARD_PREFIX + "pciBusID", "productName",
+    # What a device is, and what the scheduler and quotas count.
+    "parentUUID", "profile", "uuid", "type", "addressableMemory", MULTIPROCESSORS, MPS_CLIENTS, SHARES, MEMORY,
+)  # fmt: skip
+"""Attributes and capacities of all kinds of devices. If a device has too many, those at the beginning give way, so that
+the device itself is published. Names that are missing here, and then capacities of 0, give way before all others.
+"""
 T = TypeVar("T")
 
 
@@ -76,8 +91,8 @@ class Pool:
     """The desired state of one pool: its slices in index order.
 
     There is at least one slice, even if it is empty, to distinguish "no devices" from "no driver". `faults` describe
-    the devices that the API server would reject, and `notes` the deviations from the node's sharing policy. `withheld`
-    are the names of devices that must not be used.
+    the devices that the API server would reject. `notes` describe devices with fewer shares than the node's sharing
+    policy says, or with omitted attributes or capacities. `withheld` are the names of devices that must not be used.
     """
 
     name: str
@@ -118,6 +133,7 @@ def build_pool(
     groups: dict[str, list[JsonObject]] = {gpu.uuid: [] for gpu in inventory.offered_gpus}
     held_back: list[str] = []
     notes: list[str] = []
+    lacking: dict[tuple[str, ...], list[str]] = {}
     for offered in inventory.devices():
         bound = bounded_rule(sharing, offered, inventory.versions)
         if bound is not None and bound.note is not None:
@@ -127,7 +143,9 @@ def build_pool(
         if withheld(offered):
             held_back.append(offered.name)
             continue
-        device = _entry(offered, inventory, bound, counters)
+        device, omitted = _without_excess(_entry(offered, inventory, bound, counters))
+        if omitted:
+            lacking.setdefault(omitted, []).append(offered.name)
         if compatibility_groups:
             for use in device.get("consumesCounters", ()):
                 use["compatibilityGroups"] = [_group(offered)]
@@ -138,6 +156,11 @@ def build_pool(
         faults += problems
         if not problems:
             groups[offered.gpu.uuid].append(device)
+    notes += [
+        f"{named(devices)}: the slices omit {', '.join(omitted)}, because a device can have only "
+        f"{MAX_ATTRIBUTES_AND_CAPACITIES} attributes and capacities"
+        for omitted, devices in lacking.items()
+    ]
     blocks = (
         block
         for gpu in inventory.offered_gpus
@@ -173,25 +196,39 @@ def _entry(
     counters: Mapping[str, JsonObject],
 ) -> JsonObject:
     device = wire_device(offered, inventory, bound)
-    if bound is not None:
-        device = _within_limit(device)
     if offered.gpu.uuid in counters and not isinstance(offered, StaticMigDevice):
         device["consumesCounters"] = consumed_counters(offered, counters[offered.gpu.uuid])
     return device
 
 
-def _within_limit(device: JsonObject) -> JsonObject:
-    """Removes entries from a shared device that exceeds the limit, for example a MIG device as large as its
-    GPU.
-
-    First removes capacities of 0, which no claim can request, then the attribute `shareable`.
+def _without_excess(device: JsonObject) -> tuple[JsonObject, tuple[str, ...]]:
+    """Returns the device with at most the allowed number of attributes and capacities, and the names of the others,
+    those that give way first at the beginning.
     """
-    attributes, capacity = device["attributes"], device.get("capacity", {})
-    if len(attributes) + len(capacity) > MAX_ATTRIBUTES_AND_CAPACITIES:
-        capacity = {name: entry for name, entry in capacity.items() if entry["value"] != "0"}
-    if len(attributes) + len(capacity) > MAX_ATTRIBUTES_AND_CAPACITIES:
-        attributes = {name: value for name, value in attributes.items() if name != SHAREABLE}
-    return device | {"attributes": attributes} | ({"capacity": capacity} if capacity else {})
+    capacity = device.get("capacity", {})
+    excess = len(device["attributes"]) + len(capacity) - MAX_ATTRIBUTES_AND_CAPACITIES
+    if excess <= 0:
+        return device, ()
+    names = sorted((*device["attributes"], *capacity), key=lambda name: _weight(name, capacity))
+    omitted = tuple(names[:excess])
+    kept = {
+        key: {name: value for name, value in device[key].items() if name not in omitted}
+        for key in ("attributes", "capacity")
+        if key in device
+    }
+    return device | kept, omitted
+
+
+def _weight(name: str, capacity: JsonObject) -> tuple[int, int, str]:
+    """Returns the sort key of an attribute or capacity: smaller ones give way first. Of numbered names, the highest
+    number gives way first.
+    """
+    base = name.rstrip("0123456789")
+    number = int(name[len(base) :] or 0)
+    if base not in GIVE_WAY:
+        return 0, -number, name
+    is_zero = name in capacity and capacity[name]["value"] == "0"
+    return 1 if is_zero else 2 + GIVE_WAY.index(base), -number, name
 
 
 def _device_chunks(blocks: Iterable[_Block]) -> Iterator[tuple[JsonObject, ...]]:
@@ -235,13 +272,7 @@ def _chunks(items: Sequence[T], size: int) -> Iterator[tuple[T, ...]]:
 def device_faults(device: JsonObject) -> list[str]:
     """Returns a text for each rule of the API server that this device breaks."""
     name = device["name"]
-    faults = [] if is_dns_label(name) else [f"device {name!r}: the name is not a DNS label"]
-    count = len(device.get("attributes", {})) + len(device.get("capacity", {}))
-    if count > MAX_ATTRIBUTES_AND_CAPACITIES:
-        faults.append(
-            f"device {name}: {count} attributes and capacities, but only {MAX_ATTRIBUTES_AND_CAPACITIES} are allowed"
-        )
-    return faults
+    return [] if is_dns_label(name) else [f"device {name!r}: the name is not a DNS label"]
 
 
 def counter_set_faults(entry: JsonObject) -> list[str]:
