@@ -353,13 +353,6 @@ def with_mps(device: CdiDevice, usage: MpsShared, directories: MpsDirectories) -
     return replace(device, env=(*device.env, *env), mounts=(*device.mounts, *mounts))
 
 
-def uses_mps(spec: Mapping[str, Any] | None) -> bool:
-    """Whether a device of a CDI spec uses MPS."""
-    devices = (spec or {}).get("devices") or []
-    mounts = [mount for device in devices for mount in device.get("containerEdits", {}).get("mounts") or []]
-    return any(mount.get("containerPath") == PIPE_DIRECTORY for mount in mounts)
-
-
 @dataclass(frozen=True, slots=True)
 class SpecDevice:
     """One device of a spec. `share_id` is None if the device is not shared."""
@@ -382,10 +375,15 @@ def devices_of(claim_uid: str, spec: Mapping[str, Any] | None) -> tuple[SpecDevi
 
 def _device(name: str, entry: Mapping[str, Any]) -> SpecDevice:
     edits = entry.get("containerEdits")
-    env = edits.get("env") if isinstance(edits, dict) else None
+    env, mounts = _listed(edits, "env"), _listed(edits, "mounts")
     return SpecDevice(
         device_of_cdi_name(name),
         share_of_cdi_name(name),
-        ADMIN_ACCESS in (env or ()),
-        isinstance(edits, dict) and uses_mps({"devices": [entry]}),
+        ADMIN_ACCESS in env,
+        any(isinstance(mount, dict) and mount.get("containerPath") == PIPE_DIRECTORY for mount in mounts),
     )
+
+
+def _listed(edits: object, field: str) -> list[object]:
+    found = edits.get(field) if isinstance(edits, dict) else None
+    return found if isinstance(found, list) else []
