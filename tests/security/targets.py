@@ -6,8 +6,10 @@ Each returns for whatever the parser announces: it catches the errors that the p
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,8 +24,9 @@ from dra_driver.app import logs
 from dra_driver.app.config_file import read_document
 from dra_driver.app.settings import config_values
 from dra_driver.base import bounded_program
+from dra_driver.base.file_lock import hold_file
 from dra_driver.cdi.directory import CdiDirectory
-from dra_driver.cdi.rules.spec import file_stem
+from dra_driver.cdi.rules.spec import devices_of
 from dra_driver.cli.checks.runtime import read_configs
 from dra_driver.cli.validation.documents import read_documents
 from dra_driver.cli.validation.rules.cel import NotJudgedError, SelectorError, view
@@ -34,6 +37,7 @@ from dra_driver.errors import (
     ClaimRefusedError,
     DraDriverError,
     InvalidConfigError,
+    NotSupportedError,
     StateError,
 )
 from dra_driver.host.driver_programs import NvidiaSmi
@@ -74,7 +78,9 @@ _LONGEST_ERROR = 2_000
 _LONGEST_LOG_TEXT = 20_000
 
 TARGETS: dict[str, Callable[[bytes, Path], object]] = {}
-"""By name, which is that of its samples; a target may write below the directory."""
+"""By name, which is that of its samples; a target may write below the directory. It returns what the parser read, and
+nothing for an input that the parser refuses.
+"""
 
 
 def target(parse: Callable[[bytes, Path], object]) -> Callable[[bytes, Path], object]:
@@ -127,14 +133,16 @@ class _TooLongError(BaseException):
 
 
 @target
-def kubelet_message(content: bytes, _directory: Path) -> None:
+def kubelet_message(content: bytes, _directory: Path) -> object:
     """What the kubelet's calls carry: accepted names stay below any directory that they are put into."""
+    accepted: list[object] = []
     for message in (dra_v1_pb2.NodePrepareResourcesRequest, dra_v1_pb2.NodeUnprepareResourcesRequest):
         with suppress(DecodeError):
             request = message.FromString(content)
             checked = check_claims(
                 ClaimRef(claim.namespace, claim.name, claim.uid) for claim in request.claims
             )
+            accepted += checked.accepted
             for ref in checked.accepted:
                 for name in (ref.namespace, ref.name, ref.uid):
                     _check_below(_BASE / name, "an accepted claim reference")
@@ -149,6 +157,9 @@ def kubelet_message(content: bytes, _directory: Path) -> None:
             )
     with suppress(DecodeError):
         registration_pb2.RegistrationStatus.FromString(content)
+    with suppress(DecodeError):
+        accepted += [registration_pb2.PluginInfo.FromString(content).type == "DRAPlugin"]
+    return any(accepted)
 
 
 def _check_below(path: Path, what: str) -> None:
@@ -160,32 +171,35 @@ def _check_below(path: Path, what: str) -> None:
 
 
 @target
-def claim(content: bytes, _directory: Path) -> None:
+def claim(content: bytes, _directory: Path) -> object:
     """A claim as the API server sends it, whose allocation may hold anything."""
     allocation = _json(content)
     ref = ClaimRef("default", "claim", UID)
     body = {"apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim", "metadata": {"uid": UID},
             "spec": {"devices": {}}, "status": {"allocation": {"devices": allocation}}}  # fmt: skip
     if not isinstance(allocation, dict):
-        return
+        return None
+    found: list[object] = []
     with suppress(ClaimRefusedError):
         parsed = parse_allocated_claim(body, ref)
         for result in parsed.results:
             with suppress(InvalidConfigError):
-                config_for_result(result, parsed.configs, DRIVER, "gpu")
+                found.append(config_for_result(result, parsed.configs, DRIVER, "gpu"))
+    return found
 
 
 @target
-def parameters(content: bytes, _directory: Path) -> None:
+def parameters(content: bytes, _directory: Path) -> object:
     """Opaque parameters: a value or a list of faults, each on one line."""
     try:
-        decode_parameters(_json(content))
+        return decode_parameters(_json(content))
     except InvalidConfigError as error:
         require(error.faults and "\n" not in str(error), f"faults {error.faults!r} of {str(error)!r}")
+        return None
 
 
 @target
-def record(content: bytes, _directory: Path) -> None:
+def record(content: bytes, _directory: Path) -> object:
     """A claim record: what can be read is written and read again as the same."""
     with suppress(StateError):
         found = RECORD_FILE.read(content)
@@ -193,83 +207,90 @@ def record(content: bytes, _directory: Path) -> None:
         require((again, again.claim.pods) == (found, found.claim.pods), "a record changes by being written")
         shown = "".join(f"{pod.name}{pod.uid}" for pod in found.claim.pods or ())
         require(shown.isascii() and shown.isprintable(), f"pods {shown!r} may move a cursor")
+        return found
+    return None
 
 
 @target
-def lock_file(content: bytes, directory: Path) -> None:
-    """The lock file of a GPU, which says what the lock is held for."""
-    (directory / "GPU-0.lock").write_bytes(content)
-    GpuLocks(directory).uses()
+def lock_file(content: bytes, directory: Path) -> object:
+    """The lock file of a GPU, which says what the lock is held for. Another process holds the lock."""
+    with hold_file(directory / "GPU-0.lock", threading.Lock(), 0.0, "the lock") as descriptor:
+        os.pwrite(descriptor, content, 0)
+        return GpuLocks(directory).uses()
 
 
 @target
-def cdi_file(content: bytes, directory: Path) -> None:
+def cdi_file(content: bytes, directory: Path) -> object:
     """CDI specs of this driver."""
     found = CdiDirectory(directory, DRIVER)
-    (directory / f"{file_stem(DRIVER, UID)}.json").write_bytes(content)
+    found.file(UID).write_bytes(content)
     found.list()
-    found.read(UID)
+    return devices_of(UID, found.read(UID))
 
 
 @target
-def mps_record(content: bytes, directory: Path) -> None:
+def mps_record(content: bytes, directory: Path) -> object:
     """The records of MPS daemons with a bad one among them."""
     (directory / "gpu-0.json").write_bytes(content)
-    DaemonRecords(MpsLayout(directory)).all()
+    return DaemonRecords(MpsLayout(directory)).all()
 
 
 @target
-def mps_answer(content: bytes, _directory: Path) -> None:
+def mps_answer(content: bytes, _directory: Path) -> object:
     """What the control daemon says of its limits."""
     text = decoded(content)
-    for wanted in ("25 %", "4096 MiB"):
-        limits.is_answer(wanted, text)
+    return [wanted for wanted in ("25 %", "4096 MiB") if limits.is_answer(wanted, text)]
 
 
 @target
-def nvidia_smi(content: bytes, _directory: Path) -> None:
+def nvidia_smi(content: bytes, _directory: Path) -> object:
     """What nvidia-smi says, with any exit code."""
     code = content[0] if content else 0
     said = content[1:].decode(errors="replace")
-    with (
-        mock.patch.object(bounded_program, "run_program", return_value=(code, said)),
-        suppress(DraDriverError),
-    ):
-        NvidiaSmi(lambda: _SMI).set_time_slice(GPU, 1)
+    with mock.patch.object(bounded_program, "run_program", return_value=(code, said)):
+        try:
+            NvidiaSmi(lambda: _SMI).set_time_slice(GPU, 1)
+        except DraDriverError as error:
+            return said in str(error) or isinstance(error, NotSupportedError)
+    return code == 0
 
 
 @target
-def proc(content: bytes, directory: Path) -> None:
+def proc(content: bytes, directory: Path) -> object:
     """Files of the kernel and of the driver in /proc, and of PCI functions in /sys."""
     access = directory / "driver/nvidia/capabilities/gpu0/mig/gi1/ci0/access"
     access.parent.mkdir(parents=True)
-    for path in (directory / "devices", directory / "meminfo", access.parent.parent / "access", access):
+    for path in (directory / "devices", access.parent.parent / "access", access):
         path.write_bytes(content)
     caps, sysfs = MigCaps(str(directory)), Sysfs(str(directory), str(directory))
+    found: list[object] = []
     with suppress(DraDriverError):
         for node in caps.nodes(0, 1, 0):
+            found.append(node)
             require(
                 node.path.removeprefix("/dev/nvidia-caps/nvidia-cap").isdecimal(),
                 f"a node anywhere: {node.path!r}",
             )
-    caps.majors()
+    found.append(caps.majors())
     imex = ImexChannelNodes(str(directory))
     (directory / "driver/nvidia/params").write_bytes(content)
-    imex.count()
+    found.append(imex.count())
     with suppress(DraDriverError):
         imex.nodes(0)
     for name in imex_settings(decoded(content)):
         require(name.startswith("IMEX_CMD_"), f"a setting of another kind: {name!r}")
+        found.append(name)
     function = directory / "bus/pci/devices/0000:1b:00.0"
     function.mkdir(parents=True)
     for name in ("vendor", "device", "class", "numa_node"):
         (function / name).write_bytes(content)
     sysfs.nvidia_functions()
     sysfs.numa_node(function.name)
+    return any(found)
 
 
 @target
-def runtime_config(content: bytes, host: Path) -> None:
+def runtime_config(content: bytes, host: Path) -> object:
     """The configuration of the container runtimes, which `doctor` reads."""
     for name in ("containerd/config.toml", "containerd/more.toml", "crio/crio.conf"):
         file = host / "etc" / name
@@ -283,30 +304,35 @@ def runtime_config(content: bytes, host: Path) -> None:
             (host / config.file.lstrip("/")).resolve().is_relative_to(host.resolve()),
             f"a file outside: {config.file}",
         )
+    return found
 
 
 @target
-def config_file(content: bytes, directory: Path) -> None:
+def config_file(content: bytes, directory: Path) -> object:
     """The administrator's file."""
     path = directory / "config.yaml"
     path.write_bytes(content)
     with suppress(InvalidConfigError):
-        config_values(read_document(path), path)
+        return config_values(read_document(path), path)
+    return None
 
 
 @target
-def quantity(content: bytes, _directory: Path) -> None:
+def quantity(content: bytes, _directory: Path) -> object:
     """Numbers with suffixes, and bus IDs."""
     text = decoded(content)
+    found: list[object] = []
     with suppress(InvalidConfigError):
         value = parse_quantity(text)
+        found.append(text)
         require(len(format_bytes(value)) <= 200, "a quantity that grows")
     with suppress(ValueError):
-        pci_bus_id(text)
+        found.append(pci_bus_id(text))
+    return found
 
 
 @target
-def api_refusal(content: bytes, _directory: Path) -> None:
+def api_refusal(content: bytes, _directory: Path) -> object:
     """A failed request: a line of status code and Retry-After, then the body of the API server or of a proxy."""
     head, _, body = content.partition(b"\n")
     code, _, retry_after = head.decode("latin-1").partition(" ")
@@ -319,8 +345,11 @@ def api_refusal(content: bytes, _directory: Path) -> None:
         require(
             bool(0 <= (error.retry_after_s or 0) <= _LONGEST_WAIT_S), f"a wait of {error.retry_after_s} s"
         )
+        return "503" not in head.decode("latin-1") or error.retry_after_s
     except ApiRejectedError as error:
         _check_error(error)
+        return error.status == int(code)
+    return None
 
 
 def _check_error(error: Exception) -> None:
@@ -330,51 +359,59 @@ def _check_error(error: Exception) -> None:
 
 
 @target
-def api_claim(content: bytes, _directory: Path) -> None:
+def api_claim(content: bytes, _directory: Path) -> object:
     """The object that is there now under the name of a claim."""
     with suppress(ApiUnavailableError), api_errors("look"):
         found = json.loads(content)
         if isinstance(found, dict):
-            parse_claim_now(found, ClaimRef("default", "claim", "uid"))
+            return parse_claim_now(found, ClaimRef("default", "claim", "uid")).allocated
+    return None
 
 
 @target
-def api_watch(content: bytes, _directory: Path) -> None:
+def api_watch(content: bytes, _directory: Path) -> object:
     """The body of a watch, cut into pieces anywhere."""
     pieces = [content[place : place + 1024] for place in range(0, len(content), 1024)]
     stream = WatchStream(mock.Mock(stream=lambda _size: iter(pieces)), "watch")
+    versions: list[object] = []
     with suppress(ApiUnavailableError, ApiRejectedError):
         for event in stream:
-            version_after("1", event)
+            versions.append(version_after("1", event))
+    return versions
 
 
 @target
-def documents(content: bytes, directory: Path) -> None:
+def documents(content: bytes, directory: Path) -> object:
     """YAML for `validate`: what is taken can be written out."""
     path = directory / "some.yaml"
     path.write_bytes(content)
+    found: list[object] = []
     with suppress(InvalidConfigError):
         for document in read_documents([str(path)]):
+            found.append(document)
             _ = document.place, document.name
             with suppress(TypeError, ValueError, RecursionError):
                 json.dumps(document.content)
+    return found
 
 
 @target
-def selector(content: bytes, _directory: Path) -> None:
+def selector(content: bytes, _directory: Path) -> object:
     """CEL of selectors, for a device."""
     text = decoded(content)
     with suppress(InvalidConfigError, NotJudgedError, SelectorError):
-        compiled(text).matches(_DEVICE)
+        return (compiled(text).matches(_DEVICE),)
+    return None
 
 
 @target
-def log_text(content: bytes, _directory: Path) -> None:
+def log_text(content: bytes, _directory: Path) -> object:
     """A logged text of any origin: a line of limited length."""
     text = decoded(content)
     shown = logs._clean(None, "info", {"event": "told", "text": text, "more": [text, {"a": text}]})
     for line in (shown["text"], shown["more"][0], shown["more"][1]["a"]):
         require("\n" not in line and len(line) <= _LONGEST_LOG_TEXT, "a long line, or several")
+    return shown["text"] != text
 
 
 def _json(content: bytes) -> Any:

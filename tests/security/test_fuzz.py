@@ -59,8 +59,8 @@ _VALUES = st.recursive(
 )
 
 
-def samples(target: str) -> list[bytes]:
-    """The good inputs of a target."""
+def good_samples(target: str) -> list[bytes]:
+    """Inputs that the parser of a target reads."""
     if target == "kubelet-message":
         claims = [dra_v1_pb2.Claim(namespace="default", name=f"claim-{n}", uid=f"uid-{n}") for n in range(3)]
         request = dra_v1_pb2.NodePrepareResourcesRequest(claims=claims)
@@ -68,12 +68,21 @@ def samples(target: str) -> list[bytes]:
             request.SerializeToString(),
             registration_pb2.PluginInfo(type="DRAPlugin").SerializeToString(),
         ]
-    return [(one if isinstance(one, str) else json.dumps(one)).encode() for one in _SAMPLES[target]]
+    return _as_bytes(_SAMPLES[target])
+
+
+def refused_samples(target: str) -> list[bytes]:
+    """Inputs from which the fuzzer starts too, although the parser refuses them."""
+    return _as_bytes(_SAMPLES["refused"].get(target, ()))
+
+
+def _as_bytes(inputs: Sequence[Any]) -> list[bytes]:
+    return [(one if isinstance(one, str) else json.dumps(one)).encode() for one in inputs]
 
 
 def inputs(target: str) -> st.SearchStrategy[bytes]:
     """Samples of a target with some edits, JSON documents with other values, and any bytes."""
-    good = samples(target)
+    good = [*good_samples(target), *refused_samples(target)]
     pieces = st.sampled_from([token.encode() for token in _TOKENS] + [*_BYTES, *good])
     edit = st.tuples(st.integers(0, _LARGEST), st.sampled_from((0, 0, 1, 2, 8, 32, 256)), pieces)
     anything = st.builds(edited, st.sampled_from(good), st.lists(edit, max_size=5)) | st.binary(max_size=64)
@@ -126,9 +135,15 @@ def test_parser_returns_or_raises_what_it_announces(target: str, tmp_path: Path)
     def some(content: bytes) -> None:
         check(target, content, tmp_path)
 
-    for content in samples(target):
-        check(target, content, tmp_path)
     some()
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_parser_reads_each_sample_that_is_good_and_refuses_the_others(target: str, tmp_path: Path) -> None:
+    for content in good_samples(target):
+        assert check(target, content, tmp_path), content
+    for content in refused_samples(target):
+        assert not check(target, content, tmp_path), content
 
 
 @pytest.mark.parametrize("target", FOUND)
@@ -137,10 +152,13 @@ def test_parser_is_what_was_found_before(target: str, tmp_path: Path) -> None:
         check(target, content, tmp_path)
 
 
-def check(target: str, content: bytes, tmp_path: Path) -> None:
-    """Give a parser some bytes. Raises: whatever it must not raise; AssertionError for what it must not do."""
+def check(target: str, content: bytes, tmp_path: Path) -> object:
+    """Give a parser some bytes, and return what it read.
+
+    Raises: whatever it must not raise; AssertionError for what it must not do.
+    """
     with tempfile.TemporaryDirectory(dir=tmp_path) as directory, bounded(len(content)):
-        TARGETS[target](content, Path(directory))
+        return TARGETS[target](content, Path(directory))
 
 
 def _spin() -> None:
