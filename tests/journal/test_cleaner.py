@@ -50,6 +50,10 @@ def record(*steps: Step, uid: str = "uid-1", boot_id: str = BOOT) -> ClaimRecord
     return ClaimRecord(claim(GPU_0, uid=uid), "prepared", boot_id, (hold(GPU_0),), (*steps, CDI), "now")
 
 
+def refuse_write(*_args: object, **_options: object) -> None:
+    raise StateError("the disk is full")
+
+
 class Tools:
     """What undoes steps; those in `broken` fail, those in `hanging` wait for `let_on`."""
 
@@ -280,11 +284,8 @@ def test_full_disk_keeps_no_claim_from_ending_and_nothing_is_undone_twice(
         bench.prepared(record(SLICE, uid=f"other-{number}"))
     made = bench.prepared(record(MPS))
 
-    def full(*_args: object, **_options: object) -> None:
-        raise StateError("the disk is full")
-
     with monkeypatch.context() as patch:
-        patch.setattr("dra_driver.base.json_store.write_atomically", full)
+        patch.setattr("dra_driver.base.json_store.write_atomically", refuse_write)
         bench.leave(made)
         bench.executor.clean("uid-1")
         assert bench.tools.undone == [CDI, MPS]
@@ -841,3 +842,82 @@ def test_gpus_of_one_prepare_are_cleaned_in_parallel(bench: Bench, monkeypatch: 
     pending = bench.ledger.pending_before({UUID_0, UUID_1})
     bench.cleaner.clean_before(pending, [DEVICE_0, DEVICE_1])
     assert bench.cleaner.outstanding() == []
+
+
+def test_claim_that_is_prepared_during_a_check_does_not_seem_to_have_ended(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.prepared(record(MPS))  # because of this entry, the check reads the records
+    other, real = bench.restarted(), bench.records.all
+
+    def read_slowly() -> dict[str, ClaimRecord]:
+        found = real()
+        monkeypatch.undo()
+        other.prepared(record(SLICE, uid="uid-2"))
+        return found
+
+    monkeypatch.setattr(bench.records, "all", read_slowly)
+    assert bench.ledger.left() == []
+
+
+def test_entry_that_another_instance_writes_again_is_not_lost(bench: Bench) -> None:
+    """This instance has removed an entry for the same claim and step before."""
+    other, entry = bench.restarted(), LedgerEntry(claim(GPU_0).ref, BOOT, SLICE)
+    bench.ledger.add(entry)
+    bench.ledger.change((), [entry])
+    other.ledger.add(entry)
+    assert bench.ledger.entries() == [entry]
+
+
+def test_entry_that_is_written_again_after_a_full_disk_is_not_lost(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other, entry = bench.restarted(), LedgerEntry(claim(GPU_0).ref, BOOT, SLICE)
+    bench.prepared(record(MPS, uid="uid-2"))
+    bench.ledger.add(entry)
+    with monkeypatch.context() as full:
+        full.setattr("dra_driver.base.json_store.write_atomically", refuse_write)
+        with pytest.raises(StateError, match="disk is full"):
+            bench.ledger.change((), [entry])
+    other.ledger.change((), [entry])
+    bench.ledger.add(entry)
+    assert entry in bench.ledger.entries()
+
+
+def test_end_of_a_claim_next_to_a_damaged_ledger_keeps_the_setting_of_a_running_claim(bench: Bench) -> None:
+    bench.prepared(record(SLICE, uid="running"))
+    (bench.directory / LEDGER_0).write_text("{")
+    after = bench.restarted()
+    after.end(record(SLICE, uid="uid-2"))
+    assert after.tools.undone == [CDI]
+
+
+def test_cleanup_of_a_claim_whose_first_unprepare_failed_is_shown(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = bench.prepared(record(MPS))
+    with monkeypatch.context() as full:
+        full.setattr(bench.records, "delete", refuse_write)
+        with pytest.raises(StateError, match="disk is full"):
+            bench.leave(made)
+    bench.restarted().leave(made)  # the other instance unprepares the claim
+    assert [one.name for one in bench.cleaner.outstanding()] == ["uid-1"]
+
+
+def test_entry_of_an_older_boot_is_restored_if_its_step_did_not_begin(tmp_path: Path) -> None:
+    """An entry of this boot would withhold the device for a daemon that does not run."""
+    before, made = Bench(tmp_path, "boot-0"), record(MPS, boot_id="boot-0")
+    before.prepared(made)
+    [older] = before.ledger.entries()
+    bench = Bench(tmp_path)
+
+    def refuse(step: Step, plan: Plan) -> None:
+        error = RetryableError("no MPS host runs")
+        error.has_no_effect = True
+        raise error
+
+    bench.tools.do = refuse  # type: ignore[method-assign]
+    with pytest.raises(RetryableError, match="no MPS host"):
+        bench.prepared(replace(made, boot_id=BOOT))
+    assert bench.ledger.entries() == [older]
+    assert bench.restarted().ledger.entries() == [older]
