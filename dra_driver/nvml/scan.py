@@ -364,7 +364,6 @@ _READ_BY: Mapping[str, tuple[str, ...]] = {
     "NUMA node of the memory": ("memory_numa_node",),
     "NVLink": ("nvlink_links",),
     "NVLink fabric": ("fabric", "unready_fabric"),
-    "PCI bus ID": ("pci_bus_id",),
     "addressing mode": ("addressing_mode", "memory_numa_node"),
     "architecture": ("architecture",),
     "brand": ("brand",),
@@ -375,7 +374,9 @@ _READ_BY: Mapping[str, tuple[str, ...]] = {
     "persistence mode": ("persistence",),
     "product name": ("product_name",),
 }
-"""The fields of a GPU that each query determines, by the name of the query in faults."""
+"""The fields of a GPU that each query determines, by the name of the query in faults. A GPU whose PCI bus ID cannot be
+read keeps all its earlier values.
+"""
 
 
 def _with_known(gpu: Gpu, faults: Iterable[DiscoveryFault], known: Gpu | None) -> Gpu:

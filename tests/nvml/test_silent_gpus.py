@@ -15,7 +15,9 @@ from dra_driver.model.host import GpuFingerprint
 from dra_driver.model.inventory import Inventory
 from dra_driver.nvml import calls
 from dra_driver.nvml.calls import NOT_ANSWERED, GpuWalk
+from dra_driver.nvml.readings import read_gpu
 from dra_driver.nvml.scan import ScanMemory, read_nvml_fingerprint
+from tests.fakes.hanging_nvml import HangingNvml
 from tests.fakes.machines import SimulatedNode, read_inventory, silence
 from tests.fakes.waiting import PATIENCE_S, eventually
 
@@ -77,12 +79,24 @@ def test_gpu_that_answers_nothing_stays_as_it_was(node: SimulatedNode) -> None:
     )
 
 
-def test_query_that_fails_keeps_the_value_that_was_read_before(node: SimulatedNode) -> None:
+@pytest.mark.parametrize("name", ["dgx-h100", "gb200-nvl72-tray"])
+def test_each_query_that_fails_keeps_the_value_that_was_read_before(name: str, machine: Make) -> None:
+    node = machine(name)
+    node.session.reopen()
     memory = ScanMemory()
     whole = read_inventory(memory=memory)
-    node.machine.set_fault("nvmlDeviceGetMemoryInfo*", code="unknown", gpu=THIRD)
-    node.machine.set_fault("nvmlDeviceGetNvLinkState", code="unknown", gpu=THIRD)
-    assert without_faults(read_inventory(memory=memory)) == without_faults(whole)
+    nvml = HangingNvml()
+    called = nvml.calls_of(lambda: read_gpu(THIRD))
+    nvml.leave()
+    queries = called.keys() - {"nvmlDeviceGetHandleByIndex_v2", "nvmlDeviceGetUUID"}
+    assert len(queries) > 12
+    kept = []
+    for query in sorted(queries):
+        node.machine.set_fault(query, code="unknown", gpu=THIRD)
+        found = read_inventory(memory=memory)
+        node.machine.clear_faults()
+        kept.append((query, bool(found.faults), without_faults(found) == without_faults(whole)))
+    assert kept == [(query, True, True) for query in sorted(queries)]
 
 
 def test_peer_access_that_cannot_be_read_keeps_the_nvlink_domain(node: SimulatedNode) -> None:

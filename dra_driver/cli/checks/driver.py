@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from dra_driver.base.installation import helm_set
 from dra_driver.base.threads import NotAnsweredError
@@ -14,6 +13,7 @@ from dra_driver.cli.checks.check import Check, Look, Shared
 from dra_driver.cli.rules.findings import Finding, fail, ok, skip, warn
 from dra_driver.cli.rules.health_findings import health_findings
 from dra_driver.cli.rules.node_view import NodeView
+from dra_driver.cli.scratch import scratch_directory
 from dra_driver.errors import (
     DraDriverError,
     NvmlDetachedError,
@@ -362,7 +362,7 @@ class DriverChecks:
                 "NVreg_ImexChannelCount",
             )
         try:
-            with TemporaryDirectory() as links:
+            with scratch_directory("imex") as links:
                 programs = InstalledPrograms(
                     self.paths.driver_root, Path(links) / "lib", names=(IMEX_PROGRAM,)
                 )
