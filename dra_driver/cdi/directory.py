@@ -127,8 +127,10 @@ def _decoded(content: bytes | None) -> dict[str, Any] | None:
 def _decoded_yaml(content: bytes) -> Any:
     import yaml
 
+    # The loader in Python would take seconds for a damaged file of a few kilobytes.
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
-        return yaml.safe_load(content)
+        return yaml.load(content, loader)  # noqa: S506  both loaders are safe
     except (
         yaml.YAMLError,
         ValueError,
