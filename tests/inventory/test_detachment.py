@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
@@ -851,3 +852,38 @@ def test_nvidia_smi_and_the_mps_host_wait_for_the_end_of_a_pause(detachments: De
     ):
         smi.set_time_slice("GPU-1", 0, timeout_s=0.0)
     assert refused.value.has_no_effect
+
+
+def test_detach_file_of_a_newer_release_lasts_until_its_claim_ends_or_for_a_day(
+    detachments: Detachments, clock: Clock, tmp_path: Path
+) -> None:
+    file = tmp_path / "detach.json"
+    detachments.begin(60, RESET)
+    newer = json.dumps(json.loads(file.read_text()) | {"version": 2, "release": "9.0.0"})
+    file.write_text(newer)
+    clock.now, now = 100_000.0, time.time()
+    os.utime(file, (now - 86_500, now - 86_500))
+    assert detachments.problem() is None
+    os.utime(file, (now - 86_000, now - 86_000))
+    assert "at the latest (a newer release" in (detachments.problem() or "")
+    assert not detachments.end_of(FLASH)
+    assert detachments.end_of(RESET)
+    assert (detachments.problem(), file.exists()) == (None, False)
+    file.write_text(newer)
+    os.utime(file, (0, 0))  # from before this boot
+    assert detachments.problem() is None
+    file.touch()
+    assert detachments.problem() is not None
+    detachments.end()
+    assert detachments.problem() is None
+
+
+def test_pause_of_a_newer_release_lasts_for_a_minute(
+    detachments: Detachments, pausing: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    [file] = (tmp_path / "pauses").iterdir()
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"version": 2}))
+    assert f"see {file}" in (detachments.paused() or "")
+    written = file.stat().st_mtime
+    os.utime(file, (written - 61, written - 61))
+    assert detachments.paused() is None

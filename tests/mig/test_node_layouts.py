@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,13 +10,14 @@ from typing import Any
 
 import pytest
 
+from dra_driver.base.atomic import write_atomically
 from dra_driver.errors import ApiUnavailableError, NvmlTransientError
 from dra_driver.journal.locks import GpuLocks
 from dra_driver.mig.layout_file import LAYOUT_FILE, LayoutFile, decode
 from dra_driver.mig.layouts import TAINTED_FIRST_S, NodeLayouts
 from dra_driver.model.gpu import Card, Gpu
 from dra_driver.model.inventory import Inventory
-from dra_driver.model.mig import GpuLayout, LayoutEntry, MigLayouts, OwnedInstance
+from dra_driver.model.mig import GpuLayout, LayoutEntry, MigLayouts, OwnedInstance, OwnedMode
 from dra_driver.model.record import ClaimRecord, HeldDevice, StartMaintenance
 from tests.fakes.machines import SimulatedNode
 from tests.fakes.mignode import MigNode, make_idle
@@ -381,3 +383,28 @@ def test_a_prepare_is_not_planned_while_its_gpu_changes(node: MigNode) -> None:
     assert state is not None
     assert state.state == "waiting"
     assert node.on_gpu() == (False, [])
+
+
+def test_gpu_whose_ledger_a_newer_release_wrote_is_not_cut(node: MigNode) -> None:
+    """The instances on it may belong to claims whose records this release cannot read either."""
+    layouts = Layouts(node, MigLayouts(MIXED.named, from_label=True, destroys_foreign=True))
+    layouts.label("mixed")
+    layouts.settle()
+    before = slots(node)
+    [ledger] = (node.directory / "ledger").glob("*.json")
+    document = json.loads(ledger.read_text()) | {"version": 2, "release": "9.0.0"}
+    write_atomically(ledger, json.dumps(document).encode())
+    layouts.label("other")
+    state = layouts.settle()
+    assert (state.state, slots(node)) == ("waiting", before)
+    assert "gets no new claims: gpu-dra-driver 9.0.0 wrote the ledger" in state.text
+
+
+def test_mig_mode_in_the_ledger_of_a_newer_release_is_not_left(node: MigNode) -> None:
+    """A device on the GPU may be of a kind that this release does not know."""
+    mode = OwnedMode(node.gpu_uuid, None, node.boot_id)
+    node.ledger.save(mode)
+    assert node.mode.gpus() == {node.gpu_uuid}
+    [ledger] = (node.directory / "ledger").glob("*.json")
+    write_atomically(ledger, json.dumps(json.loads(ledger.read_text()) | {"version": 2}).encode())
+    assert (node.ledger.details(OwnedMode), node.mode.gpus()) == ([mode], set())

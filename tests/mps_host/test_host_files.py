@@ -710,3 +710,23 @@ def test_only_the_owner_reads_what_is_wanted_and_what_runs(host: Host) -> None:
     for directory in (host.layout.wanted_directory, host.layout.statuses):
         assert stat.S_IMODE(directory.stat().st_mode) == 0o700
         assert {stat.S_IMODE(path.stat().st_mode) for path in directory.iterdir()} == {0o600}
+
+
+def test_daemon_with_the_record_of_a_newer_release_is_neither_started_nor_stopped(host: Host) -> None:
+    """The record may have settings to restore that this release does not know."""
+    first = host.supervisor()
+    status = first.ensure(host.spec(), PATIENCE_S)
+    first.close()
+    record = host.layout.record("gpu-2")
+    newer = json.dumps(json.loads(record.read_text()) | {"version": 2, "release": "9.0.0"})
+    record.write_text(newer)
+    supervisor = host.supervisor()
+    with pytest.raises(
+        RetryableError, match=r"install gpu-dra-driver 9\.0\.0 or newer, or remove .*gpu-2\.json"
+    ):
+        supervisor.stop("gpu-2", PATIENCE_S)
+    assert (record.read_text(), [one.pid for one in host.daemons()]) == (newer, [status.pid])
+    supervisor.close()
+    record.write_text(json.dumps(json.loads(newer) | {"version": 1}))  # the newer release is back
+    host.supervisor().stop("gpu-2", PATIENCE_S)
+    host.assert_nothing_left()
