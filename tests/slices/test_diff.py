@@ -14,7 +14,14 @@ from playground.apiserver import PlaygroundApiServer
 from dra_driver.kube.slices import SliceCache
 from dra_driver.model.units import same_quantity
 from dra_driver.slices.rules.build import Pool, SliceContent
-from dra_driver.slices.rules.diff import Owner, SliceChanges, dropped_fields, same_content, slice_changes
+from dra_driver.slices.rules.diff import (
+    MAX_GENERATION,
+    Owner,
+    SliceChanges,
+    dropped_fields,
+    same_content,
+    slice_changes,
+)
 from tests.fakes.tables import data_of, tabled
 from tests.kube.support import DRIVER, make_slice
 
@@ -59,6 +66,7 @@ class Server:
 
     def put(self, entry: JsonObject) -> None:
         stored = copy.deepcopy(entry)
+        assert stored["spec"]["pool"]["generation"] <= MAX_GENERATION
         stored["metadata"]["resourceVersion"] = str(next(self._serial))
         for item in stored["spec"].get("devices", []):
             for taint in item.get("taints", []):
@@ -301,13 +309,16 @@ def test_publishing_again_writes_nothing_whatever_happened_before(
     for wanted in history:
         server.publish(wanted)
         for name in list(server.objects):
-            match data.draw(st.sampled_from(["keep", "keep", "delete", "spoil", "age", "rename"])):
+            match data.draw(st.sampled_from(["keep", "keep", "delete", "spoil", "age", "end", "rename"])):
                 case "delete":
                     del server.objects[name]
                 case "spoil":
                     server.objects[name]["spec"]["devices"] = [device("spoilt")]
                 case "age":
-                    server.objects[name]["spec"]["pool"]["generation"] += 3
+                    generation = server.objects[name]["spec"]["pool"]["generation"]
+                    server.objects[name]["spec"]["pool"]["generation"] = min(generation + 3, MAX_GENERATION)
+                case "end":
+                    server.objects[name]["spec"]["pool"]["generation"] = MAX_GENERATION
                 case "rename":
                     entry = server.objects.pop(name)
                     entry["metadata"]["name"] = f"x{name}"
@@ -318,6 +329,34 @@ def test_publishing_again_writes_nothing_whatever_happened_before(
     assert len({entry["spec"]["pool"]["generation"] for entry in server.sorted()}) == 1
     for entry, content in zip(server.sorted(), wanted.slices, strict=True):
         assert same_content(entry["spec"].get("devices", []), content.devices)
+
+
+def at_the_last_generation(server: Server) -> Pool:
+    """A pool of three slices, of which another program left two, at a generation that has no successor."""
+    server.publish(pool([device("a")], [device("b")]))
+    for entry in server.objects.values():
+        entry["spec"]["pool"]["generation"] = MAX_GENERATION
+    return pool([device("a")], [device("b")], [device("c")])
+
+
+def test_pool_at_the_last_generation_starts_again_at_one_after_its_slices_are_deleted(server: Server) -> None:
+    """The scheduler ignores slices of an older generation, so none of the last one may remain."""
+    wanted = at_the_last_generation(server)
+    before = set(server.objects)
+    changes = server.publish(wanted)
+    assert {entry["metadata"]["name"] for entry in changes.deletes} == before
+    assert not changes.updates
+    assert server.generations() == [1, 1, 1]
+    assert not server.publish(wanted)
+
+
+def test_pool_keeps_the_last_generation_if_one_of_its_slices_cannot_be_deleted(server: Server) -> None:
+    wanted = at_the_last_generation(server)
+    kept = server.sorted()[1]["metadata"]["uid"]
+    changes = server.apply(slice_changes(wanted, list(server.objects.values()), OWNER, undeletable={kept}))
+    assert not changes.deletes
+    assert server.generations() == [MAX_GENERATION] * 3
+    assert not server.publish(wanted)
 
 
 def spec(**fields):

@@ -19,6 +19,8 @@ from dra_driver.model.units import same_quantity
 from dra_driver.slices.rules.build import Pool, SliceContent
 
 _MIN_INDEX_DIGITS = 5
+MAX_GENERATION: Final = 2**63 - 1
+"""The API server refuses a larger one with 400."""
 Path = tuple[str | int, ...]
 """Field names and list indexes."""
 UNKNOWN_GATE: Final = "unknown"
@@ -77,6 +79,7 @@ def slice_changes(
     `undeletable` are UIDs of slices that the API server does not delete. If such an obsolete slice has the current
     generation, it would count as part of the pool, so the pool moves to a new generation. `refused` are the indexes of
     rejected slices: they are retried without a new generation. Slices with an index in `hopeless` are not written.
+    After the last generation, all slices are deleted and created again, because the scheduler ignores a lower one.
     """
     ours = [entry for entry in existing if entry["spec"]["pool"]["name"] == pool.name]
     foreign = [entry for entry in existing if entry["spec"]["pool"]["name"] != pool.name]
@@ -91,6 +94,15 @@ def slice_changes(
     counted = [index for index in missing if index not in refused]
     several = len([index for index in changed if index not in refused]) > 1
     generation = current + 1 if counted or several or crowded else current
+    if generation > MAX_GENERATION:
+        if not any(entry["metadata"].get("uid") in undeletable for entry in ours):
+            return SliceChanges(
+                deletes=tuple(foreign + ours),
+                creates=tuple(
+                    _created(pool, index, 1, owner) for index in range(len(pool.slices)) if index not in hopeless
+                ),
+            )
+        generation = current  # a lower one would be ignored as long as the undeletable slice exists
     if generation != current:
         changed = set(matched)
     return SliceChanges(

@@ -213,7 +213,7 @@ def _slice(minor: int) -> Object:
                 "DNS subdomains joined by /, at most 253",
             ),
             resourceSliceCount=Scalar(int, least=1),
-            generation=Scalar(int, least=0),
+            generation=Scalar(int, least=0, most=2**63 - 1),
         ),
         devices=ListField(device, 128),
         sharedCounters=ListField(_counters("name"), 8),
