@@ -22,7 +22,8 @@
     └── FatalError            the process cannot continue; it stops with this as its cause
 
 Each adapter (NVML, API server, file system, gRPC) maps the errors of its library to these in one place, and
-chains the original. Each message is one line that names the action, the object and the remedy.
+chains the original, except for the API server's, which may contain credentials. Each message is one line that names
+the action, the object and the remedy.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ _PRELOADED = (
     "cel_expr_python.cel", "dra_driver.claims.specs_without_record", "dra_driver.cli.commands",
     *(f"dra_driver.cli.{name}" for name in _COMMANDS),
     "dra_driver.cli.rules.cluster_rows", "dra_driver.cli.checks.check", "dra_driver.cli.node",
-    "dra_driver.inventory.discovery", "kubernetes.client.api_client", "dra_driver.app.logs",
+    "dra_driver.inventory.discovery", "kubernetes.config.kube_config", "dra_driver.app.logs",
     "dra_driver.mps_host.host_files", "dra_driver.nvml.mig_reading", "dra_driver.nvml.scan",
     "dra_driver.nvml.session", "dra_driver.sharing.steps", "dra_driver.simulator.simulate_commands",
     "dra_driver.slices.rules.diff", "dra_driver.cli.validation.machine_fit",

@@ -18,6 +18,7 @@ from dra_driver.cli.output import OUTPUT, answer, drawn, hanging, table
 from dra_driver.cli.rules import cluster_rows as rules
 from dra_driver.cli.rules.cluster_rows import PluginPod, Row, Slot, Totals, Used, WaitingPod
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError, FatalError, InvalidConfigError
+from dra_driver.kube.api_errors import ResponseTooLargeError
 from dra_driver.kube.client import ApiClient
 from dra_driver.kube.endpoint import load_endpoint
 from dra_driver.model.ids import is_dns_label, printable
@@ -136,8 +137,8 @@ class _Look:
         limit: int = _PAGE,
         query: dict[str, str] | None = None,
     ) -> list[T]:
-        """Return `seen(object)` for each object. If the list expires on the server between two pages, it is read
-        again without paging.
+        """Return `seen(object)` for each object. If a page takes too much memory, pages become smaller. If the list
+        expires on the server between two pages, it is read again without paging.
         """
         plural, more = path.rpartition("/")[2], {"limit": str(limit)}
         found: list[T] = []
@@ -146,6 +147,12 @@ class _Look:
                 answer = self._client.request(
                     "GET", path, action=f"list {plural}", query=(query or {}) | more
                 )
+            except ResponseTooLargeError:
+                if limit == 1 or "limit" not in more:
+                    raise
+                limit = max(limit // 4, 1)
+                more["limit"] = str(limit)
+                continue
             except ApiRejectedError as error:
                 if error.status != _FORGOTTEN or "limit" not in more:
                     raise _explained(

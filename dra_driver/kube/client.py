@@ -1,42 +1,27 @@
-"""Sends requests to the API server through the official Python client, with plain dicts, mapped errors, and limits
-for time and size.
-
-The official client's typed API classes are not used, because CoreV1Api alone costs 66 MiB.
-"""
+"""Sends requests to the API server with plain dicts, mapped errors, retries, and limits for time and size."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import math
-import socket
-import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
+from typing import Any
+from urllib.parse import quote, urlencode
 
 import urllib3
-from urllib3.connection import HTTPConnection
 from urllib3.exceptions import HTTPError, ProtocolError, ReadTimeoutError
 
 import dra_driver
-from dra_driver.base.atomic import stamp_or_none
 from dra_driver.base.backoff import TokenBucket
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError, InvalidConfigError
-from dra_driver.kube.api_errors import (
-    PathNotFoundError,
-    api_errors,
-    check_status,
-    decoded_json,
-    failure,
-    one_line,
-)
-from dra_driver.kube.endpoint import Endpoint
-
-if TYPE_CHECKING:
-    import kubernetes.client
+from dra_driver.kube.api_errors import ApiErrors, PathNotFoundError
+from dra_driver.kube.decoding import MAX_BYTES, TooLargeError
+from dra_driver.kube.endpoint import Access, Endpoint
+from dra_driver.kube.transport import Route, body_of, new_manager, opened, piece_of, wait_for_each_piece
 
 FIELD_MANAGER = "gpu-dra-driver"
 """The default owner of the plugin's writes in `metadata.managedFields`: the beginning of the user agent."""
@@ -47,15 +32,10 @@ GROUP_VERSION = f"{GROUP}/v1"
 JSON = "application/json"
 MERGE_PATCH = "application/merge-patch+json"
 DEFAULT_TIMEOUT_S = 10.0
-POOL_SIZE = 16
-CONNECT_TIMEOUT_S = 5.0
 ATTEMPT_S = 8.0
-"""How long the first attempt of a request may take, and how long sent data may stay unacknowledged. An API server
-that vanishes without a RST leaves dead connections in the pool.
+"""How long the first attempt of a request may take. An API server that vanishes without a RST leaves dead connections
+in the pool.
 """
-MAX_BYTES = 32 * 1024 * 1024
-"""The maximum size of a response or event, because the daemon's container has a memory limit of 256 MiB."""
-_READ_BYTES = 65536
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +81,12 @@ class ApiClient:
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
-        self._official: kubernetes.client.ApiClient | None = None
-        self._made_from: tuple[Any, ...] = ()
+        self._manager: urllib3.PoolManager | None = None
+        self._leads_along: Route | None = None
 
     def open(self) -> None:
-        """Import the official client and read the configuration. Raises: InvalidConfigError."""
-        self._current()
+        """Read the configuration. Raises: InvalidConfigError."""
+        self._manager_for(self.endpoint.access().route)
 
     def request(
         self,
@@ -125,8 +105,8 @@ class ApiClient:
         The call takes at most `timeout_s`, including the wait for the rate limit.
         """
         wanted = _Request(method, path, query, body, content_type, self._until(timeout_s))
-        _, data = self._answer(wanted, action)
-        decoded = decoded_json(data or b"{}", action)
+        _, data, errors = self._answer(wanted, action)
+        decoded = errors.decoded(data or b"{}")
         return decoded if isinstance(decoded, dict) else {"items": decoded}
 
     def call(
@@ -159,211 +139,124 @@ class ApiClient:
 
         The first attempt has the time limit of other requests, because an API server responds immediately.
         """
-        response, _ = self._answer(_Request("GET", path, query, idle_s=idle_timeout_s), action)
-        return WatchStream(response, action)
+        response, _, errors = self._answer(_Request("GET", path, query, idle_s=idle_timeout_s), action)
+        return WatchStream(response, errors)
 
     def close(self) -> None:
         """Close idle connections. Calls in progress continue."""
         with self._lock:
-            if self._official is not None:
-                self._official.close()
-                self._official = None
+            if self._manager is not None:
+                self._manager.clear()
+                self._manager = None
 
-    def _answer(self, wanted: _Request, action: str) -> tuple[urllib3.BaseHTTPResponse, bytes]:
+    def _answer(
+        self, wanted: _Request, action: str
+    ) -> tuple[urllib3.BaseHTTPResponse, bytes | bytearray, ApiErrors]:
         """Return a successful response and its body; for a watch, the body is empty here, and is read later.
         Raises: like every call.
         """
-        with api_errors(action):
-            used = self.endpoint.configuration
-        with api_errors(action, used.proxy):
-            response, data = self._send_repeated(wanted)
+        errors = ApiErrors(action, self.endpoint.hide)
+        with errors.mapped():
+            used = self.endpoint.access(self._left(wanted))
+        errors = ApiErrors(action, self.endpoint.hide, used.route.proxy)
+        with errors.mapped():
+            response, data = self._send_repeated(wanted, used)
             if response.status == 401:
-                self.endpoint.reload(used)
-                response, data = self._send_repeated(wanted)
-            try:
-                check_status(action, response, data)
-            except PathNotFoundError as error:
-                if not wanted.path.startswith(f"/apis/{GROUP_VERSION}"):
-                    raise
-                raise PathNotFoundError(
-                    f"{error}; the API server does not serve {GROUP_VERSION}, or a proxy does not forward it:"
-                    " use Kubernetes 1.34 or later",
-                    status=error.status,
-                    reason=error.reason,
-                ) from error
-        return response, data
+                used = self.endpoint.renew(used, self._left(wanted))
+                response, data = self._send_repeated(wanted, used)
+        try:
+            errors.check_status(response, data)
+        except PathNotFoundError as error:
+            if not wanted.path.startswith(f"/apis/{GROUP_VERSION}"):
+                raise
+            raise PathNotFoundError(
+                f"{error}; the API server does not serve {GROUP_VERSION}, or a proxy does not forward it:"
+                " use Kubernetes 1.34 or later",
+                status=error.status,
+                reason=error.reason,
+            ) from error
+        return response, data, errors
 
-    def _send_repeated(self, wanted: _Request) -> tuple[urllib3.BaseHTTPResponse, bytes]:
+    def _left(self, wanted: _Request) -> float:
+        """Return how many seconds are left for a request, or for the beginning of a watch."""
+        return min(wanted.until - time.monotonic(), max(self.timeout_s, ATTEMPT_S))
+
+    def _send_repeated(
+        self, wanted: _Request, access: Access
+    ) -> tuple[urllib3.BaseHTTPResponse, bytes | bytearray]:
         """Send a request, twice if necessary. The second attempt uses a new connection and all remaining time."""
         try:
-            return self._send_once(wanted, ATTEMPT_S if wanted.is_repeatable else math.inf)
+            return self._send_once(wanted, access, ATTEMPT_S if wanted.is_repeatable else math.inf)
         except (ProtocolError, ReadTimeoutError):
             if not wanted.is_repeatable or time.monotonic() >= wanted.until:
                 raise  # a POST may have arrived, so the caller must check first
-        return self._send_once(wanted, math.inf)
+        return self._send_once(wanted, access, math.inf)
 
-    def _send_once(self, wanted: _Request, max_s: float) -> tuple[urllib3.BaseHTTPResponse, bytes]:
+    def _send_once(
+        self, wanted: _Request, access: Access, max_s: float
+    ) -> tuple[urllib3.BaseHTTPResponse, bytes | bytearray]:
         if self.limiter is not None:
             self.limiter.acquire(wanted.until - time.monotonic())
-        until = min(wanted.until, time.monotonic() + max_s)
-        official = self._current()
+        manager = self._manager_for(access.route)
         status: int | None = None
         try:
-            response = self._opened(official, wanted, until)
+            response = self._opened(manager, wanted, access, max_s)
             status = response.status
             if wanted.until < math.inf or status >= 300:
-                return response, _body(response, min(until, time.monotonic() + wanted.idle_s))
-            _wait_at_most(response, wanted.idle_s)
+                return response, body_of(response)
+            wait_for_each_piece(response, wanted.idle_s)
             return response, b""
         except (ProtocolError, ReadTimeoutError):
-            self._drop_pool(official)
+            self._drop(manager)
             raise
         finally:
             if self.observe is not None:
                 self.observe(wanted.method, status)
 
     def _opened(
-        self, official: kubernetes.client.ApiClient, wanted: _Request, until: float
+        self, manager: urllib3.PoolManager, wanted: _Request, access: Access, max_s: float
     ) -> urllib3.BaseHTTPResponse:
         """Return the response once its headers have arrived. Raises: the errors of urllib3."""
-        from kubernetes.client import ApiException
-
-        left = min(until - time.monotonic(), wanted.idle_s)
-        if left <= 0:
+        left_s = min(wanted.until - time.monotonic(), max_s, wanted.idle_s)
+        if left_s <= 0:
             raise TimeoutError("the time limit was reached before the request was sent to the API server")
-        method, url, headers, _, _ = official.param_serialize(
-            wanted.method,
-            wanted.path,
-            query_params=dict(wanted.query or {}),
-            header_params={"Accept": JSON, **(self.headers or {})},
-        )
-        headers |= self._authorization(official)
+        headers = {"Accept": JSON, "User-Agent": USER_AGENT, **(self.headers or {})}
+        if access.authorization:
+            headers["Authorization"] = access.authorization
+        body = None
         if wanted.body is not None:
             headers["Content-Type"] = wanted.content_type
-        try:
-            answer = official.call_api(
-                method, url, headers, wanted.body, _request_timeout=(min(left, CONNECT_TIMEOUT_S), left)
-            )
-        except ApiException as error:  # the client reports TLS errors this way, as text with several lines
-            raise error.__context__ or error from None
-        response: urllib3.BaseHTTPResponse = answer.response
-        return response
+            body = json.dumps(wanted.body).encode()
+        url = access.route.server + wanted.path
+        if wanted.query:
+            url += "?" + urlencode(wanted.query)
+        return opened(manager, wanted.method, url, headers, body, left_s)
 
-    def _authorization(self, official: kubernetes.client.ApiClient) -> dict[str, str]:
-        """Return the Authorization header. The configuration reads its token again when the token is a minute old
-        or has expired.
-
-        Raises: ApiUnavailableError if the token cannot be sent in a header.
-        """
-        with contextlib.suppress(Exception):  # the last token remains valid for a while
-            official.configuration.auth_settings()
-        token = str(official.configuration.api_key.get("BearerToken") or "").strip()
-        if not (
-            token.isascii() and token.isprintable()
-        ):  # http.client's error message would contain the token
-            raise ApiUnavailableError(
-                f"the bearer token of {self.endpoint.origin} has invalid characters; renew it"
-            )
-        return {"Authorization": token} if token else {}
-
-    def _drop_pool(self, official: kubernetes.client.ApiClient) -> None:
+    def _drop(self, manager: urllib3.PoolManager) -> None:
         """Start a new connection pool, because other connections of this pool may lead to the same dead peer.
 
         The old pool is not closed here, because other threads may be about to use it. It closes after its last use.
         """
         with self._lock:
-            if self._official is official:
-                self._official = None
+            if self._manager is manager:
+                self._manager = None
 
-    def _current(self) -> kubernetes.client.ApiClient:
-        """Return the official client; a new one if the configuration or the CA file has changed. Raises:
-        InvalidConfigError.
-        """
-        configuration = self.endpoint.configuration
-        ca = configuration.ssl_ca_cert
-        wanted = (configuration, ca and stamp_or_none(ca))
+    def _manager_for(self, route: Route) -> urllib3.PoolManager:
+        """Return the pool of connections; a new one if the route has changed. Raises: InvalidConfigError."""
         with self._lock:
-            if self._official is None or self._made_from != wanted:
-                self._official, self._made_from = self._new_official(configuration), wanted
-            return self._official
-
-    def _new_official(self, configuration: kubernetes.client.Configuration) -> kubernetes.client.ApiClient:
-        from kubernetes.client import ApiClient as OfficialClient
-
-        configuration.connection_pool_maxsize = POOL_SIZE
-        configuration.socket_options = _socket_options()
-        client = OfficialClient(configuration)
-        client.user_agent = USER_AGENT
-        if configuration.host.startswith("https://"):
-            try:
-                context = _tls_context(configuration)
-            except (OSError, ValueError) as error:
-                raise InvalidConfigError(
-                    f"{self.endpoint.origin}: the CA, the client certificate or its key cannot be loaded: {error};"
-                    " they must be PEM files"
-                ) from error
-            client.rest_client.pool_manager.connection_pool_kw["ssl_context"] = context
-        return client
+            if self._manager is None or self._leads_along != route:
+                try:
+                    self._manager = new_manager(route)
+                except (OSError, ValueError) as error:
+                    raise InvalidConfigError(
+                        f"{self.endpoint.origin}: the CA, the client certificate or its key cannot be loaded: {error};"
+                        " they must be PEM files"
+                    ) from error
+                self._leads_along = route
+            return self._manager
 
     def _until(self, timeout_s: float | None) -> float:
         return time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
-
-
-def _tls_context(configuration: kubernetes.client.Configuration) -> ssl.SSLContext:
-    """Raises: OSError (including ssl.SSLError) if a file is missing or is not PEM."""
-    context = ssl.create_default_context(cafile=configuration.ssl_ca_cert)
-    # Python 3.13 rejects CAs without key identifiers, but Kubernetes installers create such CAs.
-    context.verify_flags &= ~ssl.VERIFY_X509_STRICT
-    if not configuration.verify_ssl:
-        urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)
-        context.check_hostname = False
-    if configuration.cert_file:
-        context.load_cert_chain(configuration.cert_file, configuration.key_file)
-    return context
-
-
-def _socket_options() -> list[tuple[int, int, int]]:
-    """Return options that detect a vanished peer after ATTEMPT_S, or 20 s after its last byte if nothing is
-    sent, as on a watch.
-    """
-    return [
-        *HTTPConnection.default_socket_options,
-        (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-        (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 15),
-        (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
-        (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(ATTEMPT_S * 1000)),
-    ]
-
-
-def _body(response: urllib3.BaseHTTPResponse, until: float) -> bytes:
-    """Read the whole body. urllib3 alone would apply the timeout to each chunk, and has no size limit.
-
-    Raises: ReadTimeoutError at `until` (time.monotonic()); HTTPError for more than MAX_BYTES.
-    """
-    pieces: list[bytes] = []
-    size = 0
-    try:
-        while size <= MAX_BYTES:
-            left = until - time.monotonic()
-            if left <= 0:
-                raise ReadTimeoutError(None, None, "the response was not complete in time")  # type: ignore[arg-type]
-            _wait_at_most(response, left)
-            piece = response.read1(_READ_BYTES)
-            if not piece:
-                return b"".join(pieces)
-            pieces.append(piece)
-            size += len(piece)
-        raise HTTPError(f"the response is larger than {MAX_BYTES >> 20} MiB")
-    except BaseException:
-        response.close()
-        raise
-
-
-def _wait_at_most(response: urllib3.BaseHTTPResponse, seconds: float) -> None:
-    """Limit each further wait for bytes of the body."""
-    sock = getattr(response.connection, "sock", None)
-    if sock is not None:  # None if the server has announced that it will close the connection
-        sock.settimeout(seconds)
 
 
 class WatchStream:
@@ -373,9 +266,9 @@ class WatchStream:
     connection breaks or is silent for too long. For an ERROR event, it raises the error for the event's code.
     """
 
-    def __init__(self, response: urllib3.BaseHTTPResponse, action: str) -> None:
+    def __init__(self, response: urllib3.BaseHTTPResponse, errors: ApiErrors) -> None:
         self._response = response
-        self._action = action
+        self._errors = errors
         self._closed = threading.Event()
 
     def close(self) -> None:
@@ -387,7 +280,7 @@ class WatchStream:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         try:
-            with api_errors(self._action):
+            with self._errors.mapped():
                 for line in self._lines():
                     yield self._event(line)
         except ApiUnavailableError:
@@ -397,30 +290,34 @@ class WatchStream:
             self._closed.set()
             self._response.close()
 
-    def _lines(self) -> Iterator[bytes]:
-        rest = b""
-        for chunk in self._response.stream(_READ_BYTES):
+    def _lines(self) -> Iterator[bytearray]:
+        rest = bytearray()
+        while piece := piece_of(self._response):
             if self._closed.is_set():
                 return
-            *lines, rest = (rest + chunk).split(b"\n")
-            yield from (line for line in lines if line)
+            searched = len(rest)
+            rest += piece
+            while (end := rest.find(b"\n", searched)) >= 0:
+                line, searched = rest[:end], 0
+                del rest[: end + 1]
+                if line:
+                    yield line
             if len(rest) > MAX_BYTES:
-                raise HTTPError(f"an event is larger than {MAX_BYTES >> 20} MiB")
+                raise TooLargeError(f"an event is larger than {MAX_BYTES >> 20} MiB")
         if rest and not self._closed.is_set():
             raise HTTPError("connection to the API server broke in the middle of an event")
 
-    def _event(self, line: bytes) -> dict[str, Any]:
-        event = decoded_json(line, self._action)
+    def _event(self, line: bytes | bytearray) -> dict[str, Any]:
+        event = self._errors.decoded(line)
         if not isinstance(event, dict):
-            raise ApiUnavailableError(f"{self._action}: an event of the watch is not an object")
+            raise ApiUnavailableError(f"{self._errors.action}: an event of the watch is not an object")
         if event.get("type") != "ERROR":
             return event
         status = event.get("object")
         status = status if isinstance(status, dict) else {}
         code = status.get("code")
         code = code if isinstance(code, int) else 500
-        text = f"{self._action}: {one_line(str(status.get('message') or 'watch failed'))} (HTTP {code})"
-        raise failure(text, code, status)
+        raise self._errors.failure(str(status.get("message") or "watch failed"), code, status)
 
 
 def path_segment(name: str) -> str:

@@ -1,40 +1,86 @@
-"""The API server's address and the credentials: the official client's configuration, from a kubeconfig or a
-pod's service account.
+"""The API server's address and the credentials, from a pod's service account or a kubeconfig.
 
-Importing `kubernetes` costs 12 MiB and a few tenths of a second. It happens when the configuration is first
-needed, which in the daemon is after the kubelet has registered the plugin.
+The official client reads kubeconfigs, including tokens, credential plugins and OIDC. Importing it costs 370 modules, so
+the service account, which is two files, is read without it.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
+import sys
+import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import Any
 from urllib.parse import unquote
 
-from urllib3.util import make_headers, parse_url
+from urllib3.util import Url, make_headers, parse_url
 
-from dra_driver.errors import DraDriverError, InvalidConfigError
+from dra_driver.base.atomic import stamp_or_none
+from dra_driver.errors import ApiUnavailableError, DraDriverError, InvalidConfigError
 from dra_driver.kube.api_errors import one_line
-
-if TYPE_CHECKING:
-    from kubernetes.client import Configuration
+from dra_driver.kube.proxies import environment_proxy
+from dra_driver.kube.transport import Route
 
 _SERVICE_ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
 SERVICE_ACCOUNT_VARIABLE = "SERVICE_ACCOUNT_DIRECTORY"
 """Names another service account directory, so that tests and benchmarks can run the daemon outside a pod."""
 _OTHER_USER = ("as", "as-uid", "as-groups", "as-user-extra")
+PLUGIN_S = 30
+"""How long a credential plugin may run, unless it can ask a person at the terminal."""
+_TIMED_OUT = 124  # exit status of timeout(1)
+_SHORTEST_S = 10.0
+"""How long credentials are used at least, so that a plugin with short tokens does not run for each request."""
+_HIDDEN = "[hidden]"
+_SHORTEST_SECRET = 4  # a shorter one would occur in any text
+_SHORTEST_ARGUMENT = 8  # shorter ones are commands and names
+_REMEMBERED = 32
+_SECRET_KEYS = (
+    "token",
+    "password",
+    "client-key-data",
+    "access-token",
+    "id-token",
+    "refresh-token",
+    "client-secret",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """A route to the API server with credentials. `authorization` is a header's value, or empty.
+
+    `files` were read for it, with their stamps. Credentials expire at `expires_at` (time.monotonic()).
+    """
+
+    route: Route
+    authorization: str = field(repr=False)
+    namespace: str
+    files: tuple[tuple[str, Any], ...]
+    expires_at: float = math.inf
+
+    def is_current(self) -> bool:
+        """Whether the files are the same, and the credentials have not expired."""
+        return time.monotonic() < self.expires_at and all(
+            stamp_or_none(path) == stamp for path, stamp in self.files
+        )
 
 
 class Endpoint:
     """One API server with credentials, from a kubeconfig context or from the pod. Thread-safe.
 
     `origin` names the source of the configuration in messages. `server` is the URL of a server that needs no
-    credentials.
+    credentials. The files are read, and credential plugins run, in a thread of their own.
     """
 
     def __init__(
@@ -49,7 +95,10 @@ class Endpoint:
         account = f"service account {self._directory}"
         self.origin = server or (f"kubeconfig {kubeconfig}" if kubeconfig else account)
         self._lock = threading.Lock()
-        self._read: tuple[Configuration, str] | None = None
+        self._known: Access | None = None
+        self._reading: Future[Access] | None = None
+        self._again_at = -math.inf  # when to read again after a failure
+        self._secrets: tuple[str, ...] = ()
         files = [Path(file).expanduser() for file in str(kubeconfig or "").split(os.pathsep)]
         if kubeconfig and not any(os.access(file, os.R_OK) for file in files):
             raise InvalidConfigError(
@@ -63,52 +112,224 @@ class Endpoint:
             )
 
     @property
-    def configuration(self) -> Configuration:
-        """The configuration as last read. Raises: InvalidConfigError that names the file and the remedy."""
-        return self._current()[0]
-
-    @property
     def server(self) -> str:
-        """The URL of the API server, without trailing slash. Raises: like `configuration`."""
-        return str(self.configuration.host)
+        """The URL of the API server, without credentials and trailing slash. Raises: like `access`."""
+        return self.access().route.server
 
     @property
     def namespace(self) -> str:
-        """The default namespace. Raises: like `configuration`."""
-        return self._current()[1]
+        """The default namespace. Raises: like `access`."""
+        return self.access().namespace
 
-    def reload(self, refused: Configuration) -> None:
-        """Read the files and run the credential plugin again, unless another thread has done so since `refused`
-        was read.
+    def access(self, wait_s: float | None = None) -> Access:
+        """Return the current route and credentials. Files that changed are read again, and expired credentials renewed.
 
-        Raises: InvalidConfigError.
+        If that fails, returns the last ones, because they may still be valid. Raises: InvalidConfigError that names the
+        file and the remedy, if there are none; ApiUnavailableError if a credential plugin runs longer than `wait_s`.
         """
+        known = self._known
+        if known is not None and (known.is_current() or time.monotonic() < self._again_at):
+            return known
+        try:
+            return self._read(known, wait_s)
+        except InvalidConfigError:
+            if known is None:
+                raise
+            self._again_at = time.monotonic() + _SHORTEST_S
+            return known
+
+    def renew(self, refused: Access, wait_s: float) -> Access:
+        """Read the files and run the credential plugin again, unless another thread has done so since `refused`.
+
+        Raises: InvalidConfigError, ApiUnavailableError.
+        """
+        return self._read(refused, wait_s)
+
+    def hide(self, text: str) -> str:
+        """Return the text without the credentials of this endpoint."""
+        for secret in sorted(self._secrets, key=len, reverse=True):
+            text = text.replace(secret, _HIDDEN)
+        return text
+
+    def _read(self, outdated: Access | None, wait_s: float | None) -> Access:
+        """Read in the background, once for all threads that wait. Raises: InvalidConfigError, ApiUnavailableError."""
         with self._lock:
-            if self._read is None or self._read[0] is refused:
-                self._read = self._load()
+            if self._known is not None and self._known is not outdated:
+                return self._known
+            if self._reading is None:
+                self._reading = Future()
+                thread = threading.Thread(
+                    target=self._run, args=(self._reading,), name="credentials", daemon=True
+                )
+                thread.start()
+            reading = self._reading
+        try:
+            return reading.result(wait_s)
+        except FutureTimeout:
+            raise ApiUnavailableError(
+                f"{self.origin}: its credential plugin has not finished; run the credential plugin yourself to see why",
+                timed_out=True,
+            ) from None
 
-    def _current(self) -> tuple[Configuration, str]:
-        with self._lock:
-            if self._read is None:
-                self._read = self._load()
-            return self._read
+    def _run(self, reading: Future[Access]) -> None:
+        try:
+            access = self._load()
+        except BaseException as error:
+            with self._lock:
+                self._reading = None
+            reading.set_exception(error)
+        else:
+            with self._lock:
+                self._known, self._reading = access, None
+            reading.set_result(access)
 
-    def _load(self) -> tuple[Configuration, str]:
-        from kubernetes.client import Configuration
-
-        with _one_sentence(self.origin):
-            configuration = Configuration(host=self._server or "", retries=False)
-            # Like kubectl, do not use the environment's proxy for servers on this machine.
-            configuration.no_proxy = f"{configuration.no_proxy or ''},localhost,127.0.0.0/8,::1"
-            namespace = "default"
+    def _load(self) -> Access:
+        remedy = "correct the kubeconfig" if self._kubeconfig else "restart the pod"
+        with _one_sentence(self.origin, self.hide, remedy):
             if self._kubeconfig:
-                namespace = _read_kubeconfig(str(self._kubeconfig), self._context, configuration)
-            elif self._server is None:
-                namespace = _read_service_account(self._directory, self._environ, configuration)
-            if not configuration.host.startswith(("http://", "https://")):
-                raise ValueError(f"{configuration.host!r} is not an http(s) URL of an API server")
-            _split_proxy(configuration)
-        return configuration, namespace
+                return self._from_kubeconfig(str(self._kubeconfig))
+            if self._server is not None:
+                return self._made(self._server, "default", ())
+            return self._from_service_account()
+
+    def _from_service_account(self) -> Access:
+        token, ca = (str(self._directory / name) for name in ("token", "ca.crt"))
+        files = tuple((path, stamp_or_none(path)) for path in (token, ca))
+        bearer, certificates = _content(token).decode().strip(), _content(ca)
+        host, port = (self._environ[f"KUBERNETES_SERVICE_{part}"] for part in ("HOST", "PORT"))
+        server = f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
+        try:
+            namespace = (self._directory / "namespace").read_text(encoding="utf-8").strip()
+        except FileNotFoundError:
+            namespace = ""
+        return self._made(
+            server, namespace or "default", files, authorization=f"Bearer {bearer}", ca=certificates
+        )
+
+    def _from_kubeconfig(self, paths: str) -> Access:
+        """Raises: the errors of `kubernetes`."""
+        from kubernetes.config import kube_config
+
+        merger = kube_config.KubeConfigMerger(paths)
+        stamps = {path: stamp_or_none(path) for path in merger.paths}
+        # Like kubectl, use the first file that names a context. `kubernetes` would use the last one.
+        current = next(
+            filter(None, (file.get("current-context") for file in merger.config_files.values())), None
+        )
+        found = SimpleNamespace(api_key={}, ssl_ca_cert=None, cert_file=None, key_file=None, proxy=None)
+        # The official client writes inline keys, and those from a plugin, to files. They are read at once.
+        with tempfile.TemporaryDirectory(prefix="gpu-dra-driver-") as directory:
+            loader = kube_config.KubeConfigLoader(
+                config_dict=merger.config,
+                active_context=self._context or current,
+                config_base_path=None,
+                temp_file_path=directory,
+            )
+            chosen = loader.current_context["context"]
+            named = (one for one in merger.config.value["users"] if one.value["name"] == chosen.get("user"))
+            node = next(named, None)
+            user: dict[str, Any] = {} if node is None else node.value.get("user") or {}
+            self._conceal(*_secrets_of(user))
+            if acts_as := sorted(user.keys() & {*_OTHER_USER}):
+                raise ValueError(
+                    f"its user impersonates another user (`{acts_as[0]}`), which gpu-dra-driver does not support; "
+                    "choose another context with --context"
+                )
+            if user.get("tokenFile") and node is not None:
+                path = str(Path(node.path).parent / user["tokenFile"])
+                stamps[path] = stamp_or_none(path)
+            self._load_official(loader, found, user)
+            named_files = [found.ssl_ca_cert, found.cert_file, found.key_file]
+            stamps |= {
+                path: stamp_or_none(path) for path in named_files if path and not path.startswith(directory)
+            }
+            ca, certificate, key = (None if path is None else _content(path) for path in named_files)
+        kube_config._temp_files.clear()  # it would keep the keys
+        return self._made(
+            str(getattr(found, "host", "")),
+            str(chosen.get("namespace") or "default"),
+            tuple(stamps.items()),
+            authorization=found.api_key.get("BearerToken", ""),
+            proxy=found.proxy,
+            expires_at=_moment(getattr(loader, "expiry", None)),
+            ca=ca,
+            certificate=certificate,
+            key=key,
+            verify=getattr(found, "verify_ssl", True),
+            server_name=getattr(found, "tls_server_name", None),
+        )
+
+    def _load_official(self, loader: Any, found: SimpleNamespace, user: dict[str, Any]) -> None:
+        """Let `loader` fill `found`; this runs the credential plugin. Raises: the errors of `kubernetes`."""
+        plugin = user.get("exec")
+        concealed = list(_texts_of(plugin)) if isinstance(plugin, dict) else []
+        if isinstance(plugin, dict) and "command" in plugin and not sys.stdout.isatty():
+            # `kubernetes` has no limit for a plugin. At a terminal it may ask a person, who can end it.
+            limit = ["--kill-after=1", str(PLUGIN_S), plugin["command"]]
+            plugin["command"], plugin["args"] = "timeout", [*limit, *(plugin.get("args") or ())]
+        with _failures_logged() as failures:
+            loader.load_and_set(found)
+        if failures and not found.api_key and not found.cert_file:
+            why = "; ".join(failures).replace(
+                f"process returned {_TIMED_OUT}", f"it did not finish within {PLUGIN_S} s"
+            )
+            for text in filter(None, concealed):
+                why = why.replace(text, _HIDDEN)
+            raise InvalidConfigError(
+                f"{self.origin}: its credential plugin failed: {_without_objects(self.hide(why))}; run the credential "
+                "plugin yourself to see why"
+            )
+
+    def _made(
+        self,
+        server: str,
+        namespace: str,
+        files: tuple[tuple[str, Any], ...],
+        *,
+        authorization: str = "",
+        proxy: str | None = None,
+        expires_at: float = math.inf,
+        **route: Any,
+    ) -> Access:
+        """Raises: ValueError."""
+        self._conceal(authorization.partition(" ")[2])
+        url = _url(server) if server.startswith(("http://", "https://")) else None
+        if url is None:
+            raise ValueError(f"{server.rpartition('@')[2]!r} is not an http(s) URL of an API server")
+        if url.auth:
+            authorization = authorization or self._basic(url.auth)
+        proxy_authorization = ""
+        proxy = proxy or environment_proxy(url, self._environ)
+        if proxy:
+            proxy_url = _url(proxy if "://" in proxy else f"http://{proxy}")
+            if proxy_url is None or proxy_url.scheme not in ("http", "https"):
+                raise ValueError("its proxy is not http://HOST:PORT or https://HOST:PORT")
+            proxy = proxy_url._replace(auth=None).url
+            proxy_authorization = self._basic(proxy_url.auth) if proxy_url.auth else ""
+        if not (authorization.isascii() and authorization.isprintable()):
+            # http.client's error message would contain the token.
+            raise ValueError("the bearer token has invalid characters")
+        made = Route(
+            url._replace(auth=None).url.rstrip("/"),
+            proxy=proxy,
+            proxy_authorization=proxy_authorization,
+            **route,
+        )
+        return Access(made, authorization, namespace, files, expires_at)
+
+    def _basic(self, user_info: str) -> str:
+        """Return the value of an Authorization header for the user info of a URL."""
+        pair = unquote(user_info)
+        header = make_headers(basic_auth=pair)["authorization"]
+        self._conceal(
+            user_info, pair, header.partition(" ")[2], *(part.partition(":")[2] for part in (user_info, pair))
+        )
+        return header
+
+    def _conceal(self, *secrets: str) -> None:
+        """Hide these secrets from now on, and forget those of long ago."""
+        new = [secret for secret in secrets if len(secret) >= _SHORTEST_SECRET]
+        self._secrets = (*(secret for secret in self._secrets if secret not in new), *new)[-_REMEMBERED:]
 
 
 def load_endpoint(kubeconfig: Path | str | None = None, *, context: str | None = None) -> Endpoint:
@@ -116,106 +337,94 @@ def load_endpoint(kubeconfig: Path | str | None = None, *, context: str | None =
     remedy.
     """
     endpoint = Endpoint(kubeconfig, context=context)
-    _ = endpoint.configuration
+    endpoint.access()
     return endpoint
 
 
 @contextmanager
-def _one_sentence(origin: str) -> Iterator[None]:
-    """Map any error of the libraries inside the block to InvalidConfigError."""
+def _one_sentence(origin: str, hide: Callable[[str], str], remedy: str) -> Iterator[None]:
+    """Map any error of the libraries inside the block to InvalidConfigError, without its cause, which may contain
+    credentials.
+    """
     try:
         yield
     except DraDriverError:
         raise
     except OSError as error:
         what = f"{error.filename} cannot be read" if error.filename else "a temporary file cannot be written"
-        raise InvalidConfigError(
-            f"{origin}: {what}: {error.strerror}; check the path and the file's permissions"
-        ) from error
+        raise InvalidConfigError(f"{origin}: {what}: {error.strerror}; {remedy}") from None
     except Exception as error:
         # PyYAML's messages have several lines and quote the file, which may contain a token.
         mark = getattr(error, "problem_mark", None)
-        where = f"line {mark.line + 1} is not YAML" if mark is not None else one_line(str(error))
-        raise InvalidConfigError(
-            f"{origin} cannot be used: {where}; correct the kubeconfig, or if this is the pod's service "
-            "account, restart the pod"
-        ) from None
-
-
-def _read_service_account(directory: Path, environ: Mapping[str, str], configuration: Configuration) -> str:
-    """Fill the configuration, and return the pod's namespace. The client reads the token again every minute."""
-    from kubernetes.config.incluster_config import InClusterConfigLoader
-
-    token, ca = str(directory / "token"), str(directory / "ca.crt")
-    InClusterConfigLoader(token_filename=token, cert_filename=ca, environ=environ).load_and_set(configuration)
-    try:
-        return (directory / "namespace").read_text(encoding="utf-8").strip() or "default"
-    except FileNotFoundError:
-        return "default"
-
-
-def _read_kubeconfig(paths: str, context: str | None, configuration: Configuration) -> str:
-    """Fill the configuration, and return the namespace of the context. Raises: the errors of `kubernetes`."""
-    from kubernetes.config.kube_config import KubeConfigLoader, KubeConfigMerger
-
-    merger = KubeConfigMerger(paths)
-    # Like kubectl, use the first file that names a context. `kubernetes` would use the last one.
-    current = next(filter(None, (file.get("current-context") for file in merger.config_files.values())), None)
-    loader = KubeConfigLoader(
-        config_dict=merger.config, active_context=context or current, config_base_path=None
-    )
-    chosen = loader.current_context["context"]
-    user: dict[str, Any] = next(
-        (
-            one.value.get("user") or {}
-            for one in merger.config.value["users"]
-            if one.value["name"] == chosen.get("user")
-        ),
-        {},
-    )
-    if acts_as := sorted(user.keys() & {*_OTHER_USER}):
-        raise ValueError(
-            f"its user impersonates another user (`{acts_as[0]}`), which gpu-dra-driver does not support; choose "
-            "another context with --context"
+        where = (
+            f"line {mark.line + 1} is not YAML" if mark is not None else _without_objects(hide(str(error)))
         )
-    with _failures_logged() as failures:
-        loader.load_and_set(configuration)
-    if failures and not configuration.api_key and not configuration.cert_file:
-        raise ValueError(
-            f"its credential plugin failed: {one_line('; '.join(failures))}; run the credential plugin yourself to see "
-            "why"
-        )
-    return str(chosen.get("namespace") or "default")
+        raise InvalidConfigError(f"{origin} cannot be used: {where}; {remedy}") from None
+
+
+def _without_objects(text: str) -> str:
+    """Return a message of the official client up to the first object, which may be a user with its token."""
+    return one_line(text.partition("{")[0])
+
+
+def _content(path: str) -> bytes:
+    """Raises: OSError, ValueError if the file is empty."""
+    content = Path(path).read_bytes()
+    if not content.strip():
+        raise ValueError(f"{path} is empty")
+    return content
+
+
+def _moment(expiry: datetime | None) -> float:
+    """Return the moment (time.monotonic()) when credentials expire."""
+    if expiry is None:
+        return math.inf
+    return time.monotonic() + max((expiry - datetime.now(UTC)).total_seconds(), _SHORTEST_S)
+
+
+def _url(text: str) -> Url | None:
+    """Return the parts of a URL with a host; None if it is invalid, without its error, which may contain a password."""
+    with suppress(ValueError):
+        url = parse_url(text)
+        return url if url.host else None
+    return None
+
+
+def _secrets_of(user: dict[str, Any]) -> Iterator[str]:
+    """Yield the secrets of a kubeconfig's user."""
+    provider = user.get("auth-provider")
+    config = provider.get("config") if isinstance(provider, dict) else None
+    for entries in (user, config if isinstance(config, dict) else {}):
+        yield from (str(entries[name]) for name in _SECRET_KEYS if entries.get(name))
+        yield from str(entries.get("cmd-args") or "").split()
+
+
+def _texts_of(plugin: dict[str, Any]) -> Iterator[str]:
+    """Yield the arguments and variables of a credential plugin that may be secret."""
+    yield from (str(entry.get("value") or "") for entry in plugin.get("env") or ())
+    for argument in map(str, plugin.get("args") or ()):
+        if argument.startswith("-"):
+            yield argument.partition("=")[2]
+        elif len(argument) >= _SHORTEST_ARGUMENT:
+            yield argument
 
 
 @contextmanager
 def _failures_logged() -> Iterator[list[str]]:
-    """Collect error messages logged inside the block, because `kubernetes` only logs the failure of a credential
-    plugin.
+    """Collect the errors that this thread logs inside the block, because `kubernetes` only logs the failure of a
+    credential plugin. They do not reach the log, because they may contain credentials.
     """
     failures: list[str] = []
-    handler = logging.Handler(logging.ERROR)
-    handler.emit = lambda record: failures.append(record.getMessage())  # type: ignore[method-assign]
+    thread = threading.get_ident()
+
+    def is_other(record: logging.LogRecord) -> bool:
+        if record.thread == thread:
+            failures.append(record.getMessage())
+        return record.thread != thread
+
     root = logging.getLogger()
-    root.addHandler(handler)
+    root.addFilter(is_other)
     try:
         yield failures
     finally:
-        root.removeHandler(handler)
-
-
-def _split_proxy(configuration: Configuration) -> None:
-    """Move the proxy's credentials from its URL to a header, because the client sends them only from a header, and
-    messages contain the URL. Raises: ValueError.
-    """
-    if not configuration.proxy:
-        return
-    text = configuration.proxy
-    with suppress(ValueError):  # its message would contain the credentials
-        url = parse_url(text if "://" in text else f"http://{text}")
-        if url.scheme in ("http", "https") and url.host:
-            configuration.proxy = url._replace(auth=None).url
-            if url.auth:
-                configuration.proxy_headers = make_headers(proxy_basic_auth=unquote(url.auth))
-            return
-    raise ValueError("its proxy is not http://HOST:PORT or https://HOST:PORT")
+        root.removeFilter(is_other)

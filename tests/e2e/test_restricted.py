@@ -137,7 +137,7 @@ WITHOUT: dict[str, tuple[str, str]] = {
     "plugins-registry": ("terminated", "kubelet registry directory /var/lib/kubelet/plugins_registry"),
     "plugins": ("terminated", "cannot create the directory /var/lib/kubelet/plugins/"),
     "cdi": ("terminated", "cannot create the directory /var/run/cdi"),
-    "api-token": ("terminated", "Service token file does not exist"),
+    "api-token": ("terminated", "/token cannot be read: No such file or directory"),
     "driver-root": (
         "gpu-dra-driver inspect",
         "neither the PCI bus nor NVML (libnvidia-ml.so.1) shows a usable GPU",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import signal
@@ -12,6 +13,8 @@ import tempfile
 import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
+from http.client import HTTPConnection
 from pathlib import Path
 
 import forked_commands
@@ -19,9 +22,11 @@ import pytest
 
 from dra_driver.cli import commands
 from dra_driver.cli import main as main_module
+from dra_driver.model.claim import ClaimRef, Failed
 from tests.fakes.tables import tabled
 from tests.fakes.waiting import PATIENCE_S, eventually
 from tests.integration.conftest import DRIVER, Node, own_address, sliced
+from tests.kube.support import raw_server
 
 MEMORY = "/dev/shm"
 
@@ -129,6 +134,58 @@ def test_http_endpoint_serves_metrics_and_reasons(make_node: Callable[..., Node]
     assert get("/healthz") == "ok\n"
     assert get("/startupz") == "ok\n"
     assert 'nvidia_dra_requests_total{driver="gpu.nvidia.com",operation="prepare"} 0.0' in get("/gpu-metrics")
+
+
+def test_password_of_the_proxy_leaves_the_daemon_only_to_the_proxy(
+    make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The proxy refuses it, and repeats it in its answer. The node's problems are shown without delay."""
+
+    def refuse(send: Callable[[bytes], None], request: bytes) -> None:
+        [sent] = [line for line in request.split(b"\r\n") if line.lower().startswith(b"proxy-authorization")]
+        pair = base64.b64decode(sent.split()[-1])
+        assert pair == b"me:hunter2"
+        send(b"HTTP/1.1 407 wrong: " + sent + b" " + pair + b"\r\nContent-Length: 0\r\n\r\n")
+
+    node, address = make_node(), own_address()
+    with raw_server(refuse) as port:
+        path = node.root / "behind-a-proxy"
+        cluster = {"server": "https://api.test", "proxy-url": f"http://me:hunter2@127.0.0.1:{port}"}
+        context = {"name": "x", "context": {"cluster": "c", "user": "u"}}
+        document = {"clusters": [{"name": "c", "cluster": cluster}], "contexts": [context], "users": []}
+        path.write_text(json.dumps(document | {"current-context": "x"}))
+        quick = "import dra_driver.reporting.node_problems as p, dra_driver.slices.publisher as s; p._TURN_S = 0.1"
+        process = node.spawn(
+            before=f"{quick}; s._PROBLEM_AFTER_S = 0.0",
+            KUBECONFIG=str(path), HTTP_ENDPOINT=address, METRICS_PATH="/metrics", LOG_LEVEL="debug",
+        )  # fmt: skip
+        node.kubelet.wait_registered(DRIVER, timeout_s=60)
+        ref = ClaimRef("default", "one", "uid-one")
+        outcome = node.kubelet.prepare(DRIVER, [ref], timeout_s=10)[ref.uid]
+        assert isinstance(outcome, Failed)
+        shown = {"prepare": outcome.error, "problems": _page(address, "/problems", "407")}
+        shown |= {page: _page(address, page, "") for page in ("/readyz", "/metrics")}
+        process.send_signal(signal.SIGTERM)
+        shown["log"] = process.communicate(timeout=30)[1].decode()
+    for sink, text in shown.items():
+        assert "hunter2" not in text, (sink, text)
+        assert base64.b64encode(b"me:hunter2").decode() not in text, (sink, text)
+        assert sink == "/metrics" or "407 wrong: " in text, (sink, text)
+
+
+def _page(address: str, path: str, part: str) -> str:
+    """The page, with any status, as soon as it contains `part`."""
+
+    def read() -> str | None:
+        with suppress(OSError):
+            connection = HTTPConnection(address, timeout=5)
+            with closing(connection):
+                connection.request("GET", path)
+                text = connection.getresponse().read().decode()
+                return text if part in text and text else None
+        return None
+
+    return str(eventually(read))
 
 
 def _quietly(ask: Callable[[], str]) -> str | None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from playground.apiserver.failure import ApiFailure, expired
@@ -113,3 +116,23 @@ def write_claim_status(api: ApiClient, claim: dict[str, Any]) -> dict[str, Any]:
         body=claim,
         action="test",
     )
+
+
+@contextmanager
+def raw_server(answer: Callable[[Callable[[bytes], None], bytes], object]) -> Iterator[int]:
+    """The port of a server that reads a request, lets `answer(send, request)` answer, and closes the connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve(connection: socket.socket) -> None:
+            with connection, suppress(OSError):
+                request = connection.recv(65536)
+                answer(connection.sendall, request)
+
+        def accept() -> None:
+            with suppress(OSError):
+                while True:
+                    threading.Thread(target=serve, args=(listener.accept()[0],), daemon=True).start()
+
+        threading.Thread(target=accept, daemon=True).start()
+        yield listener.getsockname()[1]
+        listener.shutdown(socket.SHUT_RDWR)

@@ -204,7 +204,8 @@ def test_answer_whose_body_drips_ends_with_the_time_that_it_may_take():
 
 def test_answer_of_endless_size_is_refused(server, client, monkeypatch):
     """A 400 MB response used to increase the daemon to 1.2 GiB."""
-    monkeypatch.setattr("dra_driver.kube.client.MAX_BYTES", 1 << 20)
+    for module in ("client", "transport"):
+        monkeypatch.setattr(f"dra_driver.kube.{module}.MAX_BYTES", 1 << 20)
     for status in (200, 500):
         server.faults.fail(1, status, body=b"[" + b" " * (2 << 20) + b"]")
         with pytest.raises(ApiUnavailableError, match="list nodes: the response is larger than 1 MiB"):
@@ -250,6 +251,7 @@ def loses(server, client, monkeypatch):
     """A server that loses four pooled connections without a word, as the one does whose address another one takes over,
     after which each attempt counts."""
     monkeypatch.setattr("dra_driver.kube.client.ATTEMPT_S", 0.3)
+    monkeypatch.setattr("dra_driver.kube.transport.UNACKNOWLEDGED_S", 0.3)
     server.add("nodes", {"metadata": {"name": "n"}})
 
     def lose(how):
@@ -311,7 +313,7 @@ def test_slow_answer_is_waited_for_when_the_first_attempt_took_too_long(server, 
 
 def test_connection_that_is_not_taken_is_worth_another_try(monkeypatch):
     """As while another server takes over the address of one that vanished."""
-    monkeypatch.setattr("dra_driver.kube.client.CONNECT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("dra_driver.kube.transport.CONNECT_TIMEOUT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0), backlog=0) as listener, ExitStack() as full:
         for _ in range(2):
             waiting = full.enter_context(socket.socket())

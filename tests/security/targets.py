@@ -5,6 +5,7 @@ Each returns for whatever the parser announces: it catches the errors that the p
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -48,7 +49,7 @@ from dra_driver.host.rooted_tree import RootedTree
 from dra_driver.host.sysfs import Sysfs
 from dra_driver.journal.locks import GpuLocks
 from dra_driver.journal.records import RECORD_FILE
-from dra_driver.kube.api_errors import api_errors, check_status
+from dra_driver.kube.api_errors import ApiErrors
 from dra_driver.kube.claims import parse_allocated_claim, parse_claim_now
 from dra_driver.kube.client import WatchStream
 from dra_driver.kube.watch import version_after
@@ -339,7 +340,7 @@ def api_refusal(content: bytes, _directory: Path) -> object:
     response = mock.Mock(status=int(code) if code.isdecimal() and len(code) < 4 else 503, data=body)
     response.reason, response.headers = "a reason", {"Retry-After": retry_after}
     try:
-        check_status("try", response, response.data)
+        ApiErrors("try").check_status(response, response.data)
     except ApiUnavailableError as error:
         _check_error(error)
         require(
@@ -361,7 +362,7 @@ def _check_error(error: Exception) -> None:
 @target
 def api_claim(content: bytes, _directory: Path) -> object:
     """The object that is there now under the name of a claim."""
-    with suppress(ApiUnavailableError), api_errors("look"):
+    with suppress(ApiUnavailableError), ApiErrors("look").mapped():
         found = json.loads(content)
         if isinstance(found, dict):
             return parse_claim_now(found, ClaimRef("default", "claim", "uid")).allocated
@@ -371,8 +372,9 @@ def api_claim(content: bytes, _directory: Path) -> object:
 @target
 def api_watch(content: bytes, _directory: Path) -> object:
     """The body of a watch, cut into pieces anywhere."""
-    pieces = [content[place : place + 1024] for place in range(0, len(content), 1024)]
-    stream = WatchStream(mock.Mock(stream=lambda _size: iter(pieces)), "watch")
+    body = io.BytesIO(content)
+    response = mock.Mock(read1=lambda _size: body.read(1024))
+    stream = WatchStream(response, ApiErrors("watch"))
     versions: list[object] = []
     with suppress(ApiUnavailableError, ApiRejectedError):
         for event in stream:

@@ -99,7 +99,9 @@ def slice_changes(
             return SliceChanges(
                 deletes=tuple(foreign + ours),
                 creates=tuple(
-                    _created(pool, index, 1, owner) for index in range(len(pool.slices)) if index not in hopeless
+                    _created(pool, index, 1, owner)
+                    for index in range(len(pool.slices))
+                    if index not in hopeless
                 ),
             )
         generation = current  # a lower one would be ignored as long as the undeletable slice exists

@@ -1,0 +1,219 @@
+"""Connections to the API server through urllib3: TLS, proxy, and limits for the time and size of a response."""
+
+from __future__ import annotations
+
+import io
+import math
+import socket
+import ssl
+import tempfile
+import time
+from dataclasses import dataclass, field
+from http.client import HTTPResponse
+from typing import Any
+
+import urllib3
+from urllib3.connection import HTTPConnection, HTTPSConnection
+from urllib3.exceptions import HTTPError
+from urllib3.util import Timeout
+
+from dra_driver.kube.decoding import MAX_BYTES, TooLargeError
+
+_POOL_SIZE = 16
+CONNECT_TIMEOUT_S = 5.0
+UNACKNOWLEDGED_S = 8.0
+"""How long sent data may stay unacknowledged."""
+_READ_BYTES = 65536
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """How to reach the API server. Equal routes can share connections.
+
+    `server` and `proxy` are URLs without credentials, for example `https://10.96.0.1:443`. `ca`, `certificate` and
+    `key` are PEM; without `ca`, the system's CAs apply. `proxy_authorization` is a header's value.
+    """
+
+    server: str
+    ca: bytes | None = None
+    certificate: bytes | None = None
+    key: bytes | None = field(default=None, repr=False)
+    verify: bool = True
+    server_name: str | None = None
+    proxy: str | None = None
+    proxy_authorization: str = field(default="", repr=False)
+
+
+def new_manager(route: Route) -> urllib3.PoolManager:
+    """Return a pool of connections for the route. Raises: OSError (including ssl.SSLError), ValueError if the CA, the
+    certificate or its key is not PEM.
+    """
+    more: dict[str, Any] = {
+        "maxsize": _POOL_SIZE,
+        "socket_options": _socket_options(),
+        "retries": False,
+    }
+    if route.server.startswith("https://"):
+        more |= {"ssl_context": _tls_context(route), "server_hostname": route.server_name}
+    manager: urllib3.PoolManager
+    if route.proxy is None:
+        manager = urllib3.PoolManager(**more)
+    else:
+        headers = {"Proxy-Authorization": route.proxy_authorization} if route.proxy_authorization else None
+        # The proxy has a certificate of its own, so the cluster's CA does not apply to it.
+        tls = ssl.create_default_context() if route.proxy.startswith("https://") else None
+        manager = urllib3.ProxyManager(route.proxy, proxy_headers=headers, proxy_ssl_context=tls, **more)
+    manager.pool_classes_by_scheme = {"http": _Pool, "https": _TlsPool}
+    return manager
+
+
+def opened(
+    manager: urllib3.PoolManager,
+    method: str,
+    url: str,
+    headers: dict[str, str],
+    body: bytes | None,
+    left_s: float,
+) -> urllib3.BaseHTTPResponse:
+    """Send a request, and return the response once its headers have arrived, which takes at most `left_s` seconds.
+
+    Raises: the errors of urllib3; HTTPError if the response is compressed, because it could be of any size.
+    """
+    timeout = Timeout(total=left_s, connect=min(left_s, CONNECT_TIMEOUT_S))
+    response = manager.urlopen(
+        method,
+        url,
+        body=body,
+        headers=headers,
+        timeout=timeout,
+        redirect=False,
+        preload_content=False,
+        decode_content=False,
+    )
+    encoding = response.headers.get("Content-Encoding", "identity").strip().lower()
+    if encoding not in ("", "identity") and response.status < 300:
+        response.close()
+        raise HTTPError(
+            f"the response is compressed ({encoding[:20]}), although the request did not allow that; check the proxy "
+            "in front of the API server"
+        )
+    return response
+
+
+def body_of(response: urllib3.BaseHTTPResponse) -> bytearray:
+    """Read the whole body, within the time limit of `opened`; empty if it is compressed.
+
+    Raises: the errors of urllib3; TooLargeError for more than MAX_BYTES.
+    """
+    body = bytearray()
+    try:
+        while len(body) <= MAX_BYTES:
+            piece = response.read1(_READ_BYTES)
+            if not piece:
+                return body if "Content-Encoding" not in response.headers else bytearray()
+            body += piece
+        raise TooLargeError(f"the response is larger than {MAX_BYTES >> 20} MiB")
+    except BaseException:
+        response.close()
+        raise
+
+
+def piece_of(response: urllib3.BaseHTTPResponse) -> bytes:
+    """Return the next bytes of a body as soon as they arrive; empty at its end. Raises: the errors of urllib3."""
+    return response.read1(_READ_BYTES)
+
+
+def wait_for_each_piece(response: urllib3.BaseHTTPResponse, idle_s: float) -> None:
+    """From now on, limit the wait for each piece of the body, and no longer the time for the whole response."""
+    connection = response.connection
+    if isinstance(connection, _Limits):
+        connection.reader.until, connection.reader.idle_s = math.inf, idle_s
+
+
+class _LimitedReader(io.RawIOBase):
+    """Reads from a socket until a moment. The socket's own timeout would start again with each byte.
+
+    `until` (time.monotonic()) begins as the socket's timeout from now.
+    """
+
+    def __init__(self, sock: socket.socket, raw: io.RawIOBase) -> None:
+        self._sock, self._raw = sock, raw
+        self.until = time.monotonic() + (sock.gettimeout() or math.inf)
+        self.idle_s = math.inf
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        left = min(self.until - time.monotonic(), self.idle_s)
+        if left <= 0:
+            raise TimeoutError("timed out")
+        self._sock.settimeout(None if math.isinf(left) else left)
+        return self._raw.readinto(buffer)
+
+    def fileno(self) -> int:
+        return self._raw.fileno()
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
+
+
+class _Limits:
+    """A connection whose responses, including those of a proxy to CONNECT, must be complete in time."""
+
+    reader: _LimitedReader
+
+    def response_class(self, sock: socket.socket, *args: Any, **more: Any) -> HTTPResponse:
+        response = HTTPResponse(sock, *args, **more)
+        self.reader = _LimitedReader(sock, response.fp.detach())
+        response.fp = io.BufferedReader(self.reader)
+        return response
+
+
+class _Connection(_Limits, HTTPConnection): ...  # type: ignore[misc]
+
+
+class _TlsConnection(_Limits, HTTPSConnection): ...  # type: ignore[misc]
+
+
+class _Pool(urllib3.HTTPConnectionPool):
+    ConnectionCls = _Connection
+
+
+class _TlsPool(urllib3.HTTPSConnectionPool):
+    ConnectionCls = _TlsConnection
+
+
+def _tls_context(route: Route) -> ssl.SSLContext:
+    """Raises: OSError (including ssl.SSLError), ValueError."""
+    ca = None if route.ca is None else route.ca.decode("ascii", "ignore")
+    if ca is not None and not ca.strip():
+        raise ValueError("the CA is empty")
+    context = ssl.create_default_context(cadata=ca)
+    # Python 3.13 rejects CAs without key identifiers, but Kubernetes installers create such CAs.
+    context.verify_flags &= ~ssl.VERIFY_X509_STRICT
+    if not route.verify:
+        urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    if route.certificate is not None:
+        # OpenSSL reads certificates only from files. Without a password it would ask the terminal for one.
+        with tempfile.NamedTemporaryFile(prefix="gpu-dra-driver-") as file:
+            file.write(route.certificate + b"\n" + (route.key or b""))
+            file.flush()
+            context.load_cert_chain(file.name, password="")
+    return context
+
+
+def _socket_options() -> list[tuple[int, int, int]]:
+    """Return options that detect a vanished peer after 8 s, or 20 s after its last byte if nothing is sent, as on a
+    watch.
+    """
+    return [
+        *HTTPConnection.default_socket_options,
+        (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 15),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
+        (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNACKNOWLEDGED_S * 1000)),
+    ]
