@@ -112,8 +112,8 @@ _CHECK_S = 15.0
 
 @dataclass(eq=False)
 class MpsEvents(BackgroundWorker):
-    """Reports conditions of MPS daemons once for each claim, and reads the MPS host's status only while
-    claims use MPS.
+    """Reports conditions of MPS daemons, and how containers must use them, once for each claim. Reads the MPS host's
+    status only while claims use MPS.
 
     `daemons` returns that status; it may raise a DraDriverError.
     """
@@ -124,7 +124,7 @@ class MpsEvents(BackgroundWorker):
     daemons: Callable[[], Sequence[MpsDaemonStatus]]
 
     def __post_init__(self) -> None:
-        self._reported: set[tuple[str, str, str]] = set()  # claim, reason, daemon
+        self._reported: set[tuple[str, str, str]] = set()  # claim, reason, and the daemon or text
         super().__init__("mps-events", self._look)
 
     def prepared(self, record: ClaimRecord) -> None:
@@ -133,10 +133,15 @@ class MpsEvents(BackgroundWorker):
             self.wake()
 
     def _look(self) -> float:
-        users = {uid: record for uid, record in self.records().items() if _daemons_of(record)}
+        records = self.records()
+        users = {uid: record for uid, record in records.items() if _daemons_of(record)}
         self._reported = {entry for entry in self._reported if entry[0] in users}
         if not users:
             return math.inf
+        for uid, record in users.items():
+            advice = advice_on_requests(record, records.values())
+            if advice is not None and self._is_new(uid, "MpsNeedsRequestNames", advice):
+                self.recorder.minor_claim_event(record.ref, "MpsNeedsRequestNames", advice)
         try:
             daemons = self.daemons()
         except DraDriverError:
@@ -144,11 +149,15 @@ class MpsEvents(BackgroundWorker):
         for status in daemons:
             for reason, text in notes_of(status):
                 for uid, record in users.items():
-                    entry = (uid, reason, status.device)
-                    if status.device in _daemons_of(record) and entry not in self._reported:
-                        self._reported.add(entry)
+                    if status.device in _daemons_of(record) and self._is_new(uid, reason, status.device):
                         self.recorder.claim_event(record.ref, reason, text, warning=True)
         return _CHECK_S
+
+    def _is_new(self, uid: str, reason: str, what: str) -> bool:
+        """Whether this was not reported yet; it counts as reported from now on."""
+        is_new = (uid, reason, what) not in self._reported
+        self._reported.add((uid, reason, what))
+        return is_new
 
 
 def _daemons_of(record: ClaimRecord) -> Collection[str]:
@@ -188,7 +197,7 @@ class Reporter:
             yield
 
     def prepared(self, ref: ClaimRef, duration_s: float, record: ClaimRecord | None) -> None:
-        """A claim is prepared. Also advises users if its containers must name requests."""
+        """A claim is prepared."""
         self.metrics.prepared(duration_s, None)
         self.failing.succeeded(ref)
         if record is None:
@@ -198,10 +207,6 @@ class Reporter:
         if record.maintenance is not None:
             text = f"{', '.join(record.maintenance.gpu_uuids)}: in maintenance for this claim"
             self.recorder.claim_event(ref, "MaintenanceStarted", text, warning=False)
-        has_mps = any(isinstance(step, RunMps) for step in record.steps)
-        advice = advice_on_requests(record) if has_mps else None
-        if advice is not None:
-            self.recorder.minor_claim_event(ref, "MpsNeedsRequestNames", advice)
 
     def unprepared(self, ref: ClaimRef, duration_s: float, record: ClaimRecord | None) -> None:
         """A claim is no longer prepared, or never was. The API server removes its status with the allocation."""

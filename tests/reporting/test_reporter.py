@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 
 from dra_driver.errors import ApiUnavailableError, DeviceBusyError, RetryableError, StateError
-from dra_driver.model.claim import ClaimRef
-from dra_driver.model.mps import MpsDaemonSpec, MpsDaemonStatus
+from dra_driver.model.claim import ClaimRef, PodRef
+from dra_driver.model.mps import MpsDaemonSpec, MpsDaemonStatus, MpsShared
 from dra_driver.model.record import ClaimRecord, RunMps, StartMaintenance
 from dra_driver.reporting.claim_status import ClaimStatusReporter
 from dra_driver.reporting.failing_claims import FailingClaims
 from dra_driver.reporting.reporter import MpsEvents, NodeEvents, Reporter
-from tests.fakes.samples import GPU_0, claim, h100, hold, inventory, uuid
+from tests.fakes.samples import GPU_0, GPU_1, claim, h100, hold, inventory, uuid
 from tests.fakes.tables import tabled
 from tests.fakes.waiting import eventually
 
@@ -276,6 +276,9 @@ class Node:
         assert warning
         self.reports.append((ref.uid, reason, message))
 
+    def minor_claim_event(self, ref: ClaimRef, reason: str, message: str) -> None:
+        self.reports.append((ref.uid, reason, message))
+
     def use(self, uid: str, spec: MpsDaemonSpec = SPEC) -> None:
         one = claim(uid=uid)
         self.records[uid] = ClaimRecord(one, "prepared", "boot", (), (RunMps(spec),))
@@ -309,6 +312,22 @@ def test_each_claim_of_a_daemon_is_reported_once() -> None:
     node.look()
     node.use("a")
     assert node.look() == [("a", *one) for one in wanted], "another claim of this name and UID"
+
+
+def test_claims_with_mps_of_one_pod_are_advised_once_when_the_second_is_prepared() -> None:
+    node = Node()
+    pods = (PodRef("pod", "pod-1"),)
+
+    def prepare(uid: str, device: str, usage: MpsShared | None) -> None:
+        one = replace(claim(device, uid=uid), pods=pods)
+        steps = () if usage is None else (RunMps(usage.spec),)
+        node.records[uid] = ClaimRecord(one, "prepared", "boot", (hold(device, usage=usage),), steps)
+
+    prepare("a", GPU_0, MpsShared(SPEC))
+    assert node.look() == []
+    prepare("b", GPU_1, None)
+    assert [(uid, reason) for uid, reason, _ in node.look()] == [("a", "MpsNeedsRequestNames")]
+    assert node.look() == []
 
 
 def test_pods_of_further_users_add_no_event_of_a_claim_that_has_one() -> None:

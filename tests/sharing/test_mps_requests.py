@@ -9,7 +9,7 @@ import pytest
 
 from dra_driver.claims.rules.plan import plan_claim
 from dra_driver.errors import ClaimRefusedError
-from dra_driver.model.claim import AllocatedClaim, DeviceConfig, DeviceResult
+from dra_driver.model.claim import AllocatedClaim, ClaimRef, DeviceConfig, DeviceResult, PodRef
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.sharing import GpuSelector, SharingEntry, SharingPolicy, SharingRule
 from dra_driver.sharing.rules.modes import advice_on_requests
@@ -74,6 +74,28 @@ def test_two_requests_with_mps_advise_containers() -> None:
     assert (advice_on_requests(record(wanted)) or "").startswith(
         f"The claim has requests with MPS: one ({GPU_0}), two ({MIG_3G}). Let each"
     )
+
+
+def of_pod(wanted: AllocatedClaim, name: str, *pods: str) -> ClaimRecord:
+    """The record of a claim of this name that these pods use."""
+    found = record(wanted)
+    ref, users = ClaimRef("default", name, name), tuple(PodRef(pod, pod) for pod in pods)
+    return replace(found, claim=replace(wanted, ref=ref, pods=users))
+
+
+def test_two_claims_of_a_pod_advise_containers_if_one_has_mps() -> None:
+    shared = of_pod(claim(GPU_0, configs=(mps(),)), "shared", "pod-1", "pod-2")
+    second = of_pod(claim(MIG_3G, configs=(mps(kind="MigDeviceConfig"),)), "second", "pod-2")
+    plain = of_pod(claim(GPU_1), "plain", "pod-2")
+    elsewhere = of_pod(claim(GPU_1), "elsewhere", "pod-3")
+    assert advice_on_requests(shared, [shared, elsewhere]) is None
+    assert advice_on_requests(shared, [shared, second, plain, elsewhere]) == (
+        f"The claims of the pod have requests with MPS: gpu ({GPU_0}), second/gpu ({MIG_3G}), and plain/gpu without "
+        "MPS. Let each container name only one request (resources.claims[].request): a container with several "
+        "requests reaches only one MPS daemon and no other GPU"
+    )
+    look = of_pod(claim(result(GPU_1, admin_access=True)), "look", "pod-1")
+    assert advice_on_requests(shared, [shared, look]) is None
 
 
 @pytest.mark.parametrize(

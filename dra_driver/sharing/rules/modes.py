@@ -348,25 +348,41 @@ def refuse_mixed_requests(
             )
 
 
-def advice_on_requests(record: ClaimRecord) -> str | None:
-    """Returns how containers must use a claim with MPS and several requests, as a sentence; None for other
-    claims.
+def advice_on_requests(record: ClaimRecord, others: Iterable[ClaimRecord] = ()) -> str | None:
+    """Returns how containers must use a claim with MPS, if it has several requests, or if its pods use more claims of
+    `others`; None if containers cannot go wrong.
     """
+    pods = {pod.uid for pod in record.claim.pods or ()}
+    related = [
+        other
+        for other in others
+        if other.ref.uid != record.ref.uid and not pods.isdisjoint(pod.uid for pod in other.claim.pods or ())
+    ]
+    through = dict(_daemons_of_requests(record))
+    for other in related:
+        found = _daemons_of_requests(other)
+        through |= {f"{other.ref.name}/{request}": devices for request, devices in found.items()}
+    with_mps = [f"{request} ({devices})" for request, devices in through.items() if devices is not None]
+    if not with_mps or len(set(through.values())) == 1:
+        return None
+    plain = [request for request, devices in through.items() if devices is None]
+    rest = f", and {', '.join(plain)} without MPS" if plain else ""
+    return (
+        f"{'The claims of the pod have' if related else 'The claim has'} requests with MPS: "
+        f"{', '.join(with_mps)}{rest}. Let each container name only one request (resources.claims[].request): a "
+        "container with several requests reaches only one MPS daemon and no other GPU"
+    )
+
+
+def _daemons_of_requests(record: ClaimRecord) -> Mapping[str, str | None]:
+    """Returns the devices of the MPS daemon of each request, None for a request without MPS."""
     held = {(one.device, one.share_id): one for one in record.devices if not one.admin_access}
-    through: dict[str, str | None] = {}
+    found: dict[str, str | None] = {}
     for result in record.claim.results:
         one = held.get((result.device, result.share_id))
         if one is not None and not result.admin_access:
             usage = one.usage
-            through[result.base_request] = (
+            found[result.base_request] = (
                 ", ".join(usage.spec.devices) if isinstance(usage, MpsShared) else None
             )
-    with_mps = [f"{request} ({device})" for request, device in through.items() if device is not None]
-    if not with_mps or len(through) == 1:
-        return None
-    others = [request for request, device in through.items() if device is None]
-    rest = f", and {', '.join(others)} without MPS" if others else ""
-    return (
-        f"The claim has requests with MPS: {', '.join(with_mps)}{rest}. Let each container name only one request "
-        "(resources.claims[].request): a container with several requests reaches only one MPS daemon and no other GPU"
-    )
+    return found
