@@ -138,6 +138,9 @@ class PodLoop:
         )
 
     def _start(self, pod: Pod) -> None:
+        refusal = self._node.scheduler.admit_pod(pod["metadata"]["namespace"], pod["metadata"]["name"])
+        if refusal is not None:
+            raise KubeletError(refusal)
         claims = [_ref(claim) for claim in self._claims(pod)]
         started = time.monotonic()
         outcomes = self._node.kubelet.prepare(DRIVER, claims) if claims else {}

@@ -18,6 +18,8 @@ __all__ = ["AllocationError", "PlaygroundScheduler"]
 _GROUP = "resource.k8s.io"
 _POD_CLAIM_NAME = "resource.kubernetes.io/pod-claim-name"
 
+_NOT_SCHEDULED = "kube-scheduler allocates claims, but only for pods that are created without nodeName"
+
 Object = dict[str, Any]
 
 
@@ -80,6 +82,31 @@ class PlaygroundScheduler:
             pod["spec"]["nodeName"] = chosen
             resource = self._server.resource("pods", group="")
             return self._server.operations.update(resource, (namespace, name), pod)
+
+    def admit_pod(self, namespace: str, name: str) -> str | None:
+        """Return why the kubelet refuses a pod that has a node; None if it starts the pod.
+
+        A pod that was created with a node passes by the scheduler. Like the claim controller, this creates its claims
+        from templates, and reserves only those that are already allocated.
+        """
+        with self._server.store.changed:
+            pod = self._get("pods", namespace, name, group="")
+            for claim_name in self._claims_of(pod):
+                claim = self._get("resourceclaims", namespace, claim_name)
+                if not (claim.get("status") or {}).get("allocation"):
+                    return (
+                        f"pod {name} is not allowed to use ResourceClaim {namespace}/{claim_name}: it is not "
+                        f"allocated; {_NOT_SCHEDULED}"
+                    )
+                before = copy.deepcopy(claim["status"].get("reservedFor"))
+                reserve(claim["status"], pod)
+                if claim["status"]["reservedFor"] != before:
+                    self._write_status("resourceclaims", _GROUP, claim)
+            served = served_resources(self._server.objects("deviceclasses"))
+            requests = extended_requests(pod["spec"], served)
+            if requests and "extendedResourceClaimStatus" not in (pod.get("status") or {}):
+                return f"pod {name} has no claim for its extended resources; {_NOT_SCHEDULED}"
+        return None
 
     def _extended_claim(self, pod: Object) -> list[Object]:
         """Return a list with the claim for the extended resources of a pod; empty if it requests none. kube-scheduler

@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from playground.pods import PodLoop
+
 from dra_driver.app.settings import config_values
 from dra_driver.cli.machine import CommandMachine
 from dra_driver.cli.validate import machine_to_try
@@ -16,7 +18,8 @@ from dra_driver.cli.validation.manifest_check import DocumentReport, check_docum
 from dra_driver.cli.validation.rules.allocator import AllocationError
 from dra_driver.model.claim import Failed, Prepared
 from tests.fakes.tables import tabled
-from tests.integration.conftest import DRIVER, Node
+from tests.fakes.waiting import eventually
+from tests.integration.conftest import DRIVER, NODE, Node
 
 Json = dict[str, Any]
 
@@ -121,3 +124,32 @@ def test_random_claims_are_judged_as_prepare_does(make_node: Callable[..., Node]
         assert (report.verdict == "FAULT") == is_refused, (claim, report, error)
         seen[is_refused] += 1
     assert min(seen.values()) > 5, seen
+
+
+def test_pod_with_a_node_name_does_not_run_unless_its_claim_is_allocated(node: Node) -> None:
+    server, lines = node.server, list[str]()
+    one = {"devices": {"requests": [{"name": "gpu", "exactly": {"deviceClassName": "gpu.nvidia.com"}}]}}
+    template = {"metadata": {"name": "one", "namespace": "default"}, "spec": {"spec": one}}
+    server.add("resourceclaimtemplates", template, group="resource.k8s.io")
+    shared = {"metadata": {"name": "shared", "namespace": "default"}, "spec": one}
+    server.add("resourceclaims", shared, group="resource.k8s.io")
+
+    def create(name: str, resources: Json, **spec: Any) -> None:
+        body = {"containers": [{"name": "c", "image": "busybox", "resources": resources}], **spec}
+        server.add("pods", {"metadata": {"name": name, "namespace": "default"}, "spec": body}, group="")
+
+    of_template = [{"name": "gpu", "resourceClaimTemplateName": "one"}]
+    named = [{"name": "gpu", "resourceClaimName": "shared"}]
+    by_claim = {"claims": [{"name": "gpu"}]}
+    with PodLoop(node, lines.append):
+        create("pinned", by_claim, nodeName=NODE, resourceClaims=of_template)
+        implicit = "deviceclass.resource.kubernetes.io/gpu.nvidia.com"
+        create("pinned-limit", {"limits": {implicit: 1}}, nodeName=NODE)
+        create("early", by_claim, nodeName=NODE, resourceClaims=named)
+        why = "kube-scheduler allocates claims, but only for pods that are created without nodeName"
+        eventually(lambda: len([line for line in lines if "is waiting" in line and line.endswith(why)]) == 3)
+        events = node.events("FailedPrepareDynamicResources")
+        assert {one["involvedObject"]["name"] for one in events} == {"pinned", "pinned-limit", "early"}
+        create("scheduled", by_claim, resourceClaims=named)
+        eventually(lambda: {"pod default/scheduled running", "pod default/early running"} <= {*lines})
+    assert not any("pinned" in line and line.endswith("running") for line in lines)

@@ -35,6 +35,9 @@ from dra_driver.cli.validation.rules.pods import (
     IMPLICIT,
     claims_of,
     extended_requests,
+    mps_hints,
+    mps_requests,
+    node_name_texts,
     pod_faults,
     pod_specs,
     requested_resources,
@@ -42,7 +45,6 @@ from dra_driver.cli.validation.rules.pods import (
     trap_hints,
     unknown_requests,
     unused_claims,
-    uses_mps,
 )
 from dra_driver.cli.validation.rules.selectors import compiled, selected_driver
 from dra_driver.cli.validation.rules.taints import (
@@ -413,19 +415,30 @@ class ManifestCheck:
             report.faults += [str(fault) for fault in pod_faults(spec, path)]
         if report.faults:
             return
-        for _, spec in pods:
+        for path, spec in pods:
             report.hints += [
                 f"no container uses the claim {name}: its devices are allocated but not used; "
                 "list the claim under resources.claims of a container"
                 for name in unused_claims(spec)
             ]
             report.hints += pod_toleration_hints(spec)
-            self._try_pod(spec, namespace, report)
+            self._try_pod(path, spec, namespace, report)
 
-    def _try_pod(self, spec: JsonObject, namespace: str, report: DocumentReport) -> None:
+    def _try_pod(self, path: str, spec: JsonObject, namespace: str, report: DocumentReport) -> None:
         """Check a pod: each of its claims, and all of them together."""
         requests = self._extended(spec, report)
+        lacking = ["its extended resources"] if requests else []
+        lacking += [f"{kind} {name}" for _, kind, name in claims_of(spec) if kind != "ResourceClaim"]
+        report.faults += node_name_texts(spec, path, lacking)
+        unsure = [
+            f"{kind} {name}, unless it is already allocated"
+            for _, kind, name in claims_of(spec)
+            if kind == "ResourceClaim" and not self._is_allocated(namespace, name)
+        ]
+        report.hints += node_name_texts(spec, path, unsure)
         claims = [{"devices": {"requests": requests}}] if requests else []
+        extended = mps_requests(claims[0], self._classes, self.driver) if claims else {}
+        with_mps: dict[str, Mapping[str, bool]] = {}
         all_fit = all([self._try_claim(claim, report) for claim in claims])
         for entry, kind, name in claims_of(spec):
             found = self._claim(kind, namespace, name, report)
@@ -434,7 +447,9 @@ class ManifestCheck:
                 continue
             claims.append(found)
             report.faults += [str(fault) for fault in unknown_requests(spec, entry, found)]
-            report.hints += trap_hints(spec, entry, uses_mps=uses_mps(found, self._classes, self.driver))
+            with_mps[entry] = mps_requests(found, self._classes, self.driver)
+            report.hints += trap_hints(spec, entry, uses_mps=any(with_mps[entry].values()))
+        report.hints += mps_hints(spec, with_mps, extended)
         if claims and spec.get("hostUsers") is False:
             report.hints.append(
                 "hostUsers is false: the NVIDIA driver's device nodes must be in the host's /dev; if a container does "
@@ -450,6 +465,11 @@ class ManifestCheck:
                 f"the pod's {len(claims)} claims do not fit on {name} together, although each fits alone: {text}"
                 for name, text in short.items()
             ]
+
+    def _is_allocated(self, namespace: str, name: str) -> bool:
+        """Whether a claim of the cluster has its devices."""
+        found = None if self.cluster is None else self.cluster.found.get(("ResourceClaim", namespace, name))
+        return bool(((found or {}).get("status") or {}).get("allocation"))
 
     def _claim(self, kind: str, namespace: str, name: str, report: DocumentReport) -> JsonObject | None:
         """Return the spec of a claim that a pod names, if it can be allocated from an empty machine."""

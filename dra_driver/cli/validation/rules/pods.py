@@ -7,14 +7,17 @@ DeviceClass serves its `extendedResourceName`, and always `deviceclass.resource.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
-from dra_driver.cli.validation.rules.manifests import class_names, requests_of
+from dra_driver.api.config import DeviceType
+from dra_driver.api.resolve import config_for_result
+from dra_driver.cli.validation.rules.manifests import alternatives, class_type, requests_of
 from dra_driver.cli.validation.rules.schema import amount, distinct, model_shape
 from dra_driver.errors import InvalidConfigError
+from dra_driver.model.claim import DeviceConfig, DeviceResult
 from dra_driver.model.schema import (
     Anything,
     FieldFault,
@@ -130,6 +133,17 @@ def claims_of(spec: JsonObject) -> list[tuple[str, str, str]]:
     ]
 
 
+def node_name_texts(spec: JsonObject, path: str, lacking: Sequence[str]) -> list[str]:
+    """Return what is wrong with a valid pod that names its node, but needs devices for `lacking`."""
+    if not spec.get("nodeName") or not lacking:
+        return []
+    return [
+        f"{path}.nodeName: kube-scheduler does not see a pod with nodeName and allocates no devices for it, so the "
+        f"kubelet refuses the pod ({', '.join(lacking)}); write nodeSelector: "
+        f"{{kubernetes.io/hostname: {spec['nodeName']}}} instead"
+    ]
+
+
 def unused_claims(spec: JsonObject) -> list[str]:
     """Return the entries of a pod's `resourceClaims` that no container uses, so that no container gets the
     devices.
@@ -156,16 +170,73 @@ def unknown_requests(spec: JsonObject, entry: str, claim: JsonObject) -> list[Fi
     ]
 
 
-def uses_mps(claim: JsonObject, classes: Mapping[str, JsonObject], driver: str) -> bool:
-    """Whether the parameters of a valid claim, or of one of its classes, use MPS."""
-    specs = [classes[name].get("spec") or {} for name in class_names(claim) if name in classes]
-    for configured in (claim.get("devices") or {}, *specs):
-        for entry in configured.get("config") or ():
-            opaque = entry.get("opaque") or {}
-            sharing = (opaque.get("parameters") or {}).get("sharing") or {}
-            if opaque.get("driver") == driver and sharing.get("strategy") == "MPS":
-                return True
-    return False
+def mps_requests(claim: JsonObject, classes: Mapping[str, JsonObject], driver: str) -> Mapping[str, bool]:
+    """Return for each request of a valid claim whether its parameters, or those of its classes, use MPS. Requests with
+    adminAccess are left out.
+    """
+    of_claim = _configs("FromClaim", claim.get("devices") or {})
+    found: dict[str, bool] = {}
+    for request in requests_of(claim):
+        for name, body in alternatives(request):
+            if body.get("adminAccess"):
+                continue
+            of_class = _configs("FromClass", classes.get(body["deviceClassName"], {}).get("spec") or {})
+            kind = class_type(body["deviceClassName"])
+            uses = any(
+                _uses_mps(name, [*of_class, *of_claim], driver, one)
+                for one in (("gpu", "mig") if kind is None else (kind,))
+            )
+            found[request["name"]] = found.get(request["name"], False) or uses
+    return found
+
+
+def _configs(source: Literal["FromClass", "FromClaim"], configured: JsonObject) -> list[DeviceConfig]:
+    entries = (entry for entry in configured.get("config") or () if entry.get("opaque"))
+    return [
+        DeviceConfig(
+            source,
+            tuple(entry.get("requests") or ()),
+            entry["opaque"]["driver"],
+            entry["opaque"].get("parameters"),
+        )
+        for entry in entries
+    ]
+
+
+def _uses_mps(request: str, configs: Sequence[DeviceConfig], driver: str, kind: DeviceType) -> bool:
+    try:
+        config = config_for_result(DeviceResult(request, driver, "", ""), configs, driver, kind).config
+    except InvalidConfigError:
+        return False
+    sharing = getattr(config, "sharing", None)
+    return sharing is not None and sharing.strategy == "MPS"
+
+
+def mps_hints(
+    spec: JsonObject, claims: Mapping[str, Mapping[str, bool]], extended: Mapping[str, bool]
+) -> Iterator[str]:
+    """Yield the containers of a valid pod that get a device with MPS and another one.
+
+    `claims` has the result of `mps_requests` for each entry of `resourceClaims`, and `extended` that of the claim for
+    extended resources.
+    """
+    containers = [container for place in _PLACES for container in spec.get(place) or ()]
+    for index, container in enumerate(containers):
+        used = {
+            f"the request {name} of claim {one['name']}": uses
+            for one in (container.get("resources") or {}).get("claims") or ()
+            for name, uses in claims.get(one["name"], {}).items()
+            if one.get("request") in (None, "", name)
+        }
+        by_limit = [uses for name, uses in extended.items() if name.startswith(f"container-{index}-")]
+        used |= {"its extended resource": any(by_limit)} if by_limit else {}
+        with_mps = [name for name, uses in used.items() if uses]
+        if with_mps and len(used) > 1:
+            others = [name for name in used if name != with_mps[0]]
+            yield (
+                f"container {container.get('name')}: {with_mps[0]} uses MPS, and a CUDA process that uses MPS reaches "
+                f"only its daemon's devices, so not those of {' or '.join(others)}; use one container for each"
+            )
 
 
 def trap_hints(spec: JsonObject, entry: str, *, uses_mps: bool) -> Iterator[str]:
