@@ -12,6 +12,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
+from dra_driver.cli.validation.rules.manifests import is_of_device_plugin
 from dra_driver.errors import InvalidConfigError
 from dra_driver.model.ids import quoted
 
@@ -87,6 +88,8 @@ def _recognised(document: Document, settings: Collection[str]) -> Document:
     """Mark configuration files. A key that resembles a setting counts as a misspelt setting."""
     content = document.content
     if not isinstance(content, dict) or "kind" in content or "apiVersion" in content:
+        return document
+    if is_of_device_plugin(content):
         return document
     ours = any(get_close_matches(str(key)[:_LONGEST_KEY], settings, 1, _ALIKE) for key in content)
     return replace(document, is_configuration=ours)

@@ -17,7 +17,13 @@ from dra_driver.cli.validation.rules.allocator import (
     free_devices,
     less,
 )
-from dra_driver.cli.validation.rules.explain import Funnel, funnel, largest_group, meant_attribute
+from dra_driver.cli.validation.rules.explain import (
+    Funnel,
+    funnel,
+    largest_group,
+    meant_attribute,
+    near_misses,
+)
 from dra_driver.cli.validation.rules.layout_trial import MigGpu
 from dra_driver.errors import DraDriverError, RetryableError
 from dra_driver.kube.claims import parse_allocated_claim
@@ -40,7 +46,7 @@ class Fit:
 
     `devices` are (request, device) of one possible allocation; if there is none, `problem` says why. `refusal` is why
     Prepare would refuse the claim with these devices, and `delay` why Prepare would fail until the machine changes.
-    `allocation` is the claim's `status.allocation`.
+    `allocation` is the claim's `status.allocation`. `near` are hints about devices that a selector barely excludes.
     """
 
     funnels: tuple[Funnel, ...]
@@ -49,6 +55,7 @@ class Fit:
     refusal: str | None = None
     delay: str | None = None
     allocation: JsonObject | None = None
+    near: tuple[str, ...] = ()
 
 
 @dataclass(eq=False)
@@ -89,7 +96,8 @@ class MachineFit:
                 problem = self._no_choice(wanted, funnels, devices)
             return Fit(funnels, problem=problem or str(error))
         results = tuple((entry["request"], entry["device"]) for entry in allocation["devices"]["results"])
-        return Fit(funnels, results, None, *self._planned(allocation), allocation)
+        near = tuple(text for group in wanted for entry in group for text in near_misses(entry, self.devices))
+        return Fit(funnels, results, None, *self._planned(allocation), allocation, near)
 
     def together(self, specs: Sequence[JsonObject], classes: Mapping[str, JsonObject]) -> str | None:
         """Return why claims with these v1 specs, such as the claims of one pod, do not fit together; None if

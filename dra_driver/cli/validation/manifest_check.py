@@ -16,6 +16,7 @@ from dra_driver.cli.validation.rules.classes import profile_label, profile_of_cl
 from dra_driver.cli.validation.rules.layout_trial import Trial, manager_layouts, read_layouts
 from dra_driver.cli.validation.rules.manifests import (
     KINDS,
+    OF_DEVICE_PLUGIN,
     alternative_hints,
     as_v1,
     bodies,
@@ -24,8 +25,10 @@ from dra_driver.cli.validation.rules.manifests import (
     class_type,
     default_hints,
     is_misspelled,
+    is_of_device_plugin,
     is_parameters,
     misspelled_kind,
+    names_devices,
     neighbour,
     object_faults,
     parameter_faults,
@@ -65,6 +68,9 @@ _SHOWN_DEVICES = 4
 _MAX_PROFILES = 16
 _ALIKE = 0.92
 """The similarity of two class names that differ in about one letter."""
+_ALIKE_OBJECT = 0.8
+_CLAIMS = {"ResourceClaim": "resourceClaimName", "ResourceClaimTemplate": "resourceClaimTemplateName"}
+_SHARES = "shares.gpu.nvidia.com"
 _ADMIN_LABEL = "resource.kubernetes.io/admin-access"
 
 
@@ -136,6 +142,7 @@ class ManifestCheck:
         self._has_mig = any("profile" in one for one in attributes) or not any(
             one.get("migCapable") for one in attributes
         )
+        self._has_nvlink_groups = len({one.get("nvlinkDomain") for one in attributes} - {None}) > 1
         self._has_vfio = any(one.get("type") == "vfio" for one in attributes)
         profiles = {one.get("profile") for one in attributes}
         self._layouts = {
@@ -217,6 +224,16 @@ class ManifestCheck:
             self._try_layouts([str(name)], self._layouts, report)
         elif meant := misspelled_kind(content, (*KINDS, "DeviceTaintRule", "Pod")):
             report.faults.append(f"kind: {content['kind']!r} is not known; did you mean {meant}?")
+        elif content.get("kind") == "Namespace" and _ADMIN_LABEL in self._labels.get(
+            str(document.metadata.get("name")), {}
+        ):
+            report.notes.append(f"the label {_ADMIN_LABEL} decides whether its claims may have adminAccess")
+        elif is_of_device_plugin(content):
+            report.verdict = "SKIP"
+            report.notes.append(f"skipped: {OF_DEVICE_PLUGIN}")
+        elif neighbour(content) is None and names_devices(content):
+            report.verdict = NOT_JUDGED
+            report.notes.append("it names claims or GPUs, but validate does not know this kind")
         else:
             what = neighbour(content)
             report.verdict = "SKIP"
@@ -399,7 +416,7 @@ class ManifestCheck:
             for found in fit.funnels
             if found.error is not None
         ]
-        report.hints += filter(None, [fit.delay])
+        report.hints += filter(None, [fit.delay, *fit.near])
         if not fit.devices:
             report.notes.append("the claim requests no devices")
             return
@@ -450,6 +467,11 @@ class ManifestCheck:
             with_mps[entry] = mps_requests(found, self._classes, self.driver)
             report.hints += trap_hints(spec, entry, uses_mps=any(with_mps[entry].values()))
         report.hints += mps_hints(spec, with_mps, extended)
+        if any(one["exactly"]["count"] > 1 for one in requests) and self._has_nvlink_groups:
+            report.hints.append(
+                "the GPUs of an extended resource may have no NVLink between them; a claim with the constraint "
+                f"matchAttribute: {self.driver}/nvlinkDomain gets GPUs that have one"
+            )
         if claims and spec.get("hostUsers") is False:
             report.hints.append(
                 "hostUsers is false: the NVIDIA driver's device nodes must be in the host's /dev; if a container does "
@@ -481,12 +503,16 @@ class ManifestCheck:
             return None
         if found is None and self.cluster is not None and reference in self.cluster.found:
             found = self.cluster.found[reference]
-            if found is None:
+            if found is None and self._meant(reference) is None:
                 report.hints.append(
                     f"{shown} is not in the files and not in the cluster: the pods wait for it"
                 )
                 return None
         if found is None:
+            meant = self._meant(reference)
+            if meant is not None:
+                report.faults.append(f"{shown} is not in the files; {meant}")
+                return None
             report.verdict = NOT_JUDGED
             report.notes.append(f"{shown} is not in the files; fit not checked")
             return None
@@ -502,6 +528,20 @@ class ManifestCheck:
             report.notes.append(f"{shown} is not judged")
         return None
 
+    def _meant(self, reference: Reference) -> str | None:
+        """Return which claim or template of the files a pod probably means, as the end of a sentence."""
+        kind, namespace, name = reference
+        others = [one for one in self._places if one[0] in _CLAIMS]
+        for other in others:
+            if other[2] == name and other[1] == namespace:
+                return f"{other[0]} {name} is: write {_CLAIMS[other[0]]}"
+            # A document without a namespace may be meant for any.
+            if other[2] == name and other[0] == kind and self.namespace not in (other[1], namespace):
+                return f"{name} is in namespace {other[1]}, but a pod uses only objects of its own namespace"
+        known = [one[2] for one in others if one[:2] == (kind, namespace)]
+        near = get_close_matches(name, known, 1, _ALIKE_OBJECT)
+        return f"did you mean {near[0]}?" if near else None
+
     def _extended(self, spec: JsonObject, report: DocumentReport) -> list[JsonObject]:
         """Return the requests for extended resources such as `nvidia.com/gpu: 1`."""
         served = served_resources(self._classes.values())
@@ -513,7 +553,13 @@ class ManifestCheck:
             for resource in requested_resources(container)
         }
         for resource in sorted(asked - served.keys()):
-            if resource.startswith("nvidia.com/"):
+            if resource.startswith("nvidia.com/") and resource.endswith(".shared"):
+                report.hints.append(
+                    f"{resource} is a resource of NVIDIA's device plugin; with gpu-dra-driver, pods get a share of a "
+                    f"device by a claim of class {_SHARES}, or by the limit {IMPLICIT}{_SHARES} (docs/migration.md, "
+                    "docs/sharing.md)"
+                )
+            elif resource.startswith("nvidia.com/"):
                 near = get_close_matches(resource, served, 1, _ALIKE)
                 report.hints.append(
                     f"{resource} is served by gpu-dra-driver only if a DeviceClass has "

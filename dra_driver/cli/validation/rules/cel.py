@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from fractions import Fraction
 from functools import cache
 from typing import Any
@@ -90,9 +91,18 @@ _INDEXED = re.compile(r"""device\.(?:attributes|capacity)\[\??(["'])([^"'\\]*)\1
 _ASKED = re.compile(r"""(["'])([^"'\\]*)\1\s+in\s+device\.(?:attributes|capacity)\b(?!\s*[.\[])""")
 _NOISE = re.compile(r" \(in container ''\)| expecting \{.*\}| \[[A-Z_]+\]$")
 _FIELDS = "device.driver, device.attributes, device.capacity and device.allowMultipleAllocations"
-READ = 'device.attributes["gpu.nvidia.com"].productName: the domain in brackets, then the name'
+_NAME_IN_BRACKETS = re.compile(r"""device\.(attributes|capacity)\[\??(["'])(?:([^"'\\/]+)/)?(\w+)\2\]""")
 COMPARED = 'device.capacity["gpu.nvidia.com"].memory.compareTo(quantity("40Gi")) >= 0'
 _INT64 = 1 << 63
+
+
+def reading(text: str) -> str:
+    """Return how to write the attribute or capacity that a selector names in brackets."""
+    found = _NAME_IN_BRACKETS.search(text)
+    kind, domain, name = (
+        ("attributes", None, "productName") if found is None else (found[1], found[3], found[4])
+    )
+    return f'device.{kind}["{domain or "gpu.nvidia.com"}"].{name}: the domain in brackets, then the name'
 
 
 def program(text: str) -> Callable[[DeviceView], bool]:
@@ -103,7 +113,7 @@ def program(text: str) -> Callable[[DeviceView], bool]:
     try:
         expression = _environment().compile(text)
     except RuntimeError as error:
-        raise _refusal(str(error)) from None
+        raise _refusal(str(error), text) from None
     kind = expression.return_type().name()
     if kind not in ("BOOL", "DYN"):
         raise InvalidConfigError(f"does not compile: it must evaluate to bool, not {kind.lower()}")
@@ -128,7 +138,7 @@ def program(text: str) -> Callable[[DeviceView], bool]:
     return matches
 
 
-def _refusal(message: str) -> InvalidConfigError | NotJudgedError:
+def _refusal(message: str, selector: str) -> InvalidConfigError | NotJudgedError:
     faults = []
     for line, column, text in _FAULT.findall(message):
         unknown = _UNKNOWN.match(text)
@@ -138,7 +148,11 @@ def _refusal(message: str) -> InvalidConfigError | NotJudgedError:
         if "kubernetes.Quantity" in text:
             meant = f"; compare amounts as in {COMPARED}"
         elif "(map(string, dyn)" in text:
-            meant = f"; write {READ}"
+            meant = f"; write {reading(selector)}"
+        elif unknown is not None and not meant:
+            names = [name.removeprefix(".") for name in _FUNCTIONS]
+            near = ["semver"] if unknown[1] == "version" else get_close_matches(unknown[1], names, 1)
+            meant = f"; did you mean {near[0]}()?" if near else ""
         where = f"in line {line} at character {column}" if int(line) > 1 else f"at character {column}"
         faults.append(f"{_NOISE.sub('', text)} {where}{meant}")
     if not faults:  # not compiled, for example because it is nested deeper than the package supports

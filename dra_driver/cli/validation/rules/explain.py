@@ -4,18 +4,37 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from fractions import Fraction
 
-from dra_driver.cli.validation.rules.allocator import Candidate, Wanted, consumption
-from dra_driver.cli.validation.rules.cel import READ, SelectorError, Version
-from dra_driver.cli.validation.rules.selectors import DRIVER_SELECTOR, Selector
+from dra_driver.cli.validation.rules.allocator import Candidate, Wanted, amount_of, consumption
+from dra_driver.cli.validation.rules.cel import SelectorError, Version, reading
+from dra_driver.cli.validation.rules.selectors import DRIVER_SELECTOR, Selector, compiled
 from dra_driver.model.units import named
 
 _LONGEST_SHOWN = 100
 _NONE = "no device of the class"
 _MAX_VALUES, _MAX_NAMES = 8, 24
+_ALIKE = 0.8
+_NEARLY = Fraction(9, 10)
+_AT_LEAST = re.compile(
+    r"""device\.capacity\[["'](?P<domain>[^"'\\]+)["']\]\.(?P<name>\w+)\."""
+    r"""(?:compareTo|isGreaterThan)\(\s*quantity\(\s*["'](?P<amount>[0-9.]+[A-Za-z]*)["']\s*\)\s*\)(?!\s*(?:<|==|!=))"""
+)
+"""A capacity that must be at least, or greater than, an amount."""
+_NO_NVLINK = "no NVLink between these GPUs is up (`nvidia-smi nvlink -s` shows the links)"
+_NO_FABRIC = "these GPUs are in no NVLink fabric"
+_NO_MIG = "only MIG devices have it"
+_WHY_ABSENT: Mapping[str, str] = {
+    "nvlinkDomain": _NO_NVLINK, "fabricClusterUUID": _NO_FABRIC, "fabricCliqueID": _NO_FABRIC,
+    "imexChannels": f"{_NO_FABRIC}, or imex.channel is off", "profile": _NO_MIG, "parentUUID": _NO_MIG,
+    "parentIndex": _NO_MIG, "parentMinor": _NO_MIG, "iommuGroup": "only GPUs for virtual machines have it",
+    "shareable": "no device is shared (the section `sharing` of the configuration)",
+    "numaNode": "the machine has no NUMA nodes", "pcieRoot": "the machine does not show the PCIe root of these GPUs",
+}  # fmt: skip
+"""The attributes that devices have only on some machines, and why they are missing on others."""
 _NAMED = re.compile(r"""device\.(attributes|capacity)\[\??["']([^"'\\]+)["']\]\.\??(\w+)""")
 
 
@@ -120,7 +139,7 @@ def _matches(selector: Selector, device: Candidate, others: Sequence[Candidate])
             ) from error
         unknown = [found for found in _values(selector, others) if found.startswith(_NONE)]
         if not _NAMED.search(selector.text):
-            unknown = [f"no such key: {key}; write {READ}"]
+            unknown = [f"no such key: {key}; write {reading(selector.text)}"]
         if unknown:
             raise SelectorError("; ".join(unknown)) from error
         remedy = f'test `"{key}" in device.attributes[…]` first, because only some devices have {key}'
@@ -150,14 +169,66 @@ def _values(selector: Selector, devices: Sequence[Candidate]) -> list[str]:
         elif other := next((key for of in views for key, names in of.items() if name in names), None):
             found.append(f'{_NONE} has {name} in {domain}; write device.{kind}["{other}"].{name}')
         else:
-            found.append(f"{_NONE} has {name}{_meant(name, {key for of in held for key in of})}")
+            here = {key: key for of in held for key in of}
+            elsewhere = {
+                key: f'device.{kind}["{other}"].{key}'
+                for of in views
+                for other, names in of.items()
+                for key in names
+            }
+            found.append(f"{_NONE} has {name}{_meant_name(name, here, elsewhere)}")
     return found
+
+
+def near_misses(wanted: Wanted, machine: Sequence[Candidate]) -> Iterator[str]:
+    """Yield hints for amounts in selectors that exclude devices with a little less, such as 10Gi and MIG devices with
+    9984Mi. The devices pass every other condition of the request.
+    """
+    for selector in wanted.selectors:
+        others = [one for one in (*wanted.class_selectors, *wanted.selectors) if one is not selector]
+        for found in _AT_LEAST.finditer(selector.text):
+            domain, name, amount = found["domain"], found["name"], found["amount"]
+            excluded: dict[str, str] = {}
+            for device in machine:
+                value = device.view.capacity.get(domain, {}).get(name)
+                if value is None or not _NEARLY * amount_of(amount) <= amount_of(value) < amount_of(amount):
+                    continue
+                begin, end = found.span("amount")
+                lower = compiled(selector.text[:begin] + value + selector.text[end:])
+                if _passes(device, [lower, *others]):
+                    own = device.view.attributes.get(device.view.driver, {})
+                    excluded.setdefault(
+                        value, str(own.get("profile") or own.get("productName") or device.name)
+                    )
+            for value, label in excluded.items():
+                yield (
+                    f"request {wanted.name}: {label} has {name} {value}, a little less than {amount}, so selector "
+                    f"{_cut(selector.text)} excludes it; write {value} if it should match"
+                )
+
+
+def _passes(device: Candidate, selectors: Sequence[Selector]) -> bool:
+    try:
+        return all(selector.matches(device.view) for selector in selectors)
+    except SelectorError:
+        return False
 
 
 def _written(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return f'"{value}"' if isinstance(value, str) and not isinstance(value, Version) else str(value)
+
+
+def _meant_name(name: str, here: Mapping[str, str], elsewhere: Mapping[str, str]) -> str:
+    """Return why no device has a known attribute, or a suggestion. The values are what to write instead of a name."""
+    if name in _WHY_ABSENT:
+        return f": {_WHY_ABSENT[name]}"
+    near = get_close_matches(name, here, 1)
+    others = get_close_matches(name, elsewhere, 1, _ALIKE)
+    if near or others:
+        return f"; did you mean {here[near[0]] if near else elsewhere[others[0]]}?"
+    return _meant(name, here.values())
 
 
 def _meant(name: str, known: Collection[str]) -> str:
@@ -167,15 +238,14 @@ def _meant(name: str, known: Collection[str]) -> str:
 
 
 def meant_attribute(attribute: str, machine: Sequence[Candidate]) -> str:
-    """Return a suggestion for a qualified attribute that no device has."""
+    """Return why no device has a qualified attribute, or a suggestion."""
     known = {
         key: f"{domain}/{key}"
         for one in machine
         for domain, names in one.view.attributes.items()
         for key in names
     }
-    near = get_close_matches(attribute.rpartition("/")[2], known, 1)
-    return f"; did you mean {known[near[0]]}?" if near else _meant(attribute, known.values())
+    return _meant_name(attribute.rpartition("/")[2], known, {})
 
 
 def _cut(text: str) -> str:

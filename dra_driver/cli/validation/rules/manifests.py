@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any, Final
 
+import yaml
+
 from dra_driver.api.config import GROUP_VERSION, WORDS, DeviceType
 from dra_driver.api.config import KINDS as CONFIG_KINDS
 from dra_driver.api.resolve import decode, needs_admin_access
@@ -45,6 +47,51 @@ def neighbour(content: JsonObject) -> str | None:
     return f"{kind} {_KINDS[kind]}" if kind in _KINDS else None
 
 
+_PLUGIN_KEYS: Final = {"version", "flags", "resources", "sharing", "imex"}
+"""The sections of a configuration file of NVIDIA's device plugin."""
+OF_DEVICE_PLUGIN: Final = (
+    "it shares GPUs through NVIDIA's device plugin, whose configuration gpu-dra-driver does not read; write the list "
+    "`sharing` of gpu-dra-driver's configuration, such as sharing: [{mode: shares, shares: 4}] (docs/migration.md, "
+    "docs/sharing.md)"
+)
+
+
+def is_of_device_plugin(content: Any) -> bool:
+    """Whether a document is, or a ConfigMap has, a file of NVIDIA's device plugin with time-slicing or MPS."""
+    if not isinstance(content, dict):
+        return False
+    data = content.get("data")
+    if content.get("kind") == "ConfigMap" and isinstance(data, dict):
+        return any(is_of_device_plugin(_yaml(text)) for text in data.values() if "sharing" in str(text))
+    sharing = content.get("sharing")
+    return (
+        content.keys() <= _PLUGIN_KEYS
+        and isinstance(sharing, dict)
+        and bool({"timeSlicing", "mps"} & sharing.keys())
+    )
+
+
+def _yaml(text: Any) -> Any:
+    try:
+        return yaml.safe_load(text) if isinstance(text, str) else None
+    except yaml.YAMLError:
+        return None
+
+
+def names_devices(content: Any, depth: int = 0) -> bool:
+    """Whether an object of an unknown kind names claims, or resources of NVIDIA's domain."""
+    if depth > _DEEPEST:
+        return False
+    if isinstance(content, list):
+        return any(names_devices(inner, depth + 1) for inner in content)
+    if not isinstance(content, dict):
+        return isinstance(content, str) and content.startswith(_RESOURCES)
+    return any(
+        str(key) in _CLAIM_FIELDS or "nvidia.com" in str(key) or names_devices(inner, depth + 1)
+        for key, inner in content.items()
+    )
+
+
 def misspelled_kind(content: JsonObject, known: tuple[str, ...]) -> str | None:
     """Return the kind with the right case, for one with the wrong case such as `resourceclaim`."""
     kind = str(content.get("kind"))
@@ -63,6 +110,9 @@ CLASS_TYPES: Mapping[str, DeviceType] = {
 _FOREIGN_KINDS: Final = ("ComputeDomain", "ComputeDomainClique")
 """Objects of NVIDIA's own DRA driver in the same API group as the plugin's parameters."""
 _ALIKE: Final = 0.8
+_DEEPEST: Final = 32
+_RESOURCES: Final = ("nvidia.com/", "gpu.nvidia.com", "deviceclass.resource.kubernetes.io/")
+_CLAIM_FIELDS: Final = ("resourceClaims", "resourceClaimName", "resourceClaimTemplateName", "deviceClassName")
 PROFILE_CLASS: Final = ("mig-", ".nvidia.com")
 """The beginning and end of the class names for MIG profiles."""
 
