@@ -87,6 +87,9 @@ QUARANTINE = ".unreadable"
 UNREADABLE = frozenset({errno.EIO, errno.EISDIR, errno.ELOOP, errno.ENXIO})
 
 
+_OWN_LIMITS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+
+
 Stamp = tuple[int, int, int]
 """Inode, size and change time in nanoseconds. A rewritten file has a different stamp."""
 
@@ -118,6 +121,14 @@ def state_error(action: str, path: Path, error: OSError) -> StateError:
     """Describe a failed file operation in one sentence: the action, the path and the remedy."""
     remedy = _REMEDIES.get(error.errno or 0, error.strerror or str(error))
     return StateError(f"cannot {action} {path}: {remedy}")
+
+
+def refuse_own_limit(path: Path | str, error: OSError) -> None:
+    """Raise StateError if this process or its node has too many files open, or no memory. Such an error says nothing
+    about the path, so it must not count as a missing file.
+    """
+    if error.errno in _OWN_LIMITS:
+        raise state_error("read", Path(path), error) from error
 
 
 def write_atomically(

@@ -111,13 +111,13 @@ def _lock(
 def is_locked(path: Path, lock: bytes = WHOLE_FILE_WRITE_LOCK, own: int | None = None) -> bool:
     """Whether a conflicting lock exists. The check does not take the lock, because other processes would notice.
 
-    A lock held through the descriptor `own` is ignored. Returns False if `path` is not a regular file.
+    A lock held through the descriptor `own` is ignored. Returns False if `path` is missing or not a regular file.
 
     Raises: StateError."""
     try:
         descriptor = open_plain(path, os.O_RDONLY) if own is None else os.dup(own)
     except OSError as error:
-        if error.errno in (errno.ENOENT, *UNREADABLE):
+        if error.errno in {errno.ENOENT, *UNREADABLE} - {errno.EIO}:
             return False
         raise state_error("open the lock file", path, error) from error
     try:

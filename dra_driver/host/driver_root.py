@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from dra_driver.base.atomic import is_settled, stamp_of
-from dra_driver.errors import DriverGoneError, NvmlLibraryError, RetryableError
+from dra_driver.errors import DriverGoneError, NvmlLibraryError, RetryableError, StateError
 from dra_driver.host.device_nodes import DeviceNodeReader, DevRoot, LstatDeviceNodeReader
 from dra_driver.host.driver_programs import BINARY_DIRS, find_program
 from dra_driver.host.hook import HookFinder
@@ -185,7 +185,7 @@ class DriverRoot:
         try:
             self._libraries(RootedTree(self._paths.driver_root), nvml_version)
             self._common_nodes()
-        except RetryableError as error:
+        except (RetryableError, StateError) as error:
             return str(error)
         return None
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from dra_driver.base.atomic import refuse_own_limit
 from dra_driver.host.rooted_tree import RootedTree
 from dra_driver.model.driver_files import DriverLink
 from dra_driver.model.units import counted
@@ -124,7 +125,8 @@ def _foreign_architecture(tree: RootedTree, path: str, machine: str) -> str | No
     try:
         with Path(tree.local(path)).open("rb", buffering=0) as file:
             header = file.read(_ELF_MACHINE.stop)
-    except OSError:
+    except OSError as error:
+        refuse_own_limit(path, error)
         return None
     if len(header) < _ELF_MACHINE.stop or not header.startswith(_ELF64[:-1]):
         return None
@@ -281,7 +283,8 @@ def _cached_directories(tree: RootedTree) -> list[str]:
         return []
     try:
         data = Path(tree.local(cache)).read_bytes()
-    except OSError:
+    except OSError as error:
+        refuse_own_limit(cache, error)
         return []
     return [match.decode("ascii") for match in dict.fromkeys(_CACHED_DIRECTORY.findall(data))]
 

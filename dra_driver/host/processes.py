@@ -9,7 +9,8 @@ from contextlib import suppress
 from functools import partial
 from uuid import UUID
 
-from dra_driver.host.rooted_tree import names_in, text_of
+from dra_driver.base.atomic import refuse_own_limit
+from dra_driver.errors import StateError
 from dra_driver.model.gpu import ProcessOrigin
 
 # `…/kubepods-burstable-pod0a1b2c3d_….slice/…` or `…/burstable/pod0a1b2c3d-…/…`
@@ -35,14 +36,39 @@ _START_TIME = 18
 """The position of the start time in `stat`, counted after the state."""
 
 
+def _text(path: str) -> str:
+    """Return the content of a file in /proc; empty if the process has ended. Raises: StateError."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:  # noqa: PTH123  runs for every process of the host
+            return file.read()
+    except OSError as error:
+        refuse_own_limit(path, error)
+        return ""
+
+
+def _names(directory: str) -> list[str]:
+    """Return the sorted names in a directory of /proc; empty if the process has ended. Raises: StateError."""
+    try:
+        return sorted(os.listdir(directory))  # noqa: PTH208  avoids Path objects
+    except OSError as error:
+        refuse_own_limit(directory, error)
+        return []
+
+
 def any_runs(proc: str, pod_uids: Collection[str]) -> bool | None:
     """Whether a process of one of these pods runs on this host.
 
-    None if unknown: this process does not see all processes, no process has a pod's cgroup, or `pod_uids` is empty.
+    None if unknown: this process does not see all processes or cannot read them now, no process has a pod's cgroup, or
+    `pod_uids` is empty.
     """
-    if not pod_uids:
-        return None
-    pids = _all_processes(proc)
+    with suppress(StateError):
+        return _any_runs(proc, pod_uids)
+    return None
+
+
+def _any_runs(proc: str, pod_uids: Collection[str]) -> bool | None:
+    """Raises: StateError."""
+    pids = _all_processes(proc) if pod_uids else None
     if pids is None:
         return None
     shows_pods = False
@@ -60,14 +86,14 @@ def gpu_users(proc: str, pod_uids: Collection[str], below: str | None = None) ->
 
     gpu-dra-driver itself, programs that must run on every node, and processes of the given pods are left out. `below`
     is a root directory as this process sees it; with it, only device files in that root's `/dev` count. Returns None
-    if this process does not see all processes.
+    if this process does not see all processes. Raises: StateError if this process cannot read them now.
     """
     pids = _all_processes(proc)
     if pids is None:
         return None
     found = []
     for pid in pids:
-        name = text_of(f"{proc}/{pid}/comm").strip()
+        name = _text(f"{proc}/{pid}/comm").strip()
         if name in _ALWAYS_THERE or not _has_open(proc, pid, partial(_is_gpu_node, below)):
             continue
         if _is_of_this_driver(proc, pid) or _is_of_pods(_cgroups(proc, pid), pod_uids):
@@ -79,7 +105,8 @@ def gpu_users(proc: str, pod_uids: Collection[str], below: str | None = None) ->
 def users_of(proc: str, nodes: Collection[str], *, others_only: bool = False) -> list[str] | None:
     """Return the programs that have one of these device nodes open, in the same form as `gpu_users`.
 
-    With `others_only`, gpu-dra-driver and programs that must run on every node are left out.
+    With `others_only`, gpu-dra-driver and programs that must run on every node are left out. Raises: StateError if
+    this process cannot read the processes now.
     """
     pids = _all_processes(proc)
     if pids is None:
@@ -87,7 +114,7 @@ def users_of(proc: str, nodes: Collection[str], *, others_only: bool = False) ->
     # In another mount namespace the same node may have a longer path.
     ends = tuple(nodes)
     users = {
-        pid: text_of(f"{proc}/{pid}/comm").strip()
+        pid: _text(f"{proc}/{pid}/comm").strip()
         for pid in pids
         if _has_open(proc, pid, lambda file: file.endswith(ends))
     }
@@ -105,7 +132,7 @@ def _is_gpu_node(below: str | None, file: str) -> bool:
 
 def _has_open(proc: str, pid: int, is_wanted: Callable[[str], bool]) -> bool:
     directory = f"{proc}/{pid}/fd"
-    for name in names_in(directory):
+    for name in _names(directory):
         with suppress(OSError):
             file = os.readlink(f"{directory}/{name}")  # noqa: PTH115  avoids Path objects
             # A node may have been deleted while a process has it open.
@@ -115,10 +142,10 @@ def _has_open(proc: str, pid: int, is_wanted: Callable[[str], bool]) -> bool:
 
 
 def _is_of_this_driver(proc: str, pid: int) -> bool:
-    command = text_of(f"{proc}/{pid}/cmdline")
+    command = _text(f"{proc}/{pid}/cmdline")
     # In tests, the command line of this process has another name. A child process has the same command line until it
     # runs another program.
-    is_own = command != "" and command == text_of(f"{proc}/self/cmdline")
+    is_own = command != "" and command == _text(f"{proc}/self/cmdline")
     return is_own or any(name in word for word in command.split("\0")[:4] for name in _OWN_NAMES)
 
 
@@ -126,7 +153,7 @@ def _all_processes(proc: str) -> list[int] | None:
     """Return the IDs of all processes of the host; None if this process does not see them all."""
     if not sees_all_processes(proc):
         return None
-    return sorted(int(name) for name in names_in(proc) if name.isdecimal())
+    return sorted(int(name) for name in _names(proc) if name.isdecimal())
 
 
 def sees_all_processes(proc: str) -> bool:
@@ -145,18 +172,22 @@ def pid_namespace(proc: str) -> str:
 def start_time(proc: str, pid: int) -> int | None:
     """Return when a process started, in clock ticks since boot; None if it has ended.
 
-    A killed process counts as ended, even if one of its threads hangs in the kernel and keeps files and locks.
+    A killed process counts as ended, even if one of its threads hangs in the kernel and keeps files and locks. Raises:
+    StateError if this process cannot read it now.
     """
-    state, *fields = text_of(f"{proc}/{pid}/stat").rpartition(")")[2].split() or ["X"]
+    state, *fields = _text(f"{proc}/{pid}/stat").rpartition(")")[2].split() or ["X"]
     return int(fields[_START_TIME]) if state not in "ZX" and len(fields) > _START_TIME else None
 
 
 def _cgroups(proc: str, pid: int) -> str:
-    return text_of(f"{proc}/{pid}/cgroup")
+    return _text(f"{proc}/{pid}/cgroup")
 
 
 def _cgroup_paths(proc: str, pid: int) -> list[str]:
-    return [line.split(":", 2)[-1] for line in _cgroups(proc, pid).splitlines()]
+    """Return the paths of a process's cgroups; empty if unknown."""
+    with suppress(StateError):
+        return [line.split(":", 2)[-1] for line in _cgroups(proc, pid).splitlines()]
+    return []
 
 
 def _is_of_pods(cgroup: str, pod_uids: Collection[str]) -> bool:

@@ -9,6 +9,8 @@ import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from dra_driver.base.atomic import refuse_own_limit
+
 _MAX_LINKS = 40
 _MAY_RUN = 0o111
 
@@ -70,12 +72,14 @@ class RootedTree:
         return self._of_type(path, lambda mode: stat.S_ISREG(mode) or stat.S_ISSOCK(mode))
 
     def entries(self, directory: str) -> Iterator[os.DirEntry[str]]:
-        """Yield the entries of a resolved directory; none if it cannot be read."""
+        """Yield the entries of a resolved directory; none if it cannot be read. Raises: StateError if this process can
+        open no files now.
+        """
         try:
             with os.scandir(self.local(directory)) as entries:
                 yield from entries
-        except OSError:
-            return
+        except OSError as error:
+            refuse_own_limit(self.local(directory), error)
 
     def _of_type(self, path: str, fits: Callable[[int], bool]) -> str | None:
         resolved = self.resolve(path)

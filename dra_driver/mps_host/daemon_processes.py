@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from dra_driver.base.atomic import refuse_own_limit, state_error
 from dra_driver.errors import StateError
 
 PIPE_VARIABLE = "CUDA_MPS_PIPE_DIRECTORY"
@@ -41,14 +42,19 @@ def boot_id() -> str:
 
 
 def identify(pid: int) -> ProcessId | None:
-    """Returns the process that currently has this PID; None if there is none or it is a zombie."""
+    """Returns the process that currently has this PID; None if there is none or it is a zombie. Raises: StateError if
+    this process can open no files now.
+    """
     state, start_time = _stat(pid)
     return None if state in _GONE else ProcessId(pid, start_time)
 
 
 def is_alive(process: ProcessId) -> bool:
-    """Whether exactly this process is running."""
-    return identify(process.pid) == process
+    """Whether exactly this process is running. True if that is unknown, so that nothing is undone under it."""
+    try:
+        return identify(process.pid) == process
+    except StateError:
+        return True
 
 
 def spawn(arguments: Sequence[str], environment: Mapping[str, str], output: Path) -> ProcessId:
@@ -136,7 +142,8 @@ def users_of(pipe_directory: str) -> tuple[ProcessId, ...]:
     """Returns the control daemon and the servers of a pipe directory, oldest first.
 
     The processes are found by their environment, even after a crash of the host or of the daemon. Clients do not
-    count, nor do the short-lived programs that query a daemon.
+    count, nor do the short-lived programs that query a daemon. Raises: StateError if this process can open no files
+    now.
     """
     found = [
         identity
@@ -153,7 +160,7 @@ def users_by_directory(pipe_directories: Iterable[str]) -> dict[str, set[int]]:
     """Returns the user IDs of the clients of each pipe directory.
 
     A client is a process whose environment names the directory by a path in its container's file system. The control
-    daemon and the servers do not count.
+    daemon and the servers do not count. Raises: StateError if this process can open no files now.
     """
     wanted = {}
     for directory in pipe_directories:
@@ -215,10 +222,11 @@ def _file(path: str) -> tuple[int, int]:
 
 
 def _pids() -> Iterator[int]:
-    with suppress(OSError), os.scandir(_PROC) as entries:
-        for entry in entries:
-            if entry.name.isdigit():
-                yield int(entry.name)
+    try:
+        names = os.listdir(_PROC)  # noqa: PTH208  avoids Path objects
+    except OSError as error:
+        raise state_error("read", Path(_PROC), error) from error
+    yield from (int(name) for name in names if name.isdigit())
 
 
 def _stat(pid: int) -> tuple[str, int]:
@@ -252,5 +260,6 @@ def _read(path: str) -> bytes:
     try:
         with open(path, "rb") as file:  # noqa: PTH123 - runs for every process of the host
             return file.read()
-    except OSError:
+    except OSError as error:
+        refuse_own_limit(path, error)
         return b""

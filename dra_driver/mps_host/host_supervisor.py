@@ -309,8 +309,9 @@ def _logged(action: Callable[[], object]) -> None:
 
 
 def _probe_all(daemons: list[Daemon]) -> None:
-    users = processes.users_by_directory(
-        [daemon.directories.pipe for daemon in daemons if not daemon.status.spec.multi_user]
-    )
+    pipes = [daemon.directories.pipe for daemon in daemons if not daemon.status.spec.multi_user]
+    users: dict[str, set[int]] = {}
+    with suppress(StateError):  # they are only shown
+        users = processes.users_by_directory(pipes)
     for daemon in daemons:
         daemon.probe(users.get(daemon.directories.pipe, ()))

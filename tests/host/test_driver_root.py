@@ -1,12 +1,14 @@
+import errno
 import math
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
-from dra_driver.errors import DriverGoneError, NvmlUnavailableError, RetryableError
+from dra_driver.errors import DriverGoneError, NvmlUnavailableError, RetryableError, StateError
 from dra_driver.host.driver_programs import InstalledPrograms, find_program
 from dra_driver.host.driver_root import DriverRoot, find_nvml_library
 from dra_driver.host.rooted_tree import RootedTree
@@ -56,6 +58,23 @@ def scan(path: Path, nodes: FakeNodes, version: str | None = VERSION) -> DriverF
 
 def containers(files: tuple[DriverFile, ...]) -> list[str]:
     return [file.container_path for file in files]
+
+
+def test_directory_that_cannot_be_read_now_does_not_mean_that_the_driver_is_missing(
+    tmp_path: Path, nodes: FakeNodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = root_at(tmp_path, nodes)
+    assert root.problem(VERSION) is None
+
+    def refuse(path: str) -> Any:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    (tmp_path / "usr/lib/x86_64-linux-gnu/libnvidia-ml.so.1").unlink()
+    for call in (lambda: root.scan(VERSION), lambda: find_nvml_library(str(tmp_path))):
+        with pytest.raises(StateError, match=r"cannot read .*: Too many open files"):
+            call()
+    assert "Too many open files" in (root.problem(VERSION) or "")
 
 
 def test_every_part_is_found_with_its_three_paths_when_the_root_is_complete(

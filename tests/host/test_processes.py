@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import builtins
+import errno
+import io
+import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from dra_driver.host.processes import any_runs, gpu_users, is_of_the_host, origin, users_of
+from dra_driver.errors import StateError
+from dra_driver.host.processes import any_runs, gpu_users, is_of_the_host, origin, start_time, users_of
 from dra_driver.model.gpu import ProcessOrigin
 from tests.fakes.tables import data_of
 
@@ -66,6 +74,51 @@ def test_nothing_is_reported_where_not_all_processes_show_their_pods(tmp_path: P
     assert any_runs(proc(tmp_path / "no groups", "0::/k8s.io/0123", "0::/"), [GONE]) is None
     assert any_runs(str(tmp_path / "no proc"), [GONE]) is None
     assert any_runs(proc(tmp_path / "no pods", OTHERS["systemd"]), []) is None
+
+
+@pytest.fixture
+def unreadable(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Files and directories that this process cannot open now, because it has too many files open."""
+    found: set[str] = set()
+
+    def refusing(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(path: Any, *given: Any, **more: Any) -> Any:
+            if str(path) in found:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
+            return function(path, *given, **more)
+
+        return call
+
+    for module, name in ((builtins, "open"), (io, "open"), (os, "listdir")):
+        monkeypatch.setattr(module, name, refusing(getattr(module, name)))
+    return found
+
+
+def test_process_that_cannot_be_read_now_may_be_of_the_pod(tmp_path: Path, unreadable: set[str]) -> None:
+    host = proc(tmp_path, OTHERS["systemd"], OTHERS["cgroupfs"])
+    assert any_runs(host, [GONE]) is False
+    for path in (host, f"{host}/4712/cgroup"):
+        unreadable |= {path}
+        assert any_runs(host, [GONE]) is None
+        unreadable.clear()
+
+
+def test_process_that_cannot_be_read_now_may_use_the_gpu(tmp_path: Path, unreadable: set[str]) -> None:
+    host = proc(tmp_path, "0::/init.scope")
+    (tmp_path / "4711/fd").mkdir()
+    (tmp_path / "4711/comm").write_text("python3")
+    (tmp_path / "4711/stat").write_text("4711 (python3) S" + " 1" * 30)
+    assert (gpu_users(host, []), users_of(host, ["/dev/nvidia0"]), start_time(host, 4711)) == ([], [], 1)
+    for path in (host, f"{host}/4711/fd"):
+        unreadable |= {path}
+        for call in (partial(gpu_users, host, []), partial(users_of, host, ["/dev/nvidia0"])):
+            with pytest.raises(StateError, match=f"cannot read {path}: Too many open files"):
+                call()
+        unreadable.clear()
+    unreadable |= {f"{host}/4711/stat", f"{host}/4711/cgroup"}
+    with pytest.raises(StateError, match="cannot read"):
+        start_time(host, 4711)
+    assert (is_of_the_host(host, 4711), origin(host, 4711)) == (False, ProcessOrigin("unknown"))
 
 
 def test_programs_that_keep_a_gpu_open(tmp_path: Path) -> None:

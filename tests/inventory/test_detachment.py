@@ -196,6 +196,15 @@ def test_nvml_stays_as_it_is_while_the_file_cannot_be_read(
 
 
 @pytest.mark.parametrize("code", [errno.EMFILE, errno.EIO])
+def test_lock_file_that_cannot_be_read_does_not_mean_that_nvml_is_closed(
+    detachments: Detachments, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    unreadable(monkeypatch, LOCK_FILE, code)
+    with pytest.raises(StateError, match=r"cannot open the lock file .*nvml\.lock"):
+        detachments.is_nvml_open()
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.EIO])
 def test_pause_file_that_cannot_be_read_keeps_nvml_closed(
     detachments: Detachments,
     pausing: subprocess.Popen[str],

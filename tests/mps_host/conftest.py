@@ -121,7 +121,11 @@ class MpsHost:
     def left(self) -> list[str]:
         """Returns everything that a daemon could leave below the host's directory, except files for people."""
         own = {"host.alive", "host.lock", "host.lib", "host.modes", "host.wanted", "host.status"}
-        running = (path for path in self.layout.statuses.iterdir() if '"state":"failed"' not in text_of(path))
+        running = (
+            path
+            for path in self.layout.statuses.iterdir()
+            if '"state":"failed"' not in text_of(path).replace(": ", ":")
+        )
         names = [path.name for path in (*self.layout.root.iterdir(), *running)]
         return sorted(name for name in names if name not in own and QUARANTINE not in name)
 

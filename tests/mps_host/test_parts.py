@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 import yaml
 
 from dra_driver import errors
-from dra_driver.errors import PermanentError
+from dra_driver.errors import PermanentError, StateError
 from dra_driver.model.driver_files import DriverPrograms
 from dra_driver.model.mps import MpsDaemonSpec, MpsDirectories
 from dra_driver.mps_host import daemon_processes as processes
@@ -114,6 +115,23 @@ def test_a_process_is_known_by_its_start_time():
     assert not processes.is_alive(ProcessId(own.pid, own.start_time + 1))
     assert processes.open_handle(ProcessId(own.pid, 1)) is None
     assert processes.identify(2**22 + 1) is None
+
+
+def test_process_that_cannot_be_read_now_counts_as_running(monkeypatch):
+    own = processes.identify(os.getpid())
+
+    def refuse(path, *_given):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), path)
+
+    monkeypatch.setattr(processes, "open", refuse, raising=False)
+    assert processes.is_alive(own)
+    assert processes.wait_gone([own], 0.0) == (own,)
+    for call in (partial(processes.users_of, "/pipe"), partial(processes.is_control_daemon, own, "/pipe")):
+        with pytest.raises(StateError, match=r"cannot read /proc/.*: Too many open files"):
+            call()
+    monkeypatch.setattr(os, "listdir", refuse)
+    with pytest.raises(StateError, match="cannot read /proc: Too many open files"):
+        processes.users_of("/pipe")
 
 
 def test_a_process_is_not_gone_while_a_thread_of_it_is_left():
