@@ -153,3 +153,22 @@ def test_gpu_without_mig_beside_one_with_a_layout_is_no_warning(make_node: Calla
     )
     unsupported = [one for one in node.driver.layouts.states().values() if one.state == "unsupported"]
     assert [one.text for one in unsupported] == ["the GPU has no MIG"]
+
+
+def test_xid_of_a_gpu_with_a_claim_for_one_slice_taints_all_devices_of_that_gpu_only(
+    make_node: Callable[..., Node],
+) -> None:
+    node = make_node().running(8 * 26, dynamic_mig=True)
+    on_gpu = "device.attributes['gpu.nvidia.com'].?profile.orValue('') == '1g.10gb'"
+    request = {"deviceClassName": "mig.nvidia.com", "selectors": [{"cel": {"expression": on_gpu}}]}
+    node.ready(node.claim("slice", {"requests": [{"name": "slice", "exactly": request}]}))
+    node.machine.raise_xid(0, 79)
+
+    def tainted() -> list[str]:
+        keys = {one["name"]: {taint["key"] for taint in one.get("taints", ())} for one in node.devices()}
+        return sorted(name for name, found in keys.items() if "gpu.nvidia.com/xid" in found)
+
+    uuid = node.machine.gpu(0).uuid
+    name = node.driver.discovery.latest().gpu_names[uuid]
+    eventually(lambda: len(tainted()) == 26)
+    assert {one.partition("-mig-")[0] for one in tainted()} == {name}
