@@ -234,13 +234,12 @@ def make_node(client: ApiClient, name: str) -> None:
 def clean(client: ApiClient, names: Sequence[str]) -> None:
     """Delete the slices and Node objects that were created for the measurement."""
     slices = "/apis/resource.k8s.io/v1/resourceslices"
-    wanted = set(names)
-    for entry in client.request("GET", slices, action="list slices")["items"]:
-        if entry["spec"].get("nodeName") in wanted:
+    for node in names:
+        of_node = {"fieldSelector": f"spec.nodeName={node}"}
+        for entry in client.request("GET", slices, query=of_node, action="list slices")["items"]:
             name = entry["metadata"]["name"]
             client.request("DELETE", f"{slices}/{name}", action=f"delete slice {name}")
-    for name in names:
-        client.request("DELETE", f"/api/v1/nodes/{name}", action=f"delete node {name}")
+        client.request("DELETE", f"/api/v1/nodes/{node}", action=f"delete node {node}")
 
 
 def bytes_of_set(content: Inventory) -> tuple[int, int]:

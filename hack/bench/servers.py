@@ -58,7 +58,8 @@ def _wait_ready(kubeconfig: Path) -> None:
         with contextlib.suppress(DraDriverError):
             client = ApiClient(load_endpoint(str(kubeconfig)))
             try:
-                client.request("GET", "/apis/resource.k8s.io/v1/resourceslices", action="list slices")
+                slices, first = "/apis/resource.k8s.io/v1/resourceslices", {"limit": "1"}
+                client.request("GET", slices, query=first, action="list slices")
             finally:
                 client.close()
             return True

@@ -71,6 +71,14 @@ def test_lists_of_many_pages_are_whole_also_if_the_server_forgets_one(at_work: l
     assert [query.get("limit") for query in pages][-4:] == ["500", "500", "500", None]
 
 
+def test_pages_become_smaller_until_they_fit_into_memory(at_work: list[str], node: Node) -> None:
+    for number in range(90):
+        node.claim(f"c{number}", status={}, annotations={"a": "x" * 150_000})
+    assert len(json.loads(call(*at_work, "-o", "json").stdout)["rows"]) == 8 + 91
+    pages = [one.query for one in node.server.requests if one.path.endswith("/resourceclaims")]
+    assert [query.get("limit") for query in pages] == ["500", "125", "31", "31", "31"]
+
+
 def test_expired_credentials_are_not_a_missing_right(at_work: list[str], node: Node) -> None:
     node.server.faults.fail(9, 401, reason="Unauthorized", path="/resourceslices")
     done = call(*at_work)
