@@ -27,7 +27,7 @@ from urllib.parse import unquote
 from urllib3.util import Url, make_headers, parse_url
 
 from dra_driver.base.atomic import stamp_or_none
-from dra_driver.errors import ApiUnavailableError, DraDriverError, InvalidConfigError
+from dra_driver.errors import DraDriverError, InvalidConfigError
 from dra_driver.kube.api_errors import one_line
 from dra_driver.kube.proxies import environment_proxy
 from dra_driver.kube.transport import Route
@@ -125,7 +125,7 @@ class Endpoint:
         """Return the current route and credentials. Files that changed are read again, and expired credentials renewed.
 
         If that fails, returns the last ones, because they may still be valid. Raises: InvalidConfigError that names the
-        file and the remedy, if there are none; ApiUnavailableError if a credential plugin runs longer than `wait_s`.
+        file and the remedy, if there are none; TimeoutError if a credential plugin runs longer than `wait_s`.
         """
         known = self._known
         if known is not None and (known.is_current() or time.monotonic() < self._again_at):
@@ -141,7 +141,7 @@ class Endpoint:
     def renew(self, refused: Access, wait_s: float) -> Access:
         """Read the files and run the credential plugin again, unless another thread has done so since `refused`.
 
-        Raises: InvalidConfigError, ApiUnavailableError.
+        Raises: InvalidConfigError, TimeoutError.
         """
         return self._read(refused, wait_s)
 
@@ -152,7 +152,7 @@ class Endpoint:
         return text
 
     def _read(self, outdated: Access | None, wait_s: float | None) -> Access:
-        """Read in the background, once for all threads that wait. Raises: InvalidConfigError, ApiUnavailableError."""
+        """Read in the background, once for all threads that wait. Raises: InvalidConfigError, TimeoutError."""
         with self._lock:
             if self._known is not None and self._known is not outdated:
                 return self._known
@@ -166,9 +166,8 @@ class Endpoint:
         try:
             return reading.result(wait_s)
         except FutureTimeout:
-            raise ApiUnavailableError(
-                f"{self.origin}: its credential plugin has not finished; run the credential plugin yourself to see why",
-                timed_out=True,
+            raise TimeoutError(
+                f"{self.origin}: its credential plugin has not finished; run the credential plugin yourself to see why"
             ) from None
 
     def _run(self, reading: Future[Access]) -> None:
