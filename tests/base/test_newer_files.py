@@ -94,6 +94,7 @@ def use_ledger(plugin: Path) -> None:
     ledger = Ledger(plugin / "ledger", records, "boot-1")
     ledger.open()
     assert (ledger.entries(), ledger.pending(), ledger.void()) == ([], [], set())
+    assert Ledger(plugin / "ledger", records, "boot-2").void() == set(), "no one removes what a reboot undid"
     ledger.remove(ONE)
     ledger.change((), [ENTRY, CARD], [GPU])
     for write in (
