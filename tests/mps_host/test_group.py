@@ -107,7 +107,7 @@ def test_daemon_does_not_start_on_a_gpu_whose_compute_mode_nvidia_smi_did_not_ch
         supervisor.ensure(host.group_spec(), PATIENCE_S)
     assert host.daemons() == ()
     host.machine.clear_faults()
-    assert supervisor.ensure(host.group_spec(), PATIENCE_S).state == "ready"
+    eventually(lambda: [one.state for one in supervisor.status()] == ["ready"])
     assert host.modes() == [EXCLUSIVE_PROCESS] * 3
 
 
