@@ -146,16 +146,16 @@ class Killed(BaseException):
     """The plugin was killed."""
 
 
-def dies_after(step, monkeypatch, call):
+def dies_after(owner, step, monkeypatch, call):
     """Have the plugin die right after it has done this in its files."""
-    done = getattr(host_files, step)
+    done = getattr(owner, step)
 
     def do(*arguments, **named):
         done(*arguments, **named)
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(host_files, step, do)
+        patch.setattr(owner, step, do)
         with pytest.raises(Killed):
             call()
 
@@ -164,7 +164,7 @@ def dies_after(step, monkeypatch, call):
 def test_start_of_a_plugin_that_died_is_completed_or_undone(host, monkeypatch, then):
     supervisor, spec = host.supervisor(), host.spec()
     plugin, successor = MpsHostFiles(host.layout), MpsHostFiles(host.layout)
-    dies_after("write_atomically", monkeypatch, lambda: plugin.ensure(spec, PATIENCE_S))
+    dies_after(plugin._wanted, "write", monkeypatch, lambda: plugin.ensure(spec, PATIENCE_S))
     if then == "start":
         assert successor.ensure(spec, PATIENCE_S).state == "ready"
         assert len(supervisor.status()) == 1
@@ -178,7 +178,7 @@ def test_stop_of_a_plugin_that_died_is_completed_and_the_device_free(host, monke
     host.supervisor()
     spec, plugin, successor = host.spec(), MpsHostFiles(host.layout), MpsHostFiles(host.layout)
     plugin.ensure(spec, PATIENCE_S)
-    dies_after(step, monkeypatch, lambda: plugin.stop("gpu-2", PATIENCE_S))
+    dies_after(host_files, step, monkeypatch, lambda: plugin.stop("gpu-2", PATIENCE_S))
     if then == "start":
         assert successor.ensure(spec, PATIENCE_S).state == "ready"
     if then != "nothing":
@@ -192,7 +192,7 @@ def test_stop_of_a_plugin_that_died_while_no_host_ran_is_done_by_the_next_host(h
     plugin = MpsHostFiles(host.layout)
     plugin.ensure(host.spec(), PATIENCE_S)
     first.close()
-    dies_after("remove_file", monkeypatch, lambda: plugin.stop("gpu-2", PATIENCE_S))
+    dies_after(host_files, "remove_file", monkeypatch, lambda: plugin.stop("gpu-2", PATIENCE_S))
     host.supervisor()
     eventually(lambda: not host.layout.has_traces("gpu-2"))
     host.assert_nothing_left()
