@@ -150,6 +150,7 @@ def doctor_checks(settings: Settings) -> list[Check]:
         settings.extra_devices,
         settings.passthrough,
         TaintPolicy(dict(settings.taint_effects)),
+        settings.node_name,
     )
     passthrough = PassthroughChecks(
         machine.vfio,

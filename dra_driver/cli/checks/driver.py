@@ -73,6 +73,7 @@ class DriverChecks:
     extra_devices: ExtraDevices = NO_EXTRA_DEVICES
     passthrough: bool = False
     taints: TaintPolicy = DEFAULT_POLICY
+    node: str = "NODE"
 
     def gpus_on_the_bus(self) -> Finding:
         """Check that there are GPUs, and that they are bound to the NVIDIA driver."""
@@ -183,9 +184,7 @@ class DriverChecks:
             seen = str(error).partition("; ")[0]
             if isinstance(error, NotAnsweredError):
                 # nvidia-smi would hang too.
-                return fail(
-                    seen, f"`dmesg | grep -i nvrm` on the node shows why; {reboot(self.node_view().node)}"
-                )
+                return fail(seen, f"`dmesg | grep -i nvrm` on the node shows why; {reboot(self.node)}")
             return fail(seen, "run `nvidia-smi` on the node; if it fails, `dmesg | grep -i nvrm` shows why")
         loaded = self._loaded_version()
         version = inventory.versions.driver
