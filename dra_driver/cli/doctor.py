@@ -120,8 +120,9 @@ def doctor_checks(settings: Settings) -> list[Check]:
     state = Shared(machine.state)
 
     def look() -> NvmlFacts:
-        with closing(snapshot):
-            return snapshot.read_gpus(inventory.get())
+        found = inventory.get()
+        with closing(snapshot):  # if NVML hangs, closing it would hang too
+            return snapshot.read_gpus(found)
 
     gpus = Shared(lambda: bounded("NVML", look, nvml_wait_s))
 
