@@ -249,18 +249,34 @@ def test_run_reports_every_fault_of_flags_environment_and_file(tmp_path: Path) -
         assert said in line
 
 
-def test_kubelet_registers_the_plugin_before_it_imports_the_client_of_the_api_server(
-    make_node: Callable[..., Node], tmp_path: Path
-) -> None:
-    """The import normally takes some tenths of a second; here it never returns."""
-    node = make_node()
+@pytest.fixture
+def endless_import(tmp_path: Path) -> tuple[str, Path]:
+    """A PYTHONPATH on which the import of `kubernetes` never returns, and the file that the import creates."""
     imported = tmp_path / "imported"
     (tmp_path / "kubernetes.py").write_text(
         f"import time; open({str(imported)!r}, 'w').close(); time.sleep(600)"
     )
-    node.spawn(PYTHONPATH=str(tmp_path))
-    node.kubelet.wait_registered(DRIVER)
+    return str(tmp_path), imported
+
+
+def test_daemon_in_a_pod_works_without_the_official_client(
+    make_node: Callable[..., Node], endless_import: tuple[str, Path]
+) -> None:
+    node = make_node()
+    path, imported = endless_import
+    node.spawn(PYTHONPATH=path)
+    eventually(node.devices)
+    assert not imported.exists()
+
+
+def test_daemon_with_a_kubeconfig_registers_before_it_imports_the_official_client(
+    make_node: Callable[..., Node], endless_import: tuple[str, Path]
+) -> None:
+    node = make_node()
+    path, imported = endless_import
+    node.spawn(PYTHONPATH=path, KUBECONFIG=str(node.settings.kubeconfig))
     eventually(imported.exists)
+    node.kubelet.wait_registered(DRIVER)
 
 
 def test_inspect_prints_json_yaml_and_a_table() -> None:
