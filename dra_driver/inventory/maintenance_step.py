@@ -11,6 +11,8 @@
 | active | record and file | the next instance keeps NVML closed, and does not change the slices |
 | between removing the record and the file | the file | the next start, or the next Unprepare, removes the file |
 
+The same is left if the file cannot be read or removed when the claim ends.
+
 After a reboot the file is ignored, and the claim counts as not prepared yet.
 
 The file belongs to the claim's lock: only a holder of the lock writes or removes it, after reading the record's phase.
@@ -122,11 +124,23 @@ class MaintenanceSteps:
 
     def undo(self, step: StartMaintenance, record: ClaimRecord) -> None:
         """Let the plugin open NVML again if it was closed for the claim, and publish the GPUs. The caller holds the
-        claim's lock. Raises: StateError.
+        claim's lock.
+
+        The claim ends even if its file cannot be read or removed, because a pod must always be able to end. NVML then
+        stays closed until the time in the file is over or the plugin starts again, and discovery reports this.
         """
-        if self.detachments.end_of(record.ref):
-            self.rescan()
-            _log.info("maintenance_ended", claim_uid=record.ref.uid, gpu_uuids=step.gpu_uuids)
+        try:
+            if self.detachments.end_of(record.ref):
+                self.rescan()
+                _log.info("maintenance_ended", claim_uid=record.ref.uid, gpu_uuids=step.gpu_uuids)
+        except StateError as error:
+            _log.error(
+                "maintenance_not_ended",
+                claim_uid=record.ref.uid,
+                reason=str(error),
+                remedy="if NVML is closed for this claim, it opens when the time is over; "
+                "`gpu-dra-driver detach --end` opens it at once",
+            )
         self.publish()
 
     def in_place(self, step: StartMaintenance, record: ClaimRecord) -> bool:

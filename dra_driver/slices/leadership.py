@@ -8,6 +8,7 @@ file belongs to a dead instance: after a crash, or after a reboot, which resets 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
@@ -48,6 +49,7 @@ class InstanceLeadership:
         self._registered = False
         self._withdrawn = False
         self._held: int | None = None
+        self._unreadable: set[str] = set()  # the names that were logged
 
     def announce(self) -> None:
         """Call this when the kubelet has accepted this instance, so that older instances stand by. Safe to call twice.
@@ -142,11 +144,25 @@ class InstanceLeadership:
             is_instance = _FILE.fullmatch(name) is not None
             if not is_instance and not name.endswith(TEMPORARY_SUFFIX):
                 continue
-            if not is_ours and not is_locked(self._directory / name):
+            if not is_ours and not self._is_locked(name):
                 with suppress(OSError):
                     (self._directory / name).unlink()
             elif is_instance:
                 yield name
+
+    def _is_locked(self, name: str) -> bool:
+        """Whether a living instance holds the file. A file on a bad block counts as one of a dead instance, so that it
+        is removed: a living instance makes its own file again. Raises: StateError.
+        """
+        try:
+            return is_locked(self._directory / name)
+        except StateError as error:
+            if getattr(error.__cause__, "errno", None) != errno.EIO:
+                raise
+            if name not in self._unreadable:
+                self._unreadable.add(name)
+                _log.warning("instance_file_unreadable", reason=str(error))
+            return False
 
 
 def live_instances(directory: Path) -> frozenset[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -40,6 +41,7 @@ from tests.fakes.samples import (
     uuid,
 )
 from tests.fakes.waiting import PATIENCE_S, eventually
+from tests.inventory.test_detachment import unreadable
 
 UID = "uid-1"
 
@@ -400,6 +402,26 @@ def test_claim_that_is_gone_is_reclaimed_in_each_state(
     assert known is not None
     assert node.unpreparer.reclaim(wanted.ref, known, time.monotonic_ns())
     assert (phase(node), steps.detachments.written()) == (None, None)
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.EIO, errno.EACCES])
+@pytest.mark.parametrize("state", ["never prepared", "maintenance", "other"])
+def test_claim_ends_while_the_detach_file_cannot_be_read(
+    node: Node, steps: MaintenanceSteps, monkeypatch: pytest.MonkeyPatch, logs: list, state: str, code: int
+) -> None:
+    wanted = claim(GPU_0, uid=UID) if state == "other" else maintenance(GPU_0)
+    if state != "never prepared":
+        assert isinstance(node.prepare(wanted), Prepared)
+    written = steps.detachments.written()
+    with monkeypatch.context() as patch:
+        unreadable(patch, "detach.json", code)
+        for _ in range(2):
+            assert node.unprepare(wanted) is None
+            assert (phase(node), node.cleaner._ending) == (None, set())
+    assert any(line["event"] == "maintenance_not_ended" and "detach.json" in line["reason"] for line in logs)
+    assert steps.detachments.written() == written
+    assert node.unprepare(wanted) is None
+    assert steps.detachments.written() is None
 
 
 @pytest.mark.parametrize("is_kept", [False, True])

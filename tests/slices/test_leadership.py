@@ -10,10 +10,12 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dra_driver.errors import StateError
+from dra_driver.slices import leadership
 from dra_driver.slices.leadership import InstanceLeadership, live_instances
 from tests.fakes.directories import names
 
@@ -195,6 +197,50 @@ def test_other_files_are_not_in_the_way(directory: Path) -> None:
     os.mkfifo(directory / f"{later}-pipe.lock")
     assert old.is_ours()
     assert [name for name in names(directory) if "dir" not in name and "old" not in name] == []
+
+
+@pytest.mark.parametrize("is_removable", [True, False])
+def test_file_of_a_dead_instance_on_a_bad_block_does_not_stop_the_living(
+    start: Start, directory: Path, monkeypatch: pytest.MonkeyPatch, logs: list, is_removable: bool
+) -> None:
+    turn = start("a")
+    dead = directory / f"{'9' * 20}-dead.lock"
+    dead.touch()
+    opened, unlink = os.open, Path.unlink
+
+    def bad(path: Path, *given: Any) -> int:
+        if path == dead:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return opened(path, *given)
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        if path == dead and not is_removable:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        unlink(path, missing_ok)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", bad)
+        patch.setattr(Path, "unlink", refuse)
+        assert [turn.is_ours() for _ in range(3)] == [True] * 3
+        assert dead.exists() != is_removable
+    assert [line["event"] for line in logs] == ["instance_file_unreadable"]
+
+
+def test_file_of_a_living_instance_counts_while_this_process_has_too_many_files_open(
+    start: Start, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, _new = start("old"), start("new")
+    with monkeypatch.context() as patch:
+        patch.setattr(leadership, "is_locked", full)
+        with pytest.raises(StateError):
+            old.is_ours()
+    assert len(names(directory)) == 2
+
+
+def full(*_given: object) -> bool:
+    error = StateError("too many open files")
+    error.__cause__ = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    raise error
 
 
 def test_unreadable_directory_is_one_sentence(directory: Path) -> None:
