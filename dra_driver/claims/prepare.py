@@ -214,8 +214,9 @@ class Preparer:
     def __post_init__(self) -> None:
         self._begun: dict[str, PrepareAttempt] = {}
         """By claim UID: the attempt that must roll the claim back, which is the last attempt in this process that wrote
-        the record. Changed under the claim's lock. An attempt in the other instance of a rolling update may find the
-        record gone between two tries; it then starts from the beginning.
+        the record. Changed under the claim's lock, so an attempt that cannot take the lock at its end stays here. An
+        attempt in the other instance of a rolling update may find the record gone between two tries; it then starts
+        from the beginning.
         """
 
     def prepare(self, attempt: PrepareAttempt) -> tuple[Prepared, ClaimRecord | None]:
@@ -229,6 +230,8 @@ class Preparer:
         except Exception as error:
             self.give_up(attempt, error)
             raise
+        finally:
+            attempt.has_ended = True
 
     def _prepare_until_free(self, attempt: PrepareAttempt) -> tuple[Prepared, ClaimRecord | None]:
         """Try until success; wait and retry while the devices will soon be free, or NVML refuses for a moment."""
@@ -255,7 +258,8 @@ class Preparer:
         Another call of this process that works on the claim now keeps NVML closed. Raises: StateError; RetryableError.
         """
         with self.claim_locks.hold(attempt.ref.uid, _LOCK_S):
-            is_taken = self._begun.get(attempt.ref.uid, attempt) is not attempt
+            other = self._begun.get(attempt.ref.uid, attempt)
+            is_taken = other is not attempt and not other.has_ended
             return not is_taken and not self._was_prepared(attempt) and self.planner.reopen_nvml(attempt.ref)
 
     def _prepare_once(self, attempt: PrepareAttempt) -> tuple[Prepared, ClaimRecord | None]:

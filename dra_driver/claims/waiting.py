@@ -65,14 +65,16 @@ class PrepareAttempt:
     """One attempt to prepare one claim, passed through all parts of Prepare. `claim` is this driver's part of
     the claim.
 
-    The fields with defaults belong to `Waiter`: when the attempt first waited, by the waiter's clock; the type of the
-    last error; and the number of changes that it has seen. `leaving` says, by holder UID, why a holder releases
-    its devices; `gone` are the holders whose claims no longer exist, which are not queried again.
+    `has_ended` is True once the call is over. The fields after it belong to `Waiter`: when the attempt first waited,
+    by the waiter's clock; the type of the last error; and the number of changes that it has seen. `leaving` says, by
+    holder UID, why a holder releases its devices; `gone` are the holders whose claims no longer exist, which are not
+    queried again.
     """
 
     ref: ClaimRef
     call: KubeletCall
     claim: AllocatedClaim
+    has_ended: bool = False
     waits_since: float | None = None
     waits_after: type[Exception] | None = None
     seen: int = 0

@@ -6,7 +6,7 @@ import errno
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -361,6 +361,21 @@ def test_step_opens_nvml_again_if_its_call_could_not_when_it_gave_up(
         assert steps.detachments.now() is not None
     eventually(lambda: not node.lanes.under_way())
     assert (phase(node), steps.detachments.written()) == ("preparing", None)
+
+
+def test_next_call_opens_nvml_that_a_failed_call_could_not_open(
+    node: Node, steps: MaintenanceSteps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The claim's lock is busy from the end of the step until the call has given up."""
+    monkeypatch.setattr("dra_driver.claims.prepare._LOCK_S", 0.1)
+    wanted = maintenance(GPU_0)
+    with ExitStack() as busy:
+        after_closing(steps, lambda: busy.enter_context(node.claim_locks.hold(UID, 1)), monkeypatch)
+        assert isinstance(node.prepare(wanted), Failed)
+        assert (phase(node), is_closed_for(node, steps, wanted)) == ("preparing", True)
+    node.devices.inventory, node.devices.hidden, node.devices.problem = None, MIXED, "NVML is closed"
+    assert isinstance(node.prepare(wanted), Prepared)
+    assert is_closed_for(node, steps, wanted)
 
 
 def test_call_that_fails_after_nvml_was_closed_opens_nvml_and_keeps_the_record(

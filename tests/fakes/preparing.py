@@ -89,7 +89,7 @@ class Claims:
 
 @dataclass
 class Devices:
-    """Discovery with an inventory that tests set; `hidden` appears with the next scan."""
+    """Discovery with an inventory that tests set; `hidden` appears with the next scan while NVML is not closed."""
 
     inventory: Inventory | None
     hidden: Inventory | None = None
@@ -105,7 +105,8 @@ class Devices:
 
     def scan_now(self, timeout_s: float) -> None:
         self.scans += 1
-        if self.hidden is not None:
+        is_closed = self.detachments is not None and self.detachments.problem() is not None
+        if self.hidden is not None and not is_closed:
             self.inventory, self.hidden, self.problem = self.hidden, None, None
 
 
