@@ -121,7 +121,7 @@ class DaemonControl:
         self._turn = threading.Lock()
 
     def start(self) -> ProcessId:
-        """Starts the daemon as a foreground process in a new session. Raises: RetryableError."""
+        """Starts the daemon as a foreground process in a new session. Raises: RetryableError; StateError, as `spawn`."""
         programs = self.find()
         arguments = [programs.path(CONTROL_PROGRAM), "-f"]
         if self.spec.multi_user and os.geteuid() == 0:
@@ -229,7 +229,7 @@ class DaemonControl:
     def stop_processes(self) -> None:
         """Stops the control daemon and its servers: first with `quit`, then by signal. Can be repeated.
 
-        Raises: RetryableError.
+        Raises: RetryableError; StateError if this process can open no files now.
         """
         users, patience_s = processes.users_of(self.directories.pipe), self.timings.patience
         if not users:

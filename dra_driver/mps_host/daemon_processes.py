@@ -60,7 +60,8 @@ def is_alive(process: ProcessId) -> bool:
 def spawn(arguments: Sequence[str], environment: Mapping[str, str], output: Path) -> ProcessId:
     """Starts a program in a new session, with output appended to a file. The program outlives this process.
 
-    Uses posix_spawn, so that the child gets the mount namespace of the calling thread. Raises: OSError.
+    Uses posix_spawn, so that the child gets the mount namespace of the calling thread. Raises: OSError; StateError if
+    the program runs, but this process can open no files now. `users_of` finds such a program later.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     pid = os.posix_spawn(
@@ -92,20 +93,25 @@ def reap(pid: int) -> int | None:
 
 def open_handle(process: ProcessId) -> int | None:
     """Returns a descriptor that becomes readable when the process exits; None if it has exited. The caller
-    closes it.
+    closes it. Raises: StateError if this process can open no files now.
     """
     try:
         handle = os.pidfd_open(process.pid)
-    except OSError:
+    except OSError as error:
+        refuse_own_limit(f"{_PROC}/{process.pid}", error)
         return None
-    if is_alive(process):  # checked after opening, so the descriptor is certainly for this process
-        return handle
-    os.close(handle)
-    return None
+    is_same = False
+    try:
+        # Checked after opening, so the descriptor is certainly for this process.
+        is_same = identify(process.pid) == process
+    finally:
+        if not is_same:
+            os.close(handle)
+    return handle if is_same else None
 
 
 def send_signal(process: ProcessId, number: signal.Signals) -> None:
-    """Sends a signal to exactly this process; does nothing if it has exited."""
+    """Sends a signal to exactly this process; does nothing if it has exited. Raises: the errors of `open_handle`."""
     handle = open_handle(process)
     if handle is None:
         return
@@ -118,7 +124,7 @@ def send_signal(process: ProcessId, number: signal.Signals) -> None:
 
 def wait_gone(processes: Iterable[ProcessId], timeout_s: float) -> tuple[ProcessId, ...]:
     """Waits until all processes have exited, and returns those that have not exited in time. Reaps children of this
-    process.
+    process. Raises: the errors of `open_handle`.
     """
     deadline = time.monotonic() + timeout_s
     left = tuple(processes)
@@ -129,7 +135,9 @@ def wait_gone(processes: Iterable[ProcessId], timeout_s: float) -> tuple[Process
 
 
 def end(processes: Collection[ProcessId], patience_s: float) -> None:
-    """Sends SIGTERM, and SIGKILL to processes that have not exited after `patience_s` seconds."""
+    """Sends SIGTERM, and SIGKILL to processes that have not exited after `patience_s` seconds. Raises: the errors of
+    `open_handle`.
+    """
     for number in (signal.SIGTERM, signal.SIGKILL):
         for process in processes:
             send_signal(process, number)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import subprocess
 import sys
 from functools import partial
@@ -125,13 +126,39 @@ def test_process_that_cannot_be_read_now_counts_as_running(monkeypatch):
 
     monkeypatch.setattr(processes, "open", refuse, raising=False)
     assert processes.is_alive(own)
-    assert processes.wait_gone([own], 0.0) == (own,)
-    for call in (partial(processes.users_of, "/pipe"), partial(processes.is_control_daemon, own, "/pipe")):
+    for call in (
+        partial(processes.users_of, "/pipe"),
+        partial(processes.is_control_daemon, own, "/pipe"),
+        partial(processes.wait_gone, [own], 0.0),
+    ):
         with pytest.raises(StateError, match=r"cannot read /proc/.*: Too many open files"):
             call()
     monkeypatch.setattr(os, "listdir", refuse)
     with pytest.raises(StateError, match="cannot read /proc: Too many open files"):
         processes.users_of("/pipe")
+
+
+@pytest.mark.parametrize("refused", ["stat", "pidfd"])
+def test_process_that_may_be_another_one_gets_no_signal(monkeypatch, refused):
+    def refuse(*_given):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as stranger:
+        own = processes.identify(stranger.pid)
+        earlier = ProcessId(own.pid, own.start_time - 1)  # it had the PID before
+        before = len([*Path("/proc/self/fd").iterdir()])
+        with monkeypatch.context() as patch:
+            if refused == "stat":
+                patch.setattr(processes, "open", refuse, raising=False)
+            else:
+                patch.setattr(os, "pidfd_open", refuse)
+            for call in (partial(processes.send_signal, number=signal.SIGKILL), processes.open_handle):
+                with pytest.raises(StateError, match=f"cannot read /proc/{own.pid}.*: Too many open files"):
+                    call(earlier)
+            with pytest.raises(StateError):
+                processes.end([earlier], 60.0)
+        assert len([*Path("/proc/self/fd").iterdir()]) == before
+    assert stranger.returncode == 0, "it ended by itself"
 
 
 def test_a_process_is_not_gone_while_a_thread_of_it_is_left():
