@@ -298,6 +298,7 @@ class Driver:
             api=self.client,
             discovery=self.discovery,
             records=self.records,
+            without_record=self._without_record,
             health=self.health,
             cleaner=self.cleaner,
             layouts=self.layouts,

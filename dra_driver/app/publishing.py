@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from dra_driver.app.settings import Settings
+from dra_driver.claims.specs_without_record import SpecsWithoutRecord
 from dra_driver.errors import DraDriverError
 from dra_driver.health.gpu_health import GpuHealth
 from dra_driver.health.rules.taints import withdrawals
@@ -36,6 +37,7 @@ class Publishing:
         api: ApiClient,
         discovery: Discovery,
         records: RecordStore,
+        without_record: SpecsWithoutRecord,
         health: GpuHealth,
         cleaner: Cleaner,
         layouts: NodeLayouts,
@@ -45,7 +47,8 @@ class Publishing:
         """`layouts` has the state of the MIG layout on each GPU, by UUID. Nothing is published while another
         instance is the leader.
         """
-        self._settings, self._api, self._records = settings, api, records
+        self._settings, self._api = settings, api
+        self._records, self._without_record = records, without_record
         self._health, self._cleaner, self._layouts = health, cleaner, layouts
         self._withdraws = False
         self.leads, self.inventory, self._discovery = leadership.is_ours, discovery.latest, discovery
@@ -94,10 +97,12 @@ class Publishing:
         self._withdraws = mode == "withdraw" or (mode == "auto" and dropped)
         pending = self._cleaner.withheld() if dropped or self._withdraws else lambda _device: None
         # Read gpus_in_maintenance before the records: it is emptied only after NVML has been read again.
-        in_maintenance, records = set(self._discovery.gpus_in_maintenance), self._records.all().values()
-        in_maintenance.update(*(step.gpu_uuids for one in records if (step := one.maintenance) is not None))
+        in_maintenance, records = set(self._discovery.gpus_in_maintenance), self._records.all()
+        steps = [step for one in records.values() if (step := one.maintenance) is not None]
+        lost = [one for devices in self._without_record.lost(records).values() for one in devices]
+        in_maintenance.update(*(step.gpu_uuids for step in steps), *(one.in_maintenance for one in lost))
         withdrawn = (
-            withdrawals(self.taints(), records, self._settings.sharing)
+            withdrawals(self.taints(), records.values(), self._settings.sharing)
             if self._withdraws
             else lambda _device: False
         )

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from types import UnionType
 from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -202,6 +203,13 @@ class Tagged(Generic[T]):
             raise NewerFormatError(f"{self._what} {tag!r} is unknown")
         made: T = self._codecs[tag].decode(entry)
         return made
+
+    def readable(self, newer: NewerFormatError | None, name: str) -> Iterator[T]:
+        """Yield the values of a list in a newer release's document that this release understands."""
+        entries = newer.document.get(name) if newer is not None else None
+        for entry in entries if isinstance(entries, list) else ():
+            with suppress(StateError, KeyError, TypeError, ValueError, AttributeError, OverflowError):
+                yield self.decode(entry)
 
 
 def _fields_of(of: type[Any], given: Mapping[str, Field | None]) -> dict[str, Field | None]:

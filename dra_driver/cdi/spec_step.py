@@ -175,7 +175,7 @@ class CdiSteps:
             devices = self._with_management(devices, managing)
         step = maintenance_of(plan.steps)
         if step is not None:
-            env = MAINTENANCE.format(",".join(step.gpu_uuids))
+            env = MAINTENANCE + ",".join(step.gpu_uuids)
             devices = [replace(device, env=(*device.env, env)) for device in devices]
         common = self._common_edits(
             files, self.extra_devices.channel_nodes(plan) if plan.has_extra_devices else ()

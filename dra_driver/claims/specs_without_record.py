@@ -7,8 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dra_driver.base.fields import NewerFormatError
 from dra_driver.cdi.directory import CdiDirectory
 from dra_driver.cdi.rules.spec import SpecDevice, devices_of
-from dra_driver.journal.records import RecordStore
-from dra_driver.model.record import ClaimRecord
+from dra_driver.journal.records import STEP, RecordStore
+from dra_driver.model.record import ClaimRecord, maintenance_of
 
 
 class SpecsWithoutRecord:
@@ -57,8 +57,14 @@ class SpecsWithoutRecord:
 def _devices_in(newer: NewerFormatError | None) -> Sequence[SpecDevice]:
     """Return the devices in a newer release's record, as far as this release understands them."""
     devices = newer.document.get("devices") if newer is not None else None
+    maintenance = maintenance_of(STEP.readable(newer, "steps"))
     return [
-        SpecDevice(one["device"], one.get("shareID"), one.get("adminAccess") is True)
+        SpecDevice(
+            one["device"],
+            one.get("shareID"),
+            one.get("adminAccess") is True,
+            in_maintenance=() if maintenance is None else maintenance.gpu_uuids,
+        )
         for one in (devices if isinstance(devices, list) else ())
         if isinstance(one, dict) and isinstance(one.get("device"), str)
     ]

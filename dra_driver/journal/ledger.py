@@ -421,10 +421,4 @@ def _known_details(newer: NewerFormatError | None) -> Sequence[Item]:
     """Return the details in a newer release's ledger that this release understands, so that MIG devices and cards of
     claims do not look as if another program had made them. No one undoes them.
     """
-    known: list[Item] = []
-    entries = newer.document.get("entries") if newer is not None else None
-    for entry in entries if isinstance(entries, list) else ():
-        with suppress(StateError, KeyError, TypeError, ValueError, AttributeError, OverflowError):
-            item = _ITEM.decode(entry)
-            known += [] if isinstance(item, LedgerEntry) else [item]
-    return known
+    return [item for item in _ITEM.readable(newer, "entries") if not isinstance(item, LedgerEntry)]

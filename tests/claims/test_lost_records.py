@@ -37,6 +37,16 @@ def test_monitor_blocks_none_of_the_gpus_that_it_checks(node: KindNode, site: Si
     assert isinstance(node.prepare(monitor), Prepared)
 
 
+def test_gpu_in_maintenance_gets_no_claim(node: KindNode, site: Site) -> None:
+    wanted = KINDS["maintenance"].wanted(site)
+    lost(node, wanted)
+    answer = node.prepare(claim(wanted.results[0].device, uid="user"))
+    assert isinstance(answer, Failed)
+    assert "is in maintenance for claim ?/? (UID uid-1)" in answer.error
+    assert node.unprepare(wanted) is None
+    assert isinstance(node.prepare(claim(wanted.results[0].device, uid="user")), Prepared)
+
+
 def test_claim_that_uses_a_gpu_and_observes_it_too_keeps_it(node: KindNode, site: Site) -> None:
     name = site.whole(2)
     lost(node, claim(result(name, "use"), result(name, "look", admin_access=True), uid="both"))

@@ -17,7 +17,7 @@ from tests.fakes.kindnode import KINDS, KindNode, Site
 from tests.fakes.samples import claim
 
 REMEDY = "install gpu-dra-driver 9.0.0 or newer"
-SHARED = ("admin access", "maintenance")
+SHARED = ("admin access",)
 """Kinds whose devices other claims may have too."""
 
 
@@ -77,7 +77,8 @@ def test_claim_with_a_newer_record_keeps_its_devices_and_ends(node: KindNode, si
         older.cleaner.clean_all()
         assert REMEDY in refusal(older.prepare(wanted))
     for rival in rivals if kind not in SHARED else ():
-        assert "is held by claim" in refusal(older.prepare(rival))
+        refused = "is in maintenance for claim" if kind == "maintenance" else "is held by claim"
+        assert refused in refusal(older.prepare(rival))
     assert older.state() == kept
     [problem] = older.records.problems()
     assert (problem.code, f"cannot use uid-1.json in {node.records.directory}" in problem.text) == (
@@ -144,16 +145,20 @@ def test_newer_record_is_reported_once_and_again_when_its_claim_ends(
     assert found[0]["kept_as"] == str(release.record)
 
 
-def test_step_of_a_claim_whose_newer_record_has_no_spec_yet_is_not_undone(node: KindNode, site: Site) -> None:
+@pytest.mark.parametrize("kind", ["MIG on demand", "maintenance"])
+def test_step_of_a_claim_whose_newer_record_has_no_spec_yet_is_not_undone(
+    node: KindNode, site: Site, kind: str
+) -> None:
     """The newer instance of a rolling update prepares it now, or crashed."""
-    wanted = KINDS["MIG on demand"].wanted(site)
+    wanted = KINDS[kind].wanted(site)
     release = NewerRelease(node, wanted)
     [rival] = others(node)
     node.runner.undo(WriteCdiSpec(), node.record_of())
     release.write(release.record, "steps")
     older, kept = node.again(), node.state()
     assert older.cleaner.clean_all() == []
-    assert "is held by claim" in refusal(older.prepare(rival))
+    refused = "is in maintenance for claim" if kind == "maintenance" else "is held by claim"
+    assert refused in refusal(older.prepare(rival))
     assert older.state() == kept
     assert older.unprepare(wanted) is None
     assert older.state() == release.first

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable
@@ -219,6 +220,26 @@ def test_file_of_a_claim_that_is_not_prepared_is_removed_by_the_next_start(
     node.start_driver()
     node.wait_devices(8)
     assert node.driver._gpus.detachments.written() is None
+
+
+@pytest.mark.parametrize("writer", ["newer release", "damaged"])
+def test_gpu_of_a_claim_whose_record_cannot_be_read_stays_withdrawn(node: Node, writer: str) -> None:
+    before = names(node)
+    ref = maintenance(node, "reset", before[3])
+    node.ready(ref)
+    record = node.driver.records.path(ref.uid)
+    document = json.loads(record.read_text())
+    document["steps"].append({"kind": "of-a-newer-release"})
+    record.write_text("{" if writer == "damaged" else json.dumps(document))
+    node.restart_driver()
+    node.driver._gpus.detachments.end()
+    eventually(lambda: node.driver.discovery.unavailable() is None)
+    inventory = node.driver.discovery.latest()
+    assert inventory is not None
+    is_left_out = node.driver.publishing.left_out(dropped=False)
+    assert [device.name for device in inventory.devices() if is_left_out(device)] == [before[3]]
+    node.must_unprepare(ref)
+    node.wait_devices(8)
 
 
 def test_nvml_that_does_not_close_is_retried_and_the_gpu_stays_withdrawn(

@@ -29,7 +29,7 @@ _LIBRARY_SUBDIRS = ("gbm", "vdpau")
 
 ADMIN_ACCESS = "DRA_ADMIN_ACCESS=true"
 """Environment of a container whose claim has adminAccess; Kubernetes' example driver sets the same variable."""
-MAINTENANCE = "MAINTENANCE_GPUS={}"
+MAINTENANCE = "MAINTENANCE_GPUS="
 """Environment of a maintenance claim's containers: the UUIDs of the claim's GPUs. A GPU can only be reset from a
 privileged container, which sees all GPUs of the node."""
 
@@ -355,12 +355,15 @@ def with_mps(device: CdiDevice, usage: MpsShared, directories: MpsDirectories) -
 
 @dataclass(frozen=True, slots=True)
 class SpecDevice:
-    """One device of a spec. `share_id` is None if the device is not shared."""
+    """One device of a spec. `share_id` is None if the device is not shared. `in_maintenance` are the UUIDs of the GPUs
+    that the claim takes out of service.
+    """
 
     device: str
     share_id: str | None = None
     admin_access: bool = False
     uses_mps: bool = False
+    in_maintenance: tuple[str, ...] = ()
 
 
 def devices_of(claim_uid: str, spec: Mapping[str, Any] | None) -> tuple[SpecDevice, ...]:
@@ -381,6 +384,12 @@ def _device(name: str, entry: Mapping[str, Any]) -> SpecDevice:
         share_of_cdi_name(name),
         ADMIN_ACCESS in env,
         any(isinstance(mount, dict) and mount.get("containerPath") == PIPE_DIRECTORY for mount in mounts),
+        tuple(
+            uuid
+            for one in env
+            if isinstance(one, str) and one.startswith(MAINTENANCE)
+            for uuid in one.removeprefix(MAINTENANCE).split(",")
+        ),
     )
 
 

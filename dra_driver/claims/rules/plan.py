@@ -498,6 +498,7 @@ def lost_claim(uid: str, devices: Iterable[SpecDevice], inventory: Inventory) ->
 
     Returns None if the node no longer has any of these devices.
     """
+    devices = sorted(devices, key=lambda one: one.device)
     held = tuple(
         replace(
             held_silicon(inventory.by_name[one.device]),
@@ -505,12 +506,14 @@ def lost_claim(uid: str, devices: Iterable[SpecDevice], inventory: Inventory) ->
             share_id=one.share_id,
             usage=LostMps() if one.uses_mps else None,
         )
-        for one in sorted(devices, key=lambda one: one.device)
+        for one in devices
         if one.device in inventory.by_name
     )
     if not held:
         return None
-    return ClaimRecord(AllocatedClaim(ClaimRef("?", "?", uid), ()), "prepared", "", held, ())
+    gpus = sorted({uuid for one in devices for uuid in one.in_maintenance})
+    steps = (StartMaintenance(tuple(gpus), "Wait", 0),) if gpus else ()
+    return ClaimRecord(AllocatedClaim(ClaimRef("?", "?", uid), ()), "prepared", "", held, steps)
 
 
 def answer(
