@@ -121,7 +121,10 @@ class DaemonControl:
         self._turn = threading.Lock()
 
     def start(self) -> ProcessId:
-        """Starts the daemon as a foreground process in a new session. Raises: RetryableError; StateError, as `spawn`."""
+        """Starts the daemon as a foreground process in a new session.
+
+        Raises: RetryableError; StateError like `spawn`.
+        """
         programs = self.find()
         arguments = [programs.path(CONTROL_PROGRAM), "-f"]
         if self.spec.multi_user and os.geteuid() == 0:
