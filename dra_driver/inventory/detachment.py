@@ -99,7 +99,7 @@ class Pause:
     """One of the plugin's processes keeps NVML closed in the others.
 
     `started` is the start of that process, in clock ticks since boot; `began_s` is the start of the pause on the boot
-    clock, and `since` is that start as text.
+    clock, and `since` is that start as text. `pid` is 0 if the process is unknown.
     """
 
     boot_id: str
@@ -113,7 +113,8 @@ class Pause:
     @property
     def problem(self) -> str:
         """Why GPUs cannot be used now."""
-        return f"NVML is closed for a moment (since {self.since} UTC): process {self.pid} of gpu-dra-driver {self.what}"
+        who = f"process {self.pid}" if self.pid else "a process"
+        return f"NVML is closed for a moment (since {self.since} UTC): {who} of gpu-dra-driver {self.what}"
 
 
 _PAUSE_SHAPE = Codec(Pause)
@@ -173,20 +174,17 @@ class Detachments:
         return found if found is not None and found.lasts(self._boot_id, self._clock()) else None
 
     def _of_newer_release(self) -> Detachment:
-        written, written_s = self._times_of(self._path)
+        written = 0.0
+        with suppress(OSError):
+            written = self._path.stat().st_mtime
         until = datetime.fromtimestamp(written + MAX_S).astimezone().isoformat(sep=" ", timespec="seconds")
         text = f"{until} at the latest (a newer release of gpu-dra-driver wrote the detach file)"
-        return Detachment(self._boot_id or "", written_s + MAX_S, text)
+        return Detachment(self._boot_id or "", self._on_boot_clock(written) + MAX_S, text)
 
-    def _times_of(self, path: Path) -> tuple[float, float]:
-        """Return when a file was last written, in seconds since 1970 and on the boot clock. The latter is -`MAX_S` if
-        that was before this boot, or if the file is gone.
-        """
-        written, now = 0.0, time.time()
-        with suppress(OSError):
-            written = path.stat().st_mtime
-        written_s = self._clock() - (now - written)
-        return written, written_s if written_s >= 0 else -float(MAX_S)
+    def _on_boot_clock(self, written: float) -> float:
+        """Return a file's time, in seconds since 1970, on the boot clock; -`MAX_S` if it was before this boot."""
+        written_s = self._clock() - (time.time() - written)
+        return written_s if written_s >= 0 else -float(MAX_S)
 
     def maintenances(self, records: Iterable[ClaimRecord]) -> list[Maintenance]:
         """Return the state of each maintenance claim among the records of this node, from the last known content of the
@@ -215,7 +213,10 @@ class Detachments:
         try:
             pauses = self._lasting(except_own=not of_all)
         except StateError as error:
-            return NvmlPausedError(f"whether NVML must stay closed is unknown: {error}")
+            return NvmlDetachedError(
+                f"whether NVML must stay closed is unknown: {error}; gpu-dra-driver tries again; if this lasts, remove "
+                f"{self._pauses}"
+            )
         return NvmlPausedError(pauses[0].problem) if pauses else None
 
     def guarded(self, load: Callable[[], object]) -> Callable[[], object]:
@@ -345,7 +346,9 @@ class Detachments:
         return own
 
     def _lasting(self, *, except_own: bool) -> list[Pause]:
-        """Return the pauses of live processes. Raises: StateError if a file cannot be read."""
+        """Return the pauses of live processes. Raises: StateError if it is unknown which files there are, or how old
+        they are.
+        """
         found = (pause for path in self._pause_files() if (pause := self._pause_in(path)) is not None)
         return [one for one in found if self._lasts(one) and not (except_own and one == self._own)]
 
@@ -359,17 +362,30 @@ class Detachments:
             raise state_error("read", self._pauses, error) from error
 
     def _pause_in(self, path: Path) -> Pause | None:
-        """Read a pause file; None if it was removed or is damaged. The writer of a newer release's file is unknown, as
-        if it were in another PID namespace. Raises: StateError if the file cannot be read.
+        """Read a pause file; None if it was removed or is damaged. The writer of a newer release's file, or of a file
+        that cannot be read, is unknown, as if it were in another PID namespace. Raises: StateError if the file's age is
+        unknown too.
         """
-        content = _content(path)
+        try:
+            content = _content(path)
+        except StateError as error:
+            return self._of_unknown_process(path, f"keeps it closed; {error}")
         try:
             return None if content is None else _PAUSE_FILE.read(content)
         except NewerFormatError:
-            what = f"keeps it closed, see {path}"
-            return Pause(self._boot_id or "", "", 0, 0, what, self._times_of(path)[1], "an unknown time")
+            return self._of_unknown_process(path, f"keeps it closed, see {path}")
         except StateError:
             return None
+
+    def _of_unknown_process(self, path: Path, what: str) -> Pause | None:
+        try:
+            written = path.lstat().st_mtime
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise state_error("read", path, error) from error
+        since = datetime.fromtimestamp(written, UTC).strftime("%Y-%m-%d %H:%M:%S")
+        return Pause(self._boot_id or "", "", 0, 0, what, self._on_boot_clock(written), since)
 
     def _lasts(self, pause: Pause) -> bool:
         if self._boot_id is not None and pause.boot_id not in ("", self._boot_id):

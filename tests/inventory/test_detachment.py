@@ -222,6 +222,63 @@ def test_pause_file_that_cannot_be_read_keeps_nvml_closed(
         pass
 
 
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.EIO])
+def test_pause_file_that_cannot_be_read_lasts_for_a_minute(
+    detachments: Detachments,
+    pausing: subprocess.Popen[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    code: int,
+) -> None:
+    [file] = (tmp_path / "pauses").iterdir()
+    unreadable(monkeypatch, file.name, code)
+    written = file.stat().st_mtime
+    since = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(written))
+    said = f"NVML is closed for a moment (since {since} UTC): a process of gpu-dra-driver keeps it closed; cannot read"
+    assert (detachments.paused() or "").startswith(said)
+    os.utime(file, (written - 61, written - 61))
+    assert (detachments.paused(), detachments.problem()) == (None, None)
+    with detachments.using_nvml(0.0):
+        pass
+
+
+def test_pause_file_of_unknown_age_keeps_nvml_closed(
+    detachments: Detachments, pausing: subprocess.Popen[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its inode is on a bad block."""
+    [file] = (tmp_path / "pauses").iterdir()
+    unreadable(monkeypatch, file.name, errno.EIO)
+
+    def refuse(_path: Path) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(Path, "lstat", refuse)
+    with pytest.raises(
+        NvmlDetachedError, match=r"unknown: cannot read .*\.json: .*; if this lasts, remove"
+    ) as caught:
+        detachments.guarded(lambda: pytest.fail("NVML was opened"))()
+    assert not isinstance(caught.value, NvmlPausedError), "that ends soon"
+
+
+def test_pauses_that_cannot_be_listed_are_a_problem_of_the_node(
+    node: SimulatedNode, tmp_path: Path, detachments: Detachments
+) -> None:
+    pauses = tmp_path / "pauses"
+    pauses.symlink_to("pauses")
+    _, discovery = instance(node, tmp_path, detachments, [])
+    discovery.start()
+    try:
+        eventually(
+            lambda: "whether NVML must stay closed is unknown: cannot" in (discovery.unavailable() or "")
+        )
+        assert str(pauses) in (discovery.unavailable() or "")
+        assert not detachments.is_nvml_open()
+        pauses.unlink()
+        eventually(lambda: discovery.unavailable() is None)
+    finally:
+        discovery.stop()
+
+
 def test_detach_while_another_process_writes_the_file_names_no_claim(
     detachments: Detachments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
