@@ -2,7 +2,8 @@
 
 A release reads a range of format numbers of each kind of file. A higher number, an unknown kind of a value, or an
 unknown word where only certain words are allowed means that a newer release wrote the file. Such a file is not damaged,
-and no one renames or overwrites it. Unknown fields are ignored, and lost when this release writes the file.
+and no one renames or overwrites it, unless it only reports something or its time is over. Unknown fields are ignored,
+and lost when this release writes the file.
 
 So a release that changes a file does one of these:
 

@@ -195,10 +195,13 @@ class Reconciler(BackgroundWorker):
         specs = set(self.without_record.unrecorded(records))
         lost = self.without_record.lost(records)
         self._logged = {(uid, text) for uid, text in self._logged if uid in {*records, *specs, *lost}}
+        newer = self.records.newer()
         for uid in lost:
             self._log_once(
                 uid,
-                "the claim's record cannot be read, so its name is unknown; its devices stay reserved until the "
+                f"the claim's devices stay reserved until the kubelet unprepares the claim: {newer[uid].newer}"
+                if uid in newer
+                else "the claim's record cannot be read, so its name is unknown; its devices stay reserved until the "
                 "kubelet unprepares the claim; if no pod uses the claim, remove its CDI spec",
             )
         for uid in sorted(specs):

@@ -32,6 +32,7 @@ that is killed while it hangs in the kernel keeps its files and locks, but it co
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
@@ -202,7 +203,9 @@ class Detachments:
         try:
             found = self.now()
         except StateError as error:
-            return f"whether NVML must stay closed is unknown: {error}; `gpu-dra-driver detach --end` removes the file"
+            is_directory = getattr(error.__cause__, "errno", None) == errno.EISDIR
+            remedy = "" if is_directory else "; `gpu-dra-driver detach --end` removes the file"
+            return f"whether NVML must stay closed is unknown: {error}{remedy}"
         return None if found is None else found.problem
 
     def _refusal(self, *, of_all: bool = False) -> NvmlDetachedError | None:
@@ -408,9 +411,7 @@ class Detachments:
         until = datetime.now().astimezone() + timedelta(seconds=seconds)
         shown = until.isoformat(sep=" ", timespec="seconds")
         made = Detachment(self._boot_id, self._clock() + seconds, shown, claim, gpu_uuids)
-        lock = self._path.with_suffix(".lock")
-        busy = "another process is writing the detach file; try again"
-        with hold_file(lock, self._writing, time.monotonic() + _CLOSING_S, busy):
+        with self._changing():
             found = self.now()
             if found is not None and found.claim is not None:
                 if found.claim != claim:
@@ -421,13 +422,19 @@ class Detachments:
             self._write(made)
         return made
 
+    def _changing(self) -> AbstractContextManager[int]:
+        """Keep other processes from beginning a detachment. Raises: RetryableError; StateError."""
+        lock, busy = self._path.with_suffix(".lock"), "another process is writing the detach file; try again"
+        return hold_file(lock, self._writing, time.monotonic() + _CLOSING_S, busy)
+
     def _write(self, made: Detachment) -> None:
         try:
             _DETACH_FILE.read(_content(self._path) or b"")
         except NewerFormatError as error:
-            raise StateError(
-                f"cannot write {self._path}: {error}, or run `gpu-dra-driver detach --end`"
-            ) from error
+            if self.now() is not None:
+                raise StateError(
+                    f"cannot write {self._path}: {error}, or run `gpu-dra-driver detach --end`"
+                ) from error
         except StateError:
             pass  # no file, or a damaged one
         write_atomically(self._path, _DETACH_FILE.write(made), durable=False)
@@ -463,14 +470,23 @@ class Detachments:
 
     def restore(self, made: Detachment, before: Detachment | None) -> None:
         """Restore the detachment `before` that `made` replaced, unless someone has changed the file since. A
-        maintenance claim's detachment is not restored: the claim may have ended. Raises: StateError.
+        maintenance claim's detachment is not restored: the claim may have ended. Raises: RetryableError; StateError.
         """
-        if self.now() != made:
+        with self._changing():
+            if self.now() != made:
+                return
+            if before is None or before.claim is not None:
+                self._remove()
+            else:
+                self._write(before)
+
+    def remove_damaged(self) -> None:
+        """Remove the detach file if it is damaged. Raises: RetryableError; StateError."""
+        if _content(self._path) is None:
             return
-        if before is None or before.claim is not None:
-            self._remove()
-        else:
-            self._write(before)
+        with self._changing():
+            if self.written() is None:
+                self._remove()
 
     def end(self) -> None:
         """Let the plugin open NVML again. The file of a maintenance claim stays, with its end time set to now, unless

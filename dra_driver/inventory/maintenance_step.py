@@ -19,7 +19,7 @@ The file belongs to the claim's lock: only a holder of the lock writes or remove
 The step waits for NVML to close without the lock, because that may hang. So `Executor.finish` checks under the lock
 that NVML is still closed for the claim before it writes `prepared`. A step whose call has given up writes no file; if
 NVML closes after its call has given up, the step removes its file. Only `detach --end` ignores the lock, because an
-administrator wants NVML open at once.
+administrator wants NVML open at once. A file whose time is over may be replaced by anyone.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ class MaintenanceSteps:
         except StateError:
             return
         if written is None:
-            self.detachments.end()
+            with suppress(LockBusyError):
+                self.detachments.remove_damaged()
         elif written.claim is not None:
             # If another instance works on the claim now, the claim is not abandoned.
             with suppress(LockBusyError), self.claim_locks.hold(written.claim.uid, _LOCK_S):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -531,6 +532,23 @@ def test_spec_of_a_claim_that_no_one_can_name_is_reported_and_kept(
     assert reported == [
         "the claim has a CDI spec but no record, so its name is unknown; remove the CDI spec if no pod uses it"
     ]
+
+
+def test_claim_whose_record_a_newer_release_wrote_is_reported_with_that_release(
+    node: Node, logs: list[dict[str, str]]
+) -> None:
+    """Removing its CDI spec would free nothing."""
+    node.prepare(ONE)
+    file = node.records.directory / "uid-1.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"version": 99, "release": "9.0.0"}))
+    bench = Bench(node.restarted())
+    for _ in range(3):
+        bench.later()
+    [reason] = [line["reason"] for line in logs if line["event"] == "claim_not_reconciled"]
+    assert reason.startswith(
+        "the claim's devices stay reserved until the kubelet unprepares the claim: gpu-dra-"
+    )
+    assert ("install gpu-dra-driver 9.0.0 or newer" in reason, "CDI spec" in reason) == (True, False)
 
 
 def test_claim_whose_record_cannot_be_read_is_reported_once_and_kept(

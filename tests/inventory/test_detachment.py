@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -123,6 +123,49 @@ def test_detach_that_fails_does_not_write_the_file_of_a_claim_that_has_ended(
     with pytest.raises(ClaimsInTheWayError, match="team/late"):
         detach(detachments, 60, lambda: next(answers))
     assert detachments.written() is None
+
+
+def test_detach_that_fails_late_leaves_the_file_of_a_claim_that_began_meanwhile(
+    detachments: Detachments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The claim begins between the last read of the file and its removal."""
+    other, now, begun = Detachments(tmp_path, "boot-1", lambda: 1000.0), detachments.now, []
+    made = detachments.begin(60)
+    monkeypatch.setattr(detachment, "_CLOSING_S", 0.0)
+
+    def overtaken() -> Detachment | None:
+        found = now()
+        other.end()
+        with suppress(RetryableError):
+            begun.append(other.begin(900, RESET))
+        return found
+
+    monkeypatch.setattr(detachments, "now", overtaken)
+    detachments.restore(made, None)
+    assert [other.written()] == (begun or [None])
+
+
+@pytest.mark.parametrize("content", ["torn", None])
+def test_damaged_file_is_removed_but_not_the_one_that_a_claim_wrote_meanwhile(
+    detachments: Detachments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str | None
+) -> None:
+    file = tmp_path / "detach.json"
+    if content is not None:
+        file.write_text(content)
+    detachments.remove_damaged()
+    assert not file.exists()
+    made = detachments.begin(900, RESET)
+    detachments.remove_damaged()
+    assert detachments.now() == made
+
+
+def test_directory_in_place_of_the_detach_file_is_removed_by_hand(
+    detachments: Detachments, tmp_path: Path
+) -> None:
+    (tmp_path / "detach.json").mkdir()
+    assert re.search(r"detach\.json: .*not a regular file; remove it$", detachments.problem() or "")
+    with pytest.raises(StateError, match="not a regular file; remove it"):
+        detachments.end()
 
 
 def test_program_that_outlives_the_plugin_counts_as_a_user_of_nvml(detachments: Detachments) -> None:
@@ -935,6 +978,9 @@ def test_detach_file_of_a_newer_release_lasts_until_its_claim_ends_or_for_a_day(
     assert not detachments.end_of(FLASH)
     assert detachments.end_of(RESET)
     assert (detachments.problem(), file.exists()) == (None, False)
+    file.write_text(newer)
+    os.utime(file, (now - 86_500, now - 86_500))
+    assert detachments.begin(60) == detachments.now(), "a file whose day is over is in no one's way"
     file.write_text(newer)
     os.utime(file, (0, 0))  # from before this boot
     assert detachments.problem() is None
