@@ -178,9 +178,11 @@ class JsonStore(Generic[T]):
     def write(self, name: str, content: bytes, *, durable: bool, whole: bool) -> None:
         """Replace the value's file, like `write_atomically`.
 
-        Raises: StateError, also if `get` found that a newer release wrote the file.
+        Raises: StateError, also if `get` found that a newer release wrote the file, and the file is still there.
         """
         with self._lock:
+            if name in self._unread:
+                self.get(name)  # an administrator may have removed the file since
             left = self._unread.get(name)
             self._parsed.pop(name, None)
         if left is not None and left.newer is not None:

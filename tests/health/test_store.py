@@ -61,6 +61,17 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "health.json"
 
 
+def test_file_of_a_newer_release_that_an_administrator_removed_is_written_again(path: Path) -> None:
+    path.write_text(json.dumps({"version": 99}))
+    store = HealthStore(path)
+    assert store.load() is None
+    with pytest.raises(StateError, match="install the newer release again"):
+        store.save(KEPT)
+    path.unlink()
+    store.save(KEPT)
+    assert (HealthStore(path).load(), store.problems()) == (KEPT, [])
+
+
 @given(st.lists(_states, max_size=4, unique_by=lambda state: state.target), st.none() | _names)
 def test_round_trip(states, version):
     kept = KeptHealth("boot", version, tuple(sorted(states, key=lambda state: state.target.order)))
