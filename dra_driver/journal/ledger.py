@@ -291,19 +291,21 @@ class Ledger:
         return self._store.problems()
 
     def missing(self, gpus: Collection[str] | None = None) -> list[LedgerEntry]:
-        """Return the steps of prepared claims that no ledger lists, because a file was damaged. Raises:
-        StateError.
+        """Return the steps of prepared claims that no ledger lists, because a file was damaged. Leaves out those of a
+        newer release's ledger, which may list them. Raises: StateError.
         """
         records = self.records.all().values()
         known = {entry.key for entry in self.entries(gpus)}
+        newer = self.newer()
         return [
-            LedgerEntry(record.ref, record.boot_id, step)
+            entry
             for record in records
             if record.phase == "prepared"
             for step in record.steps
             if is_undone_in_lane(step)
             and (gpus is None or not gpus_of(step).isdisjoint(gpus))
-            and (record.ref.uid, step) not in known
+            and (entry := LedgerEntry(record.ref, record.boot_id, step)).key not in known
+            and entry.home not in newer
         ]
 
     def ended(self) -> list[ClaimRecord]:

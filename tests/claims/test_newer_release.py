@@ -102,6 +102,7 @@ def test_gpu_with_a_newer_ledger_gets_no_new_claim_and_its_claims_end(
     older, kept = node.again(), node.state()
     older.cleaner.clean_all()
     assert isinstance(older.prepare(wanted), Prepared), "its pod may run"
+    assert older.ledger.missing() == [], "no one can write them"
     assert older.unprepare(wanted) is None
     older.cleaner.clean_all()
     after = older.state()

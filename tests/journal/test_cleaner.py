@@ -308,20 +308,40 @@ def test_damaged_ledger_is_written_again_from_the_prepared_claims(bench: Bench) 
     assert [name.partition(".json")[2][:11] for name in after.files()] == [".unreadable"]
 
 
-def test_ledger_that_cannot_be_written_is_retried_after_pauses(bench: Bench) -> None:
-    """A newer release wrote it; a full or read-only disk is the same."""
+def test_ledger_that_cannot_be_written_is_retried_after_pauses(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bench.prepared(record(SLICE))
-    (bench.directory / LEDGER_0).write_text('{"version": 99}')
+    (bench.directory / LEDGER_0).unlink()
     after, now = bench.restarted(), [0.0]
     after.cleaner.clock = lambda: now[0]
+    tries: list[object] = []
+
+    def refuse(*given: object, **_options: object) -> None:
+        tries.append(given)
+        refuse_write()
+
+    monkeypatch.setattr("dra_driver.base.json_store.write_atomically", refuse)
+    for _ in range(60):
+        after.cleaner._turn()
+        eventually(lambda: not after.lanes.under_way())
+        now[0] += 1
+    assert UUID_0 in after.cleaner._pauses
+    assert 1 < len(tries) < 30
+
+
+def test_ledger_of_a_newer_release_is_not_tried(bench: Bench) -> None:
+    bench.prepared(record(SLICE))
+    (bench.directory / LEDGER_0).write_text('{"version": 99}')
+    after, asked = bench.restarted(), list[str]()
+    after.cleaner.tools = lambda: asked.append("tools")
     with capture_logs() as logged:
-        for _ in range(60):
+        for _ in range(3):
             after.cleaner._turn()
             eventually(lambda: not after.lanes.under_way())
-            now[0] += 1
     assert [line["event"] for line in logged] == ["ledger_unreadable"]
     assert "install the newer release again" in logged[0]["remedy"]
-    assert UUID_0 in after.cleaner._pauses
+    assert (asked, after.cleaner._pauses) == ([], {})
     assert (after.directory / LEDGER_0).read_text() == '{"version": 99}'
 
 
