@@ -43,8 +43,8 @@ FOUND_BY_TOP: Final = frozenset({"nvml-unavailable", "plugin-not-running"})
 FOUND_WITH_POOL: Final[frozenset[ProblemCode]] = frozenset({
     "device-not-published", "partitions-not-supported", "scheduler-outdated", "slice-fields-dropped",
 })  # fmt: skip
-"""Problems that the publisher finds when it builds the pool. After a restart, those of the previous process remain
-until then."""
+"""Problems that the publisher finds when it builds and writes the pool. After a restart, those of the previous process
+remain until then."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 
 import structlog
 
-from dra_driver.errors import ApiRejectedError
+from dra_driver.errors import ApiRejectedError, ApiUnavailableError
 from dra_driver.kube.client import ApiClient
 from dra_driver.kube.cluster import server_version
 from dra_driver.mig.rules.counters import is_counted
@@ -47,6 +47,7 @@ _log = structlog.get_logger(__name__)
 
 
 _RECHECK_AFTER_S = 3600.0
+_UNKNOWN_AGAIN_S = 60.0
 _INVALID = 422
 _COUNTS_SHARES = (1, 36, 2)
 """The first Kubernetes release whose scheduler counts the counters that shares consume; no 1.35 release does."""
@@ -218,6 +219,7 @@ class ApiSupport:
         self._is_asked = False
         self._knows_counting = False  # whether partitions were tested
         self._caution: str | None = None
+        self._is_release_unknown = False
         self.caution: str | None = None
         self._matters = False  # whether any devices need counters
         self._stored_otherwise: dict[
@@ -240,6 +242,8 @@ class ApiSupport:
     def ask_at(self) -> float:
         """When to test the server again, on the clock; infinity if never."""
         known = self._known
+        if self._is_release_unknown:
+            return self._asked_at + _UNKNOWN_AGAIN_S
         may_change = known.missing or self.problem or self._caution or known.keeps_groups
         return self._asked_at + _RECHECK_AFTER_S if may_change else math.inf
 
@@ -256,7 +260,7 @@ class ApiSupport:
             before = self._known
             known = self._ask(before, owner)
             counts = self._matters and known.no_partitions is None
-            self._caution = self._ask_caution() if counts and self.sharing.entries else None
+            self._learn_caution(counts and bool(self.sharing.entries))
             self._known, self._knows_counting = known, self._matters
             self._asked_at, self._is_asked = self.clock(), True
             if before.missing - self._known.missing:
@@ -317,6 +321,18 @@ class ApiSupport:
             {**entry, "spec": self._stored_otherwise[name][0]} if name in self._stored_otherwise else entry
             for name, entry in present.items()
         ]
+
+    def _learn_caution(self, matters: bool) -> None:
+        """Asks for the scheduler's release, if it matters. Without an answer, the last one counts: a missing warning
+        must not prevent publishing.
+        """
+        was_unknown, self._is_release_unknown = self._is_release_unknown, False
+        try:
+            self._caution = self._ask_caution() if matters else None
+        except ApiUnavailableError as error:
+            self._is_release_unknown = True
+            if not was_unknown:
+                _log.warning("scheduler_release_unknown", reason=str(error))
 
     def _ask(self, known: Support, owner: Owner) -> Support:
         return ask_support(self.api, owner, known, partitions=self._matters)

@@ -109,7 +109,9 @@ class Publisher:
         self._wrong: tuple[float, str] | None = (time.monotonic(), _NOT_YET)  # since when, and the problem
         self.standing_by = False
         """Whether this instance publishes nothing because another one on this node does."""
-        self._of_pool: tuple[NodeProblem, ...] | None = None  # None before the first pool
+        self._of_pool: tuple[NodeProblem, ...] = ()
+        self.has_pool = False
+        """Whether this instance has built and written a pool, so that `problems` has those of `FOUND_WITH_POOL`."""
         self._known_notes: tuple[str, ...] = ()
         self.withheld: tuple[str, ...] = ()
         """Names of the devices that the last pool omits because they must not be used."""
@@ -132,11 +134,6 @@ class Publisher:
         wrong = self._wrong
         return None if wrong is None else wrong[1]
 
-    @property
-    def has_pool(self) -> bool:
-        """Whether this instance has built a pool, so that `problems` has those of `FOUND_WITH_POOL`."""
-        return self._of_pool is not None
-
     def problems(self) -> Sequence[NodeProblem]:
         """Reports slices that have not been current for half a minute, other programs that write slices, and what of
         the last pool the cluster does not support.
@@ -144,7 +141,7 @@ class Publisher:
         if self.standing_by:
             return []
         wrong, unseen, now = self._wrong, self.slices.failing, time.monotonic()
-        found = list(self._of_pool or ())
+        found = list(self._of_pool)
         altered = self.support.altered
         if altered:
             text = (
@@ -263,6 +260,7 @@ class Publisher:
                 return
             self._write(changes, now, wanted, owner)
         if not self.standing_by:
+            self.has_pool = True
             self._settle()
 
     def _wanted(self, inventory: Inventory, owner: Owner) -> Pool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Never
+from typing import Any, Never
 
 import pytest
 from playground.apiserver import PlaygroundApiServer
@@ -140,12 +140,29 @@ def test_scheduler_is_a_concern_while_it_is_old_and_counters_are_shared(bench: B
     assert support.ask_at == bench.now + HOUR
     bench.now += HOUR
     support.concern = ApiUnavailableError("down")
-    with pytest.raises(ApiUnavailableError):
-        support.of(CUT, OWNER)
+    assert support.of(CUT, OWNER) == ALL
     assert support.caution == "an old scheduler", "nothing shows that it was upgraded"
+    assert support.ask_at == bench.now + 60
+    bench.now += 60
     support.concern = None
     support.of(CUT, OWNER)
     assert (support.caution, support.ask_at, len(bench.requested)) == (None, math.inf, 4)
+
+
+def test_scheduler_whose_release_is_unknown_is_asked_again_soon_and_publishing_goes_on(
+    bench: Bench, logs: list[Any]
+) -> None:
+    support = bench.support
+    support.concern = ApiUnavailableError("down")
+    bench.answers = [ALL, ALL, ALL, ALL]
+    for _ in range(2):
+        assert support.of(CUT, OWNER) == ALL
+        assert (support.caution, support.ask_at) == (None, bench.now + 60)
+        bench.now += 60
+    assert [(line["event"], line["reason"]) for line in logs] == [("scheduler_release_unknown", "down")]
+    support.concern = "an old scheduler"
+    support.of(CUT, OWNER)
+    assert (support.caution, support.ask_at) == ("an old scheduler", bench.now + HOUR)
 
 
 def test_a_refused_slice_calls_for_a_new_answer_and_nothing_else_does(bench: Bench) -> None:

@@ -236,9 +236,16 @@ def test_device_that_breaks_a_limit_is_a_problem_while_it_exists(bench: Bench) -
 
     bad = partitioned(1, mig(1, replace(ONE_G, name=f"1g.{'9' * 50}gb"), 0, 1, 7))
     bench.inventory = inventory(h100(0), bad)
-    assert not bench.publisher.has_pool
+    has_pool, create = list[bool](), bench.slices.create
+
+    def created(entry: Any) -> Any:
+        has_pool.append(bench.publisher.has_pool)
+        return create(entry)
+
+    bench.slices.create = created
     bench.start()
     assert bench.publisher.wait_published(20)
+    assert has_pool == [False], "only the answer to the first write shows whether the server alters it"
     assert bench.published() == [GPU_0]
     [(code, text)] = problems(bench)
     assert (code, "the name is not a DNS label; report this" in text) == ("device-not-published", True)
