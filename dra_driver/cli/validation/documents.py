@@ -53,6 +53,12 @@ class Document:
         return metadata if isinstance(metadata, dict) else {}
 
     @property
+    def labels(self) -> dict[str, Any]:
+        """The labels of an object; empty if it has none."""
+        labels = self.metadata.get("labels")
+        return labels if isinstance(labels, dict) else {}
+
+    @property
     def name(self) -> str:
         """Kind and name, for messages."""
         if not isinstance(self.content, dict):

@@ -163,8 +163,7 @@ class ManifestCheck:
             content = document.content
             kind = content.get("kind") if isinstance(content, dict) else None
             if kind == "Namespace":
-                labels = document.metadata.get("labels")
-                self._labels[str(document.metadata.get("name"))] = labels if isinstance(labels, dict) else {}
+                self._labels[str(document.metadata.get("name"))] = document.labels
             if kind not in KINDS:
                 continue
             found = [str(fault) for fault in object_faults(content, self.driver)]
@@ -218,15 +217,11 @@ class ManifestCheck:
         elif files := [*manager_layouts(content)]:
             for key, text in files:
                 self._manager_file(key, text, report)
-        elif content.get("kind") == "Node" and (
-            name := (document.metadata.get("labels") or {}).get(LAYOUT_LABEL)
-        ):
+        elif content.get("kind") == "Node" and (name := document.labels.get(LAYOUT_LABEL)):
             self._try_layouts([str(name)], self._layouts, report)
         elif meant := misspelled_kind(content, (*KINDS, "DeviceTaintRule", "Pod")):
             report.faults.append(f"kind: {content['kind']!r} is not known; did you mean {meant}?")
-        elif content.get("kind") == "Namespace" and _ADMIN_LABEL in self._labels.get(
-            str(document.metadata.get("name")), {}
-        ):
+        elif content.get("kind") == "Namespace" and _ADMIN_LABEL in document.labels:
             report.notes.append(f"the label {_ADMIN_LABEL} decides whether its claims may have adminAccess")
         elif is_of_device_plugin(content):
             report.verdict = "SKIP"
@@ -259,12 +254,13 @@ class ManifestCheck:
     def _taint_rule(self, content: JsonObject, report: DocumentReport) -> None:
         """Check a taint rule, and which devices it selects."""
         report.faults += [str(fault) for fault in taint_rule_faults(content)]
-        chosen = (content.get("spec") or {}).get("deviceSelector") or {}
-        self._name_driver(chosen.get("driver"), report)
-        if report.faults or chosen.get("driver") not in (None, self.driver):
+        if report.faults:
+            return
+        driver = (content["spec"].get("deviceSelector") or {}).get("driver")
+        if driver not in (None, self.driver):
             report.verdict = "SKIP"
-            if not report.faults:
-                report.notes.append(f"skipped: it is for devices of {chosen['driver']}")
+            self._name_driver(driver, report)
+            report.notes += [] if report.faults else [f"skipped: it is for devices of {driver}"]
             return
         machines = {machine.name: [one.name for one in machine.devices] for machine in self.machines}
         report.hints += selection_hints(content, machines)
