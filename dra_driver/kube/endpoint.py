@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 import sys
 import tempfile
 import threading
@@ -43,7 +44,6 @@ _SHORTEST_S = 10.0
 """How long credentials are used at least, so that a plugin with short tokens does not run for each request."""
 _HIDDEN = "[hidden]"
 _SHORTEST_SECRET = 4  # a shorter one would occur in any text
-_SHORTEST_ARGUMENT = 8  # shorter ones are commands and names
 _REMEMBERED = 32
 _SECRET_KEYS = (
     "token",
@@ -261,7 +261,6 @@ class Endpoint:
     def _load_official(self, loader: Any, found: SimpleNamespace, user: dict[str, Any]) -> None:
         """Let `loader` fill `found`; this runs the credential plugin. Raises: the errors of `kubernetes`."""
         plugin = user.get("exec")
-        concealed = list(_texts_of(plugin)) if isinstance(plugin, dict) else []
         if isinstance(plugin, dict) and "command" in plugin and not sys.stdout.isatty():
             # `kubernetes` has no limit for a plugin. At a terminal it may ask a person, who can end it.
             limit = ["--kill-after=1", str(PLUGIN_S), plugin["command"]]
@@ -269,11 +268,9 @@ class Endpoint:
         with _failures_logged() as failures:
             loader.load_and_set(found)
         if failures and not found.api_key and not found.cert_file:
-            why = "; ".join(failures).replace(
-                f"process returned {_TIMED_OUT}", f"it did not finish within {PLUGIN_S} s"
-            )
-            for text in filter(None, concealed):
-                why = why.replace(text, _HIDDEN)
+            # What the plugin printed follows its exit status, and may contain credentials.
+            why = "; ".join(re.sub(r"(?s)(process returned -?\d+).*", r"\1", text) for text in failures)
+            why = why.replace(f"process returned {_TIMED_OUT}", f"it did not finish within {PLUGIN_S} s")
             raise InvalidConfigError(
                 f"{self.origin}: its credential plugin failed: {_without_objects(self.hide(why))}; run the credential "
                 "plugin yourself to see why"
@@ -396,16 +393,6 @@ def _secrets_of(user: dict[str, Any]) -> Iterator[str]:
     for entries in (user, config if isinstance(config, dict) else {}):
         yield from (str(entries[name]) for name in _SECRET_KEYS if entries.get(name))
         yield from str(entries.get("cmd-args") or "").split()
-
-
-def _texts_of(plugin: dict[str, Any]) -> Iterator[str]:
-    """Yield the arguments and variables of a credential plugin that may be secret."""
-    yield from (str(entry.get("value") or "") for entry in plugin.get("env") or ())
-    for argument in map(str, plugin.get("args") or ()):
-        if argument.startswith("-"):
-            yield argument.partition("=")[2]
-        elif len(argument) >= _SHORTEST_ARGUMENT:
-            yield argument
 
 
 @contextmanager
