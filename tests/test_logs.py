@@ -327,9 +327,10 @@ def test_token_is_in_no_event_whatever_the_api_server_does(
 
 def test_token_that_no_header_can_carry_is_not_shown(tmp_path: Path) -> None:
     """This error also goes to the kubelet and into events, past the log."""
-    client = client_of(tmp_path, "http://127.0.0.1:1", f"{SECRET}\n{SECRET}")
-    with pytest.raises(DraDriverError, match="has invalid characters; renew it") as caught:
-        client.request("GET", "/", action="look")
+    with pytest.raises(
+        DraDriverError, match="token has invalid characters; correct the kubeconfig"
+    ) as caught:
+        client_of(tmp_path, "http://127.0.0.1:1", f"{SECRET}\n{SECRET}")
     assert SECRET not in str(caught.value)
 
 

@@ -56,7 +56,9 @@ class OddServer:
             redirect_stdout(out),
             redirect_stderr(err),
             mock.patch("dra_driver.cli.cluster.load_endpoint", return_value=Endpoint(server="http://api")),
-            mock.patch.object(ApiClient, "_send_repeated", lambda _client, request: self.answer(request)),
+            mock.patch.object(
+                ApiClient, "_send_repeated", lambda _client, request, _access: self.answer(request)
+            ),
         ):
             try:
                 call(["cluster", "-o", output])

@@ -185,7 +185,7 @@ def test_a_fabric_that_fails_for_ever_is_reported_with_what_to_check(tray: Node)
     tray.running(4, imex_channel=3)
     refs = [by_hand(tray, f"training-{index}", index) for index in range(4)]
     for ref, (_, said) in zip(refs * 2, reported * 2, strict=True):
-        tray.refused(ref, said, "nvidia-fabricmanager", "nvidia-smi nvlink -s")
+        tray.refused(ref, said, "nvidia-fabricmanager", "nvidia-smi -q | grep -A10 Fabric")
 
 
 def test_a_fabric_that_cannot_be_read_now_is_not_taken_for_none(tray: Node) -> None:
