@@ -142,7 +142,7 @@ WITHOUT: dict[str, tuple[str, str]] = {
         "gpu-dra-driver inspect",
         "neither the PCI bus nor NVML (libnvidia-ml.so.1) shows a usable GPU",
     ),
-    "tmp": ("gpu-dra-driver inspect", "No usable temporary directory"),
+    "tmp": ("gpu-dra-driver inspect --simulate l40s-8", "No usable temporary directory"),
 }
 """By volume: how the daemon exits without it, or which command reports what is missing, and the text."""
 
