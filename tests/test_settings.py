@@ -115,7 +115,8 @@ def test_empty_file_sets_nothing(write, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["a: [", "a: b: c", "\tx: 1", "!!python/object:os.system {}", b"\xff\xfe\x00", "a: \0"]
+    "text",
+    ["a: [", "a: b: c", "\tx: 1", "!!python/object:os.system {}", b"\xff\xfe\x00", "a: \0", "a: !!bool x"],
 )
 def test_file_that_is_not_yaml_is_refused(write, text: str | bytes) -> None:
     wrong = "is not a text file in UTF-8" if isinstance(text, bytes) else "is not valid YAML: "

@@ -12,7 +12,7 @@ from dra_driver.model.health import TAINTED_KEYS
 from dra_driver.model.host import LAST_IMEX_CHANNEL, ImexChannels
 from dra_driver.model.ids import pci_bus_id
 from dra_driver.model.mig import LayoutEntry, MigLayouts
-from dra_driver.model.schema import Choice, ListField, MapField, Object, Scalar, Words
+from dra_driver.model.schema import YAML_ERRORS, Choice, ListField, MapField, Object, Scalar, Words
 from dra_driver.model.sharing import (
     MAX_MPS_SHARES,
     MAX_SHARES,
@@ -53,7 +53,7 @@ def read_document(path: Path) -> Any:
         raise InvalidConfigError(f"configuration file {path} is not a text file in UTF-8") from error
     except RecursionError as error:
         raise InvalidConfigError(f"configuration file {path} is nested too deeply") from error
-    except (yaml.YAMLError, ValueError) as error:  # an impossible date raises ValueError
+    except (yaml.YAMLError, *YAML_ERRORS) as error:
         reason = " ".join(str(error).split())
         raise InvalidConfigError(f"configuration file {path} is not valid YAML: {reason}") from error
     return {} if document is None else document

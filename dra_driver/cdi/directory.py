@@ -21,6 +21,7 @@ from dra_driver.cdi.metadata_files import DIRECTORY as METADATA
 from dra_driver.cdi.rules.metadata import cdi_file_prefix
 from dra_driver.cdi.rules.spec import COMMON, encode, encoded, file_stem
 from dra_driver.model.ids import is_uid
+from dra_driver.model.schema import YAML_ERRORS
 
 _SUFFIX = ".yaml"
 """NVIDIA's DRA driver uses this suffix, and monitoring agents open the file by its full name. The content is
@@ -131,11 +132,7 @@ def _decoded_yaml(content: bytes) -> Any:
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
         return yaml.load(content, loader)  # noqa: S506  both loaders are safe
-    except (
-        yaml.YAMLError,
-        ValueError,
-        RecursionError,
-    ):  # YAML raises ValueError for an invalid date
+    except (yaml.YAMLError, *YAML_ERRORS):
         return None
 
 

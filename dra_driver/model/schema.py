@@ -14,6 +14,8 @@ from typing import Any, Final
 from dra_driver.model.ids import quoted
 
 JsonObject = dict[str, Any]
+YAML_ERRORS: Final = (ValueError, LookupError, AttributeError, RecursionError)
+"""What PyYAML raises, besides its YAMLError, for impossible dates, values such as `!!bool x`, and deep nesting."""
 
 
 Test = Callable[[Any], str | None]

@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from dra_driver.errors import InvalidConfigError
+from dra_driver.model.schema import YAML_ERRORS
 from dra_driver.simulator import mig, pci
 from dra_driver.simulator.machine_state import (
     NVIDIA,
@@ -73,7 +74,7 @@ def machine_summaries() -> list[tuple[str, str]]:
 def _read(path: Path) -> dict[str, Any]:
     try:
         document = pickle.loads(_parsed(path.read_text(encoding="utf-8")))  # noqa: S301 - our own plain values
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+    except (OSError, yaml.YAMLError, *YAML_ERRORS) as error:
         reason = " ".join(str(error).split())
         raise InvalidConfigError(f"the machine file {path} cannot be read: {reason}") from error
     if not isinstance(document, dict):

@@ -15,6 +15,7 @@ from typing import IO, Any, NoReturn
 from dra_driver.cli.validation.rules.manifests import is_of_device_plugin
 from dra_driver.errors import InvalidConfigError
 from dra_driver.model.ids import quoted
+from dra_driver.model.schema import YAML_ERRORS
 
 _READ_BYTES = 65536
 _MAX_BYTES = 4 * 1024 * 1024
@@ -172,7 +173,7 @@ def _documents(file: str, text: str) -> Iterator[Document]:
         yield Document(
             file, line, problem=f"this is not valid YAML: character U+{error.character:04X} is not allowed"
         )
-    except (yaml.YAMLError, ValueError) as error:
+    except (yaml.YAMLError, *YAML_ERRORS) as error:
         mark = getattr(error, "problem_mark", None)
         reason = getattr(error, "problem", None) or " ".join(str(error).split())
         yield Document(file, mark.line + 1 if mark else line, problem=f"this is not valid YAML: {reason}")

@@ -48,6 +48,7 @@ from dra_driver.cli.validation.rules.pods import (
     trap_hints,
     unknown_requests,
     unused_claims,
+    with_claims_once,
 )
 from dra_driver.cli.validation.rules.selectors import compiled, selected_driver
 from dra_driver.cli.validation.rules.taints import (
@@ -428,7 +429,7 @@ class ManifestCheck:
             report.faults += [str(fault) for fault in pod_faults(spec, path)]
         if report.faults:
             return
-        for path, spec in pods:
+        for path, spec in ((path, with_claims_once(spec)) for path, spec in pods):
             report.hints += [
                 f"no container uses the claim {name}: its devices are allocated but not used; "
                 "list the claim under resources.claims of a container"

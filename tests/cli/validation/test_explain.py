@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from dra_driver.cli.validation.rules.allocator import Candidate, Wanted
 from dra_driver.cli.validation.rules.cel import SelectorError, view
 from dra_driver.cli.validation.rules.classes import standard_classes
-from dra_driver.cli.validation.rules.explain import funnel
+from dra_driver.cli.validation.rules.explain import funnel, near_misses
 from dra_driver.cli.validation.rules.selectors import compiled
 from dra_driver.slices.rules.build import build_pool
 from tests.fakes.samples import DRIVER, MIXED, NODE, h100, inventory
@@ -77,6 +77,14 @@ def test_a_missing_key_is_an_error_with_the_guard_that_avoids_it() -> None:
     assert 'which has no productName; test `"productName" in' in some.error
     guarded = funnel(wanted(f"'profile' in {A} && {A}.profile == '1g.10gb'"), MACHINE)
     assert guarded.error is None
+
+
+@tabled("selector", "is_hinted")
+def test_a_near_miss_is_a_device_that_only_an_amount_excludes(selector: str, is_hinted: bool) -> None:
+    found = [*near_misses(wanted(selector), MACHINE)]
+    assert [hint.partition(", so")[0].partition("memory ")[2] for hint in found] == (
+        ["40Gi, a little less than 41Gi"] if is_hinted else []
+    )
 
 
 def test_the_class_guards_the_selectors_of_a_request() -> None:

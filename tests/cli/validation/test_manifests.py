@@ -13,6 +13,7 @@ from dra_driver.cli.validation.rules.manifests import (
     as_v1,
     claim_spec,
     class_names,
+    is_of_device_plugin,
     object_faults,
     parameter_faults,
 )
@@ -138,3 +139,7 @@ def test_all_that_is_shipped_is_without_fault() -> None:
             for path, spec in pod_specs(document):
                 assert pod_faults(spec, path) == [], file
     assert seen > 10
+
+
+def test_a_deeply_nested_file_in_a_config_map_is_no_file_of_a_plugin() -> None:
+    assert not is_of_device_plugin({"kind": "ConfigMap", "data": {"f": "sharing: " + "[" * 3000}})

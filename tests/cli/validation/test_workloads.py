@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from dra_driver.cli.validation.rules.pods import extended_requests, pod_specs, served_resources
+from dra_driver.cli.validation.rules.pods import (
+    extended_requests,
+    mps_hints,
+    pod_specs,
+    served_resources,
+    unused_claims,
+    with_claims_once,
+)
 from tests.fakes.tables import tabled
 
 Json = dict[str, Any]
@@ -45,3 +52,20 @@ def test_the_newer_of_two_classes_serves_a_resource() -> None:
     served = served_resources([entry("new", "2026-02-01T00:00:00Z"), entry("old", "2026-01-01T00:00:00Z")])
     assert served["nvidia.com/gpu"] == "new"
     assert served["deviceclass.resource.kubernetes.io/old"] == "old"
+
+
+def test_two_entries_for_one_claim_are_one_and_two_for_one_template_are_two() -> None:
+    entries = [
+        {"name": name, kind: "mine"}
+        for name, kind in (
+            ("one", "resourceClaimName"), ("two", "resourceClaimName"),
+            ("three", "resourceClaimTemplateName"), ("four", "resourceClaimTemplateName"),
+        )
+    ]  # fmt: skip
+    claims = [{"name": "one"}, {"name": "two"}]
+    spec = {"containers": [{"name": "c", "resources": {"claims": claims}}], "resourceClaims": entries}
+    once = with_claims_once(spec)
+    assert [entry["name"] for entry in once["resourceClaims"]] == ["one", "three", "four"]
+    assert unused_claims(once) == ["three", "four"]
+    assert list(mps_hints(once, {"one": {"r": True}}, {})) == []
+    assert len(list(mps_hints(spec, {"one": {"r": True}, "two": {"r": True}}, {}))) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fractions import Fraction
@@ -12,6 +13,7 @@ from fractions import Fraction
 from dra_driver.cli.validation.rules.allocator import Candidate, Wanted, amount_of, consumption
 from dra_driver.cli.validation.rules.cel import SelectorError, Version, reading
 from dra_driver.cli.validation.rules.selectors import DRIVER_SELECTOR, Selector, compiled
+from dra_driver.errors import InvalidConfigError
 from dra_driver.model.units import named
 
 _LONGEST_SHOWN = 100
@@ -187,24 +189,33 @@ def near_misses(wanted: Wanted, machine: Sequence[Candidate]) -> Iterator[str]:
     for selector in wanted.selectors:
         others = [one for one in (*wanted.class_selectors, *wanted.selectors) if one is not selector]
         for found in _AT_LEAST.finditer(selector.text):
-            domain, name, amount = found["domain"], found["name"], found["amount"]
-            excluded: dict[str, str] = {}
-            for device in machine:
-                value = device.view.capacity.get(domain, {}).get(name)
-                if value is None or not _NEARLY * amount_of(amount) <= amount_of(value) < amount_of(amount):
-                    continue
-                begin, end = found.span("amount")
-                lower = compiled(selector.text[:begin] + value + selector.text[end:])
-                if _passes(device, [lower, *others]):
-                    own = device.view.attributes.get(device.view.driver, {})
-                    excluded.setdefault(
-                        value, str(own.get("profile") or own.get("productName") or device.name)
-                    )
-            for value, label in excluded.items():
-                yield (
-                    f"request {wanted.name}: {label} has {name} {value}, a little less than {amount}, so selector "
-                    f"{_cut(selector.text)} excludes it; write {value} if it should match"
+            # The amount may be invalid in a part that no device evaluates, and the changed selector too long.
+            with suppress(InvalidConfigError):
+                excluded = _barely_excluded(selector, found, others, machine)
+                yield from (
+                    f"request {wanted.name}: {label} has {found['name']} {value}, a little less than "
+                    f"{found['amount']}, so selector {_cut(selector.text)} excludes it; write {value} if it should "
+                    "match"
+                    for value, label in excluded.items()
                 )
+
+
+def _barely_excluded(
+    selector: Selector, found: re.Match[str], others: Sequence[Selector], machine: Sequence[Candidate]
+) -> Mapping[str, str]:
+    """Return what devices have that only the found amount of a selector excludes, each with the name of a device."""
+    least = amount_of(found["amount"])
+    begin, end = found.span("amount")
+    excluded: dict[str, str] = {}
+    for device in machine:
+        value = device.view.capacity.get(found["domain"], {}).get(found["name"])
+        if value is None or not _NEARLY * least <= amount_of(value) < least or _passes(device, [selector]):
+            continue
+        lower = compiled(selector.text[:begin] + value + selector.text[end:])
+        if _passes(device, [lower, *others]):
+            own = device.view.attributes.get(device.view.driver, {})
+            excluded.setdefault(value, str(own.get("profile") or own.get("productName") or device.name))
+    return excluded
 
 
 def _passes(device: Candidate, selectors: Sequence[Selector]) -> bool:

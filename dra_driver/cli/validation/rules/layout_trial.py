@@ -19,7 +19,7 @@ from dra_driver.mig.rules.layouts import (
     target_of,
 )
 from dra_driver.model.mig import Layouts, PlacedProfile
-from dra_driver.model.schema import faults
+from dra_driver.model.schema import YAML_ERRORS, faults
 from dra_driver.model.units import named
 
 
@@ -53,7 +53,7 @@ def read_layouts(text: Any) -> tuple[Layouts, list[str]]:
     """Return the layouts of a mig-manager file by name, and its faults; no layouts if it has faults."""
     try:
         content = yaml.safe_load(text) if isinstance(text, str) else text
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, *YAML_ERRORS) as error:
         return {}, [f"is not valid YAML: {' '.join(str(error).split())}"]
     found = faults({"fromLabel": True, "configuration": content}, MIG_LAYOUTS, "")
     if found:

@@ -18,7 +18,7 @@ from dra_driver.api.config import KINDS as CONFIG_KINDS
 from dra_driver.api.resolve import decode, needs_admin_access
 from dra_driver.cli.validation.rules.schema import GROUP, QUALIFIED, SERVED, dns_name, object_shape
 from dra_driver.errors import InvalidConfigError
-from dra_driver.model.schema import FieldFault, JsonObject, Scalar, faults
+from dra_driver.model.schema import YAML_ERRORS, FieldFault, JsonObject, Scalar, faults
 
 _OLD = (
     "belongs to the old API of NVIDIA's DRA driver, before Kubernetes 1.31; write a ResourceClaim of "
@@ -74,7 +74,7 @@ def is_of_device_plugin(content: Any) -> bool:
 def _yaml(text: Any) -> Any:
     try:
         return yaml.safe_load(text) if isinstance(text, str) else None
-    except yaml.YAMLError:
+    except (yaml.YAMLError, *YAML_ERRORS):
         return None
 
 

@@ -133,6 +133,24 @@ def claims_of(spec: JsonObject) -> list[tuple[str, str, str]]:
     ]
 
 
+def with_claims_once(spec: JsonObject) -> JsonObject:
+    """Return a valid pod with one entry for each ResourceClaim: several entries for it are one allocation."""
+    kept: dict[str, JsonObject] = {}
+    same: dict[str, str] = {}
+    for entry in spec.get("resourceClaims") or ():
+        claim = entry.get("resourceClaimName")
+        key = f"ResourceClaim {claim}" if claim else entry["name"]
+        same[entry["name"]] = kept.setdefault(key, entry)["name"]
+
+    def renamed(container: JsonObject) -> JsonObject:
+        resources = container.get("resources") or {}
+        claims = [used | {"name": same[used["name"]]} for used in resources.get("claims") or ()]
+        return container | {"resources": resources | {"claims": claims}}
+
+    containers = {place: list(map(renamed, spec[place])) for place in _PLACES if spec.get(place)}
+    return spec | containers | {"resourceClaims": [*kept.values()]}
+
+
 def node_name_texts(spec: JsonObject, path: str, lacking: Sequence[str]) -> list[str]:
     """Return what is wrong with a valid pod that names its node, but needs devices for `lacking`."""
     if not spec.get("nodeName") or not lacking:

@@ -8,6 +8,7 @@ from typing import Any
 from dra_driver.cli.validation.rules.manifests import alternatives, metadata_faults, requests_of
 from dra_driver.cli.validation.rules.schema import IN_REQUEST, object_shape
 from dra_driver.health.rules.taints import PREFIX
+from dra_driver.model.ids import names_gpus_by
 from dra_driver.model.schema import FieldFault, JsonObject, faults
 from dra_driver.model.units import named
 
@@ -52,7 +53,7 @@ def selection_hints(rule: JsonObject, machines: Mapping[str, Sequence[str]]) -> 
         )
         return
     driver, pool, device = (selector.get(key) for key in ("driver", "pool", "device"))
-    by_number = device is not None and device[4:].isdecimal()
+    by_number = device is not None and names_gpus_by(device) == "minor"
     for machine, names in machines.items():
         if device is not None and device not in names:
             also = "; with deviceNames: minor, GPUs are called gpu-0, gpu-1" if by_number else ""
