@@ -34,6 +34,7 @@ from dra_driver.model.health import (
     HealthStates,
     HealthTarget,
     MonitoringState,
+    NoAnswer,
     NvLinks,
     Observation,
     PolledHealth,
@@ -121,6 +122,7 @@ def signal_rows() -> Iterator[Row]:
         [MonitoringState("NVML sends no events for the GPU: …")],
         [Hanging("an operation of gpu-dra-driver", rules.UNRESPONSIVE_AFTER_S)],
         [PollResult(PolledHealth(answered=False))] * rules.SILENT_POLLS,
+        [NoAnswer(40.0)],
     ]
     stories += [
         [PollResult(PolledHealth(nvlinks=all_up)), PollResult(PolledHealth(nvlinks=replace(all_up, up=(0,))))]

@@ -62,7 +62,7 @@ OF_REASONS: Final[tuple[tuple[str, str], ...]] = (
     ("bank-remap", "{reset}"),
     ("repair", "{reset}"),
     ("unresponsive no-answer", "`dmesg | grep -i -E 'xid|nvrm'` on the node shows the cause; {reset}"),
-    ("unresponsive", "wait, because the taint clears when the operation returns; `dmesg | grep -i -E 'xid|nvrm'` on "
+    ("unresponsive", "wait, because the taint clears when the GPU responds again; `dmesg | grep -i -E 'xid|nvrm'` on "
                      "the node often shows the cause; if it takes longer than 15 minutes, {reboot}"),
     ("xid", _SERVICED),
     ("ecc", _SERVICED),

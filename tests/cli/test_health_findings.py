@@ -15,8 +15,8 @@ from dra_driver.cli.rules.node_view import Holding, NodeView, SeenGpu, SeenReaso
 from dra_driver.health.rules.state import observe
 from dra_driver.health.rules.taints import TaintPolicy
 from dra_driver.health.rules.xids import CATALOG
-from dra_driver.model.health import HealthState, HealthTarget, Severity, Xid
-from dra_driver.model.remedies import reset
+from dra_driver.model.health import HealthState, HealthTarget, NoAnswer, Severity, Xid
+from dra_driver.model.remedies import reboot, reset
 from tests.fakes.tables import tabled
 
 ONE = SeenGpu("gpu-1", "GPU-1", health="ok", pci_bus_id="0000:1b:00.0")
@@ -106,11 +106,19 @@ def test_informational_xid_gives_no_reason_for_a_reset_or_a_reboot(number: int) 
             assert not re.search("reset|reboot|serviced", f"{reason.text} {found.remedy}")
 
 
-@pytest.mark.parametrize("reason", ["unresponsive", "unresponsive no-answer"])
+@pytest.mark.parametrize("reason", ["unresponsive", "unresponsive no-answer", "unresponsive nvml-hangs"])
 def test_hang_is_no_reason_to_stop_the_plugin(reason: str) -> None:
     (found,) = of(seen("degraded", reason))
     assert "delete pod" not in str(found.remedy)
     assert "reboot the node" in str(found.remedy)
+
+
+def test_gpu_whose_nvml_call_hangs_is_not_reset() -> None:
+    """detach cannot close NVML then, and nvidia-smi would hang too."""
+    for reason in observe(HealthState(HealthTarget("GPU-1")), NoAnswer(40.0), 0).reasons:
+        (found,) = of(SeenReason("gpu-1", "degraded", " ".join(reason.name), 40.0, reason.text))
+        assert not re.search("detach|nvidia-smi|reset", f"{reason.text} {found.remedy}")
+        assert reboot("node") in str(found.remedy)
 
 
 def test_pods_on_a_lost_gpu_and_its_mig_devices_are_named_in_the_command_that_ends_them() -> None:

@@ -829,7 +829,7 @@ def test_gpu_whose_poll_does_not_return_is_unresponsive_and_its_neighbour_is_fre
     # The listener's wait began at 0 by this clock; it must not count as one of 31 s.
     eventually(lambda: made.monitor.listener._calling_since == 31.0)
     made.monitor.check_for_hangs()
-    assert (made.reasons("GPU-a"), made.reasons("GPU-b")) == (["unresponsive/no-answer"], [])
+    assert (made.reasons("GPU-a"), made.reasons("GPU-b")) == (["unresponsive/nvml-hangs"], [])
     [(subject, (code, text))] = made.problems().items()
     assert (subject, code) == ("gpu-a", "gpu-unresponsive")
     assert text.startswith("GPU gpu-a (GPU-a): the GPU does not answer: an NVML call does not return")
@@ -944,7 +944,10 @@ def test_gpu_is_unresponsive_while_an_operation_hangs_even_if_nvml_hangs_too(thr
     made.hang("GPU-a")
     made.hanging["GPU-a"] = ("the start of the MPS daemon", -UNRESPONSIVE_AFTER_S)
     made.monitor.check_for_hangs()
-    text = "the GPU does not respond: the start of the MPS daemon takes too long"
+    text = (
+        "the GPU does not respond: the start of the MPS daemon takes too long; if this lasts, drain the node and "
+        "reboot it"
+    )
     assert made.problems() == {"gpu-a": ("gpu-unresponsive", f"GPU gpu-a (GPU-a): {text}")}
     made.hanging["GPU-a"] = ("the start of the MPS daemon", float(-REBOOT_AFTER_S))
     for _ in range(2):

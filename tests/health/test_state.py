@@ -47,6 +47,7 @@ from dra_driver.model.health import (
     Xid,
     condition,
 )
+from dra_driver.model.remedies import RESET_OR_REBOOT
 
 GPU = HealthState(HealthTarget("GPU-a"))
 INSTANCE = HealthState(HealthTarget("GPU-a", 3, 0))
@@ -174,7 +175,7 @@ def test_an_operation_that_hangs_makes_a_gpu_unresponsive_until_it_ends():
     what = "the setting of the time slice"
     assert observe(GPU, Hanging(what, UNRESPONSIVE_AFTER_S - 0.1), NOW) == GPU
     state = observe(GPU, Hanging(what, UNRESPONSIVE_AFTER_S), NOW)
-    text = f"the GPU does not respond: {what} takes too long"
+    text = f"the GPU does not respond: {what} takes too long; if this lasts, drain the node and reboot it"
     since = NOW - UNRESPONSIVE_AFTER_S
     assert state.reasons == (Reason("unresponsive", "", S.DEGRADED, since, since, text, "poll"),)
     for harmless in (WELL, Reset(), Hanging(what, REBOOT_AFTER_S - 0.1)):
@@ -261,8 +262,11 @@ def test_silent_gpu_is_unresponsive_after_the_second_poll_in_a_row_until_it_answ
     assert after(SILENT, Reset(), Hanging(), MonitoringState(), state=state, now=NOW + A_YEAR_S) == state
     assert after(WELL, state=state).shown == ()
     hung = observe(state, NoAnswer(35.0), NOW + 100)
-    assert (names(hung), hung.reasons[0].since) == (["unresponsive/no-answer"], NOW)
-    assert observe(GPU, NoAnswer(35.0), NOW).reasons[0].since == NOW - 35
+    assert (names(hung), hung.reasons[0].since) == (["unresponsive/nvml-hangs"], NOW)
+    assert names(after(SILENT, SILENT, state=hung)) == ["unresponsive/no-answer"]
+    assert after(Reset(), Hanging(), state=hung) == hung
+    [alone] = observe(GPU, NoAnswer(35.0), NOW).reasons
+    assert (alone.since, RESET_OR_REBOOT in alone.text) == (NOW - 35, False), "nvidia-smi hangs too"
     assert (after(WELL, state=hung).shown, after(SILENT, state=hung).severity) == ((), S.DEGRADED)
     hanging = after(Hanging("the time slice", UNRESPONSIVE_AFTER_S), state=state)
     assert names(hanging) == ["unresponsive", "unresponsive/no-answer"]

@@ -116,7 +116,8 @@ def test_an_operation_that_does_not_end_makes_its_gpu_unresponsive(
     [taint] = eventually(tainted)[wanted]
     assert (taint["key"], taint["effect"]) == ("gpu.nvidia.com/unresponsive", "NoSchedule")
     assert list(tainted()) == [wanted]
-    reason = "the GPU does not respond: the time slice change takes too long"
+    reason = "the GPU does not respond: the time slice change takes too long; "
+    reason += "if this lasts, drain the node and reboot it"
     text = f"GPU {uuid}: {reason}"
     concerned = ["Node/node-a"]  # the claim ended with its Prepare
     eventually(lambda: reported(node, "GPUUnhealthy") == concerned)
@@ -128,7 +129,7 @@ def test_an_operation_that_does_not_end_makes_its_gpu_unresponsive(
     eventually(lambda: uuid in (node.plugin_dir / "health.json").read_text())  # doctor reads it there
     monkeypatch.setattr("dra_driver.health.rules.state.REBOOT_AFTER_S", 0)
     eventually(lambda: reported(node, "GPUUnhealthy") == sorted(concerned * 2))
-    late = [event for event in node.events("GPUUnhealthy") if "drain the node" in event["message"]]
+    late = [event for event in node.events("GPUUnhealthy") if "minutes; drain the node" in event["message"]]
     assert len(late) == len(concerned)
     let.set()
     eventually(lambda: reported(node, "GPURecovered") == concerned)

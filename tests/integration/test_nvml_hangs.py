@@ -50,7 +50,7 @@ def test_xid_is_published_and_health_stays_fresh_whatever_another_gpu_does(
         lambda: all(monitor.book._answers[u][1] > at for u, at in zip(uuids[1:], answers, strict=True))
     )
     monkeypatch.setattr("dra_driver.health.poller.OVERDUE_S", 0.2)
-    eventually(lambda: tainted(node).get("0") == ["unresponsive=no-answer"])
+    eventually(lambda: tainted(node).get("0") == ["unresponsive=nvml-hangs"])
     assert set(tainted(node)) == {"0", "5"}
     eventually(lambda: [event for event in node.events("GPUUnhealthy") if uuids[0] in event["message"]])
     eventually(lambda: [problem.code for problem in node.driver.health.problems()] == ["gpu-unresponsive"])
@@ -67,7 +67,7 @@ def test_every_gpu_is_unresponsive_while_one_call_blocks_all_of_nvml(
     monkeypatch.setattr("dra_driver.health.poller.OVERDUE_S", 1.0)
     node.machine.set_fault("nvmlDeviceGet*", delay_s=600, gpu=0, blocks_all=True)
     poll_all(node.driver)
-    eventually(lambda: tainted(node) == {str(index): ["unresponsive=no-answer"] for index in range(8)})
+    eventually(lambda: tainted(node) == {str(index): ["unresponsive=nvml-hangs"] for index in range(8)})
     assert {problem.code for problem in node.driver.health.problems()} == {"gpu-unresponsive"}
     held = node.allocated_by_hand("held", node.devices()[1]["name"])
     node.must_unprepare(held)
@@ -139,7 +139,7 @@ def test_closing_and_reopening_nvml_may_hang(
             with monkeypatch.context() as patched:
                 patched.setattr("dra_driver.health.monitor.OVERDUE_S", 0.5)
                 node.driver.health.monitor.wake()
-                eventually(lambda: [*tainted(node).values()] == [["unresponsive=no-answer"]] * 8)
+                eventually(lambda: [*tainted(node).values()] == [["unresponsive=nvml-hangs"]] * 8)
         node.wait_devices(len(devices) + 1)
         eventually(lambda: node.driver.problems() == [])
         eventually(lambda: tainted(node) == {})

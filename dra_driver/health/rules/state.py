@@ -52,6 +52,7 @@ ECC = "ecc"
 FLAPPING = "flapping"
 _EVENT_KEYS = frozenset({XID, ECC})
 _NO_ACTION = 0
+_IF_IT_LASTS = "if this lasts, drain the node and reboot it"
 _LOST_TEXT = f"the GPU fell off the bus and does not answer; {RESET_OR_REBOOT}"
 
 
@@ -65,7 +66,10 @@ REMEMBER_S = 600
 """How long an informational event remains a reason."""
 SILENT_POLLS = 2
 """After this many unanswered polls in a row, the GPU is unresponsive. A single one may coincide with a reset."""
-NO_ANSWER = "no-answer"
+NO_ANSWER, NVML_HANGS = "no-answer", "nvml-hangs"
+"""Values of UNRESPONSIVE: every query fails, or an NVML call does not return. After a hang a GPU cannot be reset,
+because nvidia-smi hangs too.
+"""
 FLAPS, FLAP_WINDOW_S = 3, 3600
 """A device that becomes bad FLAPS times within FLAP_WINDOW_S seconds stays tainted after it recovers."""
 HOLD_S, HOLD_MAX_S = 600, 4 * 3600
@@ -137,8 +141,8 @@ def observe(
         case Unreachable():
             after = _with_found(state, {LOST: [(LOST, "", Severity.LOST, _LOST_TEXT)]}, now)
         case NoAnswer(for_s):
-            text = "the GPU does not answer: an NVML call does not return; " + RESET_OR_REBOOT
-            after = _no_answer(state, text, now - int(for_s))
+            text = f"the GPU does not answer: an NVML call does not return; {_IF_IT_LASTS}"
+            after = _no_answer(state, NVML_HANGS, text, now - int(for_s))
         case MonitoringState(problem):
             found = [] if problem is None else [(UNMONITORED, "", Severity.INFORMATION, problem)]
             after = _with_found(state, {UNMONITORED: found}, now)
@@ -158,8 +162,8 @@ def observe(
 def _hang(what: str, for_s: float) -> list[Finding]:
     if for_s < UNRESPONSIVE_AFTER_S:
         return []
-    text = f"the GPU does not respond: {what} takes too long"
     if for_s < REBOOT_AFTER_S:
+        text = f"the GPU does not respond: {what} takes too long; {_IF_IT_LASTS}"
         return [(UNRESPONSIVE, "", Severity.DEGRADED, text)]
     text = (
         f"the GPU does not respond: {what} has taken more than {REBOOT_AFTER_S // 60} minutes; drain the node and "
@@ -201,11 +205,11 @@ def _with_found(state: HealthState, found: Mapping[str, list[Finding]], now: int
 
 def _unanswered(state: HealthState) -> list[Finding]:
     """Return the current reason `unresponsive` that ends when the GPU answers."""
-    return [
-        (*reason.name, reason.severity, reason.text)
-        for reason in state.reasons
-        if reason.name == (UNRESPONSIVE, NO_ANSWER)
-    ]
+    return [(*reason.name, reason.severity, reason.text) for reason in state.reasons if _is_silence(reason)]
+
+
+def _is_silence(reason: Reason) -> bool:
+    return reason.key == UNRESPONSIVE and ending_of(reason) is Ending.ANSWER
 
 
 def _after_silence(state: HealthState, polled: PolledHealth, now: int) -> HealthState:
@@ -222,13 +226,20 @@ def _after_silence(state: HealthState, polled: PolledHealth, now: int) -> Health
     state = replace(state, silent_polls=polls)
     if polls < SILENT_POLLS or state.has(LOST):
         return state
-    return _no_answer(state, "the GPU does not answer: every query fails; " + RESET_OR_REBOOT, now)
+    text = f"the GPU does not answer: every query fails; {RESET_OR_REBOOT}"
+    return _no_answer(state, NO_ANSWER, text, now)
 
 
-def _no_answer(state: HealthState, text: str, since: int) -> HealthState:
-    if any(reason.name == (UNRESPONSIVE, NO_ANSWER) and reason.text == text for reason in state.reasons):
+def _no_answer(state: HealthState, value: str, text: str, since: int) -> HealthState:
+    """Record why the GPU does not answer, in the place of an earlier cause."""
+    before = next(filter(_is_silence, state.reasons), None)
+    if before is not None and (before.value, before.text) == (value, text):
         return state  # the same object, so that nothing is written to disk
-    return _with(state, Reason(UNRESPONSIVE, NO_ANSWER, Severity.DEGRADED, since, since, text, "poll"))
+    since = since if before is None else before.since
+    others = [reason for reason in state.reasons if reason is not before]
+    return _having(
+        state, [*others, Reason(UNRESPONSIVE, value, Severity.DEGRADED, since, since, text, "poll")]
+    )
 
 
 def _after_poll(state: HealthState, polled: PolledHealth, now: int) -> HealthState:
@@ -239,7 +250,7 @@ def _after_poll(state: HealthState, polled: PolledHealth, now: int) -> HealthSta
         state = _with_memory_errors(state, polled, now)
         state = _with_nvlinks(state, polled, now)
         state = _with_found(state, {LOST: [], **reasons_found(polled)}, now)
-        answered = [reason for reason in state.reasons if reason.name != (UNRESPONSIVE, NO_ANSWER)]
+        answered = [reason for reason in state.reasons if not _is_silence(reason)]
         state = _having(replace(state, silent_polls=0), answered)
     kept: list[Reason] = []
     for reason in state.reasons:
