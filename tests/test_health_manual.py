@@ -209,6 +209,7 @@ def pods(reason: Reason) -> str:
 
 KINDS = {
     "reboot-xid": "`xid` with the action `RESTART_BM` or `RESTART_VM`",
+    "mechanical-xid": "`xid` with the action `CHECK_MECHANICALS`",
     "program-xid": "`xid` that a program caused",
     "information-xid": "`xid` with the effect `None`",
     "information-nvlink": "`nvlink` with the effect `None`",

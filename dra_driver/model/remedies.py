@@ -24,8 +24,8 @@ def reset(gpu: str = "GPU") -> str:
     """
     return (
         f"run `gpu-dra-driver detach {gpu}`, stop DCGM and other programs that use the GPU, run `nvidia-smi -pm 0 -i "
-        f"{gpu}`, `nvidia-smi --gpu-reset -i {gpu}` and `nvidia-smi -pm 1 -i {gpu}` on the node, and then "
-        "`gpu-dra-driver detach --end`, or reboot the node"
+        f"{gpu}`, `nvidia-smi --gpu-reset -i {gpu}` and, if the mode was on, `nvidia-smi -pm 1 -i {gpu}` on the node, "
+        "and then `gpu-dra-driver detach --end`, or reboot the node"
     )
 
 
@@ -43,12 +43,13 @@ _PCIE = (
     "and check the slot's firmware settings"
 )
 OF_REASONS: Final[tuple[tuple[str, str], ...]] = (
-    ("gpu-lost", "{reset}; `dmesg | grep -i xid` on the node shows why it was lost; if it is lost again, have it "
+    ("gpu-lost", "{reboot}; `dmesg | grep -i xid` on the node shows why it was lost; if it is lost again, have it "
                  "replaced"),
     (NOT_STARTED, "`dmesg | grep -i nvrm` on the node shows why; if a reboot does not help, update the NVIDIA driver "
                     "or have the GPU tested"),
     ("row-remap failure", _REPLACE),
     ("reboot-xid", "{reboot}"),
+    ("mechanical-xid", "drain the node, switch it off, and check the power cables of the GPU"),
     ("recovery-action reboot", "{reboot}"),
     ("recovery-action system-reboot", "{reboot}"),
     ("recovery-action bus-reset", "{reboot}"),
@@ -86,6 +87,6 @@ OF_REASONS: Final[tuple[tuple[str, str], ...]] = (
 this table is used.
 
 `{gpu}` and `{pods}` are the GPU and the commands that delete its pods, `{reset}` and `{reboot}` the texts of these
-functions; `{reset}` also deletes the pods. A `program-xid` is a program's fault, and NVIDIA's catalog requires a reboot
-after a `reboot-xid`; `information-` stands for the severity.
+functions; `{reset}` also deletes the pods. A `program-xid` is a program's fault. After a `reboot-xid` NVIDIA's catalog
+requires a reboot, after a `mechanical-xid` a look at the hardware; `information-` stands for the severity.
 """

@@ -1000,9 +1000,9 @@ def test_findings_fail_if_pods_get_no_devices_and_otherwise_warn(tmp_path: Path)
     assert replace(checks, reported=Reported).plugin() == [
         ok("the plugin is running and reports no problems")
     ]
-    silent = Reported((shown("gpu-unresponsive", "GPU-1 does not answer"),), ())
+    silent = Reported((shown("gpu-unresponsive", "GPU-1 does not answer; reboot the node"),), ())
     assert replace(checks, reported=lambda: silent).plugin() == [
-        ok("the plugin is running and reports no problems besides GPUs that do not answer")
+        Finding("FAIL", "GPU-1 does not answer", "reboot the node")
     ]
     [skipped] = replace(checks, reported=None).plugin()
     assert skipped.status == "SKIP"

@@ -121,7 +121,7 @@ def test_gpu_whose_nvml_call_hangs_is_not_reset() -> None:
         assert reboot("node") in str(found.remedy)
 
 
-def test_pods_on_a_lost_gpu_and_its_mig_devices_are_named_in_the_command_that_ends_them() -> None:
+def test_pods_on_a_bad_gpu_and_its_mig_devices_are_named_in_the_command_that_ends_them() -> None:
     holdings = tuple(
         Holding(device, "gpu", "", "", claim=f"{namespace}/c", uid="u", pods=pods)
         for namespace, device, pods in (
@@ -131,7 +131,9 @@ def test_pods_on_a_lost_gpu_and_its_mig_devices_are_named_in_the_command_that_en
             ("ml", "gpu-1", None),
         )
     )
-    view = NodeView("n", "d", "now", gpus=(ONE, TWO), holdings=holdings, health=(seen("lost", "gpu-lost"),))
+    view = NodeView(
+        "n", "d", "now", gpus=(ONE, TWO), holdings=holdings, health=(seen("unhealthy", "ecc double-bit"),)
+    )
     (found,) = health_findings(view, has_nvml=True)
     assert str(found.remedy).startswith(
         "`kubectl -n ml delete pod a b` and `kubectl -n web delete pod c` and delete the pods of claim ml/c, then run "

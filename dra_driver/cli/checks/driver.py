@@ -286,7 +286,7 @@ class DriverChecks:
                 if smallest is None
                 else f"`nvidia-smi mig -i {first} -cgi {smallest.profile_id} -C` creates one, and "
             )
-            return warn(
+            return fail(
                 f"the plugin does not publish GPUs in MIG mode without MIG devices: {named(list(empty.values()))}",
                 f"{helm_set('dynamicMig.enabled=true')} creates MIG devices "
                 f"on demand; on the node, {one}`nvidia-smi -i {first} -mig 0` makes the whole GPU available again",

@@ -63,13 +63,11 @@ class KubeletChecks:
         ]
         for shown in problems:
             problem = shown.problem
-            # The check `health` reports GPUs that do not answer, and failing claims are listed above.
-            if problem.code not in ("gpu-unresponsive", *(["claims-failing"] if failing else [])):
+            if not (failing and problem.code == "claims-failing"):  # the claims are listed above
                 found.append(of_text(problem.text, fails=problem.code not in CODES_THAT_WARN))
         if found:
             return found
-        more = " besides GPUs that do not answer" if problems else ""
-        return [ok(f"the plugin is running and reports no problems{more}")]
+        return [ok("the plugin is running and reports no problems")]
 
     def directories(self) -> Finding:
         """Check that the kubelet's directories are writable."""

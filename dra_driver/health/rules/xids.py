@@ -202,6 +202,12 @@ def needs_reboot(number: int) -> bool:
     return entry is not None and entry.bucket in ("RESTART_BM", "RESTART_VM")
 
 
+def is_mechanical(number: int) -> bool:
+    """Whether NVIDIA's catalog recommends a look at cables and connectors."""
+    entry = CATALOG.get(number)
+    return entry is not None and entry.bucket == "CHECK_MECHANICALS"
+
+
 def xid_text(number: int, severity: Severity) -> str:
     """Return a text such as `Xid 79: the GPU fell off the bus; reboot the node`.
 
