@@ -32,6 +32,7 @@ _PAGE = 500
 _PAGE_OF_SLICES = 100
 _FORGOTTEN = 410
 """HTTP status if listing took so long that the server no longer has the list's resource version."""
+_PAGED_TRIES = 3
 _MAX_UNKNOWN = 5
 _GROUP = "/apis/resource.k8s.io/v1"
 _METRICS_AT_ONCE = 16
@@ -138,10 +139,11 @@ class _Look:
         query: dict[str, str] | None = None,
     ) -> list[T]:
         """Return `seen(object)` for each object. If a page takes too much memory, pages become smaller. If the list
-        expires on the server between two pages, it is read again without paging.
+        expires on the server between two pages, it is read again, at last without paging.
         """
         plural, more = path.rpartition("/")[2], {"limit": str(limit)}
         found: list[T] = []
+        expired = 0
         while True:
             try:
                 answer = self._client.request(
@@ -158,7 +160,8 @@ class _Look:
                     raise _explained(
                         error, plural if path.startswith("/api/") else f"{plural}.resource.k8s.io"
                     ) from error
-                found, more = [], {}
+                expired += 1
+                found, more = [], {"limit": str(limit)} if expired < _PAGED_TRIES else {}
                 continue
             entries = answer.get("items", answer)
             if not isinstance(entries, list | None):

@@ -24,6 +24,7 @@ CONNECT_TIMEOUT_S = 5.0
 UNACKNOWLEDGED_S = 8.0
 """How long sent data may stay unacknowledged."""
 _READ_BYTES = 65536
+_SHORTEST_S = 0.001  # a timeout of 0 would make a socket non-blocking
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +80,12 @@ def opened(
 
     Raises: the errors of urllib3; HTTPError if the response is compressed, because it could be of any size.
     """
-    timeout = Timeout(total=left_s, connect=min(left_s, CONNECT_TIMEOUT_S))
     response = manager.urlopen(
         method,
         url,
         body=body,
         headers=headers,
-        timeout=timeout,
+        timeout=_Until(time.monotonic() + left_s),
         redirect=False,
         preload_content=False,
         decode_content=False,
@@ -130,6 +130,28 @@ def wait_for_each_piece(response: urllib3.BaseHTTPResponse, idle_s: float) -> No
         connection.reader.until, connection.reader.idle_s = math.inf, idle_s
 
 
+class _Until(Timeout):
+    """A moment (time.monotonic()) at which a request ends. urllib3 would start a new `total` after a proxy's answer."""
+
+    def __init__(self, until: float) -> None:
+        super().__init__()
+        self._until = until
+
+    def clone(self) -> _Until:
+        return self
+
+    @property
+    def connect_timeout(self) -> float:
+        return min(max(self._until - time.monotonic(), _SHORTEST_S), CONNECT_TIMEOUT_S)
+
+    @property
+    def read_timeout(self) -> float | None:
+        return None if math.isinf(self._until) else max(self._until - time.monotonic(), 0.0)
+
+    def start_connect(self) -> float:
+        return time.monotonic()
+
+
 class _LimitedReader(io.RawIOBase):
     """Reads from a socket until a moment. The socket's own timeout would start again with each byte.
 
@@ -160,9 +182,29 @@ class _LimitedReader(io.RawIOBase):
 
 
 class _Limits:
-    """A connection whose responses, including those of a proxy to CONNECT, must be complete in time."""
+    """A connection whose responses, including those of a proxy to CONNECT, must be complete in time.
+
+    Its timeout holds for all of connecting: to the proxy, CONNECT, and TLS with both.
+    """
 
     reader: _LimitedReader
+    sock: Any
+    timeout: Any
+    _connected_by = math.inf
+
+    def _new_conn(self) -> socket.socket:
+        self._connected_by = time.monotonic() + self.timeout
+        made: socket.socket = super()._new_conn()  # type: ignore[misc]
+        return self._limited(made)
+
+    def _tunnel(self) -> None:
+        self._limited(self.sock)
+        super()._tunnel()  # type: ignore[misc]
+        self._limited(self.sock)
+
+    def _limited(self, sock: socket.socket) -> socket.socket:
+        sock.settimeout(max(self._connected_by - time.monotonic(), _SHORTEST_S))
+        return sock
 
     def response_class(self, sock: socket.socket, *args: Any, **more: Any) -> HTTPResponse:
         response = HTTPResponse(sock, *args, **more)

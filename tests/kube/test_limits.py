@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import gzip
 import json
+import socket
 import time
 import tracemalloc
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from types import SimpleNamespace
 
 import pytest
+from urllib3.connection import HTTPConnection
 
 from dra_driver.errors import ApiUnavailableError
-from dra_driver.kube import decoding
+from dra_driver.kube import decoding, transport
 from dra_driver.kube.api_errors import ResponseTooLargeError
 from dra_driver.kube.client import ApiClient
 from dra_driver.kube.decoding import MAX_BYTES, MAX_MEMORY, decode, memory_of
@@ -73,6 +76,36 @@ def test_response_of_a_proxy_that_drips_ends_with_the_time_of_the_request(tmp_pa
             client.open()
             with _no_answer_in_time():
                 client.request("POST", NODES, action="nodes", body={}, timeout_s=0.5)
+
+
+def test_tls_behind_a_proxy_gets_what_is_left_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(transport, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    left: list[float | None] = []
+
+    def connected(connection) -> socket.socket:
+        ours, connection.other = socket.socketpair()
+        now[0] += 1.0
+        return ours
+
+    def opened(_connection) -> None:
+        now[0] += 2.5
+
+    def handshake(*, sock: socket.socket, **_: object) -> None:
+        left.append(sock.gettimeout())
+        raise ConnectionAbortedError
+
+    monkeypatch.setattr(HTTPConnection, "_new_conn", connected)
+    monkeypatch.setattr(HTTPConnection, "_tunnel", opened)
+    monkeypatch.setattr("urllib3.connection._ssl_wrap_socket_and_match_hostname", handshake)
+    limit = transport._Until(110.0).clone()
+    connection = transport._TlsConnection("proxy.test", 443, timeout=4.0)
+    connection.set_tunnel("api.test", 443, scheme="http")
+    with pytest.raises(ConnectionAbortedError):
+        connection.connect()
+    assert (left, limit.read_timeout, limit.connect_timeout) == ([0.5], 6.5, transport.CONNECT_TIMEOUT_S)
+    connection.other.close()
+    connection.close()
 
 
 def test_watch_whose_head_drips_does_not_last_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
