@@ -107,7 +107,7 @@ def _print(outcomes: Sequence[Outcome], output: Output, *, is_colored: bool) -> 
 
 _API_TIMEOUT_S = 4.0
 _NVML_WAIT_S = 4.0
-"""Less than the time limit of a check, so that checks can show saved state even if NVML hangs."""
+"""Less than half the time limit of a check, so that checks can show saved state even if NVML hangs."""
 
 
 def doctor_checks(settings: Settings) -> list[Check]:

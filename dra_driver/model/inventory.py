@@ -118,8 +118,9 @@ class Inventory:
     `lost` are GPUs as they were before they stopped responding. They stay published, with a taint, because the
     node still has the device and a claim may hold it. `unread` are the UUIDs of GPUs for MIG on demand whose
     profiles or instances were not read completely this time (their `partitioning` is outdated or None), and of
-    devices that may not be GPUs, because their architecture was never read. `reachable_pairs` are pairs of UUIDs
-    of GPUs that reach each other over NVLink, with the number of links; the domains are derived from them.
+    devices that may not be GPUs, because their architecture was never read. `hanging` is the number of GPUs that
+    were never read because an NVML call for them does not return. `reachable_pairs` are pairs of UUIDs of GPUs that
+    reach each other over NVLink, with the number of links; the domains are derived from them.
     `imex_channels` is the number of IMEX channels of the NVIDIA driver; None if it has none or the configuration
     uses none. `confidential_compute` is None if unknown. `kept_names` is set if GPUs are named by minor number:
     these names, by UUID, stay the same when the number changes. `cards` are the GPUs that virtual machines may
@@ -134,6 +135,7 @@ class Inventory:
     faults: tuple[DiscoveryFault, ...] = ()
     lost: tuple[Gpu, ...] = ()
     unread: frozenset[str] = field(default=frozenset(), compare=False)
+    hanging: int = field(default=0, compare=False)
     reachable_pairs: Mapping[frozenset[str], int] = field(default_factory=dict, compare=False)
     imex_channels: int | None = None
     confidential_compute: ConfidentialMode | None = None

@@ -341,6 +341,7 @@ def read_gpus(
         tuple(gpus),
         faults=tuple(faults),
         unread=frozenset(unread),
+        hanging=sum(memory.uuids.get(at) not in memory.known for at in range(count) if at not in answers),
         reachable_pairs=pairs,
         confidential_compute=confidential,
     )

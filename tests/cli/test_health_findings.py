@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,20 @@ import pytest
 
 from dra_driver.cli.rules.findings import Finding
 from dra_driver.cli.rules.health_findings import health_findings
-from dra_driver.cli.rules.node_view import Holding, NodeView, SeenGpu, SeenReason
+from dra_driver.cli.rules.node_state import NodeState
+from dra_driver.cli.rules.node_view import (
+    Holding,
+    NodeView,
+    NvmlFacts,
+    SeenGpu,
+    SeenReason,
+    node_view,
+)
 from dra_driver.health.rules.state import observe
 from dra_driver.health.rules.taints import TaintPolicy
 from dra_driver.health.rules.xids import CATALOG
 from dra_driver.model.health import HealthState, HealthTarget, NoAnswer, Severity, Xid
+from dra_driver.model.inventory import Inventory
 from dra_driver.model.remedies import reboot, reset
 from tests.fakes.tables import tabled
 
@@ -119,6 +129,15 @@ def test_gpu_whose_nvml_call_hangs_is_not_reset() -> None:
         (found,) = of(SeenReason("gpu-1", "degraded", " ".join(reason.name), 40.0, reason.text))
         assert not re.search("detach|nvidia-smi|reset", f"{reason.text} {found.remedy}")
         assert reboot("node") in str(found.remedy)
+
+
+@pytest.mark.parametrize(("hanging", "reason"), [(0, "gpu-lost"), (1, "unresponsive nvml-hangs")])
+def test_gpu_that_nvml_has_not_read_is_lost_only_if_no_call_hangs(hanging: int, reason: str) -> None:
+    facts = NvmlFacts(Inventory(hanging=hanging), hidden={"0000:1b:00.0": "GPU-1"})
+    known = NodeState(health=(HealthState(HealthTarget("GPU-1", 3, 0)),))
+    now = datetime(2026, 8, 7, tzinfo=UTC)
+    view = node_view("node", "driver", now, facts, (), known, (), ())
+    assert [(one.subject, one.reason) for one in view.health] == [("gpu-1", reason)]
 
 
 def test_pods_on_a_bad_gpu_and_its_mig_devices_are_named_in_the_command_that_ends_them() -> None:

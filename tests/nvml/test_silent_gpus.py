@@ -64,6 +64,7 @@ def test_gpu_that_was_never_read_and_hangs_is_a_fault_and_hides_no_other(node: S
     found = read_inventory(memory=ScanMemory())
     assert [gpu.index for gpu in found.gpus] == [0, 1, 2, 4, 5, 6, 7]
     assert [fault.subject for fault in found.faults] == [f"GPU with NVML index {THIRD}"]
+    assert found.hanging == 1
 
 
 def test_gpu_that_answers_nothing_stays_as_it_was(node: SimulatedNode) -> None:

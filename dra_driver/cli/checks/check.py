@@ -20,7 +20,8 @@ from dra_driver.errors import DraDriverError
 
 T = TypeVar("T")
 
-BOUND_S = 5.0
+BOUND_S = 10.0
+"""A check may wait for NVML twice: for the list of GPUs, and for what they report."""
 Look = Callable[[], Finding | Sequence[Finding]]
 
 

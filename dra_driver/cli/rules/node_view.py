@@ -17,6 +17,7 @@ from dra_driver.model.gpu import GpuLoad, GpuProcess, ProcessOrigin
 from dra_driver.model.health import (
     HealthState,
     HealthTarget,
+    NoAnswer,
     PolledHealth,
     PollResult,
     Severity,
@@ -38,8 +39,9 @@ InstanceIds = Mapping[str, tuple[str, int, int]]
 class NvmlFacts:
     """What NVML reports now, by UUID.
 
-    `lost` are GPUs that stopped answering between two calls. `hidden` are GPUs bound to the NVIDIA driver that
-    NVML does not list: their UUIDs (None if unknown) by PCI bus ID. `origins` is keyed by process ID.
+    `lost` are GPUs that stopped answering between two calls, `hung` GPUs whose calls do not return. `hidden` are
+    GPUs bound to the NVIDIA driver that NVML does not list: their UUIDs (None if unknown) by PCI bus ID. `origins` is
+    keyed by process ID.
     """
 
     inventory: Inventory = field(default_factory=Inventory)
@@ -49,6 +51,7 @@ class NvmlFacts:
     hidden: Mapping[str, str | None] = field(default_factory=dict)
     processes: Mapping[str, Sequence[GpuProcess]] = field(default_factory=dict)
     origins: Mapping[int, ProcessOrigin] = field(default_factory=dict)
+    hung: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,8 +183,10 @@ def node_view(
     names, places, hidden = _names_and_places(nvml, state)
     # The NVIDIA driver learns a GPU's UUID when it starts the GPU.
     unstarted = {uuid for uuid in hidden if nvml.hidden[places[uuid]] is None}
-    # GPUs in `unread` have never answered, but NVML lists them, so they are not lost.
-    facts = replace(nvml, lost=nvml.lost | (hidden - inventory.unread - unstarted))
+    # GPUs in `unread` have never answered, but NVML lists them, so they are not lost. NVML does not tell which of the
+    # other GPUs its calls hang for.
+    missing = frozenset(hidden - inventory.unread - unstarted)
+    facts = replace(nvml, hung=missing) if inventory.hanging else replace(nvml, lost=nvml.lost | missing)
     reasons = [*_reasons(facts, state.health, names, ids, int(at))]
     reasons += [_not_started(uuid, names[uuid]) for uuid in sorted(unstarted)]
     cuda = inventory.versions.cuda
@@ -298,6 +303,8 @@ def _of_target(
     after = state
     if uuid in facts.lost:
         after = observe(state, Unreachable(), now)
+    elif uuid in facts.hung and not target.is_instance:
+        after = observe(state, NoAnswer(0.0), now)
     elif uuid in facts.polled:
         others = (polled.nvlinks for other, polled in facts.polled.items() if other != uuid)
         after = observe(state, PollResult(compared(facts.polled[uuid], others)), now)
