@@ -27,7 +27,7 @@ from dra_driver.base.fields import (
 from dra_driver.base.json_store import JsonStore, log_unreadable
 from dra_driver.errors import StateError
 from dra_driver.health.rules.state import merged
-from dra_driver.model.health import HealthState, HealthTarget, Reason, Severity
+from dra_driver.model.health import HEALTH_FILE, HealthState, HealthTarget, Reason, Severity
 from dra_driver.model.problems import NodeProblem
 from dra_driver.model.schema import JsonObject
 
@@ -162,7 +162,7 @@ _REASON = Codec(Reason, severity=required(_SEVERITY))
 _TARGET = Codec(HealthTarget)
 _STATE = Codec(HealthState, target=None, reasons=omittable(list_of(_REASON.kind), ()))
 _KEPT = Codec(KeptHealth, states=required(list_of(Kind(_decode_state, _encode_state))))
-_HEALTH_FILE = FileFormat("health file", _KEPT.decode, _encoded)
+_HEALTH_FILE = FileFormat(HEALTH_FILE, _KEPT.decode, _encoded)
 
 
 class ServicedGpus:

@@ -32,6 +32,8 @@ FabricState = Literal["absent", "pending", "ready", "limited", "broken"]
 LOST = "gpu-lost"
 UNMONITORED = "unmonitored"
 UNRESPONSIVE = "unresponsive"
+HEALTH_FILE = "health file"
+"""The file with the saved health, in errors and problems."""
 TAINTED_KEYS = (
     "bank-remap",
     "confidential-compute",

@@ -21,16 +21,18 @@ import yaml
 from playground.apiserver.server import PlaygroundApiServer
 
 from dra_driver.base.file_lock import hold_file
-from dra_driver.cli.checks.check import Check, Outcome, Shared, folded, not_written, run_checks
+from dra_driver.cli.checks.check import BOUND_S, Check, Outcome, Shared, folded, not_written, run_checks
 from dra_driver.cli.checks.cluster import ClusterChecks, required_permissions
 from dra_driver.cli.checks.driver import DriverChecks
 from dra_driver.cli.checks.kubelet import KubeletChecks
 from dra_driver.cli.checks.runtime import RuntimeChecks
+from dra_driver.cli.doctor import _NVML_WAIT_S
 from dra_driver.cli.rules.findings import Finding, fail, ok, skip, warn
 from dra_driver.cli.rules.node_state import NodeState
 from dra_driver.cli.rules.node_view import NodeView, SeenGpu, SeenProcess
 from dra_driver.cli.state_on_disk import read_state
 from dra_driver.errors import ApiRejectedError, NvmlLibraryError, NvmlUnavailableError
+from dra_driver.health.store import HealthStore
 from dra_driver.host import imex
 from dra_driver.host.device_nodes import DevCharLinks
 from dra_driver.host.driver_root import find_nvml_library
@@ -49,6 +51,7 @@ from dra_driver.model.mig import Partitioning, Placement
 from dra_driver.model.mps import MpsDaemonSpec
 from dra_driver.model.problems import FailingClaim, NodeProblem, ProblemCode, ShownProblem
 from dra_driver.model.record import ClaimRecord, CreateMig, SetTimeSlice, Step
+from dra_driver.model.remedies import reset
 from dra_driver.mps_host.host_files import WANTED_FILE, mps_layout
 from dra_driver.reporting.node_problems import Reported
 from dra_driver.simulator import SimulatedDeviceNodes
@@ -112,6 +115,11 @@ def test_a_check_that_hangs_holds_nothing_up(assert_golden: CompareFinding) -> N
     (outcome,) = run_checks([Check("e", hang)], bound_s=0.05)
     release.set()
     assert_golden(outcome.finding)
+
+
+def test_a_check_that_waits_twice_for_nvml_still_has_time_for_saved_state() -> None:
+    """For the list of GPUs, and then for what they report."""
+    assert 2 * _NVML_WAIT_S + 1 <= BOUND_S
 
 
 def test_a_check_that_crashes_is_its_own_failure(assert_golden: CompareFinding) -> None:
@@ -287,6 +295,7 @@ def test_memory_that_no_one_claims_is_a_warning_for_each_process(
     first, second = host.checks(node_view=lambda: health).gpu_processes()
     assert_golden(first)
     assert_golden(second)
+    assert reset() in str(first.remedy)
     assert_golden(host.checks().gpu_processes()[0])
 
 
@@ -1006,6 +1015,19 @@ def test_findings_fail_if_pods_get_no_devices_and_otherwise_warn(tmp_path: Path)
     ]
     [skipped] = replace(checks, reported=None).plugin()
     assert skipped.status == "SKIP"
+
+
+def test_file_of_a_newer_release_keeps_pods_away_unless_it_has_only_health(tmp_path: Path) -> None:
+    def status(problem: NodeProblem) -> str:
+        reported = Reported((ShownProblem(problem, 0),), ())
+        return KubeletChecks(DRIVER, tmp_path, tmp_path, NodeState, None, lambda: reported).plugin()[0].status
+
+    file = tmp_path / "health.json"
+    file.write_text('{"version": 99}')
+    store = HealthStore(file)
+    assert store.load() is None
+    [of_health] = store.problems()
+    assert (status(of_health), status(replace(of_health, subject="records"))) == ("WARN", "FAIL")
 
 
 def test_directory_on_a_full_disk_fails_though_its_permissions_allow_writing(

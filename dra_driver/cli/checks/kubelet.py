@@ -10,9 +10,9 @@ from dra_driver.base.file_lock import is_locked
 from dra_driver.base.installation import logs
 from dra_driver.cli.checks.check import Check, not_written, of_text
 from dra_driver.cli.rules.findings import (
-    CODES_THAT_WARN,
     Finding,
     fail,
+    keeps_pods_away,
     ok,
     skip,
     warn,
@@ -64,7 +64,7 @@ class KubeletChecks:
         for shown in problems:
             problem = shown.problem
             if not (failing and problem.code == "claims-failing"):  # the claims are listed above
-                found.append(of_text(problem.text, fails=problem.code not in CODES_THAT_WARN))
+                found.append(of_text(problem.text, fails=keeps_pods_away(problem)))
         if found:
             return found
         return [ok("the plugin is running and reports no problems")]

@@ -10,14 +10,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from dra_driver.model.problems import ProblemCode
+from dra_driver.model.health import HEALTH_FILE
+from dra_driver.model.problems import NodeProblem, ProblemCode
 
 Status = Literal["OK", "WARN", "FAIL", "SKIP"]
 
 CODES_THAT_WARN: frozenset[ProblemCode] = frozenset({
     "check-failed", "health-unknown", "scheduler-outdated", "slice-fields-dropped",
 })  # fmt: skip
-"""All other problems of a node keep some pod from getting its device."""
+"""All other problems of a node keep some pod from getting its device, except `newer-files` of the health file."""
 _WORST_FIRST = ("FAIL", "WARN", "SKIP", "OK")
 
 
@@ -51,6 +52,13 @@ def fail(seen: str, remedy: str) -> Finding:
 def skip(seen: str) -> Finding:
     """Return the finding for something that is not needed here, or that another check covers."""
     return Finding("SKIP", seen)
+
+
+def keeps_pods_away(problem: NodeProblem) -> bool:
+    """Whether a problem of the node keeps some pod from getting its device."""
+    # Without its health file the plugin reads the health from the GPUs.
+    is_of_health = problem.code == "newer-files" and problem.subject.endswith(f"/{HEALTH_FILE}")
+    return problem.code not in CODES_THAT_WARN and not is_of_health
 
 
 def worst(findings: Iterable[Finding]) -> Finding:

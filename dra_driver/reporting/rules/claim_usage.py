@@ -20,6 +20,7 @@ from dra_driver.model.gpu import GpuLoad, GpuProcess, GpuUse, ProcessOrigin
 from dra_driver.model.inventory import DynamicMigDevice, Inventory, StaticMigDevice
 from dra_driver.model.mig import MigAddress, OwnedInstance
 from dra_driver.model.record import ClaimRecord, HeldDevice
+from dra_driver.model.remedies import reset
 
 Origins = Mapping[int, ProcessOrigin]
 """Where each process that NVML lists runs, by process ID."""
@@ -285,5 +286,5 @@ def unclaimed_text(gpu: str, process: GpuProcess) -> str:
     return (
         f"process {process.pid}{name} uses {memory} on {gpu} but does not belong to a prepared claim or a container; "
         f"find it with `ps -fp {process.pid}` on the node and stop it, or run it in a pod with a claim; if this "
-        "process does not exist, reset the GPU"
+        f"process does not exist, {reset()}"
     )
