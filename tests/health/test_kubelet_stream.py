@@ -64,7 +64,8 @@ class Book:
 
     def see(self, observation: Observation, *target: object) -> None:
         key = HealthTarget(*target)
-        self.known[key] = observe(self.known.get(key, HealthState(key)), observation, NOW)
+        state = observe(self.known.get(key, HealthState(key)), observation, NOW)
+        self.known = self.known | {key: state}  # a stream may copy the old one now
 
 
 class Context:

@@ -369,8 +369,9 @@ def test_nvidia_smi_of_a_killed_daemon_is_undone_when_it_has_taken_effect(
         process.kill()
         process.wait()
         assert call.exception() is not None
+    dead = node.kubelet.instances(DRIVER)
     node.spawn()
-    eventually(lambda: any(entry.connected for entry in node.kubelet.instances(DRIVER)))
+    eventually(lambda: any(entry.connected for entry in node.kubelet.instances(DRIVER) if entry not in dead))
     node.must_unprepare(slow)
     node.ready(node.allocated_by_hand("other", other, config=sliced("Long")))
     continues.write_text("\n")

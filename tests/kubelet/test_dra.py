@@ -1,5 +1,7 @@
 """The DRA service over a real socket."""
 
+from typing import Any
+
 import grpc
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -203,16 +205,22 @@ def test_log_context_is_fresh_for_every_call(dra, claims):
 
 
 def test_requests_are_logged_at_debug_and_failures_at_error(dra, claims, quiet_logs):
-    claims.on_prepare = lambda _: {"uid-1": Failed("no such device")}
-    prepare(dra, claim())
-    lines = eventually(lambda: [line for line in quiet_logs if line["event"].startswith(("rpc_", "claim_"))])
+    uid = "uid-of-this-test"  # a call that an earlier test left may still log
+    claims.on_prepare = lambda _: {uid: Failed("no such device")}
+    prepare(dra, claim(uid))
+
+    def logged() -> list[Any]:
+        lines = [line for line in quiet_logs if uid in repr(line)]
+        return lines if lines and lines[-1]["event"] == "rpc_answered" else []
+
+    lines = eventually(logged)
     assert [(line["event"], line["log_level"]) for line in lines] == [
         ("rpc_received", "debug"),
         ("claim_failed", "error"),
         ("rpc_answered", "debug"),
     ]
-    assert 'uid: "uid-1"' in repr(lines[0]["request"])
-    assert lines[1]["claim_uid"] == "uid-1"
+    assert f'uid: "{uid}"' in repr(lines[0]["request"])
+    assert lines[1]["claim_uid"] == uid
     assert lines[1]["error"] == "no such device"
 
 

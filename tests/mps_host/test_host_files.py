@@ -356,7 +356,9 @@ def test_daemons_are_known_while_a_host_runs(fake: FakeHost) -> None:
     fake.layout.wanted("gpu-2").write_bytes(WANTED_FILE.write(two))
     assert fake.files.unseen() == ["gpu-2"]
     fake.answer(two)
-    fake.layout.wanted("gpu-1").write_bytes(WANTED_FILE.write(other))
+    write_atomically(
+        fake.layout.wanted("gpu-1"), WANTED_FILE.write(other), durable=False
+    )  # as the plugin does it
     assert fake.files.unseen() == ["gpu-1"]
     fake.layout.wanted("gpu-1").unlink()
     assert fake.files.unseen() == ["gpu-1"], "it shall stop"
