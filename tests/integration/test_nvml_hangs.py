@@ -49,9 +49,11 @@ def test_xid_is_published_and_health_stays_fresh_whatever_another_gpu_does(
     eventually(
         lambda: all(monitor.book._answers[u][1] > at for u, at in zip(uuids[1:], answers, strict=True))
     )
-    monkeypatch.setattr("dra_driver.health.poller.OVERDUE_S", 0.2)
-    eventually(lambda: tainted(node).get("0") == ["unresponsive=nvml-hangs"])
-    assert set(tainted(node)) == {"0", "5"}
+    # On a busy machine a good GPU may be overdue for a moment too.
+    monkeypatch.setattr("dra_driver.health.poller.OVERDUE_S", 2.0)
+    eventually(
+        lambda: tainted(node).get("0") == ["unresponsive=nvml-hangs"] and set(tainted(node)) == {"0", "5"}
+    )
     eventually(lambda: [event for event in node.events("GPUUnhealthy") if uuids[0] in event["message"]])
     eventually(lambda: [problem.code for problem in node.driver.health.problems()] == ["gpu-unresponsive"])
     node.machine.clear_faults()
