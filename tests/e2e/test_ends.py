@@ -240,18 +240,18 @@ def overloaded_for_pods() -> Iterator[list[str]]:
     layout, addresses = Layout.from_environment(), localcluster.addresses()
 
     class Server(ThreadingHTTPServer):
-        address_family = socket.AF_INET6 if ":" in addresses.api else socket.AF_INET
+        address_family = socket.AF_INET6 if ":" in addresses.service else socket.AF_INET
 
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(layout.certificate("apiserver"), layout.key("apiserver"))
-    with Server((addresses.api, 0), Overloaded) as server, ExitStack() as undo:
+    with Server((addresses.service, 0), Overloaded) as server, ExitStack() as undo:
         server.daemon_threads = True
         server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
         threading.Thread(target=server.serve_forever, daemon=True).start()
         undo.callback(server.shutdown)
         # New connections come here; existing ones were translated permanently, and are reset.
         to_us = ["-d", addresses.service, "-p", "tcp", "--dport", "443"]
-        to_us += ["-j", "DNAT", "--to-destination", endpoint(addresses.api, server.server_port)]
+        to_us += ["-j", "DNAT", "--to-destination", endpoint(addresses.service, server.server_port)]
         reset = ["-p", "tcp", "--dport", str(API_PORT), "-j", "REJECT", "--reject-with", "tcp-reset"]
         for table, chain, rule in (("nat", "PREROUTING", to_us), ("filter", "INPUT", reset)):
             command = [addresses.iptables, "--wait", "-t", table]

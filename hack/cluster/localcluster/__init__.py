@@ -31,13 +31,13 @@ def build() -> Path:
 
 def fetch() -> None:
     """Build and download everything that a cluster and its tests need, so that both work without a network."""
-    debian.install_missing(debian.CLUSTER_PACKAGES)
+    debian.install_missing({**debian.CLUSTER_PACKAGES, "iptables": "iptables"})
+    debian.provide(_layout().from_debian)
     build()
     for major in binaries.HELM:
         helm(major)
     for part in (allocator, promql, metadata_reader, cdi_hook, compute_domains_chart):
         part()
-    images.static_busybox(_layout())
 
 
 def up(options: Options | None = None) -> None:

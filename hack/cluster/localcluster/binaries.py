@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from localcluster import shell
+from localcluster import debian, shell
 from localcluster.layout import CLUSTER_SOURCE, KUBERNETES, Layout
 from localcluster.shell import ClusterError
 
@@ -38,7 +38,10 @@ COMPUTE_DOMAINS = ("compute-domains", "sigs.k8s.io/dra-driver-nvidia-gpu")
 """NVIDIA's DRA driver, for tests of its chart. Its compute domains can run next to this driver."""
 
 
-NAMES = {KUBERNETES: ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet")}
+NAMES = {
+    KUBERNETES: ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubectl", "kubelet"),
+    "containerd": ("ctr",),
+}
 """Programs that are several, depending on the name by which they are called. The names are links to the program."""
 
 
@@ -87,6 +90,7 @@ def build(layout: Layout, modules: tuple[str, ...] = CLUSTER) -> Path:
     missing = [part for part in wanted if not (target / part.name).exists()]
     if not missing:
         return target
+    debian.install_missing(debian.BUILD_PACKAGES)
     shell.say(f"Go builds {', '.join(part.name for part in missing)}; this takes minutes, once")
     with shell.exclusive(layout.binaries / "lock", wait=True):
         target.mkdir(parents=True, exist_ok=True)

@@ -60,7 +60,7 @@ def values(layout: Layout, options: Options) -> dict[str, Any]:
         "etcd_url": places.ETCD_URL,
         "etcd_peer_url": f"https://127.0.0.1:{places.ETCD_PEER_PORT}",
         "api_port": places.API_PORT,
-        "api_endpoint": endpoint(options.addresses.api, places.API_PORT),
+        "api_endpoint": endpoint(options.addresses.service, places.API_PORT),
         "controller_manager_port": places.CONTROLLER_MANAGER_PORT,
         "scheduler_port": places.SCHEDULER_PORT,
         "kubelet_port": places.KUBELET_PORT,
@@ -93,7 +93,7 @@ def write_configs(layout: Layout, options: Options) -> None:
     known = values(layout, options) | {
         "pause_image": PAUSE_IMAGE,
         "cdi_directories": json.dumps([str(path) for path in places.CDI_DIRECTORIES]),
-        "cni_plugins": places.CNI_PLUGINS,
+        "cni_plugins": layout.from_debian / "cni",
         "network": NETWORK,
         "bridge": places.BRIDGE,
     }
@@ -114,7 +114,7 @@ def _kubeconfig(layout: Layout, user: str, addresses: Addresses) -> str:
                 {
                     "name": NETWORK,
                     "cluster": {
-                        "server": f"https://{endpoint(addresses.api, API_PORT)}",
+                        "server": f"https://{endpoint(addresses.service, API_PORT)}",
                         "certificate-authority-data": _base64(layout.certificate("ca")),
                     },
                 }

@@ -13,12 +13,15 @@ from localcluster.shell import ClusterError
 
 # Each key is a file or program of the package; if it exists, the package is installed.
 COMPILER: Mapping[str, str] = {"cc": "gcc", "/usr/include/stdio.h": "libc6-dev"}
-CLUSTER_PACKAGES: Mapping[str, str] = {
-    "/bin/bash-static": "bash-static", "/usr/lib/cni/bridge": "containernetworking-plugins",
-    "/usr/lib/cni/host-local": "containernetworking-plugins", "iptables": "iptables", "conntrack": "conntrack",
-    "ip": "iproute2", "mount": "mount", "openssl": "openssl", "pkg-config": "pkgconf",
-    "/usr/include/seccomp.h": "libseccomp-dev", **COMPILER,
+BUILD_PACKAGES: Mapping[str, str] = {
+    "pkg-config": "pkgconf", "/usr/include/seccomp.h": "libseccomp-dev", **COMPILER,
 }  # fmt: skip
+CLUSTER_PACKAGES: Mapping[str, str] = {"ip": "iproute2", "mount": "mount", "openssl": "openssl"}
+UNPACKED: Mapping[str, str] = {
+    "bash-static": "bin/bash-static", "busybox-static": "bin/busybox", "containernetworking-plugins": "usr/lib/cni",
+}  # fmt: skip
+"""Packages of which a cluster needs one file or directory, and its path. They are not installed: a static busybox would
+replace the host's ordinary one."""
 
 
 def install_missing(packages: Mapping[str, str]) -> None:
@@ -35,6 +38,21 @@ def install_missing(packages: Mapping[str, str]) -> None:
     with shell.step(f"apt-get install {' '.join(missing)}"):
         _apt_get("update")
         _apt_get("install", "--yes", "--no-install-recommends", *missing)
+
+
+def provide(folder: Path) -> None:
+    """Create `folder` with the files and directories of `UNPACKED`, under their names, unless it exists."""
+    if not folder.exists():
+        keep(folder, ", ".join(UNPACKED), list(UNPACKED), own_release(), _choose)
+
+
+def _choose(tree: Path) -> Path:
+    chosen = tree.with_name("chosen")
+    chosen.mkdir()
+    for path in UNPACKED.values():
+        [found] = {one.resolve() for one in (tree / path, tree / "usr" / path) if one.exists()}
+        found.rename(chosen / Path(path).name)
+    return chosen
 
 
 def own_release() -> str:

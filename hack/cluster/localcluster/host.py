@@ -12,7 +12,6 @@ from pathlib import Path
 from localcluster import processes, shell
 from localcluster.layout import (
     ADDRESSES,
-    API_PORT,
     BRIDGE,
     BRIDGE_MAC,
     CDI_DIRECTORIES,
@@ -23,7 +22,6 @@ from localcluster.layout import (
     SHIM_SOCKETS,
     Addresses,
     Layout,
-    endpoint,
 )
 from localcluster.shell import ClusterError
 
@@ -199,18 +197,16 @@ def mount_points() -> list[Path]:
 # --- network ----------------------------------------------------------------------------------------
 #
 # The network is one bridge, whose address is also the node's address. There is no kube-proxy: the driver uses only the
-# API server's Service, so two rules redirect the Service's address to the API server. With IPv4, the API server listens
-# on loopback; therefore `route_localnet` is set, only on this bridge.
+# API server's Service, and the API server listens on the address of the Service.
 
 _FORWARDING = {
     "ipv4": Path("/proc/sys/net/ipv4/ip_forward"),
     "ipv6": Path("/proc/sys/net/ipv6/conf/all/forwarding"),
 }
-_COMMENT = ["-m", "comment", "--comment", NETWORK]
 
 
 def make_network(addresses: Addresses) -> None:
-    """Create the bridge and the rules that do not exist yet."""
+    """Create the bridge, the addresses and the rules that do not exist yet."""
     if not _bridge_exists():
         shell.run(["ip", "link", "add", "name", BRIDGE, "address", BRIDGE_MAC, "type", "bridge"])
     length = addresses.pods.partition("/")[2]
@@ -218,20 +214,19 @@ def make_network(addresses: Addresses) -> None:
     unchecked = ["nodad"] if ":" in addresses.node else []
     shell.run(["ip", "address", "replace", f"{addresses.node}/{length}", "dev", BRIDGE, *unchecked])
     shell.run(["ip", "link", "set", BRIDGE, "up"])
-    # Without a default route, the host could otherwise not reach the Service.
-    shell.run(["ip", "route", "replace", addresses.service, "dev", BRIDGE])
-    Path(f"/proc/sys/net/ipv4/conf/{BRIDGE}/route_localnet").write_text("1\n")
-    for table, chain, rule in _iptables_rules(addresses):
-        if not shell.succeeds(_iptables(addresses, table, "-C", chain, rule)):
-            shell.run(_iptables(addresses, table, "-I", chain, rule))
+    shell.run(["ip", "address", "replace", _of_service(addresses), "dev", "lo"])
+    for chain, rule in _iptables_rules(addresses):
+        if not shell.succeeds([addresses.iptables, "--wait", "-C", chain, *rule]):
+            shell.run([addresses.iptables, "--wait", "-I", chain, *rule])
 
 
 def remove_network() -> None:
-    """Remove the rules, the bridge and the CNI plugins' results, if they exist."""
+    """Remove the rules, the addresses, the bridge and the CNI plugins' results, if they exist."""
     for addresses in ADDRESSES.values():
-        for table, chain, rule in _iptables_rules(addresses):
-            while shell.succeeds(_iptables(addresses, table, "-D", chain, rule)):
+        for chain, rule in _iptables_rules(addresses):
+            while shell.succeeds([addresses.iptables, "--wait", "-D", chain, *rule]):
                 continue
+        shell.succeeds(["ip", "address", "delete", _of_service(addresses), "dev", "lo"])
     if _bridge_exists():
         shell.run(["ip", "link", "delete", BRIDGE])
     for note in CNI_RESULTS.glob(f"{NETWORK}-*"):
@@ -261,15 +256,13 @@ def _bridge_exists() -> bool:
     return Path(f"/sys/class/net/{BRIDGE}").exists()
 
 
-def _iptables_rules(addresses: Addresses) -> Iterator[tuple[str, str, list[str]]]:
-    """Yield table, chain and rule. The ACCEPT rules are for hosts whose firewall drops packets by default."""
-    to_api = ["-d", addresses.service, "-p", "tcp", "--dport", "443"]
-    to_api += ["-j", "DNAT", "--to-destination", endpoint(addresses.api, API_PORT)]
-    yield "nat", "PREROUTING", ["-i", BRIDGE, *_COMMENT, *to_api]
-    yield "nat", "OUTPUT", [*_COMMENT, *to_api]
-    yield "filter", "INPUT", ["-i", BRIDGE, *_COMMENT, "-j", "ACCEPT"]
-    yield "filter", "FORWARD", ["-i", BRIDGE, "-o", BRIDGE, *_COMMENT, "-j", "ACCEPT"]
+def _of_service(addresses: Addresses) -> str:
+    return f"{addresses.service}/{128 if ':' in addresses.service else 32}"
 
 
-def _iptables(addresses: Addresses, table: str, action: str, chain: str, rule: list[str]) -> list[str]:
-    return [addresses.iptables, "--wait", "-t", table, action, chain, *rule]
+def _iptables_rules(addresses: Addresses) -> Iterator[tuple[str, list[str]]]:
+    """Yield chain and rule, for hosts whose firewall drops packets by default. A host without iptables needs none."""
+    if shell.find_program(addresses.iptables) is not None:
+        comment = ["-m", "comment", "--comment", NETWORK, "-j", "ACCEPT"]
+        yield "INPUT", ["-i", BRIDGE, *comment]
+        yield "FORWARD", ["-i", BRIDGE, "-o", BRIDGE, *comment]

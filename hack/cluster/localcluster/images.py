@@ -13,7 +13,7 @@ import tarfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from localcluster import api, debian, shell
+from localcluster import api, shell
 from localcluster.components import PAUSE_IMAGE
 from localcluster.layout import Layout
 from localcluster.shell import ClusterError
@@ -26,7 +26,6 @@ WORKLOAD_TAGS = (
     "docker.io/library/ubuntu:24.04",
     "nvcr.io/nvidia/cuda:12.4.1-base-ubuntu22.04",
 )
-_BASH = Path("/bin/bash-static")
 # The simulated nvidia-smi needs flock to find the processes that use NVML. Debian's busybox does not have it.
 _FLOCK = Path("/usr/bin/flock")
 # Replaces a CUDA program on a simulated machine, to show which MPS limits a container gets.
@@ -51,11 +50,10 @@ _IMAGES = (Image((PAUSE_IMAGE,), ("/bin/sleep", _FOREVER)), Image(WORKLOAD_TAGS,
 
 def write_archive(layout: Layout) -> Path:
     """Write the pause and workload images as one archive that ``ctr`` can import."""
-    busybox = static_busybox(layout)
     target = layout.state / "images.tar"
     if target.exists():
         return target
-    layer = _layer(busybox)
+    layer = _layer(layout.from_debian)
     unfinished = target.with_suffix(".unfinished")
     with tarfile.open(unfinished, "w") as archive:
         _add_file(archive, "layer.tar", layer, 0o644)
@@ -85,30 +83,16 @@ def load(layout: Layout, binaries: Path, archive: Path) -> list[str]:
     return [line.split()[1] for line in said.splitlines() if line.startswith("unpacking ")]
 
 
-def static_busybox(layout: Layout) -> Path:
-    """Return the path of Debian's static busybox, unpacked from its package.
-
-    It is not installed, because that would remove the host's ordinary busybox.
-    """
-    target = layout.cache / "cluster" / "busybox"
-    debian.keep(target, "busybox", ["busybox-static"], debian.own_release(), _busybox)
-    return target
-
-
-def _busybox(tree: Path) -> Path:
-    return next(path for path in tree.glob("**/bin/busybox") if path.is_file())
-
-
-def _layer(busybox: Path) -> bytes:
+def _layer(programs: Path) -> bytes:
     """Return the image's layer: busybox with all its applets, bash, a C library, and a few files that programs need."""
-    buffer = io.BytesIO()
+    buffer, busybox = io.BytesIO(), programs / "busybox"
     with tarfile.open(fileobj=buffer, mode="w") as layer:
         for name in _EMPTY_DIRECTORIES:
             entry = tarfile.TarInfo(name)
             entry.type, entry.mode = tarfile.DIRTYPE, 0o1777 if name == "tmp" else 0o755
             layer.addfile(entry)
         _add_file(layer, "bin/busybox", busybox.read_bytes(), 0o755)
-        _add_file(layer, "bin/bash", _BASH.read_bytes(), 0o755)
+        _add_file(layer, "bin/bash", (programs / "bash-static").read_bytes(), 0o755)
         _add_file(layer, "usr/bin/flock", _FLOCK.read_bytes(), 0o755)
         _add_file(layer, "usr/bin/mps-client", _MPS_CLIENT.read_bytes(), 0o755)
         _add_file(layer, "etc/passwd", b"root:x:0:0:root:/root:/bin/sh\n", 0o644)

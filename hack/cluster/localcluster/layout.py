@@ -11,8 +11,9 @@ NETWORK = "gpu-dra-cluster"
 BRIDGE = "gpu-dra0"
 BRIDGE_MAC = "02:00:0a:e7:40:01"
 
+API_PORT = 443
+"""On the address of the API server's Service, so that nothing has to redirect connections to the Service."""
 # Not the usual ports, because another cluster on this machine may use them.
-API_PORT = 26443
 ETCD_PORT = 22379
 ETCD_PEER_PORT = 22380
 CONTROLLER_MANAGER_PORT = 20257
@@ -24,7 +25,6 @@ ETCD_URL = f"https://127.0.0.1:{ETCD_PORT}"
 
 KUBELET_ROOT = Path("/var/lib/kubelet")
 CDI_DIRECTORIES = (Path("/etc/cdi"), Path("/var/run/cdi"))
-CNI_PLUGINS = Path("/usr/lib/cni")
 CNI_RESULTS = Path("/var/lib/cni/results")
 SHIM_SOCKETS = Path("/run/containerd/s")
 CONTAINER_LOG_LINKS = Path("/var/log/containers")
@@ -42,10 +42,8 @@ class Addresses:
     pods: str
     services: str
     service: str
-    """The address of the API server's Service, which pods use."""
+    """The address of the API server's Service. The API server listens on it, and loopback has it."""
     dns: str
-    api: str
-    """The address on which the API server listens."""
     anywhere: str
     iptables: str
 
@@ -57,18 +55,15 @@ ADDRESSES = {
         services="10.96.0.0/16",
         service="10.96.0.1",
         dns="10.96.0.10",
-        api="127.0.0.1",
         anywhere="0.0.0.0/0",
         iptables="iptables",
     ),
-    # The kernel does not route packets from a bridge to ::1, so the API server listens on the node's address.
     "ipv6": Addresses(
         node="fd31:e7a0:64::1",
         pods="fd31:e7a0:64::/64",
         services="fd31:e7a0:96::/112",
         service="fd31:e7a0:96::1",
         dns="fd31:e7a0:96::a",
-        api="fd31:e7a0:64::1",
         anywhere="::/0",
         iptables="ip6tables",
     ),
@@ -76,7 +71,7 @@ ADDRESSES = {
 
 
 def endpoint(address: str, port: int) -> str:
-    """Return ``address:port`` in the notation of URLs and iptables."""
+    """Return ``address:port`` in the notation of URLs."""
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
@@ -106,6 +101,11 @@ class Layout:
     @property
     def binaries(self) -> Path:
         return self.cache / "cluster" / "bin"
+
+    @property
+    def from_debian(self) -> Path:
+        """The directory of programs that are unpacked from Debian packages, not installed."""
+        return self.cache / "cluster" / "debian"
 
     @property
     def pki(self) -> Path:

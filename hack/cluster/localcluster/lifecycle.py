@@ -35,6 +35,7 @@ def up(layout: Layout, options: Options) -> None:
     """Start the cluster, and return when a pod can be created on it."""
     shell.require_root("A cluster")
     debian.install_missing(debian.CLUSTER_PACKAGES)
+    debian.provide(layout.from_debian)
     built = binaries.build(layout)
     with shell.exclusive(layout.state / "lock"):
         _prepare(layout, options)

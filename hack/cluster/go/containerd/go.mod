@@ -2,11 +2,7 @@ module gpu-dra-driver/hack/cluster/containerd
 
 go 1.26.0
 
-tool (
-	github.com/containerd/containerd/v2/cmd/containerd
-	github.com/containerd/containerd/v2/cmd/containerd-shim-runc-v2
-	github.com/containerd/containerd/v2/cmd/ctr
-)
+tool github.com/containerd/containerd/v2/cmd/containerd-shim-runc-v2
 
 require (
 	dario.cat/mergo v1.0.2 // indirect

@@ -4,8 +4,6 @@ go 1.26.0
 
 godebug default=go1.24
 
-tool k8s.io/kubernetes/cmd/kubectl
-
 require (
 	cel.dev/expr v0.24.0 // indirect
 	github.com/Azure/go-ansiterm v0.0.0-20230124172434-306776ec8161 // indirect

@@ -4,8 +4,6 @@ go 1.26.0
 
 godebug default=go1.25
 
-tool k8s.io/kubernetes/cmd/kubectl
-
 require (
 	cel.dev/expr v0.24.0 // indirect
 	cyphar.com/go-pathrs v0.2.1 // indirect

@@ -4,8 +4,6 @@ go 1.26.0
 
 godebug default=go1.26
 
-tool k8s.io/kubernetes/cmd/kubectl
-
 require (
 	cel.dev/expr v0.25.1 // indirect
 	cyphar.com/go-pathrs v0.2.5 // indirect
