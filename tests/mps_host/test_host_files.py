@@ -726,7 +726,7 @@ def test_daemon_with_the_record_of_a_newer_release_is_neither_started_nor_stoppe
     with pytest.raises(
         RetryableError, match=r"install gpu-dra-driver 9\.0\.0 or newer, or remove .*gpu-2\.json"
     ):
-        supervisor.stop("gpu-2", PATIENCE_S)
+        supervisor.stop("gpu-2", 10)
     assert (record.read_text(), [one.pid for one in host.daemons()]) == (newer, [status.pid])
     supervisor.close()
     record.write_text(json.dumps(json.loads(newer) | {"version": 1}))  # the newer release is back

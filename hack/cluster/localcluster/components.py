@@ -93,7 +93,7 @@ def write_configs(layout: Layout, options: Options) -> None:
     known = values(layout, options) | {
         "pause_image": PAUSE_IMAGE,
         "cdi_directories": json.dumps([str(path) for path in places.CDI_DIRECTORIES]),
-        "cni_plugins": layout.from_debian / "cni",
+        "cni_plugins": layout.from_debian,
         "network": NETWORK,
         "bridge": places.BRIDGE,
     }

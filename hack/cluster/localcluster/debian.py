@@ -18,10 +18,11 @@ BUILD_PACKAGES: Mapping[str, str] = {
 }  # fmt: skip
 CLUSTER_PACKAGES: Mapping[str, str] = {"ip": "iproute2", "mount": "mount", "openssl": "openssl"}
 UNPACKED: Mapping[str, str] = {
-    "bash-static": "bin/bash-static", "busybox-static": "bin/busybox", "containernetworking-plugins": "usr/lib/cni",
+    "bin/bash-static": "bash-static", "bin/busybox": "busybox-static",
+    "usr/lib/cni/bridge": "containernetworking-plugins", "usr/lib/cni/host-local": "containernetworking-plugins",
 }  # fmt: skip
-"""Packages of which a cluster needs one file or directory, and its path. They are not installed: a static busybox would
-replace the host's ordinary one."""
+"""Programs that a cluster needs, and their packages, which are not installed: a static busybox would replace the host's
+ordinary one."""
 
 
 def install_missing(packages: Mapping[str, str]) -> None:
@@ -41,17 +42,18 @@ def install_missing(packages: Mapping[str, str]) -> None:
 
 
 def provide(folder: Path) -> None:
-    """Create `folder` with the files and directories of `UNPACKED`, under their names, unless it exists."""
+    """Create `folder` with the programs of `UNPACKED`, unless it exists."""
     if not folder.exists():
-        keep(folder, ", ".join(UNPACKED), list(UNPACKED), own_release(), _choose)
+        packages = sorted(set(UNPACKED.values()))
+        keep(folder, ", ".join(packages), packages, own_release(), _choose)
 
 
 def _choose(tree: Path) -> Path:
     chosen = tree.with_name("chosen")
     chosen.mkdir()
-    for path in UNPACKED.values():
-        [found] = {one.resolve() for one in (tree / path, tree / "usr" / path) if one.exists()}
-        found.rename(chosen / Path(path).name)
+    for path in map(Path, UNPACKED):
+        [found, *_] = [one for one in (tree / path, tree / "usr" / path) if one.exists()]
+        found.rename(chosen / path.name)
     return chosen
 
 

@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import tarfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,10 +40,12 @@ _PATH = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """An image with one layer: its names and its command."""
+    """An image with one layer: its names, its command, and what its configuration has besides."""
 
     tags: tuple[str, ...]
     command: tuple[str, ...]
+    entrypoint: tuple[str, ...] = ()
+    environment: tuple[str, ...] = ()
 
 
 _IMAGES = (Image((PAUSE_IMAGE,), ("/bin/sleep", _FOREVER)), Image(WORKLOAD_TAGS, ("/bin/sh",)))
@@ -53,19 +56,23 @@ def write_archive(layout: Layout) -> Path:
     target = layout.state / "images.tar"
     if target.exists():
         return target
-    layer = _layer(layout.from_debian)
+    write(target, _IMAGES, base_layer(layout.from_debian))
+    return target
+
+
+def write(target: Path, images: Sequence[Image], layer: bytes) -> None:
+    """Write images that have the same layer as one archive."""
     unfinished = target.with_suffix(".unfinished")
     with tarfile.open(unfinished, "w") as archive:
-        _add_file(archive, "layer.tar", layer, 0o644)
+        add_file(archive, "layer.tar", layer, 0o644)
         manifest = []
-        for image in _IMAGES:
+        for image in images:
             config = _config(image, hashlib.sha256(layer).hexdigest())
             name = f"{hashlib.sha256(config).hexdigest()}.json"
-            _add_file(archive, name, config, 0o644)
+            add_file(archive, name, config, 0o644)
             manifest.append({"Config": name, "RepoTags": image.tags, "Layers": ["layer.tar"]})
-        _add_file(archive, "manifest.json", json.dumps(manifest).encode(), 0o644)
+        add_file(archive, "manifest.json", json.dumps(manifest).encode(), 0o644)
     unfinished.replace(target)
-    return target
 
 
 def load(layout: Layout, binaries: Path, archive: Path) -> list[str]:
@@ -83,22 +90,22 @@ def load(layout: Layout, binaries: Path, archive: Path) -> list[str]:
     return [line.split()[1] for line in said.splitlines() if line.startswith("unpacking ")]
 
 
-def _layer(programs: Path) -> bytes:
-    """Return the image's layer: busybox with all its applets, bash, a C library, and a few files that programs need."""
+def base_layer(programs: Path) -> bytes:
+    """Return the images' layer: busybox with all its applets, bash, a C library, and a few files that programs need."""
     buffer, busybox = io.BytesIO(), programs / "busybox"
     with tarfile.open(fileobj=buffer, mode="w") as layer:
         for name in _EMPTY_DIRECTORIES:
             entry = tarfile.TarInfo(name)
             entry.type, entry.mode = tarfile.DIRTYPE, 0o1777 if name == "tmp" else 0o755
             layer.addfile(entry)
-        _add_file(layer, "bin/busybox", busybox.read_bytes(), 0o755)
-        _add_file(layer, "bin/bash", (programs / "bash-static").read_bytes(), 0o755)
-        _add_file(layer, "usr/bin/flock", _FLOCK.read_bytes(), 0o755)
-        _add_file(layer, "usr/bin/mps-client", _MPS_CLIENT.read_bytes(), 0o755)
-        _add_file(layer, "etc/passwd", b"root:x:0:0:root:/root:/bin/sh\n", 0o644)
-        _add_file(layer, "etc/group", b"root:x:0:\n", 0o644)
+        add_file(layer, "bin/busybox", busybox.read_bytes(), 0o755)
+        add_file(layer, "bin/bash", (programs / "bash-static").read_bytes(), 0o755)
+        add_file(layer, "usr/bin/flock", _FLOCK.read_bytes(), 0o755)
+        add_file(layer, "usr/bin/mps-client", _MPS_CLIENT.read_bytes(), 0o755)
+        add_file(layer, "etc/passwd", b"root:x:0:0:root:/root:/bin/sh\n", 0o644)
+        add_file(layer, "etc/group", b"root:x:0:\n", 0o644)
         for path in _c_library():
-            _add_file(layer, str(path).lstrip("/"), path.read_bytes(), 0o755)
+            add_file(layer, str(path).lstrip("/"), path.read_bytes(), 0o755)
         for applet in _applets(busybox):
             entry = tarfile.TarInfo(applet)
             entry.type, entry.linkname = tarfile.SYMTYPE, "/bin/busybox"
@@ -129,13 +136,18 @@ def _config(image: Image, layer_digest: str) -> bytes:
             "os": "linux",
             # Unlike most real programs, a shell's `sleep` does not handle SIGTERM, and the first process of a
             # container ignores signals that it does not handle. Each deleted pod would take its whole grace period.
-            "config": {"Cmd": image.command, "Env": [_PATH], "StopSignal": "SIGKILL"},
+            "config": {
+                "Cmd": image.command,
+                "Env": [_PATH, *image.environment],
+                **({"Entrypoint": image.entrypoint} if image.entrypoint else {"StopSignal": "SIGKILL"}),
+            },
             "rootfs": {"type": "layers", "diff_ids": [f"sha256:{layer_digest}"]},
         }
     ).encode()
 
 
-def _add_file(archive: tarfile.TarFile, name: str, content: bytes, mode: int) -> None:
+def add_file(archive: tarfile.TarFile, name: str, content: bytes, mode: int) -> None:
+    """Add a file to an archive or a layer."""
     entry = tarfile.TarInfo(name)
     entry.size, entry.mode = len(content), mode
     archive.addfile(entry, io.BytesIO(content))

@@ -105,7 +105,7 @@ class Layout:
     @property
     def from_debian(self) -> Path:
         """The directory of programs that are unpacked from Debian packages, not installed."""
-        return self.cache / "cluster" / "debian"
+        return self.cache / "cluster" / "from-debian"
 
     @property
     def pki(self) -> Path:
