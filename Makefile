@@ -21,7 +21,7 @@ unexport PYTHONDONTWRITEBYTECODE
 MACHINE ?= dgx-h100
 
 .DEFAULT_GOAL := help
-.PHONY: audit coverage fuzz gpu-check help setup demo playground docs site serve test check fix bench soak scale cluster cluster-down cluster-status image e2e e2e-matrix e2e-vm lock manifests proto clean release
+.PHONY: audit coverage fuzz gpu-check help setup demo playground docs site serve test check fix bench soak scale cluster cluster-down cluster-status image e2e e2e-matrix e2e-vm lock manifests node-bundle proto clean release
 
 help: ## Show this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  \1\t/' | expand -t 20
@@ -131,6 +131,9 @@ cluster-status: ## What of the cluster runs
 
 cluster-down: ## Stop the cluster and remove what it left
 	@$(CLUSTER) down
+
+node-bundle: ## One archive that makes a machine with a GPU a Kubernetes node for some minutes, without a network (root)
+	@$(PYTHON) hack/gpunode/bundle.py $(ARGS)
 
 e2e: $(STAMP) $(PROGRAMS) ## Tests on a real Kubernetes, unattended; cleans up (root)
 	@$(BIN)/python hack/e2e.py $(ARGS)

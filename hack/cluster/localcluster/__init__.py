@@ -77,7 +77,8 @@ def is_up() -> bool:
 
 def load_image(archive: Path) -> list[str]:
     """Import the images of a docker or OCI archive into the node, and return their names."""
-    return images.load(_layout(), binaries.directory(_layout()), archive)
+    snapshotter = lifecycle.options_of(_layout()).snapshotter
+    return images.load(_layout(), binaries.directory(_layout()), archive, snapshotter)
 
 
 def addresses() -> Addresses:

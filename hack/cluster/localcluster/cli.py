@@ -76,6 +76,9 @@ def _parser() -> argparse.ArgumentParser:
         "--sync-frequency", default=Options().sync_frequency, help="the kubelet's syncFrequency, such as 10s"
     )
     up.add_argument(
+        "--snapshotter", default=Options().snapshotter, help="containerd's snapshotter, such as native"
+    )
+    up.add_argument(
         "--ip-family", choices=tuple(ADDRESSES), default="ipv4", help="the IP family of all addresses"
     )
     commands.add_parser("down", help="remove the cluster and everything it created")

@@ -23,6 +23,8 @@ class Options:
 
     kubelet_as_node: bool = False
     ip_family: str = "ipv4"
+    snapshotter: str = "overlayfs"
+    """containerd's: `native` where the machine has no overlayfs."""
     sync_frequency: str = "1m"
     """How often the kubelet syncs a pod that has no events; the kubelet adds up to 50% at random. In a sync, it retries
     a failed Prepare, and updates the health of devices."""
@@ -56,6 +58,7 @@ def values(layout: Layout, options: Options) -> dict[str, Any]:
         "kubelet_user": "kubelet" if options.kubelet_as_node else "admin",
         "node_name": places.NODE_NAME,
         "addresses": options.addresses,
+        "snapshotter": options.snapshotter,
         "sync_frequency": options.sync_frequency,
         "etcd_url": places.ETCD_URL,
         "etcd_peer_url": f"https://127.0.0.1:{places.ETCD_PEER_PORT}",

@@ -75,7 +75,7 @@ def write(target: Path, images: Sequence[Image], layer: bytes) -> None:
     unfinished.replace(target)
 
 
-def load(layout: Layout, binaries: Path, archive: Path) -> list[str]:
+def load(layout: Layout, binaries: Path, archive: Path, snapshotter: str) -> list[str]:
     """Import an image archive into the node's containerd, and return the names of its images."""
     if not archive.is_file():
         raise ClusterError(f"The image archive {archive} does not exist.")
@@ -84,7 +84,7 @@ def load(layout: Layout, binaries: Path, archive: Path) -> list[str]:
     said = shell.run(
         [
             *(binaries / "ctr", "--address", layout.containerd_socket, "--namespace", "k8s.io"),
-            *("images", "import", "--local", archive.absolute()),
+            *("images", "import", "--local", "--snapshotter", snapshotter, archive.absolute()),
         ]
     )
     return [line.split()[1] for line in said.splitlines() if line.startswith("unpacking ")]

@@ -112,7 +112,7 @@ def _start_rest(layout: Layout, components: dict[str, Component], built: Path) -
     """Load the images before the kubelet starts, so that no pod waits for its sandbox image."""
     for name in ("kube-controller-manager", "kube-scheduler"):
         _launch(layout, components[name])
-    images.load(layout, built, images.write_archive(layout))
+    images.load(layout, built, images.write_archive(layout), options_of(layout).snapshotter)
     _start_together(layout, components, ("kubelet", "kube-controller-manager", "kube-scheduler"))
 
 
