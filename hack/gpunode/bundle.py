@@ -1,4 +1,4 @@
-"""`make node-bundle`: writes build/gpu-node-bundle.tar.xz, with which a machine becomes a Kubernetes node without a network.
+"""`make node-bundle`: writes build/gpu-node-bundle.tar.xz, which makes a machine a Kubernetes node without a network.
 
 Unpack the archive on the machine, and start `run` in it (gpunode/run.py). The archive contains the cluster's programs,
 the plugin with its dependencies for one or more versions of Python, the chart's objects and the examples. It contains
@@ -96,11 +96,14 @@ def _fill(stage: Path, versions: Sequence[str]) -> None:
     for version in versions:
         with shell.step(f"the plugin's dependencies for Python {version}"):
             _install(stage / "packages" / version, version)
+    shutil.copy(ROOT / "hack/gpucheck.py", stage / "hack")
     (stage / "objects").mkdir()
     for name, values in (
         ("simulated", ("e2e", "node")),
         ("real", ("node",)),
         ("restricted", ("node", "node-restricted")),
+        ("simulated-mig", ("e2e", "node", "e2e-mig")),
+        ("real-mig", ("node", "e2e-mig")),
     ):
         (stage / "objects" / f"{name}.yaml").write_text(chart.manifests(*values))
     # The machine may have no openssl. All servers listen on loopback or on a bridge of the machine's own, and the

@@ -188,12 +188,15 @@ class Node:
             ("inspect", ("gpu-dra-driver", "inspect", "-o", "yaml")),
         ):
             (folder / f"{name}.txt").write_text(self.in_driver(*words, check=False))
-        metrics = f"/api/v1/namespaces/{_NAMESPACE}/pods/{self.driver_pod()}:8080/proxy/metrics"
-        (folder / "metrics.txt").write_text(self.kubectl("get", "--raw", metrics, check=False))
+        (folder / "metrics.txt").write_text(self.metrics())
         (folder / "slices.yaml").write_text(self.kubectl("get", "resourceslices", "-o", "yaml", check=False))
         (folder / "driver.log").write_text(
             self.kubectl("logs", "-n", _NAMESPACE, self.driver_pod(), check=False)
         )
+
+    def metrics(self) -> str:
+        path = f"/api/v1/namespaces/{_NAMESPACE}/pods/{self.driver_pod()}:8080/proxy/metrics"
+        return self.kubectl("get", "--raw", path, check=False)
 
 
 def one_uuid(text: str) -> str:
@@ -297,12 +300,65 @@ def mps(node: Node) -> str:
     return f"{seen.pop()}, {pipes.pop()}"
 
 
+def mps_limits(node: Node) -> str:
+    """a program sees a quarter of the multiprocessors, and gets no more memory than its limit"""
+    if node.simulated or shutil.which("nvidia-cuda-mps-control") is None:
+        raise SkippedError("needs a real GPU and nvidia-cuda-mps-control")
+    objects = node.example("mps-shared-claim")
+    limits = {"defaultActiveThreadPercentage": 25, "defaultPinnedDeviceMemoryLimit": "4Gi"}
+    objects[0]["spec"]["devices"]["config"][0]["opaque"]["parameters"]["sharing"]["mpsConfig"] = limits
+    whole = int(_cuda(node, "processors"))
+    node.clear()
+    _put_program(objects[1], "processors")
+    _put_program(objects[2], "hold", "8192")
+    quarter, held = (text.strip() for text in node.run(objects).values())
+    found = re.fullmatch(r"out of memory after (\d+) MiB", held)
+    seen = f"{quarter} of {whole} multiprocessors, {held}"
+    if not (0.2 < int(quarter) / whole <= 0.25 and found and 2048 < int(found[1]) <= 4096):
+        raise DiffersError(seen)
+    return seen
+
+
+def usage_by_pod(node: Node) -> str:
+    """the memory of a pod on /metrics is that of nvidia-smi"""
+    _cuda(node, "hold", "1024")
+    command = [*node.smi, "--query-compute-apps=used_memory", "--format=csv,noheader,nounits"]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    expected = sum(map(int, listed))
+
+    def reported() -> int:
+        found = re.findall(
+            r'^nvidia_dra_pod_memory_used_bytes\{.*pod="cuda".*\} (\S+)$', node.metrics(), re.M
+        )
+        return int(sum(map(float, found))) >> 20
+
+    node.wait(f"/metrics did not report {expected} MiB", lambda: reported() == expected, 30)
+    return f"{expected} MiB"
+
+
 def time_slices(node: Node) -> str:
-    """the claim's interval is set on its GPU"""
+    """two pods with a long interval see the same GPU, and doctor has no complaint"""
     if not node.changes:
         raise SkippedError("sets the GPU's time slice, which needs --change-settings")
     seen = {one_uuid(text) for text in node.run(node.example("time-slicing")).values()}
-    return f"{len(seen)} GPU"
+    if len(seen) != 1:
+        raise DiffersError(f"{sorted(seen)}")
+    return f"{seen.pop()}; {doctor(node)}"
+
+
+def mig_on_demand(node: Node) -> str:
+    """a pod gets a MIG device, which is gone after the pod"""
+    if not node.changes:
+        raise SkippedError("sets MIG mode, which needs --change-settings")
+    _install(node, "simulated-mig" if node.simulated else "real-mig")
+    profiles = node.wait("no MIG device was published", lambda: sorted(_profiles(node)))
+    objects = node.example("mig-on-demand")
+    request = objects[0]["spec"]["spec"]["devices"]["requests"][0]["exactly"]
+    request["deviceClassName"] = f"mig-{profiles[0]}.nvidia.com"
+    uuid = one_uuid(node.run(objects)["mig-on-demand"].partition("MIG ")[2])
+    node.clear()
+    node.wait(f"MIG device {uuid} is still there", lambda: uuid not in node.listed())
+    return f"{profiles[0]}: {uuid}"
 
 
 def admin_access(node: Node) -> str:
@@ -394,6 +450,9 @@ def kubelet_restarted(node: Node) -> str:
 def invalid_address(node: Node) -> str:
     """Xid 31 is counted, the GPU gets no taint, and the next program works"""
     _cuda(node, "fault")
+    node.wait(
+        "no Xid 31 was counted", lambda: re.search(r'xids_total\{.*xid="31".*\} [1-9]', node.metrics()), 30
+    )
     node.clear()
     if any(device.get("taints") for device in node.devices()):
         raise DiffersError("the GPU has a taint")
@@ -409,6 +468,19 @@ def doctor(node: Node) -> str:
     return f"{len(re.findall('^OK', text, re.M))} OK, {len(re.findall('^WARN', text, re.M))} warnings"
 
 
+def gpu_check(node: Node) -> str:
+    """what the plugin publishes agrees with nvidia-smi"""
+    if node.simulated:
+        raise SkippedError("compares with a real nvidia-smi")
+    command = [sys.executable, "-m", "gpucheck"]
+    environment = os.environ | {"PYTHONPATH": f"{BUNDLE}/hack:{os.environ['PYTHONPATH']}"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    (node.logs / "gpu-check.txt").write_text(done.stdout + done.stderr)
+    if done.returncode:
+        raise DiffersError(done.stdout.strip()[-300:])
+    return done.stdout.strip().splitlines()[-1]
+
+
 def restricted_profile(node: Node) -> str:
     """without privileges the plugin prepares a claim"""
     if node.simulated:
@@ -418,9 +490,10 @@ def restricted_profile(node: Node) -> str:
 
 
 CHECKS: tuple[Callable[[Node], str], ...] = (
-    control_plane_and_kubelet, image, plugin, devices_of_the_slices, one_gpu, no_claim, cuda_program, shared_claim, mps,
-    time_slices, admin_access, extended_resource, user_namespace, eight_replacements, plugin_killed, rolling_update,
-    kubelet_restarted, invalid_address, doctor, restricted_profile,
+    control_plane_and_kubelet, image, plugin, devices_of_the_slices, one_gpu, no_claim, cuda_program,
+    shared_claim, mps, mps_limits, usage_by_pod, time_slices, admin_access, extended_resource, user_namespace,
+    eight_replacements, plugin_killed, rolling_update, kubelet_restarted, invalid_address, doctor, gpu_check,
+    restricted_profile, mig_on_demand,
 )  # fmt: skip
 NEEDED = (control_plane_and_kubelet, image, plugin)
 """Without these, no other check can run."""
@@ -468,22 +541,31 @@ def _put_guard(spec: Json, guard: Path, smi: Path, simulated: bool) -> None:
             container["volumeMounts"].append({"name": name, "mountPath": place, "readOnly": True})
 
 
-def _cuda(node: Node, mode: str) -> str:
+def _cuda(node: Node, *arguments: str) -> str:
     """Run cuda.py in a pod with one GPU, and return what it printed."""
     if node.simulated:
         raise SkippedError("only a real GPU runs CUDA programs")
-    program = (BUNDLE / "hack/gpunode/cuda.py").read_text()
     objects = node.example("one-gpu")
-    for one in objects:
-        if one["kind"] == "Pod":
-            one["metadata"]["name"] = "cuda"
-            [main] = one["spec"]["containers"]
-            main |= {"image": host_image.NAME, "imagePullPolicy": "Never",
-                     "command": [sys.executable, "-c", program, mode]}  # fmt: skip
+    objects[-1]["metadata"]["name"] = "cuda"
+    _put_program(objects[-1], *arguments)
     text = node.run(objects)["cuda"].strip()
-    if not text.endswith("as expected"):
+    if arguments[0] in ("compute", "fault") and not text.endswith("as expected"):
         raise DiffersError(text)
     return text
+
+
+def _put_program(one: Json, *arguments: str) -> None:
+    """Make a pod run cuda.py, in the plugin's image, which has Python."""
+    program = (BUNDLE / "hack/gpunode/cuda.py").read_text()
+    [main] = one["spec"]["containers"]
+    main |= {"image": host_image.NAME, "imagePullPolicy": "Never",
+             "command": [sys.executable, "-c", program, *arguments]}  # fmt: skip
+
+
+def _profiles(node: Node) -> set[str]:
+    """Return the MIG profiles of all devices."""
+    found = (device["attributes"].get("profile", {}).get("string") for device in node.devices())
+    return {one.replace("+", ".") for one in found if one}
 
 
 def _save_logs(logs: Path) -> None:

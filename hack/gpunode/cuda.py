@@ -2,6 +2,7 @@
 
 compute    adds two vectors on the GPU by a kernel from PTX, and compares the result with the CPU's
 fault      writes to an address outside its allocations, which the driver reports as Xid 31 or 13
+processors prints the number of multiprocessors that a program may use
 hold MIB   allocates so much memory, keeps it, and says when memory ran out
 """
 
@@ -36,6 +37,7 @@ DONE:
 }
 \0"""
 _OUT_OF_MEMORY = 2
+_MULTIPROCESSORS = 16
 
 
 class CudaError(Exception):
@@ -127,6 +129,10 @@ def main() -> None:
     match mode:
         case "compute":
             print(compute(cuda), flush=True)
+        case "processors":
+            found = ctypes.c_int()
+            cuda.call("cuDeviceGetAttribute", ctypes.byref(found), _MULTIPROCESSORS, cuda.device)
+            print(found.value, flush=True)
         case "fault":
             print(fault(cuda), flush=True)
         case "hold":

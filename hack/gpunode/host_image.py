@@ -58,8 +58,11 @@ def archive(target: Path, bundle: Path, programs: Path, *, guarded: bool) -> Pat
                     GUARD.encode() if guarded and path.name == "pynvml.py" else b""
                 )
                 images.add_file(layer, name, content, 0o755 if path.stat().st_mode & 0o100 else 0o644)
-        # The simulated control daemon uses options that busybox's env does not have.
-        images.add_file(layer, "usr/local/bin/env", Path("/usr/bin/env").read_bytes(), 0o755)
+        # The simulated control daemon is a Python program that needs an option which busybox's env does not have.
+        images.add_file(layer, "usr/bin/env", Path("/usr/bin/env").read_bytes(), 0o755)
+        python3 = tarfile.TarInfo("usr/local/bin/python3")
+        python3.type, python3.linkname = tarfile.SYMTYPE, sys.executable
+        layer.addfile(python3)
         images.add_file(layer, "usr/local/bin/gpu-dra-driver", _PROGRAM.encode(), 0o755)
     environment = (f"PYTHONPATH={_PLACE}", "PYTHONDONTWRITEBYTECODE=1", "PYTHONUNBUFFERED=1")
     made = images.Image((NAME,), ("run",), ("gpu-dra-driver",), environment)

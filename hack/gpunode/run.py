@@ -104,7 +104,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run_apart(logs: Path, parsed: argparse.Namespace) -> list[Result]:
     """Ask what the machine allows, run the checks in namespaces of their own, and compare before and after."""
-    before = _state(logs / "before.txt", parsed.simulate)
+    settings = _settings(parsed.simulate)
+    absent = [path for path in (Path("/etc/cdi"), Path("/var/log/containers")) if not path.exists()]
     started = time.monotonic()
     allowed = _probe(logs)
     rows = [
@@ -113,7 +114,7 @@ def _run_apart(logs: Path, parsed: argparse.Namespace) -> list[Result]:
     ]  # fmt: skip
     print(f"probe: {allowed['answer']}", flush=True)
     if not allowed["containers"]:
-        return [*rows, Result("the rest", "pods", "containers cannot run here", "skipped", 0)]
+        return [*rows, *_without_containers(logs)]
     environment = os.environ | {
         "XDG_CACHE_HOME": str(BUNDLE / "cache"),
         "PATH": f"{os.environ['PATH']}:{BUNDLE / 'bin'}",
@@ -141,11 +142,39 @@ def _run_apart(logs: Path, parsed: argparse.Namespace) -> list[Result]:
     except (OSError, ValueError):
         said = (logs / "run.log").read_text().strip().splitlines()[-1:]
         rows.append(Result("checks", "results", f"exit code {status}: {' '.join(said)}", "differs", 0))
-    after = _state(logs / "after.txt", parsed.simulate)
-    for name, value in before.items():
-        same = after[name] == value
-        seen = "the same" if same else f"before: {value}; after: {after[name]}"
-        rows.append(Result(name, "the same before and after", seen, "ok" if same else "differs", 0))
+    left = [f"process {name}" for name in _processes()]
+    left += [
+        f"control group {path}" for path in Path("/sys/fs/cgroup").glob(f"**/gpu-dra-apart-{process.pid}")
+    ]
+    left += [f"directory {path}" for path in absent if path.exists()]
+    rows.append(
+        Result("left behind", "nothing", ", ".join(left) or "nothing", "differs" if left else "ok", 0)
+    )
+    if settings:
+        after = _settings(parsed.simulate)
+        seen = "the same" if after == settings else f"before: {settings}; after: {after}"
+        expected = "the same before and after"
+        rows.append(Result("settings", expected, seen, "ok" if after == settings else "differs", 0))
+    return rows
+
+
+def _without_containers(logs: Path) -> list[Result]:
+    """Run the plugin's commands as processes of the host, where no pod can run."""
+    rows = [Result("pods", "pods with GPUs run", "containers cannot run on this machine", "skipped", 0)]
+    environment = os.environ | {"PYTHONPATH": f"{BUNDLE / 'hack'}:{BUNDLE}:{PACKAGES}"}
+    for name, words in (
+        ("inspect", ("dra_driver.cli.main", "inspect", "-o", "yaml")),
+        ("gpu-check", ("gpucheck",)),
+    ):
+        started = time.monotonic()
+        command = [sys.executable, "-B", "-m", *words]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+        (logs / f"{name}.txt").write_text(done.stdout + done.stderr)
+        said = (done.stdout + done.stderr).strip().splitlines()[-1:]
+        verdict = "differs" if done.returncode else "ok"
+        rows.append(
+            Result(f"{name} on the host", "exit code 0", " ".join(said), verdict, time.monotonic() - started)
+        )
     return rows
 
 
@@ -188,22 +217,13 @@ def _may_make_groups() -> bool:
     return True
 
 
-def _state(path: Path, simulated: str | None) -> dict[str, str]:
-    """Return what must be the same afterwards: the GPUs' settings, mounts, control groups and network interfaces."""
+def _settings(simulated: str | None) -> str:
+    """Return the settings of all real GPUs; empty if none is used."""
     smi = shutil.which("nvidia-smi")
-    settings = ""
-    if smi is not None and not simulated:
-        command = [smi, f"--query-gpu={','.join(_SETTINGS)}", "--format=csv,noheader"]
-        settings = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-    found = {
-        "settings of the GPUs": settings or "no real GPU is used",
-        "mounts": str(len(Path("/proc/self/mountinfo").read_text().splitlines())),
-        "control groups": " ".join(sorted(str(one) for one in Path("/sys/fs/cgroup").glob("**/gpu-dra-*"))),
-        "network interfaces": " ".join(sorted(path.name for path in Path("/sys/class/net").iterdir())),
-        "processes of the bundle": " ".join(_processes()),
-    }
-    path.write_text(json.dumps(found, indent=1))
-    return found
+    if smi is None or simulated:
+        return ""
+    command = [smi, f"--query-gpu={','.join(_SETTINGS)}", "--format=csv,noheader"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def _processes() -> list[str]:

@@ -14,7 +14,11 @@ from tests.e2e.conftest import ROOT, Cluster
 
 pytestmark = pytest.mark.cluster
 RUN_S = 900
-REAL_ONLY = {"cuda program", "time slices", "user namespace", "invalid address", "restricted profile"}
+REAL_ONLY = {
+    "cuda program", "mps limits", "usage by pod", "user namespace", "invalid address", "gpu check",
+    "restricted profile",
+}  # fmt: skip
+"""What a simulated machine cannot answer."""
 
 
 def test_a_simulated_machine_becomes_a_node_and_is_left_as_it_was(cluster: Cluster, tmp_path: Path) -> None:
@@ -25,7 +29,7 @@ def test_a_simulated_machine_becomes_a_node_and_is_left_as_it_was(cluster: Clust
     with tarfile.open(made.split(":")[0]) as archive:
         archive.extractall(tmp_path, filter="fully_trusted")
     results = tmp_path / "results.tar.xz"
-    command = ["./run", "--simulate", "dgx-h100", "--output", str(results)]
+    command = ["./run", "--simulate", "dgx-h100", "--change-settings", "--output", str(results)]
     done = subprocess.run(
         command, cwd=tmp_path / "gpu-node-bundle", capture_output=True, text=True, check=False, timeout=RUN_S
     )
