@@ -35,7 +35,6 @@ _SETTINGS = [
     "power.limit",
     "ecc.mode.current",
 ]
-_NAMESPACES = ("unshare", "--mount", "--net", "--pid", "--ipc", "--cgroup", "--fork", "--kill-child")
 _OVERLAY = (
     "mount -t tmpfs tmpfs /tmp && mkdir /tmp/l /tmp/u /tmp/w /tmp/m && "
     "mount -t overlay overlay -o lowerdir=/tmp/l,upperdir=/tmp/u,workdir=/tmp/w /tmp/m"
@@ -106,8 +105,15 @@ def _run_apart(logs: Path, parsed: argparse.Namespace) -> list[Result]:
     """Ask what the machine allows, run the checks in namespaces of their own, and compare before and after."""
     settings = _settings(parsed.simulate)
     absent = [path for path in (Path("/etc/cdi"), Path("/var/log/containers")) if not path.exists()]
+    environment = os.environ | {
+        "XDG_CACHE_HOME": str(BUNDLE / "cache"),
+        "PATH": f"{os.environ['PATH']}:{BUNDLE / 'bin'}",
+        "PYTHONPATH": f"{BUNDLE}:{PACKAGES}",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    apart = [sys.executable, "-B", str(BUNDLE / "hack/cluster/cluster.py"), "apart"]
     started = time.monotonic()
-    allowed = _probe(logs)
+    allowed = _probe(logs, apart, environment)
     rows = [
         Result("probe", "root may make namespaces, mounts and control groups", allowed["answer"],
                "ok" if allowed["containers"] else "differs", time.monotonic() - started)
@@ -115,21 +121,13 @@ def _run_apart(logs: Path, parsed: argparse.Namespace) -> list[Result]:
     print(f"probe: {allowed['answer']}", flush=True)
     if not allowed["containers"]:
         return [*rows, *_without_containers(logs)]
-    environment = os.environ | {
-        "XDG_CACHE_HOME": str(BUNDLE / "cache"),
-        "PATH": f"{os.environ['PATH']}:{BUNDLE / 'bin'}",
-        "PYTHONPATH": f"{BUNDLE}:{PACKAGES}",
-        "PYTHONDONTWRITEBYTECODE": "1",
-    }
     flags = ["--inside", str(logs), "--snapshotter", allowed["snapshotter"]]
     flags += ["--simulate", parsed.simulate] if parsed.simulate else []
     flags += ["--change-settings"] if parsed.change_settings else []
-    place = [sys.executable, "-B", str(BUNDLE / "hack/cluster/cluster.py"), "apart"]
-    started = time.monotonic()
     with (logs / "run.log").open("w") as log:
         # A copy of the program's lines goes to the terminal.
         process = subprocess.Popen(
-            [*place, sys.executable, "-B", __file__, *flags],
+            [*apart, sys.executable, "-B", __file__, *flags],
             env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
         assert process.stdout is not None
@@ -178,43 +176,26 @@ def _without_containers(logs: Path) -> list[Result]:
     return rows
 
 
-def _probe(logs: Path) -> dict[str, str]:
+def _probe(logs: Path, apart: Sequence[str], environment: dict[str, str]) -> dict[str, str]:
     """Return what the machine allows: `containers` is empty if none can run; `snapshotter` is containerd's."""
     asked = {
-        "kernel": ("uname", "-a"),
-        "namespaces": (*_NAMESPACES, "true"),
-        "overlayfs": (*_NAMESPACES, "sh", "-c", _OVERLAY),
-        "devices": ("sh", "-c", "ls -l /dev/nvidia* 2>&1"),
+        "kernel": ["uname", "-a"],
+        "devices": ["sh", "-c", "ls -l /dev/nvidia* 2>&1"],
+        "namespaces": [*apart, "true"],
+        "overlayfs": [*apart, "sh", "-c", _OVERLAY],
     }
-    works, text = {"control groups": _may_make_groups()}, ""
-    for name, command in asked.items():
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        works[name] = done.returncode == 0
-        text += f"{name}: {done.returncode}\n{done.stdout}{done.stderr}"
+    done = {
+        name: subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+        for name, command in asked.items()
+    }
+    text = "".join(f"{name}: {one.returncode}\n{one.stdout}{one.stderr}" for name, one in done.items())
     (logs / "probe.txt").write_text(text)
-    lacks = [name for name in ("namespaces", "control groups") if not works[name]]
-    overlay = works["overlayfs"]
-    answer = f"not allowed: {', '.join(lacks)}" if lacks else f"allowed; {'' if overlay else 'no '}overlayfs"
-    return {
-        "containers": "" if lacks else "yes",
-        "snapshotter": "overlayfs" if overlay else "native",
-        "answer": answer,
-    }
-
-
-def _may_make_groups() -> bool:
-    """Whether a control group can be made in each hierarchy."""
-    try:
-        for procs in {
-            *Path("/sys/fs/cgroup").glob("cgroup.procs"),
-            *Path("/sys/fs/cgroup").glob("*/cgroup.procs"),
-        }:
-            group = procs.with_name("gpu-node-probe")
-            group.mkdir()
-            group.rmdir()
-    except OSError:
-        return False
-    return True
+    if done["namespaces"].returncode:
+        said = done["namespaces"].stderr.strip().splitlines()[-1:] or ["it says nothing"]
+        return {"containers": "", "snapshotter": "", "answer": f"not allowed: {said[0]}"}
+    overlay = done["overlayfs"].returncode == 0
+    answer = "allowed" if overlay else "allowed, but not overlayfs"
+    return {"containers": "yes", "snapshotter": "overlayfs" if overlay else "native", "answer": answer}
 
 
 def _settings(simulated: str | None) -> str:

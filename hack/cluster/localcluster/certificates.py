@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from localcluster import shell
+from localcluster import debian, shell
 from localcluster.layout import NETWORK, NODE_NAME, Addresses, Layout
 
 _NEW = (
@@ -21,6 +21,8 @@ _OF_OTHERS = (
 
 def ensure(layout: Layout, addresses: Addresses) -> None:
     """Create the missing files of the authority, the certificates and the key pair for tokens."""
+    if not layout.certificate("service-account").exists():
+        debian.install_missing({"openssl": "openssl"})
     layout.pki.mkdir(parents=True, exist_ok=True, mode=0o700)
     _issue(layout, "ca", f"/CN={NETWORK}", _OF_AUTHORITY)
     authority = ("-CA", layout.certificate("ca"), "-CAkey", layout.key("ca"))

@@ -16,7 +16,7 @@ COMPILER: Mapping[str, str] = {"cc": "gcc", "/usr/include/stdio.h": "libc6-dev"}
 BUILD_PACKAGES: Mapping[str, str] = {
     "pkg-config": "pkgconf", "/usr/include/seccomp.h": "libseccomp-dev", **COMPILER,
 }  # fmt: skip
-CLUSTER_PACKAGES: Mapping[str, str] = {"ip": "iproute2", "mount": "mount", "openssl": "openssl"}
+CLUSTER_PACKAGES: Mapping[str, str] = {"ip": "iproute2", "mount": "mount"}
 UNPACKED: Mapping[str, str] = {
     "bin/bash-static": "bash-static", "bin/busybox": "busybox-static",
     "usr/lib/cni/bridge": "containernetworking-plugins", "usr/lib/cni/host-local": "containernetworking-plugins",
