@@ -139,6 +139,8 @@ def _pack(stage: Path, preset: int) -> None:
     """Write the archive. Its largest files come first, so that the dictionary has all of the programs."""
     unfinished = TARGET.with_suffix(".unfinished")
     filters = [{"id": lzma.FILTER_LZMA2, "preset": preset, "dict_size": _DICTIONARY}]
+    if os.uname().machine == "x86_64":
+        filters.insert(0, {"id": lzma.FILTER_X86})  # programs become a twentieth smaller
     files = sorted(
         stage.rglob("*"),
         key=lambda path: (0 if path.is_symlink() or not path.is_file() else -path.stat().st_size, path),
