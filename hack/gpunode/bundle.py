@@ -42,6 +42,8 @@ _PACKAGES = (
 """Without the official client of Kubernetes, which only reads kubeconfigs, and without what that needs: 100 MB."""
 _TREES = ("hack/cluster", "hack/gpunode", "dra_driver", "examples")
 _NOT_NEEDED = shutil.ignore_patterns("__pycache__", "*.pyi", "tests", "test", "*.so.debug")
+_LEXERS = "pygments/lexers/[a-z]*.py"
+"""rich imports pygments, but the plugin's commands show no program text: a megabyte of the archive."""
 _RUN = """#!/bin/sh
 # Makes this machine a Kubernetes node for some minutes, and tries gpu-dra-driver on it; see `./run --help`.
 here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)
@@ -133,6 +135,8 @@ def _install(target: Path, version: str) -> None:
     wanted.unlink()
     if done.returncode:
         raise ClusterError(f"installing packages for Python {version} failed: {done.stderr.strip()[-1500:]}")
+    for lexer in target.glob(_LEXERS):
+        lexer.unlink()
 
 
 def _pack(stage: Path, preset: int) -> None:

@@ -105,7 +105,9 @@ def _run_apart(logs: Path, parsed: argparse.Namespace) -> list[Result]:
     """Ask what the machine allows, run the checks in namespaces of their own, and compare before and after."""
     settings = _settings(parsed.simulate)
     absent = [path for path in (Path("/etc/cdi"), Path("/var/log/containers")) if not path.exists()]
-    environment = os.environ | {
+    # Variables of tests would change the simulated machine.
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("SIMULATE")}
+    environment = inherited | {
         "XDG_CACHE_HOME": str(BUNDLE / "cache"),
         "PATH": f"{os.environ['PATH']}:{BUNDLE / 'bin'}",
         "PYTHONPATH": f"{BUNDLE}:{PACKAGES}",
