@@ -23,7 +23,7 @@ from localcluster import images
 from localcluster.layout import NODE_NAME, Layout
 from run import BUNDLE, Result
 
-_LIMIT_S = 90.0
+_LIMIT_S = 300.0
 _NAMESPACE = "gpu-dra-driver"
 _DAEMONSET = "daemonset/gpu-dra-driver"
 _SIMULATOR = Path("/var/lib/gpu-dra-simulator")

@@ -13,7 +13,7 @@ import pytest
 from tests.e2e.conftest import ROOT, Cluster
 
 pytestmark = pytest.mark.cluster
-RUN_S = 900
+RUN_S = 1500
 REAL_ONLY = {
     "cuda program", "mps limits", "usage by pod", "user namespace", "invalid address", "gpu check",
     "restricted profile",
