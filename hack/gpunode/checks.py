@@ -559,7 +559,7 @@ def _put_program(one: Json, *arguments: str) -> None:
     program = (BUNDLE / "hack/gpunode/cuda.py").read_text()
     [main] = one["spec"]["containers"]
     main |= {"image": host_image.NAME, "imagePullPolicy": "Never",
-             "command": [sys.executable, "-c", program, *arguments]}  # fmt: skip
+             "command": [str(host_image.PYTHON), "-c", program, *arguments]}  # fmt: skip
 
 
 def _profiles(node: Node) -> set[str]:

@@ -18,7 +18,9 @@ from localcluster import images
 
 NAME = "localhost/gpu-dra-driver:dev"
 _PLACE = Path("/opt/gpu-dra-driver")
-_PROGRAM = f'#!/bin/sh\nexec {sys.executable} -m dra_driver.cli.main "$@"\n'
+PYTHON = Path(sys.executable).resolve()
+"""The interpreter itself, not a link to it: pods have other directories at /tmp, for example."""
+_PROGRAM = f'#!/bin/sh\nexec {PYTHON} -m dra_driver.cli.main "$@"\n'
 _NOT_NEEDED = re.compile(
     "/(__pycache__|test|tests|idlelib|tkinter|turtledemo|ensurepip|site-packages|dist-packages|config-.*)(/|$)"
 )
@@ -44,7 +46,7 @@ def archive(target: Path, bundle: Path, programs: Path, *, guarded: bool) -> Pat
     ours = [(path, packages) for path in packages.rglob("*")]
     ours += [(path, bundle) for path in (bundle / "dra_driver").rglob("*")]
     files = {_PLACE / path.relative_to(top): path for path, top in ours if _is_needed(path)}
-    python = [Path(sys.executable), *filter(_is_needed, Path(sysconfig.get_path("stdlib")).rglob("*"))]
+    python = [PYTHON, *filter(_is_needed, Path(sysconfig.get_path("stdlib")).rglob("*"))]
     programs_of_python = [
         path for path in [*python, *files.values()] if ".so" in path.suffixes or path == python[0]
     ]
@@ -61,7 +63,7 @@ def archive(target: Path, bundle: Path, programs: Path, *, guarded: bool) -> Pat
         # The simulated control daemon is a Python program that needs an option which busybox's env does not have.
         images.add_file(layer, "usr/bin/env", Path("/usr/bin/env").read_bytes(), 0o755)
         python3 = tarfile.TarInfo("usr/local/bin/python3")
-        python3.type, python3.linkname = tarfile.SYMTYPE, sys.executable
+        python3.type, python3.linkname = tarfile.SYMTYPE, str(PYTHON)
         layer.addfile(python3)
         images.add_file(layer, "usr/local/bin/gpu-dra-driver", _PROGRAM.encode(), 0o755)
     environment = (f"PYTHONPATH={_PLACE}", "PYTHONDONTWRITEBYTECODE=1", "PYTHONUNBUFFERED=1")
