@@ -99,7 +99,12 @@ class Node:
         """Return the UUIDs that the host's nvidia-smi lists."""
         environment = os.environ | ({"GPU_DRA_SIMULATOR": str(_SIMULATOR)} if self.simulated else {})
         done = subprocess.run([*self.smi, "-L"], capture_output=True, text=True, check=False, env=environment)
-        return set(_UUID.findall(done.stdout))
+        found = set(_UUID.findall(done.stdout))
+        if done.returncode or not found:
+            raise DiffersError(
+                f"the host's nvidia-smi -L: {(done.stdout + done.stderr).strip() or 'no output'}"
+            )
+        return found
 
     def kubectl(self, *words: str, stdin: str | None = None, check: bool = True) -> str:
         done = subprocess.run(
@@ -362,7 +367,7 @@ def mig_on_demand(node: Node) -> str:
 
 
 def admin_access(node: Node) -> str:
-    """beside a pod that has a GPU, a monitoring pod sees all GPUs"""
+    """while another pod has a GPU, a monitoring pod sees all GPUs"""
     node.run(node.example("one-gpu"))
     seen = set(_UUID.findall(node.run(node.example("admin-access"))["gpu-monitor"]))
     if seen != node.listed():
@@ -417,7 +422,10 @@ def eight_replacements(node: Node) -> str:
 def plugin_killed(node: Node) -> str:
     """a pod that starts while the plugin is killed runs"""
     node.apply(node.example("one-gpu"))
-    for pid in processes_of("dra_driver.cli.main run"):
+    running = list(processes_of("dra_driver.cli.main run"))
+    if not running:
+        raise DiffersError("no process of the plugin was found")
+    for pid in running:
         os.kill(pid, 9)
     uuid = one_uuid(node.output("one-gpu"))
     node.rolled_out()

@@ -152,9 +152,10 @@ def _run_apart(logs: Path, parsed: argparse.Namespace) -> list[Result]:
     )
     if settings:
         after = _settings(parsed.simulate)
-        seen = "the same" if after == settings else f"before: {settings}; after: {after}"
+        is_same = after == settings and not settings.startswith("unknown")
+        seen = "the same" if is_same else f"before: {settings}; after: {after}"
         expected = "the same before and after"
-        rows.append(Result("settings", expected, seen, "ok" if after == settings else "differs", 0))
+        rows.append(Result("settings", expected, seen, "ok" if is_same else "differs", 0))
     return rows
 
 
@@ -201,12 +202,15 @@ def _probe(logs: Path, apart: Sequence[str], environment: dict[str, str]) -> dic
 
 
 def _settings(simulated: str | None) -> str:
-    """Return the settings of all real GPUs; empty if none is used."""
-    smi = shutil.which("nvidia-smi")
-    if smi is None or simulated:
+    """Return the settings of all real GPUs, or why they are unknown; empty for a simulated machine."""
+    if simulated:
         return ""
+    smi = shutil.which("nvidia-smi")
+    if smi is None:
+        return "unknown: nvidia-smi is not on PATH"
     command = [smi, f"--query-gpu={','.join(_SETTINGS)}", "--format=csv,noheader"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return f"unknown: {done.stdout}{done.stderr}".strip() if done.returncode else done.stdout.strip()
 
 
 def _processes() -> list[str]:
