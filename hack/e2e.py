@@ -12,8 +12,8 @@ python hack/e2e.py --matrix             the core tests on each release of Kubern
                                         kubelet as a node, and with IPv6 only
 
 Tests wait for the cluster most of the time. Therefore some of them run at the same time on two more clusters, which are
-isolated from the first one and from the network (hack/e2e.yaml, hack/cluster/localcluster/apart.py). If you select
-tests, they run on one cluster.
+isolated from the first one and from the network (hack/e2e.yaml, hack/cluster/localcluster/apart.py). The bundle for a
+machine with a GPU is tried beside them, with the cluster in it. If you select tests, they run on one cluster.
 
 A kubelet that acts as a node loses a race with the node authorizer for about one claim in eight. The pod then
 waits for the kubelet's second attempt, a minute or more. The driver does not cause this, and the tests allow
@@ -50,6 +50,20 @@ BUILD = (
     ("build and download the clusters' programs", [*CLUSTER, "fetch"]),
 )
 """What takes minutes, before the tests: a test does not build anything."""
+PYTEST = [
+    sys.executable,
+    "-m",
+    "pytest",
+    "-m",
+    "cluster",
+    "--timeout=1800",
+    "-v",
+    "-s",
+    "--no-header",
+    "--durations=10",
+]
+"""The timeout is for tests that hang. Each wait in a test has its own timeout, with an error that says what it waited
+for."""
 INSTALL = [sys.executable, "hack/cluster/install.py"]
 MACHINE = [sys.executable, "-m", "dra_driver.cli.main", "simulate", "create", "dgx-h100"]
 HOOK = [sys.executable, "hack/cdi_hook.py", str(SIMULATOR_STATE / "root")]
@@ -66,7 +80,9 @@ APART = tuple(map(tuple, yaml.safe_load(Path(__file__).with_suffix(".yaml").read
 """The tests of each cluster after the first one."""
 _SUMMARY = re.compile(r"(FAILED|ERROR) .*|=+ \d+ .* in [\d.]+s.* =+")
 """The summary lines of pytest."""
-TESTS = ("tests/e2e", "tests/kube", "tests/deploy", "tests/playground")
+NODE = "tests/gpunode"
+"""Tests that start a cluster of their own, and need the network to make it."""
+TESTS = ("tests/e2e", "tests/kube", "tests/deploy", "tests/playground", NODE)
 
 
 class Interrupted(Exception):  # noqa: N818  a signal is no error
@@ -159,7 +175,7 @@ def _tests_of(part: int | None) -> list[str]:
     """Return the tests of one cluster, as arguments of pytest; all tests if `part` is None."""
     if part:
         return list(APART[part - 1])
-    elsewhere = [] if part is None else [path for paths in APART for path in paths]
+    elsewhere = [] if part is None else [NODE, *(path for paths in APART for path in paths)]
     here = [
         path for path in TESTS if path not in elsewhere
     ]  # pytest also collects ignored paths if they are given
@@ -179,9 +195,18 @@ def _run_side_by_side(flags: list[str]) -> int:
     readers: list[threading.Thread] = []
     summaries: list[str] = []
     try:
-        for part in range(len(APART) + 1):
-            place = [*CLUSTER, "apart"] if part else []
-            command = [*place, sys.executable, "hack/e2e.py", "--part", str(part), *flags]
+        commands = [
+            [
+                *([*CLUSTER, "apart"] if part else []),
+                sys.executable,
+                "hack/e2e.py",
+                "--part",
+                str(part),
+                *flags,
+            ]
+            for part in range(len(APART) + 1)
+        ]
+        for part, command in enumerate([*commands, [*PYTEST, NODE]]):
             process = subprocess.Popen(
                 command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
             )
@@ -228,11 +253,7 @@ def _run_all(flags: Sequence[str], pytest_args: list[str], tests: Sequence[str] 
             return status
     # The contract tests of the API client run against the real API server too.
     os.environ["DRA_TEST_KUBECONFIG"] = str(_cluster().kubeconfig())
-    pytest = [sys.executable, "-m", "pytest", "-m", "cluster", *tests]
-    # The timeout is for tests that hang. Each wait in a test has its own timeout, with an error that says what it
-    # waited for.
-    pytest += ["--timeout=1800", "-v", "-s", "--no-header", "--durations=10"]
-    return _step("run the tests", [*pytest, *pytest_args])
+    return _step("run the tests", [*PYTEST, *tests, *pytest_args])
 
 
 def _cluster() -> ModuleType:

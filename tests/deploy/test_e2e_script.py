@@ -74,7 +74,7 @@ def test_an_own_cluster_is_taken_down(
 
 @dataclass
 class Parts:
-    """The clusters side by side: a shell command in the place of what each does, and its process."""
+    """The clusters side by side, the bundle's last: a shell command in the place of what each does, and its process."""
 
     commands: list[str]
     popen: type[subprocess.Popen[bytes]] = subprocess.Popen
@@ -83,11 +83,12 @@ class Parts:
 
 @pytest.fixture
 def parts(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Parts:
-    parts = Parts(["exit 0"] * (len(script.APART) + 1))
+    parts = Parts(["exit 0"] * (len(script.APART) + 2))
 
     def started(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
-        part = int(command[command.index("--part") + 1])
-        assert ("apart" in command) == (part > 0), "the first cluster has the machine and its network"
+        part = int(command[command.index("--part") + 1]) if "--part" in command else len(parts.commands) - 1
+        network = part in (0, len(parts.commands) - 1)
+        assert ("apart" in command) == (not network), "the first cluster has the machine and its network"
         parts.processes.append(parts.popen(["sh", "-c", parts.commands[part]], **options))
         return parts.processes[-1]
 
@@ -95,7 +96,7 @@ def parts(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Parts:
     return parts
 
 
-@pytest.mark.parametrize("failing", [None, 0, 1])
+@pytest.mark.parametrize("failing", [None, 0, 1, 3])
 def test_run_fails_when_one_of_the_clusters_fails(
     script: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
@@ -131,7 +132,7 @@ def test_an_interrupt_lets_all_clusters_take_themselves_down(
 
 def test_each_test_is_on_one_cluster(script: ModuleType) -> None:
     root = Path(__file__).parents[2]
-    apart = [path for paths in script.APART for path in paths]
+    apart = [script.NODE, *(path for paths in script.APART for path in paths)]
     assert len(set(apart)) == len(apart)
     assert [path for path in apart if not (root / path).exists()] == []
     first = script._tests_of(0)
