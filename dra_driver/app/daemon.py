@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -13,11 +14,13 @@ from typing import NamedTuple
 import structlog
 
 from dra_driver.app.gpus import NodeGpus, tools_seen
+from dra_driver.app.handover import Admission, WorkerLock
 from dra_driver.app.platforms import Platform, platform_of
 from dra_driver.app.publishing import Publishing
 from dra_driver.app.settings import PROBE_PATHS, Settings
 from dra_driver.base.atomic import write_atomically
 from dra_driver.base.backoff import TokenBucket
+from dra_driver.base.threads import BackgroundWorker
 from dra_driver.cdi.directory import CdiDirectory, temporary_files
 from dra_driver.cdi.metadata_files import MetadataFiles, MetadataSteps
 from dra_driver.cdi.spec_step import CdiSteps, ExtraDeviceFinder
@@ -25,7 +28,7 @@ from dra_driver.claims.gpu_processes import GpuProcesses
 from dra_driver.claims.lifecycle import ClaimLifecycle
 from dra_driver.claims.prepare import Identity
 from dra_driver.claims.specs_without_record import SpecsWithoutRecord
-from dra_driver.errors import FatalError
+from dra_driver.errors import DraDriverError, FatalError
 from dra_driver.health.gpu_health import GpuHealth
 from dra_driver.health.rules.taints import TaintPolicy
 from dra_driver.health.rules.xids import XidPolicy
@@ -72,25 +75,36 @@ from dra_driver.reporting.node_problems import DiskWatch, NodeProblems
 from dra_driver.reporting.reporter import Reports
 from dra_driver.reporting.usage import UnclaimedMemory, Usage
 from dra_driver.sharing.steps import MpsSteps, TimeSliceSteps
-from dra_driver.slices.leadership import DIRECTORY as DIRECTORY_OF_INSTANCES
-from dra_driver.slices.leadership import InstanceLeadership, live_instances
 
 _log = structlog.get_logger(__name__)
 
 _REGISTRATION_S = 0.3
 """The maximum wait for the registration. A running kubelet registers the plugin faster."""
+_TURN_S = 0.2
+"""How often to look whether another process asks for the work, or has handed it over."""
+_CALLS_S = 8.0
+"""How long calls in progress may take when another process asks for the work. Waiting ones end after five seconds."""
+_LATE_S = 45.0
+_SCAN_S = 2.0
+_PLUGIN = "kubelet_plugin"
 
 
 class Part(NamedTuple):
-    """A part of the daemon. Parts stop in the reverse of the order in which they start."""
+    """A part of the daemon. Parts stop in the reverse of the order in which they start.
+
+    `stands_by`: it also runs while another process works on the node.
+    """
 
     name: str
     start: Callable[[], object] = lambda: None
     stop: Callable[[], object] = lambda: None
+    stands_by: bool = False
 
 
 class Driver:
-    """The daemon. When `start` returns, the kubelet can reach it, but the first scan may still be running."""
+    """The daemon. When `start` returns, the kubelet can reach it, unless it stands by; the first scan may still be
+    running.
+    """
 
     def __init__(self, settings: Settings, platform: Platform | None = None) -> None:
         """Create all parts without starting them. Raises: InvalidConfigError; StateError without a boot ID."""
@@ -101,8 +115,11 @@ class Driver:
         self.boot_id = self._host.this_boot()
         self._stopped = threading.Event()
         self._registered = threading.Event()
-        self._fatal: FatalError | None = None
+        self._fatal: DraDriverError | None = None
         self._running: list[Part] = []
+        self._works = self._has_handed_over = self.starts_again = False
+        self._asked_at: float | None = None
+        self._turns = BackgroundWorker("handover", self._turn, lambda _: _TURN_S)
         self._make_state()
         self._make_api_client()
         self._make_gpus()
@@ -114,6 +131,7 @@ class Driver:
         self._make_kubelet_plugin()
         self._register_metrics()
         self._watch_usage()
+        self._parts = tuple(self._all_parts())
 
     def _make_state(self) -> None:
         """Create the parts for the files on disk, which the next instance also uses."""
@@ -132,8 +150,7 @@ class Driver:
             is_expected=settings.needs_mps,
             sees_daemons=lambda: sees_all_processes("/proc"),
         )
-        # The time when this object is created decides which instance is the newest.
-        self.leadership = InstanceLeadership(directory / DIRECTORY_OF_INSTANCES, settings.pod_uid)
+        self._worker = WorkerLock(directory)
 
     def _make_api_client(self) -> None:
         settings = self.settings
@@ -157,7 +174,7 @@ class Driver:
             planning=self.planning,
             lost_devices=self._without_record.lost_devices,
             labels=self._labels.now,
-            leads=self.leadership.is_ours,
+            leads=lambda: True,
             on_inventory=self._inventory_changed,
             on_hardware=self._hardware_changed,
             on_mig=self._mig_changed,
@@ -180,7 +197,6 @@ class Driver:
             lanes=self.lanes,
             under_vfio=self.passthrough.taken,
             ledger=self.ledger,
-            leadership=self.leadership,
             on_shown=self._publish,
             on_transition=self._health_moved,
             on_polled=self.discovery.health_polled,
@@ -199,7 +215,7 @@ class Driver:
             inventory=self.discovery.latest,
             health=self.health.book,
             mps_files=self._mps_files,
-            speaks_for_node=self.leadership.speaks_for_node,
+            speaks_for_node=lambda: True,
             on_release=self._claim_released,
         )
 
@@ -254,7 +270,7 @@ class Driver:
             self._steps,
             self.reporting.node,
             self._cleanups_changed,
-            self.leadership.is_ours,
+            lambda: True,
             partial(tools_seen, programs, self._mps_layout.lock, self._host, detachments),
             (self._time_slices, self._gpus.mig_mode),
             temporary_files(directory, Path(settings.cdi_root), settings.driver_name),
@@ -291,6 +307,7 @@ class Driver:
             setting_for_lost=lambda: self.publishing.missing_setting(LOST),
             layouts=self.layouts if settings.mig_layouts.is_on else None,
         )
+        self._admission = Admission(self.claims.service)
 
     def _make_publishing(self) -> None:
         self.publishing = Publishing(
@@ -303,7 +320,6 @@ class Driver:
             cleaner=self.cleaner,
             layouts=self.layouts,
             reports=self.reporting,
-            leadership=self.leadership,
         )
 
     def _make_kubelet_plugin(self) -> None:
@@ -317,7 +333,7 @@ class Driver:
                 settings.pod_uid,
                 f"[::]:{settings.healthcheck_port}" if settings.healthcheck_port >= 0 else None,
             ),
-            self.claims.service,
+            self._admission,
             self,
             self.health.stream.watch,
         )
@@ -337,11 +353,11 @@ class Driver:
             ),
             self.reporting.failing,
             self.reporting.recorder,
-            self.leadership.speaks_for_node,
+            lambda: True,
             directory,
             lambda: publisher.has_pool,
         )
-        self.probes = Probes(self._plugin, self.discovery, publisher, self.node_problems.notes)
+        self.probes = Probes(self._plugin, self.discovery, publisher, self.node_problems.notes, self.idles)
 
     def _register_metrics(self) -> None:
         """Register the sources of the metrics' values."""
@@ -391,24 +407,24 @@ class Driver:
         self.metrics.show.usage(usage.look)
         self._unclaimed_memory = UnclaimedMemory(usage.unclaimed, self.reporting.node.memory_unclaimed)
 
-    def _parts(self) -> Iterator[Part]:
+    def _all_parts(self) -> Iterator[Part]:
         """Yield all parts, in the order in which they start."""
         yield Part("api_client", stop=self.client.close)
-        yield Part("state", self._open_state)
+        yield Part("state", self._open_state, self._close_state)
         yield Part("event_recorder", self.reporting.recorder.start, self.reporting.recorder.stop)
         yield Part("claim_health", self.reporting.claims.start, self.reporting.claims.stop)
         yield Part("mps_events", self.reporting.mps.start, self.reporting.mps.stop)
         yield Part("failing_claims", self.reporting.failing.start, self.reporting.failing.stop)
-        yield Part("discovery", self.discovery.start, self.discovery.stop)
+        yield Part("discovery", self.discovery.start, self.discovery.stop, stands_by=True)
         yield Part("mig_layouts", self.layouts.start, self.layouts.stop)
         yield Part("health", self.health.monitor.start, self.health.monitor.stop)
-        yield Part("kubelet_plugin", self._plugin.start)
+        yield Part("admission", self._admit)
+        yield Part(_PLUGIN, self._plugin.start, stands_by=True)
         yield Part("api_configuration", self._open_client)
         if self.settings.mig_layouts.is_on:
             yield Part("node_labels", self._labels.start, self._labels.stop)
         yield Part("cleanup", self.cleaner.start, self.cleaner.stop)
         yield Part("reconciler", self.claims.reconciler.start, self.claims.reconciler.stop)
-        yield Part("leadership", stop=self.leadership.withdraw)
         yield Part("slice_cache", self.publishing.cache.start, self.publishing.cache.stop)
         yield Part("publisher", self.publishing.publisher.start, self.publishing.publisher.stop)
         yield Part("node_problems", self.node_problems.start, self.node_problems.stop)
@@ -423,9 +439,9 @@ class Driver:
             )
             served = dict(zip(PROBE_PATHS, pages, strict=True))
             if self.settings.metrics_path != "off":
-                served[self.settings.metrics_path] = metrics_page(self.metrics.registry)
+                served[self.settings.metrics_path] = metrics_page(self.metrics.registry, lambda: self._works)
             http = HttpEndpoint(self.settings.http_endpoint, served)
-            yield Part("http", http.start, http.stop)
+            yield Part("http", http.start, http.stop, stands_by=True)
 
     def _open_client(self) -> None:
         """Open the API client after registration, because its import would delay the kubelet's first calls."""
@@ -433,48 +449,139 @@ class Driver:
         self.client.open()
 
     def _open_state(self) -> None:
-        self.records.open(self.boot_id)
-        self.ledger.open()
+        self._read_state()
         refuse_other_names(self.settings.device_names, self.ledger.known_records())
         self.planning.open()
         self.claim_locks.open()
         self._specs.create()
         self._metadata_files.create()
-        self.passthrough.open()
         self._maintenance.open()
 
+    def _read_state(self) -> None:
+        self.records.open(self.boot_id)
+        self.ledger.open()
+        self.passthrough.open()
+
+    def _close_state(self) -> None:
+        """Make every later use of the records and the ledgers fail, such as that of a step that hangs."""
+        self.records.close()
+        self.ledger.close()
+
+    def _admit(self) -> None:
+        if self._asked_at is not None:
+            # Another process may have changed GPUs since this one last read them.
+            self.discovery.scan_now(_SCAN_S)
+        self._admission.open()
+
     def start(self) -> None:
-        """Start all parts. Raises: InvalidConfigError, StateError, FatalError, after stopping every part."""
+        """Start all parts, or those that stand by while another process works on the node. Raises: InvalidConfigError,
+        StateError, FatalError, after stopping every part.
+        """
         try:
-            for part in self._parts():
-                self._running.append(part)
-                part.start()
+            if self._worker.take():
+                self._work()
+            else:
+                _log.info("stands_by", pid=os.getpid())
+                self._read_state()
+                self._start(part for part in self._parts if part.stands_by and part.name != _PLUGIN)
+            self._turns.start()
         except BaseException:
             self.stop()
             raise
+
+    def _work(self) -> None:
+        self._works = True
+        self._start(part for part in self._parts if part not in self._running)
         _log.info(
             "driver_started", driver=self.settings.driver_name, node=self.settings.node_name, pid=os.getpid()
         )
+
+    def _start(self, parts: Iterable[Part]) -> None:
+        for part in parts:
+            self._running.append(part)
+            part.start()
+
+    def _turn(self) -> float:
+        """Take the work over or hand it over, if it is time to; returns the seconds until the next look."""
+        if self._has_handed_over:
+            if self._worker.take():  # no newer process is left
+                self.starts_again = True
+                self._stopped.set()
+        elif not self._works:
+            self._stand_by()
+        elif self._worker.is_asked():
+            self._hand_over()
+        return _TURN_S
+
+    def _stand_by(self) -> None:
+        if self._registered.is_set():
+            self._worker.ask()
+            self._asked_at = self._asked_at or time.monotonic()
+        elif self.discovery.has_scanned and not any(part.name == _PLUGIN for part in self._running):
+            # From its registration on, the kubelet sends this process all calls.
+            self._start(part for part in self._parts if part.name == _PLUGIN)
+        if self._worker.take():
+            try:
+                self._work()
+            except DraDriverError as error:
+                self._die(error)
+
+    def _hand_over(self) -> None:
+        """Stop everything that changes something, except a step that hangs, and let the newer process work."""
+        began = time.monotonic()
+        self.claims.waiter.stop()
+        if not self._admission.close(_CALLS_S):
+            _log.warning("calls_left_behind", reason=f"they have not ended within {_CALLS_S:.0f} s")
+        self._works, self._has_handed_over = False, True
+        self.health.stream.stop()
+        kept = [part for part in self._running if part.stands_by and part.stop != self.discovery.stop]
+        ending, self._running = [part for part in self._running if part not in kept], kept
+        self._stop(ending)
+        self._worker.release()
+        _log.info("handed_over", seconds=round(time.monotonic() - began, 3))
 
     def stop(self) -> None:
         """Stop the kubelet's side first, then the other parts in reverse order. Safe to call twice.
 
         Calls in progress finish, sockets are removed, slices and records stay.
         """
+        self._turns.stop()
         # These come before the server, because it waits for streams and calls to end.
         self.health.stream.stop()
         self.claims.waiter.stop()
+        self._admission.end()
         self._plugin.stop()
-        while self._running:
-            part = self._running.pop()
+        self._stop(self._running)
+        self._worker.close()
+        self._stopped.set()
+
+    def _stop(self, parts: list[Part]) -> None:
+        while parts:
+            part = parts.pop()
             try:
                 part.stop()
             except Exception:  # noqa: BLE001  the other parts must be stopped too
                 _log.exception("stop_failed", part=part.name)
-        self._stopped.set()
+
+    def idles(self) -> str | None:
+        """Return why this process does not work on the node; None if it does."""
+        if self._works:
+            return None
+        if self._has_handed_over:
+            return "this process has handed the node over to a newer process of gpu-dra-driver"
+        waited_s = 0.0 if self._asked_at is None else time.monotonic() - self._asked_at
+        if waited_s < _LATE_S:
+            return "this process waits until another process of gpu-dra-driver hands the node over"
+        return (
+            f"another process of gpu-dra-driver has not handed this node over for {waited_s:.0f} s; see the log of its "
+            "pod, and delete that pod"
+        )
 
     def plugin_died(self, error: FatalError) -> None:
         """Make `wait` raise this error."""
+        self._die(error)
+
+    def _die(self, error: DraDriverError) -> None:
         self._fatal = error
         self._stopped.set()
 
@@ -482,16 +589,14 @@ class Driver:
         """Whether the readiness probe succeeds."""
         return self.probes.is_ready()
 
-    def live_instances(self) -> Collection[str]:
-        """Return the pod UIDs of the live instances on this node."""
-        return live_instances(self._plugin_dir / DIRECTORY_OF_INSTANCES)
-
     def end(self) -> None:
         """Make `wait` return."""
         self._stopped.set()
 
     def wait(self) -> None:
-        """Block until `end` or a fatal error. Raises: FatalError."""
+        """Block until `end`, a fatal error, or the end of a newer process after which this node needs a new `Driver`
+        (`starts_again`). Raises: DraDriverError.
+        """
         self._stopped.wait()
         if self._fatal is not None:
             raise self._fatal
@@ -503,16 +608,16 @@ class Driver:
     # --- changes, each handled in the thread that found it ---------------------------------------------
 
     def registration_changed(self, status: RegistrationStatus) -> None:
-        """Handle the kubelet's registration of this instance: announce it, so that older instances stop publishing.
-
-        If the announcement fails, the publisher retries it.
-        """
+        """Handle the kubelet's registration of this process."""
         if status.registered:
             self._registered.set()
-            _call_all(self.leadership.announce, self._inventory_changed)
+            self._turns.wake()
+            self._inventory_changed()
 
     def _inventory_changed(self) -> None:
         """Handle a change of the devices, including their disappearance."""
+        if not self._works:
+            return
         _call_all(
             *(() if self._dev_char is None else (self._dev_char.make,)),
             self.reporting.claims.wake,
@@ -522,6 +627,8 @@ class Driver:
 
     def _hardware_changed(self) -> None:
         """Handle a new or reloaded NVIDIA driver, a change of the GPUs in NVML, or the reopening of NVML."""
+        if not self._works:
+            return
         _call_all(self._time_slices.driver_reloaded, self.cleaner.retry_now, self.layouts.wake, self._publish)
 
     def _health_moved(self, change: HealthChange) -> None:

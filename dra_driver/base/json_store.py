@@ -121,12 +121,24 @@ class JsonStore(Generic[T]):
         self._values: dict[str, T] = {}  # `_values` and `_aside` come from the last listing
         self._aside: list[Path] = []
         self._lock = threading.RLock()
+        self._is_closed = False
+
+    def close(self) -> None:
+        """Make every later use fail: another process works with the files now."""
+        self._is_closed = True
 
     def path(self, name: str) -> Path:
-        """Return the path of the value's file. Raises: StateError if `is_name` rejects the name."""
+        """Return the path of the value's file. Raises: StateError if `is_name` rejects the name, or after `close`."""
+        self._refuse_closed()
         if not self.is_name(name):
             raise StateError(f"{name!r} is not a valid file name, so the {self.what} is rejected")
         return self.directory / f"{name}{_SUFFIX}"
+
+    def _refuse_closed(self) -> None:
+        if self._is_closed:
+            raise StateError(
+                f"this process has handed the {self.what}s over to another process of gpu-dra-driver"
+            )
 
     def get(self, name: str) -> T | None:
         """Return the value; None if it is missing or unreadable. Raises: StateError."""
@@ -148,6 +160,7 @@ class JsonStore(Generic[T]):
     def all(self) -> dict[str, T]:
         """Return every readable value by name. Raises: StateError if the directory cannot be listed."""
         with self._lock:
+            self._refuse_closed()
             self._list()
             return self._values.copy()
 

@@ -27,7 +27,7 @@ Action = Literal["prepare", "unprepare"]
 CLAIMS_AT_ONCE = 256
 """How many claims of one call are processed at the same time. Each has its own thread, because any of them may hang."""
 KUBELET_DEADLINE_S = 45.0
-_ANSWER_BEFORE_S = 2.0
+ANSWER_BEFORE_S = 2.0
 """The plugin answers this long before the kubelet's deadline, after which the kubelet drops answers and errors."""
 _KNOWN_CLAIMS_API_S = 3.0
 _FIRST_PAUSE_S = 0.5
@@ -56,7 +56,7 @@ class KubeletCall:
         None, and values above the kubelet's own timeout, mean the kubelet's timeout.
         """
         seconds = KUBELET_DEADLINE_S if deadline_s is None else min(deadline_s, KUBELET_DEADLINE_S)
-        return cls(time.monotonic_ns(), time.monotonic() + seconds - _ANSWER_BEFORE_S, is_cancelled)
+        return cls(time.monotonic_ns(), time.monotonic() + seconds - ANSWER_BEFORE_S, is_cancelled)
 
     def left(self) -> float:
         """Return the seconds until an answer is too late.

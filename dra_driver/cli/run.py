@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import signal
+import threading
 from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
@@ -48,13 +49,27 @@ def run(given: Namespace) -> None:
     watch = watch_signals(logs)
     _warn_ignored(vars(given))
 
-    driver = Driver(settings)
-    watch.on(driver.end, signal.SIGTERM, signal.SIGINT)
-    driver.start()
-    try:
-        driver.wait()
-    finally:
-        driver.stop()
+    is_over = threading.Event()
+    drivers: list[Driver] = []
+
+    def end() -> None:
+        is_over.set()
+        for driver in drivers:
+            driver.end()
+
+    watch.on(end, signal.SIGTERM, signal.SIGINT)
+    while True:
+        driver = Driver(settings)
+        drivers[:] = [driver]
+        if is_over.is_set():
+            return
+        driver.start()
+        try:
+            driver.wait()
+        finally:
+            driver.stop()
+        if not driver.starts_again:
+            return
 
 
 _CHANGES_BEHAVIOUR = {

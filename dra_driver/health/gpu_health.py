@@ -39,7 +39,6 @@ from dra_driver.model.inventory import OfferedDevice, VfioDevice
 from dra_driver.model.mig import GpuLayout, OwnedInstance
 from dra_driver.model.problems import NodeProblem
 from dra_driver.nvml.health_source import HealthSource
-from dra_driver.slices.leadership import InstanceLeadership
 from dra_driver.slices.rules.build import NEWEST_TAINTS, TaintLimits, Taints
 
 _RESEND_S = 10.0
@@ -80,7 +79,8 @@ class HealthStream:
         context.add_callback(self._wake)
         while context.is_active() and not self._stopped:
             seen = self._changes
-            yield self.snapshot()
+            if seen:  # otherwise nothing is known yet
+                yield self.snapshot()
             with self._turn:
                 self._turn.wait_for(partial(self._is_due, seen, context), _RESEND_S)
 
@@ -148,7 +148,6 @@ class GpuHealth:
         lanes: Lanes,
         under_vfio: Callable[[], Collection[str]],
         ledger: Ledger,
-        leadership: InstanceLeadership,
         on_shown: Callable[[], object],
         on_transition: Callable[[HealthChange], None],
         on_polled: Callable[[str, PolledHealth], None],
@@ -160,7 +159,7 @@ class GpuHealth:
         self.taint_policy = taint_policy
         self.book = HealthBook(
             self,
-            HealthStore(plugin_directory / "health.json", leadership.speaks_for_node),
+            HealthStore(plugin_directory / "health.json"),
             boot_id,
             ServicedGpus(plugin_directory, boot_id),
             xids,

@@ -127,6 +127,11 @@ class Discovery:
         """Return the version of the NVIDIA driver; None until NVML has answered."""
         return self.inventory.versions.driver if self.inventory else None
 
+    @property
+    def has_scanned(self) -> bool:
+        """Whether a scan has ended, whatever it found."""
+        return self._scans_ended > 0
+
     def unavailable(self) -> str | None:
         """Return why devices cannot be used now; None if they can."""
         return self._problem

@@ -144,6 +144,10 @@ class Ledger:
             durable=True,
         )
 
+    def close(self) -> None:
+        """See `JsonStore.close`."""
+        self._store.close()
+
     # In the methods below, `gpus` restricts the result to items of these GPUs.
 
     def entries(self, gpus: Collection[str] | None = None) -> list[LedgerEntry]:

@@ -88,9 +88,7 @@ class KubeletPlugin:
         versions: tuple[str, ...] = (dra.V1, dra.V1BETA1)
         methods = dra.DraService(claims).methods()
         self._started_at: float | None = None
-        self._others = SocketWatch(
-            settings.driver, settings.registry_dir, settings.plugin_dir, owner.live_instances
-        )
+        self._others = SocketWatch(settings.driver, settings.registry_dir, settings.plugin_dir)
         if watch_device_health is not None:
             versions += HEALTH_VERSIONS
             methods |= _health_methods(watch_device_health)

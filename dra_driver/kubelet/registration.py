@@ -3,8 +3,8 @@
 The kubelet sends claims to the plugin that last registered under a name, whichever program that is. So this
 module finds the owner of each socket in the kubelet's registry directory and in the driver's plugin directory. Our
 registration service identifies itself in the metadata of its response, and its endpoint is in our plugin
-directory. If a socket cannot be called (SELinux separates unprivileged pods) or belongs to an older release,
-it is ours if a live instance has its pod UID. The form of its name proves nothing, because NVIDIA's DRA driver
+directory. A socket that cannot be called may be ours (SELinux separates unprivileged pods), so it is reported only if
+that lasts longer than a rolling update on this node. The form of its name proves nothing, because NVIDIA's DRA driver
 uses the same form.
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -20,10 +20,10 @@ from typing import Any, Literal, Protocol
 import grpc
 import structlog
 
-from dra_driver.errors import DraDriverError, FatalError
+from dra_driver.errors import FatalError
 from dra_driver.kubelet.grpc_server import Methods, RpcError, call_with_metadata, error_text, unary
 from dra_driver.kubelet.pb import registration_pb2 as pb
-from dra_driver.kubelet.sockets import identity, listening, socket_paths
+from dra_driver.kubelet.sockets import identity, listening
 from dra_driver.model.problems import NodeProblem
 
 PLUGIN_TYPE = "DRAPlugin"
@@ -34,8 +34,8 @@ SERVED_BY_KEY, SERVED_BY = "served-by", "gpu-dra-driver"
 _log = structlog.get_logger(__name__)
 
 _QUERY_S = 1.0
-_SILENT_LOOKS = 2
-"""A busy instance may respond late once."""
+_SILENT_LOOKS = 24
+"""Two minutes: longer than two pods of this plugin run side by side."""
 
 Origin = Literal["ours", "foreign", "elsewhere", "silent", "dead"]
 """Who listens on a socket: an instance of this plugin, another driver with our name, a plugin with another name, an
@@ -61,9 +61,6 @@ class PluginOwner(Protocol):
 
     def plugin_died(self, error: FatalError) -> None:
         """A server has failed, so the plugin can no longer serve."""
-
-    def live_instances(self) -> Collection[str]:
-        """The pod UIDs of the live instances on this node, according to their files."""
 
 
 class Registrar:
@@ -141,21 +138,17 @@ class _Seen:
 
 
 class SocketWatch:
-    """Checks the sockets in `registry_dir` and `plugin_dir` repeatedly. `living` returns the pod UIDs of the
-    live instances of this plugin.
+    """Checks the sockets in `registry_dir` and `plugin_dir` repeatedly.
 
     `look` may take a second for each socket that does not respond, and must run in one thread only; the other
     methods return what the last check found. A socket of this plugin, or of a plugin with another name, is not
     called again until its file is replaced.
     """
 
-    def __init__(
-        self, driver: str, registry_dir: Path, plugin_dir: Path, living: Callable[[], Collection[str]]
-    ) -> None:
+    def __init__(self, driver: str, registry_dir: Path, plugin_dir: Path) -> None:
         self._driver = driver
         self._registry_dir = registry_dir
         self._plugin_dir = plugin_dir
-        self._living = living
         self._seen: dict[Path, _Seen] = {}
 
     def look(self) -> None:
@@ -202,9 +195,7 @@ class SocketWatch:
         if before is not None and before.owner.origin in ("ours", "elsewhere"):
             return before
         owner = owner_of(path, self._driver, self._plugin_dir)
-        if owner.origin in ("foreign", "silent") and self._is_of_living(path):
-            owner = SocketOwner("ours")
-        elif owner.origin == "silent" and before is not None and before.owner.origin == "foreign":
+        if owner.origin == "silent" and before is not None and before.owner.origin == "foreign":
             owner = before.owner  # the same process, which now hangs
         if before is None or before.owner != owner:
             _log.info(
@@ -216,20 +207,6 @@ class SocketWatch:
             )
         looks = 0 if before is None else before.silent_looks
         return _Seen(file, owner, looks + 1 if owner.origin == "silent" else 0)
-
-    def _is_of_living(self, path: Path) -> bool:
-        """Whether the path is a socket path of a live instance of this plugin."""
-        try:
-            places = [
-                socket_paths(
-                    self._driver, registry_dir=self._registry_dir, plugin_dir=self._plugin_dir, pod_uid=uid
-                )
-                for uid in self._living()
-            ]
-        except DraDriverError as error:
-            _log.debug("instances_unknown", reason=str(error))
-            return False
-        return any(path in (place.registrar, place.dra) for place in places)
 
     def _may_be_ours(self, path: Path) -> bool:
         """Whether a driver with our name could use this file name; long names are hashed."""

@@ -78,16 +78,19 @@ def json_page(document: Callable[[], bytes]) -> Page:
     return lambda: Response(200, "application/json", document())
 
 
-def metrics_page(registry: CollectorRegistry) -> Page:
-    """Returns the page that Prometheus scrapes."""
+def metrics_page(registry: CollectorRegistry, works: Callable[[], bool]) -> Page:
+    """Returns the page that Prometheus scrapes. It has no values if `works` returns False, because then another process
+    has those of the node.
+    """
     encode, content_type = choose_encoder("")
-    return lambda: Response(200, content_type, encode(registry))
+    return lambda: Response(200, content_type, encode(registry)) if works() else _IDLE
 
 
 _TEXT = "text/plain; charset=utf-8"
 _NOT_FOUND = Response(404, _TEXT, b"not found\n")
 _ONLY_GET = Response(405, _TEXT, b"use GET\n")
 _FAILED = Response(500, _TEXT, b"internal error; see the log of gpu-dra-driver\n")
+_IDLE = Response(503, _TEXT, b"another process of gpu-dra-driver works on this node\n")
 _BUSY = Response(503, _TEXT, b"too many requests for this page are still in progress\n")
 
 
@@ -233,13 +236,15 @@ _STOPPING = "gpu-dra-driver is stopping; another instance takes over, or the pod
 class Probes:
     """Results of the kubelet's probes over gRPC and HTTP: lists of sentences, empty if all is well.
 
-    `problems` returns a sentence for each problem of the node; these sentences are only notes.
+    `problems` returns a sentence for each problem of the node; these sentences are only notes. `idles` returns why this
+    process does not work on the node; None if it does.
     """
 
     plugin: KubeletPlugin
     discovery: Discovery
     publisher: Publisher
     problems: Callable[[], Sequence[str]]
+    idles: Callable[[], str | None] = lambda: None
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
@@ -255,7 +260,12 @@ class Probes:
 
     def readiness(self) -> list[str]:
         """Returns why a rolling update must not continue with the next node."""
-        faults = [*self._registration_faults(), *self._device_faults()[0], *self._slice_faults()[0]]
+        idles = self.idles()
+        faults = (
+            [idles]
+            if idles is not None
+            else [*self._registration_faults(), *self._device_faults()[0], *self._slice_faults()[0]]
+        )
         self._log_changes(faults)
         return faults
 
@@ -266,6 +276,8 @@ class Probes:
     def notes(self) -> list[str]:
         """Returns the problems of this node that do not fail a probe, one sentence each."""
         failing = self.readiness()
+        if self.idles() is not None:
+            return []
         found = dict.fromkeys([*self._device_faults()[1], *self._slice_faults()[1], *self.problems()])
         return [note for note in found if note not in failing]
 

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dra_driver.slices.leadership import InstanceLeadership
 
 from dra_driver.health.store import HealthStore, KeptHealth
 from dra_driver.model.claim import AllocatedClaim, Failed, Prepared
-from dra_driver.slices.leadership import InstanceLeadership
 from tests.claims.test_matrix_kill import EXPECTED
 from tests.fakes.kindnode import KINDS, KindNode, Site
 from tests.fakes.powerloss import Disk, Tree

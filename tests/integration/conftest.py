@@ -7,8 +7,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
+from http.client import HTTPConnection
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Self
@@ -36,6 +37,21 @@ def own_address() -> str:
     """
     number = os.getpid() * 64 + next(_ADDRESSES)
     return f"127.{128 + (number >> 16 & 63)}.{number >> 8 & 255}.{number & 255}:21317"
+
+
+def page(address: str, path: str, part: str) -> str:
+    """The page, with any status, as soon as it contains `part`."""
+
+    def read() -> str | None:
+        with suppress(OSError):
+            connection = HTTPConnection(address, timeout=5)
+            with closing(connection):
+                connection.request("GET", path)
+                text = connection.getresponse().read().decode()
+                return text if part in text and text else None
+        return None
+
+    return str(eventually(read))
 
 
 def result(device: str, request: str = "gpu", **more: Any) -> Json:

@@ -13,8 +13,6 @@ import tempfile
 import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
-from http.client import HTTPConnection
 from pathlib import Path
 
 import forked_commands
@@ -25,7 +23,7 @@ from dra_driver.cli import main as main_module
 from dra_driver.model.claim import ClaimRef, Failed
 from tests.fakes.tables import tabled
 from tests.fakes.waiting import PATIENCE_S, eventually
-from tests.integration.conftest import DRIVER, Node, own_address, sliced
+from tests.integration.conftest import DRIVER, Node, own_address, page, sliced
 from tests.kube.support import raw_server
 
 MEMORY = "/dev/shm"
@@ -163,29 +161,14 @@ def test_password_of_the_proxy_leaves_the_daemon_only_to_the_proxy(
         ref = ClaimRef("default", "one", "uid-one")
         outcome = node.kubelet.prepare(DRIVER, [ref], timeout_s=10)[ref.uid]
         assert isinstance(outcome, Failed)
-        shown = {"prepare": outcome.error, "problems": _page(address, "/problems", "407")}
-        shown |= {page: _page(address, page, "") for page in ("/readyz", "/metrics")}
+        shown = {"prepare": outcome.error, "problems": page(address, "/problems", "407")}
+        shown |= {page: page(address, page, "") for page in ("/readyz", "/metrics")}
         process.send_signal(signal.SIGTERM)
         shown["log"] = process.communicate(timeout=30)[1].decode()
     for sink, text in shown.items():
         assert "hunter2" not in text, (sink, text)
         assert base64.b64encode(b"me:hunter2").decode() not in text, (sink, text)
         assert sink == "/metrics" or "407 wrong: " in text, (sink, text)
-
-
-def _page(address: str, path: str, part: str) -> str:
-    """The page, with any status, as soon as it contains `part`."""
-
-    def read() -> str | None:
-        with suppress(OSError):
-            connection = HTTPConnection(address, timeout=5)
-            with closing(connection):
-                connection.request("GET", path)
-                text = connection.getresponse().read().decode()
-                return text if part in text and text else None
-        return None
-
-    return str(eventually(read))
 
 
 def _quietly(ask: Callable[[], str]) -> str | None:

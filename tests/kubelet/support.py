@@ -83,7 +83,6 @@ class Owner:
     def __init__(self, **callbacks: Any) -> None:
         self.is_ready = lambda: True
         self.registration_changed = self.plugin_died = lambda _news: None
-        self.live_instances = frozenset
         vars(self).update(callbacks)
 
 

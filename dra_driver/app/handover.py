@@ -1,0 +1,221 @@
+"""One process works on a node. A newer process takes the work over, as in a rolling update.
+
+    stands by ──no other process works, none newer asks──▶ works ──a newer one asks──▶ hands over ──▶ handed over
+       └─ the kubelet has registered it: it asks                                                          │
+    a new start ◀──no newer process is left───────────────────────────────────────────────────────────────┘
+
+A process that stands by has NVML open and is registered, so the kubelet sends it all new calls; they wait. The worker
+sees that it was asked, lets no more calls in, ends those in progress, and stops for good everything that writes. Calls
+that last longer, such as one that hangs on a GPU, fail when they next use a record.
+
+Each process has a number: its start time, then its PID. It locks two bytes of one file, far behind its end: one says
+that the process asks for the work (until it exits), the other that it works. The kernel releases them at a crash. A
+killed process whose thread hangs in the kernel keeps its locks, but does not count; other PID namespaces hide that.
+
+| A crash … | leaves | next |
+|---|---|---|
+| of the worker | no lock | the newest process that stands by works, or the next start |
+| of a process that asks, before it works | a worker that hands over or has handed over | that one starts anew |
+| of a process that asks, when it works | as above | as above, with the records on disk |
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from dra_driver.base.atomic import make_directory, open_plain, state_error
+from dra_driver.base.file_lock import LOCK_LAYOUT, byte_lock
+from dra_driver.claims.calls import ANSWER_BEFORE_S, KubeletCall
+from dra_driver.errors import RetryableError, StateError
+from dra_driver.host.processes import pid_namespace, start_time
+from dra_driver.kubelet.dra import ClaimCalls
+from dra_driver.model.claim import ClaimRef, Failed, PrepareOutcome, UnprepareOutcome
+
+_FILE = "worker.lock"
+_PID_BITS = 22
+"""Linux has no larger PIDs."""
+_LAST = 2**62
+_HOSTS_PIDS = "pid:[4026531836]"
+"""The first PID namespace; all its processes can see each other."""
+_CHECK_S = 0.5
+
+_Outcome = TypeVar("_Outcome")
+
+
+class WorkerLock:
+    """The right to work on a node, for one process at a time. Thread-safe."""
+
+    def __init__(self, directory: Path, proc: str = "/proc") -> None:
+        self._path, self._proc = directory / _FILE, proc
+        self._sees_all = pid_namespace(proc) == _HOSTS_PIDS
+        pid = os.getpid()
+        self._number = ((start_time(proc, pid) or 0) << _PID_BITS | pid) << 1 | self._sees_all
+        self._descriptor: int | None = None
+        self._guard = threading.Lock()
+
+    def ask(self) -> None:
+        """Ask for the work until `close`: the kubelet has registered this process. Raises: StateError."""
+        with self._guard:
+            self._lock(self._number * 2)
+
+    def take(self) -> bool:
+        """Work from now on, if no other process does and no newer one asks; return whether. Raises: StateError."""
+        with self._guard:
+            if any(offset % 2 or offset > self._number * 2 for offset in self._others(0)):
+                return False
+            # Of two processes that do this at the same time, at least one sees the other's lock.
+            self._lock(self._number * 2 + 1)
+            if not any(offset % 2 for offset in self._others(0)):
+                return True
+            self._lock(self._number * 2 + 1, fcntl.F_UNLCK)
+            return False
+
+    def is_asked(self) -> bool:
+        """Whether a newer process asks for the work. Raises: StateError."""
+        with self._guard:
+            return any(not offset % 2 for offset in self._others(self._number * 2 + 2))
+
+    def release(self) -> None:
+        """Stop working; the caller changes nothing on the node any more. Raises: StateError."""
+        with self._guard:
+            self._lock(self._number * 2 + 1, fcntl.F_UNLCK)
+
+    def close(self) -> None:
+        """Stop working and asking. Safe to call twice."""
+        with self._guard:
+            descriptor, self._descriptor = self._descriptor, None
+            if descriptor is not None:
+                os.close(descriptor)
+
+    def _file(self) -> int:
+        if self._descriptor is None:
+            make_directory(self._path.parent, 0o700)
+            try:
+                self._descriptor = open_plain(self._path, os.O_RDWR | os.O_CREAT)
+            except OSError as error:
+                raise state_error("open the lock file", self._path, error) from error
+        return self._descriptor
+
+    def _lock(self, offset: int, kind: int = fcntl.F_WRLCK) -> None:
+        try:
+            fcntl.fcntl(self._file(), fcntl.F_OFD_SETLK, byte_lock(offset, kind))
+        except OSError as error:
+            raise state_error("lock", self._path, error) from error
+
+    def _others(self, first: int) -> list[int]:
+        """Return the bytes from `first` on that other living processes have locked."""
+        return [offset for offset in self._locked(first, _LAST) if self._lives(offset // 2)]
+
+    def _locked(self, first: int, last: int) -> Iterator[int]:
+        if first > last:
+            return
+        asked = struct.pack(LOCK_LAYOUT, fcntl.F_WRLCK, os.SEEK_SET, first, last - first + 1, 0)
+        try:
+            found = fcntl.fcntl(self._file(), fcntl.F_OFD_GETLK, asked)
+        except OSError as error:
+            raise state_error("read the locks of", self._path, error) from error
+        kind, _, begin, length, _ = struct.unpack(LOCK_LAYOUT, found)
+        if kind != fcntl.F_UNLCK:
+            # The kernel returns any of the locks, and adjacent ones of a process as one.
+            begin, end = max(first, begin), min(last, begin + length - 1)
+            yield from self._locked(first, begin - 1)
+            yield from range(begin, end + 1)
+            yield from self._locked(end + 1, last)
+
+    def _lives(self, number: int) -> bool:
+        if not (number & 1 and self._sees_all):
+            return True
+        ticks, pid = number >> 1 + _PID_BITS, number >> 1 & 2**_PID_BITS - 1
+        try:
+            return start_time(self._proc, pid) == ticks
+        except StateError:
+            return True
+
+
+class Admission:
+    """Lets the kubelet's calls in while this process works on the node. Calls that come earlier or later wait; if
+    their time is nearly over, the kubelet is told to retry.
+    """
+
+    def __init__(self, calls: ClaimCalls) -> None:
+        self._calls = calls
+        self._turn = threading.Condition()
+        self._is_open = self._is_over = False
+        self._inside = 0
+
+    def prepare(
+        self, claims: Sequence[ClaimRef], deadline_s: float, is_cancelled: Callable[[], bool]
+    ) -> Mapping[str, PrepareOutcome]:
+        """See `ClaimCalls`."""
+        return self._passed(self._calls.prepare, claims, deadline_s, is_cancelled)
+
+    def unprepare(
+        self, claims: Sequence[ClaimRef], deadline_s: float, is_cancelled: Callable[[], bool]
+    ) -> Mapping[str, UnprepareOutcome]:
+        """See `ClaimCalls`."""
+        return self._passed(self._calls.unprepare, claims, deadline_s, is_cancelled)
+
+    def open(self) -> None:
+        """Let calls in."""
+        with self._turn:
+            self._is_open = True
+            self._turn.notify_all()
+
+    def close(self, wait_s: float) -> bool:
+        """Let no more calls in. Return whether all calls in progress have ended within `wait_s` seconds."""
+        with self._turn:
+            self._is_open = False
+            return self._turn.wait_for(lambda: not self._inside, wait_s)
+
+    def end(self) -> None:
+        """Answer the waiting calls: the kubelet should retry."""
+        with self._turn:
+            self._is_over = True
+            self._turn.notify_all()
+
+    def _passed(
+        self,
+        serve: Callable[[Sequence[ClaimRef], float, Callable[[], bool]], Mapping[str, _Outcome]],
+        claims: Sequence[ClaimRef],
+        deadline_s: float,
+        is_cancelled: Callable[[], bool],
+    ) -> Mapping[str, _Outcome | Failed]:
+        call = KubeletCall.begin(deadline_s, is_cancelled)
+        try:
+            with self._inside_of(call):
+                return serve(claims, min(deadline_s, call.left() + ANSWER_BEFORE_S), is_cancelled)
+        except _NotAdmittedError as error:
+            return {ref.uid: Failed(str(error)) for ref in claims}
+
+    @contextmanager
+    def _inside_of(self, call: KubeletCall) -> Iterator[None]:
+        with self._turn:
+            while not self._is_open:
+                try:
+                    left = call.left()
+                except RetryableError as error:
+                    raise _NotAdmittedError from error
+                if self._is_over:
+                    raise _NotAdmittedError
+                self._turn.wait(min(left, _CHECK_S))
+            self._inside += 1
+        try:
+            yield
+        finally:
+            with self._turn:
+                self._inside -= 1
+                self._turn.notify_all()
+
+
+class _NotAdmittedError(RetryableError):
+    def __init__(self) -> None:
+        super().__init__(
+            "another process of gpu-dra-driver works on this node and has not handed over yet; the kubelet retries"
+        )

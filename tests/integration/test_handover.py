@@ -1,0 +1,170 @@
+"""Two and three daemons on a node, as in a rolling update: one of them works."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from dra_driver.model.claim import Failed, Prepared
+from tests.fakes.waiting import PATIENCE_S, eventually
+from tests.integration.conftest import DRIVER, Node, own_address, page, sliced
+
+SLOW_NVML = """
+import time
+from dra_driver.nvml.session import NvmlSession
+open_at_once = NvmlSession._open_counted
+NvmlSession._open_counted = lambda self: (time.sleep(3), open_at_once(self))
+"""
+
+
+def started(node: Node, count: int, **environment: str) -> Any:
+    """The process of a daemon that the kubelet has registered."""
+    process = node.spawn(**environment)
+    node.kubelet.wait_registered(DRIVER, count=count)
+    return process
+
+
+def prepared(node: Node, name: str) -> None:
+    """A claim is prepared by whichever daemon the kubelet calls."""
+    node.ready(node.claim(name))
+
+
+def test_newer_daemon_takes_over_and_no_call_is_lost(make_node: Callable[..., Node]) -> None:
+    node = make_node()
+    older = started(node, 1, POD_UID="older")
+    node.wait_devices(8)
+    refs = [node.claim(f"claim-{number}") for number in range(7)]
+    with ThreadPoolExecutor() as pool:
+
+        def life(ref: Any) -> list[Any]:
+            answers = []
+            for _ in range(12):
+                answers += [node.prepare(ref)[ref.uid], node.unprepare(ref)[ref.uid]]
+                time.sleep(0.05)
+            return answers
+
+        lives = [pool.submit(life, ref) for ref in refs]
+        started(node, 2, POD_UID="newer")
+        answers = [answer for one in lives for answer in one.result(PATIENCE_S)]
+    assert [answer for answer in answers if isinstance(answer, Failed)] == []
+    older.terminate()
+    assert older.wait(PATIENCE_S) == 0
+    assert (node.records(), node.specs(), len(node.slices())) == ([], [], 1)
+    prepared(node, "afterwards")
+
+
+def test_daemon_is_registered_when_it_has_opened_nvml(make_node: Callable[..., Node]) -> None:
+    """Opening NVML on a large machine takes seconds; the worker serves meanwhile."""
+    node = make_node()
+    started(node, 1, POD_UID="older")
+    node.wait_devices(8)
+    began = time.monotonic()
+    node.spawn(POD_UID="newer", before=SLOW_NVML)
+    while len(node.kubelet.instances(DRIVER)) < 2:
+        ref = node.claim(f"claim-{time.monotonic_ns()}")
+        asked = time.monotonic()
+        node.ready(ref)
+        assert time.monotonic() - asked < PATIENCE_S
+        node.must_unprepare(ref)
+    assert time.monotonic() - began > 3
+    prepared(node, "after")
+
+
+@pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGTERM])
+def test_older_daemon_works_again_when_the_newer_one_has_ended(
+    make_node: Callable[..., Node], ending: signal.Signals
+) -> None:
+    node = make_node()
+    started(node, 1, POD_UID="older")
+    node.wait_devices(8)
+    newer = started(node, 2, POD_UID="newer")
+    ref = node.claim("one")
+    answer = node.ready(ref)
+    newer.send_signal(ending)
+    newer.wait(PATIENCE_S)
+
+    def answered() -> bool:
+        try:
+            return node.prepare(ref)[ref.uid] == answer
+        except Exception:  # the kubelet has not yet noticed that the older daemon starts anew
+            return False
+
+    eventually(answered)
+    node.must_unprepare(ref)
+    assert len(node.slices()) == 1
+
+
+def test_of_three_daemons_the_newest_works(make_node: Callable[..., Node]) -> None:
+    node = make_node()
+    processes = [started(node, number + 1, POD_UID=f"pod-{number}") for number in range(3)]
+    node.wait_devices(8)
+    ref = node.claim("one")
+    answer = node.ready(ref)
+    processes[0].terminate()
+    assert processes[0].wait(PATIENCE_S) == 0
+    assert node.ready(ref) == answer
+    processes[2].terminate()
+    assert processes[2].wait(PATIENCE_S) == 0
+    eventually(lambda: len(node.kubelet.instances(DRIVER)) == 1)
+    eventually(lambda: isinstance(node.prepare(ref)[ref.uid], Prepared))
+
+
+def test_daemon_that_crashes_after_it_has_asked_does_not_stop_the_older_one(
+    make_node: Callable[..., Node],
+) -> None:
+    node = make_node()
+    started(node, 1, POD_UID="older")
+    node.wait_devices(8)
+    crash = "import os\nfrom dra_driver.app.daemon import Driver\nDriver._work = lambda _self: os._exit(3)"
+    for number in range(2):
+        assert node.spawn(POD_UID=f"newer-{number}", before=crash).wait(PATIENCE_S) == 3
+        eventually(lambda: any(one.connected for one in node.kubelet.instances(DRIVER)))
+        ref = node.claim(f"claim-{number}")
+
+        def is_prepared(ref: Any = ref) -> bool:
+            try:
+                return isinstance(node.prepare(ref)[ref.uid], Prepared)
+            except Exception:
+                return False
+
+        eventually(is_prepared)
+
+
+def test_gpu_whose_step_hangs_is_not_a_reason_to_keep_the_node(make_node: Callable[..., Node]) -> None:
+    node = make_node()
+    hangs = "TimeSliceSteps.do = lambda *_: threading.Event().wait(600)"
+    before = f"import threading\nfrom dra_driver.sharing.steps import TimeSliceSteps\n{hangs}"
+    started(node, 1, POD_UID="older", before=before)
+    node.wait_devices(8)
+    first, second = (device["name"] for device in node.devices()[:2])
+    hanging = node.allocated_by_hand("one", first, config=sliced("Long"))
+    with ThreadPoolExecutor() as pool:
+        answer = pool.submit(node.prepare, hanging)
+        eventually(node.records)
+        started(node, 2, POD_UID="newer")
+        node.ready(node.allocated_by_hand("two", second, config=sliced("Long")))
+        node.stop()
+        answer.exception(PATIENCE_S)
+
+
+def test_daemon_that_gets_no_answer_from_the_worker_is_not_ready_and_says_so(
+    make_node: Callable[..., Node],
+) -> None:
+    node = make_node()
+    older = started(node, 1, POD_UID="older")
+    node.wait_devices(8)
+    os.kill(older.pid, signal.SIGSTOP)
+    address = own_address()
+    before = "import dra_driver.app.daemon as daemon\ndaemon._LATE_S = 0.5"
+    node.spawn(POD_UID="newer", before=before, HTTP_ENDPOINT=address)
+
+    assert "has not handed this node over for" in page(address, "/readyz", "not handed")
+    os.kill(older.pid, signal.SIGCONT)
+    node.kubelet.wait_registered(DRIVER, count=2)
+    prepared(node, "one")
