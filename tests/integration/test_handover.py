@@ -7,11 +7,14 @@ import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
+from playground.kubelet_client import KubeletError
 
-from dra_driver.model.claim import Failed, Prepared
+from dra_driver.model.claim import ClaimRef, Failed, Prepared
 from tests.fakes.waiting import PATIENCE_S, eventually
 from tests.integration.conftest import DRIVER, Node, own_address, page, sliced
 
@@ -28,6 +31,13 @@ def started(node: Node, count: int, **environment: str) -> Any:
     process = node.spawn(**environment)
     node.kubelet.wait_registered(DRIVER, count=count)
     return process
+
+
+def answer_soon(node: Node, ref: ClaimRef) -> Any:
+    """The answer to a Prepare; None if the kubelet has called a daemon that has just ended, and waits for it."""
+    with suppress(KubeletError):
+        return node.kubelet.prepare(DRIVER, [ref], timeout_s=5)[ref.uid]
+    return None
 
 
 def prepared(node: Node, name: str) -> None:
@@ -66,14 +76,12 @@ def test_daemon_is_registered_when_it_has_opened_nvml(make_node: Callable[..., N
     node.wait_devices(8)
     began = time.monotonic()
     node.spawn(POD_UID="newer", before=SLOW_NVML)
+    ref = node.claim("one")
     while len(node.kubelet.instances(DRIVER)) < 2:
-        ref = node.claim(f"claim-{time.monotonic_ns()}")
-        asked = time.monotonic()
         node.ready(ref)
-        assert time.monotonic() - asked < PATIENCE_S
         node.must_unprepare(ref)
     assert time.monotonic() - began > 3
-    prepared(node, "after")
+    node.ready(ref)
 
 
 @pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGTERM])
@@ -89,13 +97,7 @@ def test_older_daemon_works_again_when_the_newer_one_has_ended(
     newer.send_signal(ending)
     newer.wait(PATIENCE_S)
 
-    def answered() -> bool:
-        try:
-            return node.prepare(ref)[ref.uid] == answer
-        except Exception:  # the kubelet has not yet noticed that the older daemon starts anew
-            return False
-
-    eventually(answered)
+    eventually(lambda: answer_soon(node, ref) == answer)
     node.must_unprepare(ref)
     assert len(node.slices()) == 1
 
@@ -126,14 +128,7 @@ def test_daemon_that_crashes_after_it_has_asked_does_not_stop_the_older_one(
         assert node.spawn(POD_UID=f"newer-{number}", before=crash).wait(PATIENCE_S) == 3
         eventually(lambda: any(one.connected for one in node.kubelet.instances(DRIVER)))
         ref = node.claim(f"claim-{number}")
-
-        def is_prepared(ref: Any = ref) -> bool:
-            try:
-                return isinstance(node.prepare(ref)[ref.uid], Prepared)
-            except Exception:
-                return False
-
-        eventually(is_prepared)
+        eventually(partial(lambda ref: isinstance(answer_soon(node, ref), Prepared), ref))
 
 
 def test_gpu_whose_step_hangs_is_not_a_reason_to_keep_the_node(make_node: Callable[..., Node]) -> None:
