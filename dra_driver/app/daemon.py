@@ -158,6 +158,7 @@ class Driver:
             lost_devices=self._without_record.lost_devices,
             labels=self._labels.now,
             leads=self.leadership.is_ours,
+            is_worker=self.leadership.is_ours,
             on_inventory=self._inventory_changed,
             on_hardware=self._hardware_changed,
             on_mig=self._mig_changed,

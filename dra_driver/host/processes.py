@@ -32,7 +32,6 @@ driver requests it, and MPS daemons and servers, which stop with their claims.
 _OWN_NAMES = ("gpu-dra-driver", "dra_driver")
 _INITIAL_PID_NAMESPACE = "pid:[4026531836]"
 """The host's PID namespace: its number is the same on every Linux kernel."""
-_START_TIME = 18
 """The position of the start time in `stat`, counted after the state."""
 
 
@@ -167,16 +166,6 @@ def pid_namespace(proc: str) -> str:
         return os.readlink(f"{proc}/self/ns/pid")  # noqa: PTH115  avoids Path objects
     except OSError:
         return ""
-
-
-def start_time(proc: str, pid: int) -> int | None:
-    """Return when a process started, in clock ticks since boot; None if it has ended.
-
-    A killed process counts as ended, even if one of its threads hangs in the kernel and keeps files and locks. Raises:
-    StateError if this process cannot read it now.
-    """
-    state, *fields = _text(f"{proc}/{pid}/stat").rpartition(")")[2].split() or ["X"]
-    return int(fields[_START_TIME]) if state not in "ZX" and len(fields) > _START_TIME else None
 
 
 def _cgroups(proc: str, pid: int) -> str:

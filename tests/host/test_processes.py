@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from dra_driver.errors import StateError
-from dra_driver.host.processes import any_runs, gpu_users, is_of_the_host, origin, start_time, users_of
+from dra_driver.host.processes import any_runs, gpu_users, is_of_the_host, origin, users_of
 from dra_driver.model.gpu import ProcessOrigin
 from tests.fakes.tables import data_of
 
@@ -107,17 +107,14 @@ def test_process_that_cannot_be_read_now_may_use_the_gpu(tmp_path: Path, unreada
     host = proc(tmp_path, "0::/init.scope")
     (tmp_path / "4711/fd").mkdir()
     (tmp_path / "4711/comm").write_text("python3")
-    (tmp_path / "4711/stat").write_text("4711 (python3) S" + " 1" * 30)
-    assert (gpu_users(host, []), users_of(host, ["/dev/nvidia0"]), start_time(host, 4711)) == ([], [], 1)
+    assert (gpu_users(host, []), users_of(host, ["/dev/nvidia0"])) == ([], [])
     for path in (host, f"{host}/4711/fd"):
         unreadable |= {path}
         for call in (partial(gpu_users, host, []), partial(users_of, host, ["/dev/nvidia0"])):
             with pytest.raises(StateError, match=f"cannot read {path}: Too many open files"):
                 call()
         unreadable.clear()
-    unreadable |= {f"{host}/4711/stat", f"{host}/4711/cgroup"}
-    with pytest.raises(StateError, match="cannot read"):
-        start_time(host, 4711)
+    unreadable |= {f"{host}/4711/cgroup"}
     assert (is_of_the_host(host, 4711), origin(host, 4711)) == (False, ProcessOrigin("unknown"))
 
 
