@@ -441,7 +441,7 @@ def closed_elsewhere(
     open, but not in this process.
 
     It takes the UUID of the GPU to change, and a text as in `nvml_pause`. `refuse_hanging` raises an error if an
-    operation on another GPU hangs, because its process might not close NVML. Raises: like `Detachments.pause`; errors
+    operation on another GPU hangs, because closing NVML might hang too. Raises: like `Detachments.pause`; errors
     of `refuse_hanging`.
     """
 
