@@ -175,6 +175,7 @@ class Driver:
             lost_devices=self._without_record.lost_devices,
             labels=self._labels.now,
             leads=lambda: True,
+            is_worker=lambda: self._works,
             on_inventory=self._inventory_changed,
             on_hardware=self._hardware_changed,
             on_mig=self._mig_changed,

@@ -59,19 +59,20 @@ class NodeGpus:
         lost_devices: Callable[[], Collection[str]],
         labels: Callable[[], Mapping[str, str] | None],
         leads: Callable[[], bool],
+        is_worker: Callable[[], bool],
         on_inventory: Callable[[], None],
         on_hardware: Callable[[], None],
         on_mig: MigObserver,
         on_layouts: Callable[[Sequence[GpuLayout]], None],
     ) -> None:
         """`lost_devices` returns the devices of claims with a CDI spec and no record; `labels` returns the node's
-        labels.
+        labels. `is_worker` returns whether this process is the one that changes GPUs.
 
         `on_inventory` is called when devices change, `on_hardware` when the NVIDIA driver or the GPUs change.
         """
         paths, directory = platform.paths, settings.plugin_directory
         host = Sysfs(paths.sys, paths.proc)
-        self.detachments = detachments = Detachments(directory, boot_id)
+        self.detachments = detachments = Detachments(directory, boot_id, is_worker=is_worker)
         ownership = LedgerOwnership(ledger)
         by_minor = settings.device_names == "minor"
         self.nvml = NvmlReader(

@@ -34,7 +34,7 @@ from dra_driver.base.atomic import make_directory, open_plain, state_error
 from dra_driver.base.file_lock import LOCK_LAYOUT, byte_lock
 from dra_driver.claims.calls import ANSWER_BEFORE_S, KubeletCall
 from dra_driver.errors import RetryableError, StateError
-from dra_driver.host.processes import pid_namespace, start_time
+from dra_driver.host.processes import sees_all_processes, start_time
 from dra_driver.kubelet.dra import ClaimCalls
 from dra_driver.model.claim import ClaimRef, Failed, PrepareOutcome, UnprepareOutcome
 
@@ -42,8 +42,6 @@ _FILE = "worker.lock"
 _PID_BITS = 22
 """Linux has no larger PIDs."""
 _LAST = 2**62
-_HOSTS_PIDS = "pid:[4026531836]"
-"""The first PID namespace; all its processes can see each other."""
 _CHECK_S = 0.5
 
 _Outcome = TypeVar("_Outcome")
@@ -54,7 +52,7 @@ class WorkerLock:
 
     def __init__(self, directory: Path, proc: str = "/proc") -> None:
         self._path, self._proc = directory / _FILE, proc
-        self._sees_all = pid_namespace(proc) == _HOSTS_PIDS
+        self._sees_all = sees_all_processes(proc)
         pid = os.getpid()
         self._number = ((start_time(proc, pid) or 0) << _PID_BITS | pid) << 1 | self._sees_all
         self._descriptor: int | None = None

@@ -141,10 +141,6 @@ class UseMark:
         # Programs that inherit the descriptor hold the mark too. None while this object does not hold it.
         self.descriptor: int | None = None
 
-    def following(self) -> UseMark:
-        """Return the mark on the next byte, for another resource."""
-        return UseMark(self._path, self._byte + 1)
-
     def hold(self) -> None:
         """Hold the mark; does nothing if this object already holds it. Raises: StateError."""
         if self.descriptor is not None:
@@ -164,9 +160,5 @@ class UseMark:
             os.close(descriptor)
 
     def is_held(self) -> bool:
-        """Whether anyone holds the mark. Raises: StateError."""
-        return is_locked(self._path, byte_lock(self._byte))
-
-    def is_held_by_others(self) -> bool:
         """Whether anyone other than this object holds the mark. Raises: StateError."""
         return is_locked(self._path, byte_lock(self._byte), self.descriptor)

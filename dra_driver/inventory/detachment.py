@@ -1,9 +1,9 @@
 """Closes NVML for a while, so that an administrator can reset GPUs, switch MIG modes or unload the NVIDIA driver.
 
 The NVIDIA driver counts every process with an open NVML session as a client of every GPU. `gpu-dra-driver
-detach` writes a file with an end time. Every instance of the plugin on the node closes NVML when it sees the file, and
-opens NVML again at the end time or when the file is removed. Each instance holds a lock while it has NVML open, so
-`detach` can see when all instances have closed it. The MPS host reads the same file, and holds the lock while it runs
+detach` writes a file with an end time. Every process of the plugin on the node closes NVML when it sees the file, and
+opens NVML again at the end time or when the file is removed. Each process holds a lock while it has NVML open, so
+`detach` can see when all processes have closed it. The MPS host reads the same file, and holds a lock while it runs
 nvidia-smi.
 
     attached ──file──▶ closing ──no change of a GPU in progress──▶ detached ──its end, or `--end`──▶ attached
@@ -13,39 +13,45 @@ nvidia-smi.
 |---|---|---|
 | of the command, before the file is written | nothing | |
 | of the command, after that | the file | the plugin opens NVML when the time is over |
-| of the plugin | the file, no lock | the next instance opens NVML only when the time is over |
+| of the plugin | the file, no lock | the next process opens NVML only when the time is over |
 | of the node | the file of an older boot | the file is ignored |
 
-A file is used instead of a daemon's socket because both instances of a rolling update must close NVML, and a restart
-must not open it.
+A file is used instead of a daemon's socket because a process that stands by must close NVML too, and a restart must not
+open it.
 
 A pause is shorter: NVML is closed while a GPU moves to another kernel driver. For a change of the MIG mode, only the
-other processes close NVML. The process that needs the pause writes a file with its PID; all other processes keep NVML
-closed while the file exists and its writer lives. No device is withdrawn, and calls wait where they can.
+other processes close NVML. The process that needs the pause holds a lock; all other processes keep NVML closed until
+the lock is released. No device is withdrawn, and calls wait where they can.
 
-    wanted ──no operation, no nvidia-smi──▶ own NVML closed ──file──▶ others closing ──▶ paused ──file removed──▶ over
-     └── too long, or a GPU hangs: refused         └────── too long: refused, the file is removed ──────▲
+    wanted ──no nvidia-smi, no operation──▶ own NVML closed ──lock──▶ others closing ──▶ paused ──released──▶ over
+     └── too long, or a GPU hangs: refused         └────── too long: refused, the lock is released ─────▲
 
-Until NVML closes for a pause, all work continues. After that, other work waits for a few seconds at most. A process
-that is killed while it hangs in the kernel keeps its files and locks, but it counts as a zombie, so its pause is over.
+Until NVML closes for a pause, all work continues. After that, other work waits for a few seconds at most. The kernel
+releases the lock of a process that was killed, unless one of its threads hangs in the kernel. Only the worker pauses
+others, so the worker ignores such a lock.
+
+| Byte of the lock file | is locked by |
+|---|---|
+| 0 | each process that has NVML open |
+| 1 | each nvidia-smi that the plugin runs, also after the plugin was killed |
+| 2 | each pause |
 """
 
 from __future__ import annotations
 
 import errno
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, replace
-from datetime import UTC, datetime, timedelta
+from dataclasses import replace
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import structlog
 
-from dra_driver.base.atomic import make_directory, read_plain, remove_file, state_error, write_atomically
+from dra_driver.base.atomic import read_plain, state_error, write_atomically
 from dra_driver.base.bounded_program import inherited
 from dra_driver.base.fields import Codec, FileFormat, NewerFormatError
 from dra_driver.base.file_lock import UseMark, hold_file
@@ -55,11 +61,9 @@ from dra_driver.errors import (
     NvmlDetachedError,
     NvmlInUseError,
     NvmlPausedError,
-    NvmlTransientError,
     RetryableError,
     StateError,
 )
-from dra_driver.host.processes import pid_namespace, start_time
 from dra_driver.model.claim import ClaimRef
 from dra_driver.model.maintenance import MAX_S, Detachment, Maintenance, maintenances
 from dra_driver.model.record import ClaimRecord
@@ -71,18 +75,13 @@ if TYPE_CHECKING:
 _log = structlog.get_logger(__name__)
 
 LOCK_FILE = "nvml.lock"
-PAUSES = "pauses"
+_OPEN, _SMI, _PAUSED = 0, 1, 2  # bytes of the lock file
 _FILE = "detach.json"
 _TIMEOUT_S = 60.0
 _POLL_S = 0.1
 _PAUSE_S = 10.0
 _CLOSING_S = 5.0
 """How long other processes may take to close NVML."""
-_UNSEEN_S = 60.0
-"""The maximum duration of a pause by a process in another PID namespace, because that process cannot be
-observed.
-"""
-_PROC = "/proc"
 _MAX_NAMED = 8
 
 
@@ -95,51 +94,27 @@ _SHAPE = Codec(Detachment)
 _DETACH_FILE = FileFormat("detach file", _SHAPE.decode, _SHAPE.encode)
 
 
-@dataclass(frozen=True, slots=True)
-class Pause:
-    """One of the plugin's processes keeps NVML closed in the others.
-
-    `started` is the start of that process, in clock ticks since boot; `began_s` is the start of the pause on the boot
-    clock, and `since` is that start as text. `pid` is 0 if the process is unknown.
-    """
-
-    boot_id: str
-    pid_namespace: str
-    pid: int
-    started: int
-    what: str
-    began_s: float
-    since: str
-
-    @property
-    def problem(self) -> str:
-        """Why GPUs cannot be used now."""
-        who = f"process {self.pid}" if self.pid else "a process"
-        return f"NVML is closed for a moment (since {self.since} UTC): {who} of gpu-dra-driver {self.what}"
-
-
-_PAUSE_SHAPE = Codec(Pause)
-_PAUSE_FILE = FileFormat("pause", _PAUSE_SHAPE.decode, _PAUSE_SHAPE.encode)
-
-
 class Detachments:
-    """The detach and pause files in the plugin directory. Thread-safe.
+    """The detach file and the lock of NVML in the plugin directory. Thread-safe.
 
     `boot_id` is the ID of this boot. If it is unknown, a file of any boot counts, and no detachment can be written.
+    `is_worker` returns whether this process is the node's worker, which ignores pauses of other processes.
     """
 
     def __init__(
-        self, plugin_directory: Path, boot_id: str | None, clock: Callable[[], float] = _seconds_of_boot
+        self,
+        plugin_directory: Path,
+        boot_id: str | None,
+        clock: Callable[[], float] = _seconds_of_boot,
+        is_worker: Callable[[], bool] = lambda: False,
     ) -> None:
         self._path = plugin_directory / _FILE
+        self._lock = plugin_directory / LOCK_FILE
         self._boot_id = boot_id
         self._clock = clock
-        self._pauses = plugin_directory / PAUSES
-        self._namespace = pid_namespace(_PROC)
-        self._own_file = self._pauses / f"{self._namespace.strip('pid:[]')}-{os.getpid()}.json"
-        self._guard, self._writing = threading.Lock(), threading.Lock()
-        self._pausing = 0
-        self._own: Pause | None = None
+        self._is_worker = is_worker
+        self._writing = threading.Lock()
+        self._own_pauses: list[UseMark] = []
         self._read: Detachment | None = None
 
     def now(self) -> Detachment | None:
@@ -180,12 +155,8 @@ class Detachments:
             written = self._path.stat().st_mtime
         until = datetime.fromtimestamp(written + MAX_S).astimezone().isoformat(sep=" ", timespec="seconds")
         text = f"{until} at the latest (a newer release of gpu-dra-driver wrote the detach file)"
-        return Detachment(self._boot_id or "", self._on_boot_clock(written) + MAX_S, text)
-
-    def _on_boot_clock(self, written: float) -> float:
-        """Return a file's time, in seconds since 1970, on the boot clock; -`MAX_S` if it was before this boot."""
-        written_s = self._clock() - (time.time() - written)
-        return written_s if written_s >= 0 else -float(MAX_S)
+        since_boot = self._clock() - (time.time() - written)
+        return Detachment(self._boot_id or "", since_boot + MAX_S if since_boot >= 0 else 0.0, text)
 
     def maintenances(self, records: Iterable[ClaimRecord]) -> list[Maintenance]:
         """Return the state of each maintenance claim among the records of this node, from the last known content of the
@@ -208,19 +179,16 @@ class Detachments:
             return f"whether NVML must stay closed is unknown: {error}{remedy}"
         return None if found is None else found.problem
 
-    def _refusal(self, *, of_all: bool = False) -> NvmlDetachedError | None:
-        """With `of_all`, a pause of this process counts too."""
+    def _refusal(self) -> NvmlDetachedError | None:
         reason = self.detached()
         if reason is not None:
             return NvmlDetachedError(reason)
         try:
-            pauses = self._lasting(except_own=not of_all)
+            return NvmlPausedError() if self._is_paused_by_others() else None
         except StateError as error:
             return NvmlDetachedError(
-                f"whether NVML must stay closed is unknown: {error}; gpu-dra-driver tries again; if this lasts, remove "
-                f"{self._pauses}"
+                f"whether NVML must stay closed is unknown: {error}; gpu-dra-driver tries again"
             )
-        return NvmlPausedError(pauses[0].problem) if pauses else None
 
     def guarded(self, load: Callable[[], object]) -> Callable[[], object]:
         """Wrap `load` so that it raises NvmlDetachedError while NVML must stay closed (NvmlPausedError during a
@@ -242,160 +210,77 @@ class Detachments:
 
         Waits up to `wait_s` seconds for a pause to end. Raises: NvmlDetachedError.
         """
-        mark, until = self._open_mark(), time.monotonic() + wait_s
-        marks = (mark, mark.following())
+        mark, until = UseMark(self._lock, _SMI), time.monotonic() + wait_s
         try:
             while True:
-                for one in marks:
-                    with suppress(
-                        StateError
-                    ):  # a disk that refuses the lock must not keep a process from using NVML
-                        one.hold()
-                error = self._refusal(of_all=True)
+                # A disk that refuses the lock must not keep a process from using NVML.
+                with suppress(StateError):
+                    mark.hold()
+                error = self._refusal() or (NvmlPausedError() if self._own_pauses else None)
                 if error is None:
                     break
-                for one in marks:
-                    one.release()
+                mark.release()
                 if not isinstance(error, NvmlPausedError) or time.monotonic() >= until:
                     raise error
                 time.sleep(_POLL_S)
-            with inherited(one.descriptor for one in marks if one.descriptor is not None):
+            with inherited([] if mark.descriptor is None else [mark.descriptor]):
                 yield
         finally:
-            for one in marks:
-                one.release()
+            mark.release()
 
-    def paused(self) -> str | None:
-        """Return why this process must keep NVML closed for a moment; None if no other process requires it, or if that
+    def paused(self) -> bool:
+        """Whether this process must keep NVML closed for a moment, because another process requires it. False if that
         is unknown: then an open NVML stays open, and a closed one stays closed.
         """
         with suppress(StateError):
-            pauses = self._lasting(except_own=True)
-            return pauses[0].problem if pauses else None
-        return None
+            return self._is_paused_by_others()
+        return False
 
-    def wait_until_idle(self, wait_s: float) -> None:
-        """Wait until none of the plugin's processes changes a GPU through NVML or runs nvidia-smi. New work may
-        still start.
+    def _is_paused_by_others(self) -> bool:
+        return not self._is_worker() and UseMark(self._lock, _PAUSED).is_held()
+
+    def wait_for_smi(self, wait_s: float) -> None:
+        """Wait until no nvidia-smi runs that a process of the plugin started. New ones may still start.
 
         Raises: NvmlInUseError if that takes longer than `wait_s`; StateError.
         """
-        until, busy = time.monotonic() + wait_s, self._open_mark().following()
-        while busy.is_held():
+        until, mark = time.monotonic() + wait_s, UseMark(self._lock, _SMI)
+        while mark.is_held():
             if time.monotonic() >= until:
                 raise NvmlInUseError(
-                    "close NVML for a moment: gpu-dra-driver is changing a GPU or running nvidia-smi, and retries soon"
+                    "close NVML for a moment: gpu-dra-driver is running nvidia-smi, and retries soon"
                 )
             time.sleep(_POLL_S)
 
     @contextmanager
     def pause(self, what: str, wait_s: float = _CLOSING_S, own: UseMark | None = None) -> Iterator[None]:
-        """Keep NVML closed in all of the plugin's processes on this node.
+        """Keep NVML closed in all of the plugin's processes on this node. Pauses of one process may overlap.
 
-        This process is included, unless `own` is the mark of its open session. `what` describes the work in messages.
+        This process is included, unless `own` is the mark of its open session. `what` describes the work in the log.
 
         Raises: NvmlDetachedError; NvmlInUseError if another process has not closed NVML after `wait_s` seconds;
-        with `own`, NvmlTransientError if another process was first to request a pause; StateError.
+        StateError.
         """
-        until = time.monotonic() + wait_s
-        with self._shown(what) as ours:
+        mark, began = UseMark(self._lock, _PAUSED), time.monotonic()
+        mark.hold()
+        self._own_pauses.append(mark)
+        _log.info("nvml_paused", what=what)
+        try:
             detached = self.detached()
             if detached is not None:
                 raise NvmlDetachedError(detached)
-            if own is not None and any(it.began_s <= ours.began_s for it in self._lasting(except_own=True)):
-                raise NvmlTransientError(
-                    "close NVML in other processes: another process of gpu-dra-driver is already doing this; "
-                    "gpu-dra-driver retries soon"
-                )
             while self.is_nvml_open(own):
-                if time.monotonic() >= until:
+                if time.monotonic() - began >= wait_s:
                     raise NvmlInUseError(
                         "close NVML for a moment: another process of gpu-dra-driver on this node has not closed it, "
-                        "such as the other instance of a rolling update; gpu-dra-driver retries soon"
+                        "such as a command or the MPS host; gpu-dra-driver retries soon"
                     )
                 time.sleep(_POLL_S)
             yield
-
-    @contextmanager
-    def _shown(self, what: str) -> Iterator[Pause]:
-        """Keep this process's pause file in place. Raises: StateError."""
-        with self._guard:
-            own = self._own or self._write_pause(what)
-            self._pausing += 1
-        try:
-            yield own
         finally:
-            with self._guard:
-                self._pausing -= 1
-                if not self._pausing:
-                    remove_file(self._own_file)
-                    self._own = None
-                    _log.info("nvml_pause_over", seconds=round(self._clock() - own.began_s, 1))
-
-    def _write_pause(self, what: str) -> Pause:
-        pid, now = os.getpid(), datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S")
-        started, boot_id = start_time(_PROC, pid) or 0, self._boot_id or ""
-        self._own = own = Pause(boot_id, self._namespace, pid, started, what, self._clock(), now)
-        try:
-            make_directory(self._pauses, 0o700)
-            for path in self._pause_files():
-                if (left := self._pause_in(path)) is not None and not self._lasts(left):
-                    remove_file(path)
-            write_atomically(self._own_file, _PAUSE_FILE.write(own), durable=False)
-        except StateError:
-            self._own = None
-            raise
-        _log.info("nvml_paused", what=what)
-        return own
-
-    def _lasting(self, *, except_own: bool) -> list[Pause]:
-        """Return the pauses of live processes. Raises: StateError if it is unknown which files there are, or how old
-        they are.
-        """
-        found = (pause for path in self._pause_files() if (pause := self._pause_in(path)) is not None)
-        return [one for one in found if self._lasts(one) and not (except_own and one == self._own)]
-
-    def _pause_files(self) -> list[Path]:
-        """Raises: StateError."""
-        try:
-            return sorted(path for path in self._pauses.iterdir() if path.suffix == ".json")
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-        except OSError as error:
-            raise state_error("read", self._pauses, error) from error
-
-    def _pause_in(self, path: Path) -> Pause | None:
-        """Read a pause file; None if it was removed or is damaged. The writer of a newer release's file, or of a file
-        that cannot be read, is unknown, as if it were in another PID namespace. Raises: StateError if the file's age is
-        unknown too.
-        """
-        try:
-            content = _content(path)
-        except StateError as error:
-            return self._of_unknown_process(path, f"keeps it closed; {error}")
-        try:
-            return None if content is None else _PAUSE_FILE.read(content)
-        except NewerFormatError:
-            return self._of_unknown_process(path, f"keeps it closed, see {path}")
-        except StateError:
-            return None
-
-    def _of_unknown_process(self, path: Path, what: str) -> Pause | None:
-        try:
-            written = path.lstat().st_mtime
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            raise state_error("read", path, error) from error
-        since = datetime.fromtimestamp(written, UTC).strftime("%Y-%m-%d %H:%M:%S")
-        return Pause(self._boot_id or "", "", 0, 0, what, self._on_boot_clock(written), since)
-
-    def _lasts(self, pause: Pause) -> bool:
-        if self._boot_id is not None and pause.boot_id not in ("", self._boot_id):
-            return False
-        if pause.pid_namespace != self._namespace:
-            return 0 <= self._clock() - pause.began_s < _UNSEEN_S
-        return start_time(_PROC, pause.pid) == pause.started
+            self._own_pauses.remove(mark)
+            mark.release()
+            _log.info("nvml_pause_over", seconds=round(time.monotonic() - began, 1))
 
     def begin(
         self, seconds: float, claim: ClaimRef | None = None, gpu_uuids: tuple[str, ...] = ()
@@ -458,15 +343,13 @@ class Detachments:
             )
 
     def is_nvml_open(self, excluded: UseMark | None = None) -> bool:
-        """Whether any of the plugin's processes has NVML open, except for the session that holds the mark
-        `excluded`.
+        """Whether any of the plugin's processes has NVML open or runs nvidia-smi, except for the session that holds
+        the mark `excluded`.
 
         Raises: StateError.
         """
-        return self._open_mark().is_held() if excluded is None else excluded.is_held_by_others()
-
-    def _open_mark(self) -> UseMark:
-        return UseMark(self._path.with_name(LOCK_FILE))
+        opened = excluded or UseMark(self._lock, _OPEN)
+        return opened.is_held() or UseMark(self._lock, _SMI).is_held()
 
     def restore(self, made: Detachment, before: Detachment | None) -> None:
         """Restore the detachment `before` that `made` replaced, unless someone has changed the file since. A
@@ -544,7 +427,7 @@ def nvml_pause(
     @contextmanager
     def paused(what: str, patience: Callable[[], float]) -> Iterator[None]:
         until = time.monotonic() + patience()
-        detachments.wait_until_idle(until - time.monotonic())
+        detachments.wait_for_smi(until - time.monotonic())
         with session.closed(lambda: until - time.monotonic()), detachments.pause(what):
             yield
 
@@ -558,7 +441,7 @@ def closed_elsewhere(
     open, but not in this process.
 
     It takes the UUID of the GPU to change, and a text as in `nvml_pause`. `refuse_hanging` raises an error if an
-    operation on another GPU hangs, because its process might not close NVML. Raises: like `Detachments.pause`; errors
+    operation on another GPU hangs, because closing NVML might hang too. Raises: like `Detachments.pause`; errors
     of `refuse_hanging`.
     """
 
@@ -581,13 +464,13 @@ def detach(
     claims: Callable[[], Sequence[str]] | None,
     timeout_s: float = _TIMEOUT_S,
 ) -> Detachment:
-    """Close NVML for `seconds`, and wait until every instance has closed it.
+    """Close NVML for `seconds`, and wait until every process of the plugin has closed it.
 
     `claims` returns the claims that use the GPUs; None skips that check. On an error, the previous detachment is
     restored.
 
-    Raises: ClaimsInTheWayError; DeviceBusyError while a maintenance claim keeps NVML closed; NvmlInUseError if an
-    instance does not close NVML in time; StateError.
+    Raises: ClaimsInTheWayError; DeviceBusyError while a maintenance claim keeps NVML closed; NvmlInUseError if a
+    process does not close NVML in time; StateError.
     """
     _refuse(claims)
     before = detachments.now()

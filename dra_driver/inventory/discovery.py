@@ -57,7 +57,7 @@ _RETRY_FIRST_S = 0.25
 _RETRY_MAX_S = 5.0
 _CHECK_EVERY_S = 2.0
 _HANG_AFTER_S = 30.0
-_PAUSE_S = 3.0
+_CLOSING_S = 3.0
 _PAUSE_POLL_S = 0.1
 _RESCAN_EVERY_S = 60.0
 _RESCAN_INCOMPLETE_S = 10.0
@@ -107,7 +107,6 @@ class Discovery:
         self._scans_begun = 0
         self._scans_ended = 0
         self._scan_began_at: float | None = None
-        self._kept_closed: str | None = None
         self._in_use: str | None = None
         self._last_scan = 0.0
         self._backoff = Backoff(_RETRY_FIRST_S, _RETRY_MAX_S)
@@ -144,7 +143,7 @@ class Discovery:
         waited = max(0.0 if began is None else time.monotonic() - began, self.nvml.session.change_lasts_s())
         if waited <= _HANG_AFTER_S:
             return self._problem
-        return self._kept_closed or (
+        return (
             f"NVML has not answered for {waited:.0f} s; a GPU may need a reset: check the "
             "kernel log for Xid errors"
         )
@@ -208,8 +207,8 @@ class Discovery:
     def _detached(self) -> Detachment | None:
         return None if self.detachments is None else self.detachments.last_known()
 
-    def _paused(self) -> str | None:
-        return None if self.detachments is None else self.detachments.paused()
+    def _is_paused(self) -> bool:
+        return self.detachments is not None and self.detachments.paused()
 
     def _look(self) -> float:
         """Scan if a scan is due or the hardware changed; returns the seconds until the next check."""
@@ -247,7 +246,7 @@ class Discovery:
         before, now = self._fingerprint, HardwareFingerprint(self.host.fingerprint())
         if before is None or self._reopening_is_due or self._detached() is not None:
             return True
-        if self._paused() is not None or self.nvml.session.pauses != self._pauses:
+        if self._is_paused() or self.nvml.session.pauses != self._pauses:
             return True
         try:
             if self._has_nvml:
@@ -294,28 +293,19 @@ class Discovery:
                 self._turn.notify_all()
 
     def _wait_for_pause(self) -> bool:
-        """Keep NVML closed in this process until no process on the node needs a pause.
+        """Keep NVML closed in this process until the worker needs no pause.
 
-        Returns False if a change to a GPU is in progress, which takes precedence, or if this process is
-        stopping.
+        Returns False if NVML cannot be closed now, or if this process is stopping.
         """
-        if self._paused() is None:
+        if not self._is_paused():
             return True
-        began = time.monotonic()
         try:
-            with self.nvml.session.closed(lambda: _PAUSE_S):
-                while (reason := self._paused()) is not None and not self._worker.is_stopping:
-                    self._worker.pause(_PAUSE_POLL_S)
-                    if self._kept_closed is None and time.monotonic() - began >= _PAUSE_S:
-                        self._kept_closed = reason
-                        _log.warning("nvml_kept_closed", reason=reason)
-                        if self._problem == NOT_DISCOVERED:
-                            self._problem = reason
+            with self.nvml.session.closed(lambda: _CLOSING_S):
+                while self._is_paused() and not self._worker.pause(_PAUSE_POLL_S):
+                    pass
         except NvmlInUseError as error:
             self._log_in_use(error)
             return False
-        finally:
-            self._kept_closed = None
         return not self._worker.is_stopping
 
     def _read_everything(self) -> bool:

@@ -85,12 +85,9 @@ class NvmlSession:
         clock: Callable[[], float] = time.monotonic,
         mark: UseMark | None = None,
     ) -> None:
-        """`mark` is held while NVML is initialised, and the mark that follows it while an operation runs. Other
-        processes can see both marks.
-        """
+        """`mark` is held while NVML is initialised, so that other processes can see it."""
         self._loader = loader
         self.mark = mark
-        self._busy_mark = None if mark is None else mark.following()
         self._clock = clock
         # Whether NVML is initialised.
         self.is_open = False
@@ -151,13 +148,11 @@ class NvmlSession:
             if not self.is_open:
                 raise self._why_closed()
             self._operations[thread] = self._clock()
-            self._show_operations()
         try:
             yield
         finally:
             with self._turn:
                 del self._operations[thread]
-                self._show_operations()
                 self._turn.notify_all()
 
     def close(self) -> None:
@@ -298,11 +293,6 @@ class NvmlSession:
         self._change = (what, self._clock())
         return was_open
 
-    def _show_operations(self) -> None:
-        if self._busy_mark is not None:
-            with suppress(StateError):
-                (self._busy_mark.hold if self._operations else self._busy_mark.release)()
-
     def _why_closed(self) -> NvmlUnavailableError:
         """Returns the reason as a new error object, because a traceback belongs to one thread."""
         if self._change is not None and self.change_lasts_s() >= _HANGS_AFTER_S:
@@ -365,22 +355,19 @@ class NvmlSession:
     def _open_or_log(self) -> None:
         try:
             self._open_counted()
-        except NvmlPausedError:
-            return  # another process pauses NVML; `reopen`, or the end of the next pause, opens it
         except DraDriverError as error:
             _log.warning("nvml_not_opened_again", reason=str(error))
 
     def _open_counted(self) -> None:
+        self._reopens = False
         try:
             self._open()
         except DraDriverError as error:
             self._failure = error
-            self._reopens &= isinstance(error, NvmlPausedError)
             is_absent = isinstance(error, NvmlUnavailableError) and not isinstance(error, NvmlDetachedError)
             self._driver_absent |= is_absent
             raise
         self._failure = None
-        self._reopens = False
         self.driver_loads += self._driver_absent
         self._driver_absent = False
         self.openings += 1

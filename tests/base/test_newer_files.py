@@ -25,9 +25,9 @@ import pytest
 import dra_driver
 from dra_driver.base.fields import FileFormat, NewerFormatError
 from dra_driver.base.file_lock import hold_file
-from dra_driver.errors import DraDriverError, NvmlDetachedError, RetryableError, StateError
+from dra_driver.errors import NvmlDetachedError, RetryableError, StateError
 from dra_driver.health.store import HealthStore, ServicedGpus
-from dra_driver.inventory.detachment import Detachments, Pause
+from dra_driver.inventory.detachment import Detachments
 from dra_driver.journal.ledger import Ledger
 from dra_driver.journal.records import RecordStore
 from dra_driver.mig.layout_file import LayoutFile
@@ -133,13 +133,6 @@ def use_detachments(plugin: Path) -> None:
     assert not detachments.end_of(replace(REF, uid="uid-2"))
 
 
-def use_pauses(plugin: Path) -> None:
-    detachments = Detachments(plugin, "boot-1", clock=lambda: 1000.0)
-    assert "of gpu-dra-driver keeps it closed, see " in (detachments.paused() or "")
-    with pytest.raises(DraDriverError), detachments.using_nvml(0.0):
-        pytest.fail("NVML is used during a pause")
-
-
 def use_layouts(plugin: Path) -> None:
     layouts = LayoutFile(plugin / "mig-layout.json")
     assert layouts.load() == ()
@@ -209,7 +202,6 @@ ROWS = {
     "health file": Row("health.json", KEPT, use_health),
     "file of serviced GPUs": Row("serviced.json", ("boot-1", {GPU: 3}), use_serviced),
     "detach file": Row("detach.json", Detachment("boot-1", 1e9, "later", REF, (GPU,)), use_detachments),
-    "pause": Row("pauses/1-2.json", Pause("boot-1", "pid:[1]", 2, 3, "waits", 1.0, "now"), use_pauses),
     "MIG layout file": Row(
         "mig-layout.json", (GpuLayout(GPU, "b", "waiting", "", 2),), use_layouts, stays=False
     ),

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dra_driver.slices.leadership import InstanceLeadership
 
 from dra_driver.health.store import HealthStore, KeptHealth
 from dra_driver.model.claim import AllocatedClaim, Failed, Prepared
@@ -183,21 +182,3 @@ def test_kept_health_may_be_an_older_one_since_the_gpus_are_checked_again_but_is
     assert all(kept in (None, *KEPT) for kept in loaded)
     assert all(kept in loaded for kept in (None, *KEPT))
     assert logs == []
-
-
-def test_turns_to_publish_are_free_after_a_power_loss_since_locks_end_with_the_boot(
-    memory_path: Path,
-) -> None:
-    directory = fresh(memory_path / "disk")
-    disk = Disk(directory)
-    with disk.recording():
-        turn = InstanceLeadership(directory / "publishers", "pod-1")
-        turn.announce()
-        turn.withdraw()
-    for tree in disk.losses["nothing"]:
-        disk.restore(tree)
-        following = InstanceLeadership(directory / "publishers", "pod-2")
-        following.announce()
-        assert following.is_ours(), tree
-        assert len(list((directory / "publishers").iterdir())) == 1, tree
-        following.withdraw()

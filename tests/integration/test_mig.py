@@ -227,15 +227,12 @@ def test_device_is_destroyed_though_nvml_is_being_initialised_again(
     assert clean(node)
 
 
-def test_mode_is_switched_next_to_the_other_instance_of_a_rolling_update(
-    make_node: Callable[..., Node],
-) -> None:
-    """Each of them has NVML open, so each is a client of every GPU."""
+def test_mode_is_switched_next_to_a_process_that_stands_by(make_node: Callable[..., Node]) -> None:
+    """It has NVML open too, so it is a client of every GPU."""
     node = make_node()
-    node.spawn(DYNAMIC_MIG="true", POD_UID="older")
-    node.wait_devices(8 * PER_GPU)
-    newer = node.start_driver(dynamic_mig=True, pod_uid="newer")
-    eventually(newer.leadership.is_ours)
+    node.running(8 * PER_GPU, dynamic_mig=True, pod_uid="older")
+    stays = "from dra_driver.app.daemon import Driver\nDriver._stand_by = lambda self: None"
+    node.spawn(DYNAMIC_MIG="true", POD_UID="newer", before=stays)
     eventually(lambda: len(node.machine.clients(with_own=True)) == 2)
     ref = node.allocated_by_hand("one", named(node, "1g.10gb", 0))
     node.ready(ref)

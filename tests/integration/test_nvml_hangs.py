@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from dra_driver.inventory.detachment import Detachments
 from dra_driver.model.claim import Failed, Prepared
 from tests.fakes.hanging_nvml import HangingNvml
 from tests.fakes.scrapes import scraped
@@ -221,7 +222,7 @@ def test_shutdown_of_nvml_that_hangs_before_a_bind_is_reported_and_holds_up_no_o
         with nvml.hanging("nvmlShutdown"):
             node.refused(binds, "close NVML for a moment", "has not finished")
             eventually(lambda: not node.driver.lanes.under_way())
-            assert list((node.plugin_dir / "pauses").glob("*")) == []
+            assert not Detachments(node.plugin_dir, None).paused()
             pods_start_and_end(node, "meanwhile", plain, "nvmlShutdown")
             monkeypatch.setattr("dra_driver.inventory.discovery._HANG_AFTER_S", 0.2)
             eventually(

@@ -23,7 +23,7 @@ FEATURES = ("claims", "journal", "cdi", "sharing", "mig", "inventory", "slices",
 """Packages that a reader of Prepare must know, without adapters and reporting."""
 
 PUBLISHING = ("inventory", "mig", "sharing", "slices")
-BESIDE = ("slices/leadership.py", "slices/rules/other_writers.py", "mig/layouts.py", "mig/offer.py")
+BESIDE = ("slices/rules/other_writers.py", "mig/layouts.py", "mig/offer.py")
 """They say whether and when slices may be written and which devices are withheld, and do not see the pool's content."""
 
 

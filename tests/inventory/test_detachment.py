@@ -27,7 +27,6 @@ from dra_driver.errors import (
     NvmlDetachedError,
     NvmlInUseError,
     NvmlPausedError,
-    NvmlTransientError,
     NvmlUnavailableError,
     RetryableError,
     StateError,
@@ -36,7 +35,7 @@ from dra_driver.host.driver_programs import NvidiaSmi
 from dra_driver.inventory import detachment
 from dra_driver.inventory import discovery as discovery_module
 from dra_driver.inventory.detachment import LOCK_FILE, Detachments, detach, nvml_pause
-from dra_driver.inventory.discovery import Discovery
+from dra_driver.inventory.discovery import NOT_DISCOVERED, Discovery
 from dra_driver.inventory.rules.gpu_names import named_gpus
 from dra_driver.model.claim import ClaimRef
 from dra_driver.model.maintenance import Detachment
@@ -57,7 +56,13 @@ def clock() -> Clock:
 
 @pytest.fixture
 def detachments(tmp_path: Path, clock: Clock) -> Detachments:
+    """As a process has it that is not the worker."""
     return Detachments(tmp_path, "boot-1", clock)
+
+
+@pytest.fixture
+def worker(tmp_path: Path, clock: Clock) -> Detachments:
+    return Detachments(tmp_path, "boot-1", clock, lambda: True)
 
 
 def test_detachment_lasts_as_long_as_requested(
@@ -176,7 +181,7 @@ def test_program_that_outlives_the_plugin_counts_as_a_user_of_nvml(detachments: 
         with pytest.raises(NvmlInUseError, match="has not closed NVML"):
             detach(detachments, 60, None, timeout_s=0.2)
         with pytest.raises(NvmlInUseError, match="running nvidia-smi"):
-            detachments.wait_until_idle(0.0)
+            detachments.wait_for_smi(0.0)
     finally:
         left.kill()
         left.wait()
@@ -248,78 +253,28 @@ def test_lock_file_that_cannot_be_read_does_not_mean_that_nvml_is_closed(
 
 
 @pytest.mark.parametrize("code", [errno.EMFILE, errno.EIO])
-def test_pause_file_that_cannot_be_read_keeps_nvml_closed(
+def test_nvml_opens_once_the_lock_file_can_be_read_but_the_worker_does_not_wait_for_it(
+    node: SimulatedNode,
     detachments: Detachments,
-    pausing: subprocess.Popen[str],
+    worker: Detachments,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     code: int,
 ) -> None:
-    [file] = (tmp_path / "pauses").iterdir()
-    with monkeypatch.context() as patch:
-        unreadable(patch, file.name, code)
-        with pytest.raises(NvmlPausedError, match="cannot read"), detachments.using_nvml(0.0):
-            pytest.fail("nvidia-smi ran")
-    pausing.communicate()
-    with detachments.using_nvml(0.0):
-        pass
-
-
-@pytest.mark.parametrize("code", [errno.EMFILE, errno.EIO])
-def test_pause_file_that_cannot_be_read_lasts_for_a_minute(
-    detachments: Detachments,
-    pausing: subprocess.Popen[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    code: int,
-) -> None:
-    [file] = (tmp_path / "pauses").iterdir()
-    unreadable(monkeypatch, file.name, code)
-    written = file.stat().st_mtime
-    since = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(written))
-    said = f"NVML is closed for a moment (since {since} UTC): a process of gpu-dra-driver keeps it closed; cannot read"
-    assert (detachments.paused() or "").startswith(said)
-    os.utime(file, (written - 61, written - 61))
-    assert (detachments.paused(), detachments.problem()) == (None, None)
-    with detachments.using_nvml(0.0):
-        pass
-
-
-def test_pause_file_of_unknown_age_keeps_nvml_closed(
-    detachments: Detachments, pausing: subprocess.Popen[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its inode is on a bad block."""
-    [file] = (tmp_path / "pauses").iterdir()
-    unreadable(monkeypatch, file.name, errno.EIO)
-
-    def refuse(_path: Path) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(Path, "lstat", refuse)
-    with pytest.raises(
-        NvmlDetachedError, match=r"unknown: cannot read .*\.json: .*; if this lasts, remove"
-    ) as caught:
-        detachments.guarded(lambda: pytest.fail("NVML was opened"))()
-    assert not isinstance(caught.value, NvmlPausedError), "that ends soon"
-
-
-def test_pauses_that_cannot_be_listed_are_a_problem_of_the_node(
-    node: SimulatedNode, tmp_path: Path, detachments: Detachments
-) -> None:
-    pauses = tmp_path / "pauses"
-    pauses.symlink_to("pauses")
     _, discovery = instance(node, tmp_path, detachments, [])
-    discovery.start()
-    try:
-        eventually(
-            lambda: "whether NVML must stay closed is unknown: cannot" in (discovery.unavailable() or "")
-        )
-        assert str(pauses) in (discovery.unavailable() or "")
-        assert not detachments.is_nvml_open()
-        pauses.unlink()
-        eventually(lambda: discovery.unavailable() is None)
-    finally:
-        discovery.stop()
+    with monkeypatch.context() as patch:
+        unreadable(patch, LOCK_FILE, code)
+        discovery.scan_now(5)
+        said = "whether NVML must stay closed is unknown: cannot open the lock file"
+        assert (discovery.unavailable() or "").startswith(said)
+        assert worker.problem() is None
+    discovery.scan_now(5)
+    assert discovery.unavailable() is None
+    with monkeypatch.context() as patch:
+        unreadable(patch, LOCK_FILE, code)
+        discovery.scan_now(5)
+        assert discovery.unavailable() is None, "an open NVML stays open"
+    discovery.stop()
 
 
 def test_detach_while_another_process_writes_the_file_names_no_claim(
@@ -606,7 +561,7 @@ def instance(
     return reader, discovery
 
 
-OTHER = """
+STANDS_BY = """
 import json, structlog, sys
 from pathlib import Path
 from dra_driver.base.file_lock import UseMark
@@ -638,11 +593,11 @@ discovery.stop()
 """
 
 
-class OtherInstance:
-    """The other instance of a rolling update, a process of its own."""
+class StandsBy:
+    """A process that stands by."""
 
     def __init__(self, directory: Path, machine: Path) -> None:
-        command = [sys.executable, "-c", OTHER, str(directory), str(machine)]
+        command = [sys.executable, "-c", STANDS_BY, str(directory), str(machine)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def state(self) -> dict[str, object]:
@@ -656,28 +611,28 @@ class OtherInstance:
 
 
 @pytest.fixture
-def other(node: SimulatedNode, tmp_path: Path) -> Iterator[OtherInstance]:
-    made = OtherInstance(tmp_path, node.machine.directory)
+def other(node: SimulatedNode, tmp_path: Path) -> Iterator[StandsBy]:
+    made = StandsBy(tmp_path, node.machine.directory)
     yield made
     made.stop()
 
 
-def test_all_instances_close_nvml_for_a_moment_and_keep_their_devices(
+def test_all_processes_close_nvml_for_a_moment_and_keep_their_devices(
     node: SimulatedNode,
     tmp_path: Path,
-    detachments: Detachments,
-    other: OtherInstance,
+    worker: Detachments,
+    other: StandsBy,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(discovery_module, "_CHECK_EVERY_S", 0.01)
     received: list[str] = []
-    reader, discovery = instance(node, tmp_path, detachments, received)
+    reader, discovery = instance(node, tmp_path, worker, received)
     discovery.start()
     known = ["change", "reload"]
     eventually(lambda: other.state()["heard"] == received == known)
     gone = node.machine.gpu(7)
-    with nvml_pause(reader.session, detachments)("tests", lambda: 20.0):
-        assert (node.machine.clients(with_own=True), detachments.is_nvml_open()) == ([], False)
+    with nvml_pause(reader.session, worker)("tests", lambda: 20.0):
+        assert (node.machine.clients(with_own=True), worker.is_nvml_open()) == ([], False)
         assert other.state() == {"gpus": 8, "problem": None, "heard": known, "open": False}
         node.machine.give_to(7, "vfio-pci")
         assert discovery.unavailable() is None
@@ -745,7 +700,7 @@ def test_hanging_change_ends_the_pause_and_others_continue(
         raise RetryableError("unbind hangs")
     with reader.session.operation(lambda: 0.0):
         assert len(reader.read_inventory().gpus) == 8
-    assert list((tmp_path / "pauses").iterdir()) == []
+    assert not detachments.paused()
     assert [line["event"] for line in logs] == ["nvml_paused", "nvml_pause_over"]
     reader.session.close()
 
@@ -772,7 +727,7 @@ def test_pause_waits_for_changes_and_nvidia_smi_and_keeps_no_one_from_them(
             waiting.start()
             for use in uses:
                 with use(), session.kept_open():
-                    assert detachments.paused() is None
+                    assert not detachments.paused()
             assert not done.is_set()
         waiting.join(PATIENCE_S)
         assert done.is_set()
@@ -780,7 +735,7 @@ def test_pause_waits_for_changes_and_nvidia_smi_and_keeps_no_one_from_them(
             assert session.is_open
     with (
         detachments.using_nvml(0.0),
-        pytest.raises(NvmlInUseError, match="gpu-dra-driver is changing a GPU or running nvidia-smi"),
+        pytest.raises(NvmlInUseError, match="gpu-dra-driver is running nvidia-smi, and retries soon"),
         closed("tests", lambda: 0.0),
     ):
         pytest.fail("it began")
@@ -794,7 +749,7 @@ def test_pause_ends_when_someone_does_not_close_nvml(detachments: Detachments, t
     refused = pytest.raises(NvmlInUseError, match="another process of gpu-dra-driver on this node")
     with refused, detachments.pause("tests", 0.0):
         pytest.fail("it began")
-    assert list((tmp_path / "pauses").iterdir()) == []
+    assert not detachments.paused()
     mark.release()
 
 
@@ -826,111 +781,85 @@ def pausing(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     made.communicate()
 
 
-def test_pause_of_another_process_says_who_pauses_and_since_when(
+def test_pause_of_another_process_ends_although_it_is_killed_and_still_a_zombie(
     detachments: Detachments, pausing: subprocess.Popen[str]
 ) -> None:
-    who = f"process {pausing.pid} of gpu-dra-driver changes GPU-7"
-    said = rf"NVML is closed for a moment \(since \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d UTC\): {who}"
-    with detachments.pause("tests"):
-        assert re.fullmatch(said, detachments.paused() or "")
-        pausing.communicate()
-        assert (detachments.paused(), detachments.problem()) == (None, None)
-        with (
-            pytest.raises(NvmlPausedError, match=r"of gpu-dra-driver tests$"),
-            detachments.using_nvml(0.0),
-        ):
-            pytest.fail("nvidia-smi is another process")
+    assert (detachments.paused(), detachments.problem()) == (True, str(NvmlPausedError()))
+    with pytest.raises(NvmlPausedError), detachments.using_nvml(0.0):
+        pytest.fail("nvidia-smi ran")
+    pausing.kill()
+    eventually(lambda: Path(f"/proc/{pausing.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z")
+    assert (detachments.paused(), detachments.problem()) == (False, None)
     with detachments.using_nvml(0.0):
         pass
 
 
-def test_pause_of_a_killed_process_is_over_though_it_is_still_a_zombie(
-    detachments: Detachments, pausing: subprocess.Popen[str], tmp_path: Path
-) -> None:
-    """As one that hangs in the kernel: whether its locks are still held does not count."""
-    [left] = (tmp_path / "pauses").iterdir()
-    pausing.kill()
-    eventually(lambda: Path(f"/proc/{pausing.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z")
-    assert (detachments.paused(), detachments.problem()) == (None, None)
-    with detachments.using_nvml(0.0), pytest.raises(NvmlInUseError), detachments.pause("tests", 0.0):
-        pass
-    assert not left.exists()
-
-
-@pytest.mark.parametrize(
-    ("changed", "lasts"),
-    [
-        ({}, True),
-        ({"started": 1}, False),
-        ({"bootID": "boot-0"}, False),
-        ({"pidNamespace": "pid:[1]", "pid": 1}, True),
-        ({"pidNamespace": "pid:[1]", "beganS": 939.0}, False),
-        ({"version": 0}, False),
-        ({"pid": "one"}, False),
-    ],
-)
-def test_pause_lasts_as_long_as_its_process_or_a_minute_where_that_cannot_be_seen(
-    detachments: Detachments,
-    pausing: subprocess.Popen[str],
+def test_worker_ignores_a_pause_that_another_process_left(
+    node: SimulatedNode,
     tmp_path: Path,
-    changed: dict[str, Any],
-    lasts: bool,
+    detachments: Detachments,
+    worker: Detachments,
+    pausing: subprocess.Popen[str],
 ) -> None:
-    [file] = (tmp_path / "pauses").iterdir()
-    document = json.loads(file.read_text())
-    file.write_text(json.dumps({**document, "beganS": 941.0, **changed}))
-    assert (detachments.paused() is not None) == lasts
+    """As of a process that was killed while it hangs in the kernel, which keeps its locks."""
+    reader, discovery = instance(node, tmp_path, worker, [])
+    discovery.scan_now(5)
+    assert (discovery.unavailable(), worker.problem(), reader.session.is_open) == (None, None, True)
+    with worker.using_nvml(0.0):
+        assert detachments.paused()
+    with nvml_pause(reader.session, worker)("tests", lambda: 0.0):
+        assert not worker.is_nvml_open()
+        with pytest.raises(NvmlPausedError), worker.using_nvml(0.0):
+            pytest.fail("nvidia-smi ran during a pause of its own process")
+    assert (reader.session.is_open, detachments.paused()) == (True, True)
+    discovery.stop()
 
 
-def test_only_one_of_two_processes_that_continue_with_nvml_pauses_the_other(
-    pausing: subprocess.Popen[str], tmp_path: Path
+@pytest.mark.parametrize("becomes_the_worker", [False, True])
+def test_process_that_stands_by_opens_nvml_after_the_pause_or_as_the_worker(
+    node: SimulatedNode, tmp_path: Path, pausing: subprocess.Popen[str], becomes_the_worker: bool
 ) -> None:
-    detachments, own = Detachments(tmp_path, "boot-1"), UseMark(tmp_path / LOCK_FILE)
-    own.hold()
-    refused = pytest.raises(
-        NvmlTransientError, match="another process of gpu-dra-driver is already doing this"
-    )
-    with refused, detachments.pause("tests", own=own):
-        pytest.fail("it began")
-    pausing.communicate()
-    with detachments.pause("tests", own=own):
+    is_worker = threading.Event()
+    detachments = Detachments(tmp_path, "boot-1", is_worker=is_worker.is_set)
+    reader, discovery = instance(node, tmp_path, detachments, [])
+    discovery.start()
+    try:
+        eventually(lambda: reader.session.pauses == 1)
+        assert (discovery.unavailable(), detachments.is_nvml_open()) == (NOT_DISCOVERED, False)
+        if becomes_the_worker:
+            is_worker.set()
+        else:
+            pausing.kill()
+        eventually(lambda: discovery.unavailable() is None)
         assert detachments.is_nvml_open()
-    other = UseMark(tmp_path / LOCK_FILE)
+    finally:
+        discovery.stop()
+
+
+def test_pause_of_a_process_that_continues_with_nvml_closes_it_in_the_others(
+    worker: Detachments, detachments: Detachments, tmp_path: Path
+) -> None:
+    own, other = UseMark(tmp_path / LOCK_FILE), UseMark(tmp_path / LOCK_FILE)
+    own.hold()
+    with worker.pause("tests", own=own):
+        assert (detachments.is_nvml_open(), detachments.paused()) == (True, True)
     other.hold()
-    with pytest.raises(NvmlInUseError), detachments.pause("tests", 0.0, own):
+    with pytest.raises(NvmlInUseError), worker.pause("tests", 0.0, own):
         pytest.fail("another has NVML open")
     own.release()
     other.release()
 
 
-def test_pauses_of_one_process_overlap(detachments: Detachments, tmp_path: Path) -> None:
-    with detachments.pause("tests"):
-        with detachments.pause("tests, too"):
+def test_pauses_of_one_process_overlap(worker: Detachments, detachments: Detachments) -> None:
+    with worker.pause("tests"):
+        with worker.pause("tests, too"):
             pass
-        assert len(list((tmp_path / "pauses").iterdir())) == 1
-    assert list((tmp_path / "pauses").iterdir()) == []
-
-
-def test_instance_that_starts_during_a_long_pause_says_who_keeps_nvml_closed(
-    node: SimulatedNode,
-    tmp_path: Path,
-    detachments: Detachments,
-    pausing: subprocess.Popen[str],
-    monkeypatch: pytest.MonkeyPatch,
-    logs: list,
-) -> None:
-    monkeypatch.setattr(discovery_module, "_PAUSE_S", 0.0)
-    monkeypatch.setattr(discovery_module, "_HANG_AFTER_S", 0.2)
-    _, discovery = instance(node, tmp_path, detachments, [])
-    discovery.start()
-    who = f"process {pausing.pid} of gpu-dra-driver"
-    eventually(lambda: who in (discovery.unavailable() or ""))
-    eventually(lambda: [problem.code for problem in discovery.problems()] == ["waiting-for-driver"])
-    assert [who in line["reason"] for line in logs if line["event"] == "nvml_kept_closed"] == [True]
-    pausing.communicate()
-    eventually(lambda: discovery.unavailable() is None)
-    assert discovery.problems() == []
-    discovery.stop()
+        assert detachments.paused()
+        with pytest.raises(NvmlPausedError), worker.using_nvml(0.0):
+            pytest.fail("nvidia-smi ran")
+    assert not detachments.paused()
+    with worker.using_nvml(0.0):
+        pass
 
 
 def test_nvidia_smi_and_the_mps_host_wait_for_the_end_of_a_pause(detachments: Detachments) -> None:
@@ -988,14 +917,3 @@ def test_detach_file_of_a_newer_release_lasts_until_its_claim_ends_or_for_a_day(
     assert detachments.problem() is not None
     detachments.end()
     assert detachments.problem() is None
-
-
-def test_pause_of_a_newer_release_lasts_for_a_minute(
-    detachments: Detachments, pausing: subprocess.Popen[str], tmp_path: Path
-) -> None:
-    [file] = (tmp_path / "pauses").iterdir()
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"version": 2}))
-    assert f"see {file}" in (detachments.paused() or "")
-    written = file.stat().st_mtime
-    os.utime(file, (written - 61, written - 61))
-    assert detachments.paused() is None

@@ -497,19 +497,3 @@ def test_nvml_that_cannot_be_opened_after_a_pause_is_reported_and_opened_later(
     bench.node.machine.load_driver()
     bench.session.reopen()
     assert pynvml.nvmlDeviceGetCount() == 4
-
-
-def test_pause_of_another_process_keeps_operations_waiting(bench: Bench) -> None:
-    def theirs() -> object:
-        raise NvmlPausedError
-
-    session = bench.session
-    with session.closed(lambda: 0.0):
-        session._loader = theirs
-    session._loader = bench._load
-    with pytest.raises(NvmlUnavailableError, match="is being initialised"), session.operation(lambda: 0.0):
-        pass
-    with session.closed(lambda: 0.0):
-        pass
-    with session.operation(lambda: 0.0):
-        assert pynvml.nvmlDeviceGetCount() == 4
