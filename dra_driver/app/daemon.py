@@ -28,7 +28,7 @@ from dra_driver.claims.gpu_processes import GpuProcesses
 from dra_driver.claims.lifecycle import ClaimLifecycle
 from dra_driver.claims.prepare import Identity
 from dra_driver.claims.specs_without_record import SpecsWithoutRecord
-from dra_driver.errors import DraDriverError, FatalError
+from dra_driver.errors import DraDriverError, FatalError, StateError
 from dra_driver.health.gpu_health import GpuHealth
 from dra_driver.health.rules.taints import TaintPolicy
 from dra_driver.health.rules.xids import XidPolicy
@@ -551,10 +551,16 @@ class Driver:
         self.health.stream.stop()
         self.claims.waiter.stop()
         self._admission.end()
-        self._plugin.stop()
+        self._plugin.stop(_CALLS_S if self._is_asked() else None)
         self._stop(self._running)
         self._worker.close()
         self._stopped.set()
+
+    def _is_asked(self) -> bool:
+        try:
+            return self._worker.is_asked()
+        except StateError:
+            return False
 
     def _stop(self, parts: list[Part]) -> None:
         while parts:
