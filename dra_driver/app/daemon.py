@@ -180,7 +180,6 @@ class Driver:
             lanes=self.lanes,
             under_vfio=self.passthrough.taken,
             ledger=self.ledger,
-            leadership=self.leadership,
             on_shown=self._publish,
             on_transition=self._health_moved,
             on_polled=self.discovery.health_polled,

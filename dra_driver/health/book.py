@@ -17,7 +17,7 @@ import structlog
 
 from dra_driver.base.threads import BackgroundWorker
 from dra_driver.errors import StateError
-from dra_driver.health.rules.state import XID, merged, observe, rebooted, waits_for_reset
+from dra_driver.health.rules.state import XID, observe, rebooted, waits_for_reset
 from dra_driver.health.rules.xids import NO_CHANGES, XidPolicy, xid_text
 from dra_driver.health.store import HealthStore, KeptHealth, ServicedGpus
 from dra_driver.model.health import (
@@ -40,7 +40,6 @@ _KEPT = 32
 _log = structlog.get_logger(__name__)
 
 _WRITE_AGAIN_S = 5.0
-"""Also the maximum time until this instance notices that another instance has written the file."""
 FRESH_S = 30.0
 OVERDUE_S = 30.0
 """An NVML call that takes longer counts as hanging, although a call that waits for the GPU's system processor can
@@ -200,7 +199,7 @@ class HealthBook:
             )
 
     def restore(self) -> None:
-        """Load the states that an earlier run or another instance saved. A failure is logged."""
+        """Load the states that an earlier run saved, before anything is observed. A failure is logged."""
         try:
             kept = self.store.load()
         except StateError as error:
@@ -214,14 +213,11 @@ class HealthBook:
             # Instances never survive a boot.
             states = tuple(rebooted(state, self.now()) for state in states if not state.target.is_instance)
         with self._guard:
-            self._states = {state.target: state for state in merged(self._states.values(), states)}
-            self.driver_version = self.driver_version or kept.driver_version
+            self._states = {state.target: state for state in states}
+            self.driver_version = kept.driver_version
 
     def write(self) -> float:
         """Write the file if its content has changed. Returns the seconds until the next call."""
-        if self.store.is_outdated():
-            self.restore()
-            self.node.health_changed()
         self._take_serviced()
         kept = KeptHealth(self.boot_id, self.driver_version, tuple(self._states.values()))
         if kept == self._kept:

@@ -39,7 +39,6 @@ from dra_driver.model.inventory import OfferedDevice, VfioDevice
 from dra_driver.model.mig import GpuLayout, OwnedInstance
 from dra_driver.model.problems import NodeProblem
 from dra_driver.nvml.health_source import HealthSource
-from dra_driver.slices.leadership import InstanceLeadership
 from dra_driver.slices.rules.build import NEWEST_TAINTS, TaintLimits, Taints
 
 _RESEND_S = 10.0
@@ -129,9 +128,8 @@ class GpuHealth:
     """`monitor` watches the GPUs, `book` keeps their states, and `stream` reports the states to the kubelet.
 
     `under_vfio` returns the UUIDs of the GPUs that are, or will soon be, bound to vfio; NVML may not list
-    them. `ledger` has the MIG devices that were created on demand. If another instance of the plugin leads,
-    that instance writes the health file. Several threads call `on_shown` after each visible change,
-    `on_transition` after each new entry of the history, and `on_polled` after each poll.
+    them. `ledger` has the MIG devices that were created on demand. Several threads call `on_shown` after each visible
+    change, `on_transition` after each new entry of the history, and `on_polled` after each poll.
     """
 
     def __init__(
@@ -148,7 +146,6 @@ class GpuHealth:
         lanes: Lanes,
         under_vfio: Callable[[], Collection[str]],
         ledger: Ledger,
-        leadership: InstanceLeadership,
         on_shown: Callable[[], object],
         on_transition: Callable[[HealthChange], None],
         on_polled: Callable[[str, PolledHealth], None],
@@ -160,7 +157,7 @@ class GpuHealth:
         self.taint_policy = taint_policy
         self.book = HealthBook(
             self,
-            HealthStore(plugin_directory / "health.json", leadership.speaks_for_node),
+            HealthStore(plugin_directory / "health.json"),
             boot_id,
             ServicedGpus(plugin_directory, boot_id),
             xids,

@@ -776,7 +776,7 @@ class Threaded:
         node = SimpleNamespace(
             gpus=lambda: self.gpus, is_on_bus=lambda _: True, hanging=lambda: self.hanging, **received | more
         )
-        store = HealthStore(path / "health.json", lambda: True)
+        store = HealthStore(path / "health.json")
         self.monitor = Monitor(HealthBook(node, store, "boot", monotonic=lambda: self.time[0]), self.source)
         self.monitor.start()
         eventually(lambda: sum(poller.is_registered for poller in self.monitor.pollers.values()) == 2)

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from dra_driver.errors import StateError
 from dra_driver.health.book import HealthHistory, change_between
-from dra_driver.health.rules.state import merged
 from dra_driver.health.store import HealthStore, KeptHealth, decode, encode
 from dra_driver.model.health import HealthChange, HealthState, HealthTarget, Reason, Severity
 
@@ -49,11 +48,6 @@ _states = st.builds(
 )
 GPU, OTHER = HealthTarget("GPU-a"), HealthTarget("GPU-a", 3, 0)
 S = Severity
-TARGET = HealthTarget("GPU-1")
-MIG_TARGET = HealthTarget("GPU-1", 7, 0)
-BEFORE = Reason("xid", "79", Severity.UNHEALTHY, 10, 10, "Xid 79")
-OTHER_XID = Reason("xid", "48", Severity.UNHEALTHY, 20, 20, "Xid 48")
-LEVEL = Reason("row-remap", "pending", Severity.DEGRADED, 20, 20, "rows", "poll")
 
 
 @pytest.fixture
@@ -179,51 +173,3 @@ def test_a_gpu_that_is_healthy_again_names_what_it_had_without_remedies() -> Non
     ill = HealthState(GPU, (lost, xid))
     assert change_between(ill, HealthState(GPU), 2).text == "healthy again after: GPU lost, Xid 79"
     assert change_between(ill, HealthState(GPU, (xid,)), 2).text == "no longer: GPU lost"
-
-
-def kept(*reasons: Reason) -> KeptHealth:
-    return KeptHealth("boot-1", "580.1", (HealthState(TARGET, reasons),))
-
-
-def test_standby_instance_writes_nothing_and_takes_over_what_the_other_kept(tmp_path: Path) -> None:
-    path = tmp_path / "health.json"
-    new_turn = False
-    old = HealthStore(path, lambda: not new_turn)
-    new = HealthStore(path, lambda: new_turn)
-    assert not old.is_outdated()
-    assert new.load() is None
-    assert not new.is_outdated()
-    old.save(kept(BEFORE))
-    new.save(kept(OTHER_XID))
-    assert HealthStore(path).load() == kept(BEFORE)
-    new_turn = True
-    old.save(kept())
-    assert HealthStore(path).load() == kept(BEFORE)
-    assert not old.is_outdated()
-    assert [new.is_outdated() for _ in range(2)] == [True, False]
-    both = kept(OTHER_XID, BEFORE)
-    assert new.load() == both
-    assert HealthStore(path).load() == both, "kept at once"
-
-
-def test_state_of_an_older_boot_or_no_state_is_not_merged(tmp_path: Path) -> None:
-    path = tmp_path / "health.json"
-    shared = HealthStore(path, lambda: True)
-    shared.save(kept(BEFORE))
-    HealthStore(path).save(KeptHealth("boot-0", None, (HealthState(TARGET, (OTHER_XID,)),)))
-    assert shared.load() == kept(BEFORE)
-    path.unlink()
-    assert shared.load() == kept(BEFORE)
-    assert HealthStore(path).load() == kept(BEFORE), "a file that went away is written again"
-
-
-def test_merging_adds_events_and_unknown_targets_only() -> None:
-    mine = HealthState(TARGET, (OTHER_XID,), setbacks=(20,), held_until=None)
-    other = HealthState(TARGET, (LEVEL, BEFORE), 3, setbacks=(10, 20), held_until=99)
-    instance = HealthState(MIG_TARGET, (BEFORE,), identity="MIG-a")
-    assert merged([mine], [other, instance]) == (
-        HealthState(TARGET, (OTHER_XID, BEFORE), setbacks=(10, 20), held_until=99),
-        instance,
-    )
-    again = HealthState(MIG_TARGET, identity="MIG-b")
-    assert merged([again], [instance]) == (again,)

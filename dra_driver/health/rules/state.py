@@ -2,8 +2,7 @@
 
 A state is a set of active reasons, and its severity is the worst of them, so a harmless event never makes a bad
 device look healthy. A reason ends only as its `Ending` says, never because a query failed. A poll in which no live
-query succeeded ends no reason; after two such polls in a row the GPU is unresponsive. `merged` combines the states
-of the same GPUs from two instances of the plugin.
+query succeeded ends no reason; after two such polls in a row the GPU is unresponsive.
 """
 
 from __future__ import annotations
@@ -370,32 +369,3 @@ def _damped(before: HealthState, after: HealthState, now: int) -> HealthState:
     text = f"the device became unhealthy {times} times in {FLAP_WINDOW_S} s, so its taint stays for {until - now} s"
     held = Reason(FLAPPING, "", Severity.DEGRADED, now, now, text)
     return _with(replace(after, held_until=max(until, after.held_until or 0)), held)
-
-
-def merged(mine: Iterable[HealthState], kept: Iterable[HealthState]) -> tuple[HealthState, ...]:
-    """Merge the states of this instance with events that only another instance received.
-
-    Poll results of the other instance are ignored for devices that this instance has polled.
-    """
-    known = {state.target: state for state in mine}
-    for state in kept:
-        own = known.get(state.target)
-        known[state.target] = state if own is None else _with_events_of(own, state)
-    return tuple(known.values())
-
-
-def _with_events_of(own: HealthState, other: HealthState) -> HealthState:
-    if own.identity is not None and other.identity is not None and own.identity != other.identity:
-        return own  # `other` belongs to another MIG instance with the same IDs
-    names = {reason.name for reason in own.reasons}
-    heard = [reason for reason in other.reasons if reason.source == "event" and reason.name not in names]
-    held = [moment for moment in (own.held_until, other.held_until) if moment is not None]
-    return replace(
-        own,
-        reasons=tuple(sorted((*own.reasons, *heard), key=lambda reason: reason.name)),
-        setbacks=tuple(sorted({*own.setbacks, *other.setbacks})),
-        held_until=max(held, default=None),
-        identity=own.identity or other.identity,
-        pci_bus_id=own.pci_bus_id or other.pci_bus_id,
-        nvlinks=seen_nvlinks(other.nvlinks, own.nvlinks) if own.nvlinks else other.nvlinks,
-    )
