@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -91,8 +90,7 @@ class Context:
 def stream_of(
     devices: Callable[[], Iterable[OfferedDevice]], book: Book, instances: dict[str, MadeInstance]
 ) -> HealthStream:
-    health = SimpleNamespace(devices=devices, book=book, instances=lambda: instances)
-    return HealthStream("node-a", health)
+    return HealthStream("node-a", book, devices, lambda: instances)
 
 
 class Bench:

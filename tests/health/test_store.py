@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -129,7 +128,7 @@ def change(
 
 def test_programs_that_fail_in_turns_leave_room_for_the_rest(logs) -> None:
     reported: list[HealthChange] = []
-    history = HealthHistory(SimpleNamespace(health_moved=reported.append))
+    history = HealthHistory(reported.append)
     history.add(change("it went bad", S.OK, S.DEGRADED))
     for at in range(1, 101):
         history.note(change("Xid 31", S.DEGRADED, S.DEGRADED, at=at))
@@ -144,7 +143,7 @@ def test_programs_that_fail_in_turns_leave_room_for_the_rest(logs) -> None:
 
 def test_a_slowdown_that_comes_and_goes_is_reported_once() -> None:
     reported: list[HealthChange] = []
-    history = HealthHistory(SimpleNamespace(health_moved=reported.append))
+    history = HealthHistory(reported.append)
     for _ in range(50):
         history.add(change("too hot", S.OK, S.INFORMATION))
         history.add(change("healthy again after: too hot", S.INFORMATION, S.OK))
@@ -154,7 +153,7 @@ def test_a_slowdown_that_comes_and_goes_is_reported_once() -> None:
 
 def test_each_time_that_a_gpu_goes_bad_and_recovers_is_reported() -> None:
     reported: list[HealthChange] = []
-    history = HealthHistory(SimpleNamespace(health_moved=reported.append))
+    history = HealthHistory(reported.append)
     for at in range(3):
         history.add(change("Xid 74", S.OK, S.UNHEALTHY, at=at))
         history.add(change("healthy again after: Xid 74", S.UNHEALTHY, S.OK, at=at))
