@@ -110,6 +110,7 @@ class HealthBook:
         is_news = not self.is_fresh(gpu_uuid)
         self._answers[gpu_uuid] = (self.now(), self.monotonic())
         if is_news:
+            self.writer.wake()
             self.on_shown()
 
     def take(self, observed: Mapping[HealthTarget, Sequence[Observation]]) -> None:
@@ -200,7 +201,8 @@ class HealthBook:
     def write(self) -> float:
         """Write the file if its content has changed. Returns the seconds until the next call."""
         self._take_serviced()
-        kept = KeptHealth(self.boot_id, self.driver_version, tuple(self._states.values()))
+        known = tuple(sorted(uuid for uuid in tuple(self._answers) if self.is_fresh(uuid)))
+        kept = KeptHealth(self.boot_id, self.driver_version, tuple(self._states.values()), known)
         if kept == self._kept:
             return _WRITE_AGAIN_S
         try:

@@ -34,11 +34,15 @@ _FILE = "serviced.json"
 
 @dataclass(frozen=True, slots=True)
 class KeptHealth:
-    """The content of the health file. `boot_id` and `driver_version` are from the time of writing."""
+    """The content of the health file. `boot_id` and `driver_version` are from the time of writing.
+
+    `known` has the UUIDs of the GPUs whose health the plugin knew, because they had answered recently.
+    """
 
     boot_id: str
     driver_version: str | None = None
     states: tuple[HealthState, ...] = ()
+    known: tuple[str, ...] = ()
 
 
 class HealthStore:

@@ -692,6 +692,19 @@ def test_a_gpu_whose_health_is_known_again_is_reported(bench):
     assert bench.changes == before + 4
 
 
+def test_file_names_the_gpus_whose_health_is_known(bench):
+    def known() -> list[str]:
+        return json.loads((bench.directory / "health.json").read_text())["known"]
+
+    assert known() == sorted(bench.uuids)
+    silence(bench.machine, 0)
+    for _ in range(4):
+        bench.turn(10)
+    assert known() == sorted(bench.uuids[1:])
+    bench.restarted().book.write()
+    assert "known" not in json.loads((bench.directory / "health.json").read_text())
+
+
 def test_a_disk_that_refuses_costs_only_the_memory(bench, logs, monkeypatch):
     def refuse(kept: KeptHealth) -> None:
         raise StateError("the disk is full")

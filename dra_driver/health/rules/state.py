@@ -52,7 +52,13 @@ FLAPPING = "flapping"
 _EVENT_KEYS = frozenset({XID, ECC})
 _NO_ACTION = 0
 _IF_IT_LASTS = "if this lasts, drain the node and reboot it"
-_LOST_TEXT = f"the GPU fell off the bus and does not answer; {RESET_OR_REBOOT}"
+LOST_NOW: Finding = (
+    LOST,
+    "",
+    Severity.LOST,
+    f"the GPU fell off the bus and does not answer; {RESET_OR_REBOOT}",
+)
+"""What NVML's error for a lost GPU means."""
 
 
 SETTLE_S = 30
@@ -69,6 +75,13 @@ NO_ANSWER, NVML_HANGS = "no-answer", "nvml-hangs"
 """Values of UNRESPONSIVE: every query fails, or an NVML call does not return. After a hang a GPU cannot be reset,
 because nvidia-smi hangs too.
 """
+HANGS_NOW: Finding = (
+    UNRESPONSIVE,
+    NVML_HANGS,
+    Severity.DEGRADED,
+    f"the GPU does not answer: an NVML call does not return; {_IF_IT_LASTS}",
+)
+"""What an NVML call that does not return means."""
 FLAPS, FLAP_WINDOW_S = 3, 3600
 """A device that becomes bad FLAPS times within FLAP_WINDOW_S seconds stays tainted after it recovers."""
 HOLD_S, HOLD_MAX_S = 600, 4 * 3600
@@ -138,10 +151,9 @@ def observe(
         case PollResult(polled):
             after = _after_poll(state, polled, now)
         case Unreachable():
-            after = _with_found(state, {LOST: [(LOST, "", Severity.LOST, _LOST_TEXT)]}, now)
+            after = _with_found(state, {LOST: [LOST_NOW]}, now)
         case NoAnswer(for_s):
-            text = f"the GPU does not answer: an NVML call does not return; {_IF_IT_LASTS}"
-            after = _no_answer(state, NVML_HANGS, text, now - int(for_s))
+            after = _no_answer(state, HANGS_NOW, now - int(for_s))
         case MonitoringState(problem):
             found = [] if problem is None else [(UNMONITORED, "", Severity.INFORMATION, problem)]
             after = _with_found(state, {UNMONITORED: found}, now)
@@ -226,19 +238,18 @@ def _after_silence(state: HealthState, polled: PolledHealth, now: int) -> Health
     if polls < SILENT_POLLS or state.has(LOST):
         return state
     text = f"the GPU does not answer: every query fails; {RESET_OR_REBOOT}"
-    return _no_answer(state, NO_ANSWER, text, now)
+    return _no_answer(state, (UNRESPONSIVE, NO_ANSWER, Severity.DEGRADED, text), now)
 
 
-def _no_answer(state: HealthState, value: str, text: str, since: int) -> HealthState:
+def _no_answer(state: HealthState, found: Finding, since: int) -> HealthState:
     """Record why the GPU does not answer, in the place of an earlier cause."""
+    key, value, severity, text = found
     before = next(filter(_is_silence, state.reasons), None)
     if before is not None and (before.value, before.text) == (value, text):
         return state  # the same object, so that nothing is written to disk
     since = since if before is None else before.since
     others = [reason for reason in state.reasons if reason is not before]
-    return _having(
-        state, [*others, Reason(UNRESPONSIVE, value, Severity.DEGRADED, since, since, text, "poll")]
-    )
+    return _having(state, [*others, Reason(key, value, severity, since, since, text, "poll")])
 
 
 def _after_poll(state: HealthState, polled: PolledHealth, now: int) -> HealthState:
