@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 from typing import get_args
 
 import pynvml
@@ -199,10 +198,7 @@ class OneReason:
 
 def pods(reason: Reason) -> str:
     """What the kubelet shows for pods on a GPU with the reason."""
-    stream = HealthStream(
-        "node-a",
-        SimpleNamespace(devices=lambda: [WholeGpu(GPU_0, h100(0))], book=OneReason(reason), instances=dict),
-    )
+    stream = HealthStream("node-a", OneReason(reason), lambda: [WholeGpu(GPU_0, h100(0))], dict)
     [device] = stream.snapshot().devices
     return pb.HealthStatus.Name(device.health).title()
 

@@ -131,7 +131,7 @@ def known_gpus(machine: CommandMachine) -> Mapping[str, str]:
     for record in state.records:
         known |= {held.device: held.gpu_uuid for held in record.devices}
         known |= {uuid: uuid for uuid in record.gpu_uuids}
-    for entry in state.health:
+    for entry in state.health.states:
         known[entry.target.gpu_uuid] = entry.target.gpu_uuid
         if entry.pci_bus_id is not None:
             known[entry.pci_bus_id] = entry.target.gpu_uuid

@@ -26,7 +26,7 @@ from dra_driver.cli.node import NodeSnapshot
 from dra_driver.cli.output import COLOR, OUTPUT, Output, answer, colored, hanging
 from dra_driver.cli.rules.node_view import NodeView, NvmlFacts, node_view
 from dra_driver.cli.scratch import scratch_settings
-from dra_driver.cli.state_on_disk import is_only_simulated, plugin_problems, read_claims
+from dra_driver.cli.state_on_disk import is_only_simulated, plugin_problems, plugin_runs, read_claims
 from dra_driver.health.rules.taints import TaintPolicy
 from dra_driver.host.processes import gpu_users
 from dra_driver.kube.client import ApiClient
@@ -131,7 +131,8 @@ def doctor_checks(settings: Settings) -> list[Check]:
         node, driver, notes = settings.node_name, settings.driver_name, state.get().notes
         now = datetime.now(UTC)
         claims = read_claims(state.get(), settings, now).claims
-        return node_view(node, driver, now, facts, claims, state.get(), (), notes)
+        runs = plugin_runs(settings.plugin_directory)
+        return node_view(node, driver, now, facts, claims, state.get(), (), notes, plugin_runs=runs)
 
     in_pod = "KUBERNETES_SERVICE_HOST" in os.environ
     host = host_directory(machine.paths, simulated=settings.simulate is not None, in_pod=in_pod)

@@ -24,6 +24,7 @@ from dra_driver.cli.output import (
 from dra_driver.cli.rules.mig_map import GpuMap, gpu_maps, waiting_for_mig_mode
 from dra_driver.cli.rules.node_state import NodeState, Ownership
 from dra_driver.cli.scratch import scratch_settings
+from dra_driver.cli.state_on_disk import plugin_runs
 from dra_driver.errors import StateError
 from dra_driver.health.rules.taints import TaintPolicy, device_taints, instances_by_device, withdrawals
 from dra_driver.host.driver_root import DriverRoot
@@ -193,7 +194,7 @@ def _kept_taints(
     Does not check whether the API server supports taints.
     """
     settings = machine.settings
-    states = {entry.target: entry for entry in state.health}
+    states = {entry.target: entry for entry in state.health.states}
     instances = instances_by_device(state.owned)
     policy = TaintPolicy(dict(settings.taint_effects))
     layouts = {one.gpu_uuid: one for one in state.layouts}
@@ -208,6 +209,11 @@ def _kept_taints(
     notes = [
         f"{uuid}: withdrawn for maintenance claim {one.name}, {one.text}" for uuid, one in serviced.items()
     ]
+    if not plugin_runs(settings.plugin_directory):
+        notes.append(
+            "gpu-dra-driver is not running on this node, so the health of the GPUs is unknown; devices have the taints "
+            "of the health that it saved last"
+        )
     return (
         taints,
         lambda device: device.gpu.uuid in serviced or ill(device),

@@ -22,7 +22,13 @@ from dra_driver.cli.machine import CommandMachine, unread
 from dra_driver.cli.rules.node_state import NodeState
 from dra_driver.cli.rules.node_view import NodeView, NvmlFacts, node_view
 from dra_driver.cli.rules.prepared_claims import NodeClaims, RunningStep
-from dra_driver.cli.state_on_disk import is_only_simulated, plugin_problems, read_claims, read_state
+from dra_driver.cli.state_on_disk import (
+    is_only_simulated,
+    plugin_problems,
+    plugin_runs,
+    read_claims,
+    read_state,
+)
 from dra_driver.errors import DeviceLostError, DraDriverError, NvmlUnavailableError, StateError
 from dra_driver.host.driver_programs import InstalledPrograms, NvidiaSmi
 from dra_driver.host.processes import origin
@@ -96,7 +102,10 @@ class NodeSnapshot:
             *unread(nvml.inventory),
         ]
         node, driver = settings.node_name, settings.driver_name
-        return node_view(node, driver, now, nvml, claims.claims, state, daemons, notes, problems)
+        runs = plugin_runs(settings.plugin_directory)
+        return node_view(
+            node, driver, now, nvml, claims.claims, state, daemons, notes, problems, plugin_runs=runs
+        )
 
     def read_inventory(self) -> Inventory:
         """Return all GPUs that NVML lists. Raises: DraDriverError if NVML does not answer."""

@@ -82,7 +82,7 @@ def _reasons(machine: CommandMachine, uuid: str) -> Sequence[Reason]:
     """Return the reasons of the GPU and of its instances."""
     return [
         reason
-        for state in machine.state().health
+        for state in machine.state().health.states
         if state.target.gpu_uuid == uuid
         for reason in state.reasons
     ]

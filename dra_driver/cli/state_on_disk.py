@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import http.client
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing, suppress
 from datetime import datetime
 from functools import partial
@@ -15,14 +15,14 @@ from typing import TypeVar
 
 from dra_driver.app.settings import Settings
 from dra_driver.base.atomic import QUARANTINE, read_plain, state_error
+from dra_driver.base.file_lock import UseMark
 from dra_driver.base.json_store import UnreadableFile
 from dra_driver.cdi.directory import CdiDirectory
 from dra_driver.cdi.metadata_files import DIRECTORY as METADATA
 from dra_driver.claims.specs_without_record import SpecsWithoutRecord
-from dra_driver.cli.rules.node_state import BOOT_UNKNOWN, NodeState
+from dra_driver.cli.rules.node_state import BOOT_UNKNOWN, NodeState, SavedHealth
 from dra_driver.cli.rules.prepared_claims import NodeClaims, contradictions, prepared_claims, shown
 from dra_driver.errors import DraDriverError, InvalidConfigError, StateError
-from dra_driver.health.rules.state import rebooted
 from dra_driver.health.store import decode
 from dra_driver.inventory.detachment import Detachments
 from dra_driver.journal.ledger import DIRECTORY as LEDGER
@@ -30,11 +30,10 @@ from dra_driver.journal.ledger import Ledger
 from dra_driver.journal.records import RecordStore, step_kind
 from dra_driver.mig.layout_file import LAYOUT_FILE
 from dra_driver.mig.layout_file import decode as decode_layouts
-from dra_driver.model.health import HealthState
 from dra_driver.model.ids import split_address
 from dra_driver.model.mig import GpuLayout, OwnedInstance, OwnedMode
 from dra_driver.model.problems import NodeProblem, ShownProblem
-from dra_driver.reporting.node_problems import Reported, read_problems
+from dra_driver.reporting.node_problems import RUNNING_LOCK, Reported, read_problems
 from dra_driver.reporting.node_problems import decode as decode_problems
 
 _ANSWER_S = 0.5
@@ -49,6 +48,14 @@ NOT_RUNNING = (
 def is_only_simulated(settings: Settings) -> bool:
     """Whether the machine is simulated only for this command, so that no plugin runs on it."""
     return settings.simulate is not None and not Path(settings.plugin_directory).is_dir()
+
+
+def plugin_runs(directory: Path) -> bool:
+    """Whether the plugin is running; False if this cannot be determined. `directory` is the plugin's."""
+    try:
+        return UseMark(directory / RUNNING_LOCK).is_held()
+    except StateError:
+        return False
 
 
 def plugin_problems(directory: Path, http_endpoint: str) -> Reported:
@@ -130,7 +137,7 @@ def read_state(
         tuple(of_claims),
         tuple(owned),
         tuple(cleanups),
-        tuple(health),
+        health,
         boot_id,
         tuple(faults),
         notes,
@@ -158,21 +165,20 @@ def _read_layouts(path: Path, faults: list[str]) -> Sequence[GpuLayout]:
         return ()
 
 
-def _read_health(path: Path, boot_id: str | None) -> tuple[Iterable[HealthState], tuple[str, ...]]:
-    """Return the saved health of the GPUs, and problems with it. The file is not changed."""
+def _read_health(path: Path, boot_id: str | None) -> tuple[SavedHealth, tuple[str, ...]]:
+    """Return the health that the plugin saved in this boot, and problems with its file. The file is not changed."""
     try:
-        kept = decode(read_plain(path))
+        kept, saved_at = decode(read_plain(path)), path.stat().st_mtime
     except FileNotFoundError:
-        return (), ()
+        return SavedHealth(), ()
     except OSError as error:
-        return (), (f"cannot read the saved health {path}: {error.strerror or error}; {_REMEDY}",)
+        return SavedHealth(), (f"cannot read the saved health {path}: {error.strerror or error}; {_REMEDY}",)
     except StateError as error:
-        return (), (f"the saved health {path} cannot be read: {error}; {_REMEDY}",)
+        return SavedHealth(), (f"the saved health {path} cannot be read: {error}; {_REMEDY}",)
     if boot_id is None or kept.boot_id == boot_id:
-        return kept.states, ()
+        return SavedHealth(kept.states, frozenset(kept.known), saved_at), ()
     note = "the saved health is from before the last boot, and gpu-dra-driver has not run since; start gpu-dra-driver"
-    states = (state for state in kept.states if not state.target.is_instance)
-    return (rebooted(state, 0) for state in states), (note,)
+    return SavedHealth(), (note,)
 
 
 def read_claims(state: NodeState, settings: Settings, now: datetime) -> NodeClaims:

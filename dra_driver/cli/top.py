@@ -21,7 +21,7 @@ from dra_driver.cli.flags import OF_NODE, of_run, switch
 from dra_driver.cli.machine import CommandMachine
 from dra_driver.cli.node import NodeSnapshot
 from dra_driver.cli.output import COLOR, OUTPUT, Output, answer, console, drawn, table
-from dra_driver.cli.rules.node_view import Holding, NodeView, SeenGpu, SeenProcess, searched
+from dra_driver.cli.rules.node_view import Holding, NodeView, SeenGpu, SeenProcess, SeenReason, searched
 from dra_driver.cli.rules.prepared_claims import age_text
 from dra_driver.cli.scratch import scratch_settings
 from dra_driver.model.gpu import GpuLoad
@@ -214,7 +214,7 @@ def _details(view: NodeView) -> Iterator[RenderableType]:
 def _health(view: NodeView, width: int | None) -> list[RenderableType]:
     columns = {"HEALTH": 0, "SEVERITY": 0, "REASON": 0, "SINCE": 1, "TEXT": 0}
     rows = [
-        (one.subject, _word(one.severity), one.reason, _since(one.since_s, "now"), one.text)
+        (one.subject, _word(one.severity), one.reason, _since(one.since_s, "now"), _reason_text(one))
         for one in view.health
     ]
     unknown = [gpu.name for gpu in view.gpus if gpu.health == "unknown"]
@@ -229,12 +229,18 @@ def _health(view: NodeView, width: int | None) -> list[RenderableType]:
     return table(columns, rows, width) or [*title, _text("All listed GPUs are healthy.", "green")]
 
 
+def _reason_text(reason: SeenReason) -> str:
+    return reason.text if reason.saved_s is None else f"{reason.text} (saved {age_text(reason.saved_s)} ago)"
+
+
 def _why(view: NodeView, unknown: Sequence[str]) -> str:
     """Return why the health of GPUs is unknown."""
+    if view.unwatched is not None:
+        return f"{view.unwatched}."
     for problem in view.problems:
         if problem.problem == "nvml-unavailable" or problem.subject in unknown:
             return problem.text
-    return "NVML did not report it." if view.gpus else "no GPU is listed."
+    return "gpu-dra-driver has not read it recently." if view.gpus else "no GPU is listed."
 
 
 def _claims(view: NodeView, width: int | None) -> list[RenderableType]:

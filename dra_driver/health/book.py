@@ -1,7 +1,7 @@
 """The health of all GPUs: the states, their history, and the file that stores them.
 
-Any thread may record observations. The lock is never held during an NVML call, disk access or a listener's call,
-so a hang affects only its own GPU or component. A separate thread writes the file.
+Any thread may record observations. The lock is never held during an NVML call, disk access or a callback, so a hang
+affects only its own GPU or component. A separate thread writes the file.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import structlog
 
 from dra_driver.base.threads import BackgroundWorker
 from dra_driver.errors import StateError
-from dra_driver.health.rules.state import XID, merged, observe, rebooted, waits_for_reset
+from dra_driver.health.rules.state import XID, observe, rebooted, waits_for_reset
 from dra_driver.health.rules.xids import NO_CHANGES, XidPolicy, xid_text
 from dra_driver.health.store import HealthStore, KeptHealth, ServicedGpus
 from dra_driver.model.health import (
@@ -29,7 +28,6 @@ from dra_driver.model.health import (
     HealthStates,
     HealthTarget,
     Observation,
-    PolledHealth,
     Reason,
     Serviced,
     Severity,
@@ -40,7 +38,6 @@ _KEPT = 32
 _log = structlog.get_logger(__name__)
 
 _WRITE_AGAIN_S = 5.0
-"""Also the maximum time until this instance notices that another instance has written the file."""
 FRESH_S = 30.0
 OVERDUE_S = 30.0
 """An NVML call that takes longer counts as hanging, although a call that waits for the GPU's system processor can
@@ -55,35 +52,18 @@ class HealthThread(BackgroundWorker):
         super().__init__(name, work, lambda _error: again_s)
 
 
-class WatchedNode(Protocol):
-    """The node whose health is watched. Called by several threads without a lock; methods must not block."""
-
-    def gpus(self) -> Mapping[str, str | None] | None:
-        """Return the PCI bus IDs of the GPUs to watch, by UUID; None while they are unknown."""
-
-    def is_on_bus(self, bus_id: str) -> bool:
-        """Whether the NVIDIA driver is bound to this PCI bus ID."""
-
-    def hanging(self) -> Mapping[str, tuple[str, float]]:
-        """Return the plugin's current operation on each GPU, by UUID, and its start on the monotonic clock."""
-
-    def health_changed(self) -> None:
-        """Report a visible change, or that the health of a GPU is known again."""
-
-    def health_moved(self, change: HealthChange) -> None:
-        """Report a new entry of the history."""
-
-    def polled(self, gpu_uuid: str, polled: PolledHealth) -> None:
-        """Report the result of a poll."""
-
-
 @dataclass(eq=False)
 class HealthBook:
-    """The health states of a node. Without `serviced`, administrators cannot report that a GPU was serviced."""
+    """The health states of a node. Without `serviced`, administrators cannot report that a GPU was serviced.
 
-    node: WatchedNode
+    Several threads call `on_shown` after each visible change, and when the health of a GPU is known again, and
+    `on_transition` after each new entry of the history. Both must not block.
+    """
+
     store: HealthStore
     boot_id: str
+    on_shown: Callable[[], object]
+    on_transition: Callable[[HealthChange], None]
     serviced: ServicedGpus | None = None
     policy: XidPolicy = NO_CHANGES
     clock: Callable[[], float] = time.time
@@ -96,7 +76,7 @@ class HealthBook:
         self._logged = ""
         self._warned: set[str | None] = set()
         self._answers: dict[str, tuple[int, float]] = {}  # when each GPU last answered, on both clocks
-        self.history = HealthHistory(self.node)
+        self.history = HealthHistory(self.on_transition)
         # PCI bus IDs by UUID, of all GPUs that were ever watched.
         self.places: dict[str, str] = {}
         self.driver_version: str | None = None
@@ -130,7 +110,8 @@ class HealthBook:
         is_news = not self.is_fresh(gpu_uuid)
         self._answers[gpu_uuid] = (self.now(), self.monotonic())
         if is_news:
-            self.node.health_changed()
+            self.writer.wake()
+            self.on_shown()
 
     def take(self, observed: Mapping[HealthTarget, Sequence[Observation]]) -> None:
         """Apply observations to the states, report the changes, and trigger a write of the file."""
@@ -153,7 +134,7 @@ class HealthBook:
             self._states = states
         self.writer.wake()
         if changes:
-            self.node.health_changed()
+            self.on_shown()
         for change in changes:
             self.history.add(change)
 
@@ -187,7 +168,7 @@ class HealthBook:
                 key: state for key, state in self._states.items() if key.gpu_uuid not in gpu_uuids
             }
         self.writer.wake()
-        self.node.health_changed()
+        self.on_shown()
         for state in gone:
             self._answers.pop(state.target.gpu_uuid, None)
             self.places.pop(state.target.gpu_uuid, None)
@@ -200,7 +181,7 @@ class HealthBook:
             )
 
     def restore(self) -> None:
-        """Load the states that an earlier run or another instance saved. A failure is logged."""
+        """Load the states that an earlier run saved, before anything is observed. A failure is logged."""
         try:
             kept = self.store.load()
         except StateError as error:
@@ -214,16 +195,14 @@ class HealthBook:
             # Instances never survive a boot.
             states = tuple(rebooted(state, self.now()) for state in states if not state.target.is_instance)
         with self._guard:
-            self._states = {state.target: state for state in merged(self._states.values(), states)}
-            self.driver_version = self.driver_version or kept.driver_version
+            self._states = {state.target: state for state in states}
+            self.driver_version = kept.driver_version
 
     def write(self) -> float:
         """Write the file if its content has changed. Returns the seconds until the next call."""
-        if self.store.is_outdated():
-            self.restore()
-            self.node.health_changed()
         self._take_serviced()
-        kept = KeptHealth(self.boot_id, self.driver_version, tuple(self._states.values()))
+        known = tuple(sorted(uuid for uuid in tuple(self._answers) if self.is_fresh(uuid)))
+        kept = KeptHealth(self.boot_id, self.driver_version, tuple(self._states.values()), known)
         if kept == self._kept:
             return _WRITE_AGAIN_S
         try:
@@ -256,14 +235,15 @@ class HealthBook:
 class HealthHistory:
     """The last changes of each GPU, and its Xid counts.
 
-    The node is notified of each new change, and of repeated changes from or to a state that keeps pods away.
+    `on_transition` is called with each new change, and with repeated changes from or to a state that keeps pods
+    away.
     """
 
-    def __init__(self, node: WatchedNode) -> None:
-        self._node = node
+    def __init__(self, on_transition: Callable[[HealthChange], None]) -> None:
+        self._on_transition = on_transition
         self._changes: dict[str, deque[HealthChange]] = {}
         self._xids: Counter[tuple[str, int]] = Counter()
-        self._guard = threading.Lock()  # never held while the node is called
+        self._guard = threading.Lock()  # never held during a call of `on_transition`
 
     def of(self, gpu_uuid: str) -> Sequence[HealthChange]:
         """Return the last changes of a GPU and its instances, oldest first."""
@@ -317,7 +297,7 @@ class HealthHistory:
     def _publish(self, change: HealthChange) -> None:
         _log_change(change)
         try:
-            self._node.health_moved(change)
+            self._on_transition(change)
         except Exception:  # noqa: BLE001  a listener must not end the watch
             _log.exception("health_listener_failed")
 

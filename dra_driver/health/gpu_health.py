@@ -9,7 +9,7 @@ last poll of the GPU: if the monitor hangs in the NVIDIA driver, devices become 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -48,10 +48,15 @@ _MAX_MESSAGE = 1024
 
 @dataclass(eq=False)
 class HealthStream:
-    """Streams the health of all devices to any number of subscribers, each in its own gRPC thread."""
+    """Streams the health of all `devices` to any number of subscribers, each in its own gRPC thread.
+
+    `instances` returns the MIG devices that were created on demand, by device name.
+    """
 
     pool: str
-    health: GpuHealth
+    book: HealthBook
+    devices: Callable[[], Iterable[OfferedDevice]]
+    instances: Callable[[], Mapping[str, MadeInstance]]
 
     def __post_init__(self) -> None:
         self._turn = threading.Condition()
@@ -86,11 +91,10 @@ class HealthStream:
 
     def snapshot(self) -> v1.NodeWatchResourcesResponse:
         """Return all published devices with their current health."""
-        states, instances = self.health.book.states(), self.health.instances()
+        states, instances = self.book.states(), self.instances()
         return v1.NodeWatchResourcesResponse(
             devices=[
-                self._device(device, device_reasons(device, states, instances))
-                for device in self.health.devices()
+                self._device(device, device_reasons(device, states, instances)) for device in self.devices()
             ]
         )
 
@@ -109,7 +113,7 @@ class HealthStream:
                 v1.UNKNOWN,
                 "the GPU is bound to vfio for a virtual machine, so its health cannot be read",
             )
-        elif not self.health.book.is_fresh(uuid):
+        elif not self.book.is_fresh(uuid):
             health, message = v1.UNKNOWN, "the GPU has not answered recently, so its health is unknown"
             message = f"{message}; last known: {texts}" if texts else message
         elif any(reason.severity >= Severity.UNHEALTHY for reason in reasons):
@@ -119,7 +123,7 @@ class HealthStream:
         return v1.DeviceHealth(
             device=v1.DeviceIdentifier(pool_name=self.pool, device_name=device.name),
             health=health,
-            last_updated_time=self.health.book.answered_at(uuid) or 0,
+            last_updated_time=self.book.answered_at(uuid) or 0,
             health_check_timeout_seconds=_TIMEOUT_S,
             message=one_line(message, _MAX_MESSAGE),
         )
@@ -129,9 +133,8 @@ class GpuHealth:
     """`monitor` watches the GPUs, `book` keeps their states, and `stream` reports the states to the kubelet.
 
     `under_vfio` returns the UUIDs of the GPUs that are, or will soon be, bound to vfio; NVML may not list
-    them. `ledger` has the MIG devices that were created on demand. If another instance of the plugin leads,
-    that instance writes the health file. Several threads call `on_shown` after each visible change,
-    `on_transition` after each new entry of the history, and `on_polled` after each poll.
+    them. `ledger` has the MIG devices that were created on demand. Several threads call `on_shown` after each visible
+    change, `on_transition` after each new entry of the history, and `on_polled` after each poll.
     """
 
     def __init__(
@@ -154,18 +157,17 @@ class GpuHealth:
     ) -> None:
         self._discovery, self._under_vfio, self._ledger = discovery, under_vfio, ledger
         self._on_shown = on_shown
-        self.is_on_bus, self.hanging = host.is_bound, lanes.hanging
-        self.health_moved, self.polled = on_transition, on_polled
         self.taint_policy = taint_policy
         self.book = HealthBook(
-            self,
             HealthStore(plugin_directory / "health.json"),
             boot_id,
+            self._health_changed,
+            on_transition,
             ServicedGpus(plugin_directory, boot_id),
             xids,
         )
-        self.monitor = Monitor(self.book, source)
-        self.stream = HealthStream(node_name, self)
+        self.monitor = Monitor(self.book, source, self.gpus, host.is_bound, lanes.hanging, on_polled)
+        self.stream = HealthStream(node_name, self.book, self.devices, self.instances)
 
     def problems(self) -> Sequence[NodeProblem]:
         """Return the problems of GPUs that do not respond or whose health is unknown, and of the health file."""
@@ -183,7 +185,7 @@ class GpuHealth:
         if action in ("mode-on", "mode-off"):
             self.monitor.devices_changed()
         if any(target.is_instance for target in self.book.states()):
-            self.health_changed()
+            self._health_changed()
 
     def instances(self) -> Mapping[str, MadeInstance]:
         """Return the MIG devices that were created on demand, by device name."""
@@ -205,7 +207,7 @@ class GpuHealth:
             device, states, instances, policy, pending(device), layouts.get(device.gpu.uuid)
         )
 
-    def health_changed(self) -> None:
+    def _health_changed(self) -> None:
         """Notify the stream and the publisher of a visible change."""
         self.stream.changed()
         self._on_shown()

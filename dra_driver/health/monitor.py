@@ -1,11 +1,12 @@
 """Watches the health of the node's GPUs.
 
-    GpuPoller, one thread for each GPU ─┐
-    EventListener, one thread ──────────┼──▶ HealthBook ──▶ publisher, streams, reports
-    Monitor, one thread ────────────────┘         └──▶ one thread that writes the file
+    Monitor, one thread ─────────────────────┐
+      ├─ EventListener, one thread           ├──▶ HealthBook ──▶ publisher, streams, reports
+      └─ GpuPoller, one thread for each GPU ─┘         └──▶ one thread that writes the file
 
-Readers use snapshots and never wait. The monitor's own thread makes no NVML calls: it starts and stops the
-pollers, and detects that an operation of the plugin, a poll, or the wait for events hangs.
+Readers use snapshots and never wait. The monitor creates the listener and the pollers. Its own thread makes no NVML
+calls: it starts and stops the pollers, and detects that an operation of the plugin, a poll, or the wait for events
+hangs.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import structlog
@@ -27,6 +29,7 @@ from dra_driver.model.health import (
     Hanging,
     HealthTarget,
     NoAnswer,
+    PolledHealth,
     Reset,
     Severity,
 )
@@ -53,16 +56,25 @@ class Monitor(HealthThread):
         watched ──not in `gpus`──▶ missing ──its place is empty or taken for ten minutes──▶ forgotten
          ▲                          │
          └────────it is back────────┘     a lost GPU that is still on the bus stays lost
+
+    `gpus` returns the PCI bus IDs of the GPUs to watch, by UUID; None while they are unknown. `is_on_bus` returns
+    whether the NVIDIA driver is bound to a PCI bus ID. `hanging` returns the plugin's current operation on each GPU,
+    by UUID, and its start on the monotonic clock. `on_polled` is called with the result of each poll. Several threads
+    call these functions, which must not block.
     """
 
     book: HealthBook
     source: HealthSource
+    gpus: Callable[[], Mapping[str, str | None] | None]
+    is_on_bus: Callable[[str], bool]
+    hanging: Callable[[], Mapping[str, tuple[str, float]]]
+    on_polled: Callable[[str, PolledHealth], None]
 
     def __post_init__(self) -> None:
-        self.node, self.monotonic = self.book.node, self.book.monotonic
+        self.monotonic = self.book.monotonic
         # Replaced, never modified, because other threads read it.
         self.pollers: Mapping[str, GpuPoller] = {}
-        self.listener = EventListener(self)
+        self.listener = EventListener(self.book, self.source)
         self._watched_since: Mapping[str, float] = {}  # by the monotonic clock
         self._missing: dict[
             str, float
@@ -88,7 +100,7 @@ class Monitor(HealthThread):
                 yield NodeProblem(
                     "gpu-unresponsive", f"{_display_name(name, uuid)}: {'; '.join(texts)}", name
                 )
-        for uuid in self.node.gpus() or ():
+        for uuid in self.gpus() or ():
             name, now = names.get(uuid, uuid), self.monotonic()
             is_new = now - self._watched_since.get(uuid, now) <= FRESH_S
             if uuid not in reported and not is_new and not self.book.is_fresh(uuid):
@@ -132,7 +144,7 @@ class Monitor(HealthThread):
         """Watch the current GPUs, forget removed ones, and check for hangs. Returns the seconds until the next
         turn.
         """
-        gpus, now = self.node.gpus(), self.monotonic()
+        gpus, now = self.gpus(), self.monotonic()
         self._watched_since = {uuid: self._watched_since.get(uuid, now) for uuid in gpus or ()}
         if gpus is None:
             self._missing = {}
@@ -151,10 +163,10 @@ class Monitor(HealthThread):
         }
         hanging = {
             HealthTarget(uuid): (Hanging(what, now - since),)
-            for uuid, (what, since) in self.node.hanging().items()
+            for uuid, (what, since) in self.hanging().items()
         }
         self.book.take(ended | hanging)
-        gpus = self.node.gpus() or {}
+        gpus = self.gpus() or {}
         opening_s = self.source.change_lasts_s()
         if opening_s >= OVERDUE_S:
             self.book.take({HealthTarget(uuid): (NoAnswer(opening_s),) for uuid in gpus})
@@ -171,7 +183,7 @@ class Monitor(HealthThread):
 
     def is_watched(self, gpu_uuid: str) -> bool:
         """Whether the GPU should be polled now. False if another driver has just taken it."""
-        gpus = self.node.gpus() or {}
+        gpus = self.gpus() or {}
         is_lost = self.book.state(HealthTarget(gpu_uuid)).severity == Severity.LOST
         return gpu_uuid in gpus or (is_lost and bool(gpus))
 
@@ -187,14 +199,17 @@ class Monitor(HealthThread):
                 self.source.forget(uuid)  # not earlier: a call that hangs may use the event set
             else:
                 pollers[uuid] = poller
-        made = [GpuPoller(uuid, self) for uuid in sorted(gpu_uuids - pollers.keys())]
+        made = [self._poller(uuid) for uuid in sorted(gpu_uuids - pollers.keys())]
         if not made and len(pollers) == len(self.pollers):
             return
         self.pollers = pollers | {poller.uuid: poller for poller in made}
         if self._is_started:
             for poller in made:
                 poller.start()
-        self.listener.wake()
+        self.listener.watch(self.pollers)
+
+    def _poller(self, uuid: str) -> GpuPoller:
+        return GpuPoller(uuid, self.book, self.source, partial(self.is_watched, uuid), self.on_polled)
 
     def _forget_gone(self, gpus: Mapping[str, str | None]) -> None:
         known = {target.gpu_uuid for target in self.book.states()}
@@ -216,7 +231,7 @@ class Monitor(HealthThread):
         False if the place is unknown; a GPU that does not come back is then forgotten after the next reboot.
         """
         place = self.book.state(HealthTarget(uuid)).pci_bus_id
-        return place is not None and (place in gpus.values() or not self.node.is_on_bus(place))
+        return place is not None and (place in gpus.values() or not self.is_on_bus(place))
 
 
 def _display_name(name: str, uuid: str) -> str:
@@ -226,13 +241,19 @@ def _display_name(name: str, uuid: str) -> str:
 class EventListener(HealthThread):
     """Waits for NVML's events, and passes each event to the poller of its GPU."""
 
-    def __init__(self, monitor: Monitor) -> None:
-        self._monitor, self._source, self._book = monitor, monitor.source, monitor.book
+    def __init__(self, book: HealthBook, source: HealthSource) -> None:
+        self._book, self._source = book, source
+        self._pollers: Mapping[str, GpuPoller] = {}
         self._refresh = threading.Event()
         self._driver_loads = 0
         self._calling_since: float | None = None
         self._logged = ""
         super().__init__("health-events", lambda: self.turn(_WAIT_S), _WAIT_S)
+
+    def watch(self, pollers: Mapping[str, GpuPoller]) -> None:
+        """Pass events to these pollers from now on, by GPU UUID."""
+        self._pollers = pollers
+        self.wake()
 
     def renew(self) -> None:
         """Register and poll all GPUs again, because GPUs, MIG devices or MIG modes changed."""
@@ -247,9 +268,9 @@ class EventListener(HealthThread):
 
     def turn(self, wait_s: float) -> float:
         """Wait for events and pass them on. Returns the seconds until the next turn."""
-        pollers = self._monitor.pollers
+        pollers = self._pollers
         if not pollers:
-            return math.inf  # the monitor wakes the thread when it starts a poller
+            return math.inf  # `watch` wakes the thread
         try:
             self._open(pollers.values())
             return self._receive(pollers, wait_s)
@@ -312,7 +333,7 @@ class EventListener(HealthThread):
         self._set_events_problem(reason)
 
     def _set_events_problem(self, problem: str | None) -> None:
-        for poller in self._monitor.pollers.values():
+        for poller in self._pollers.values():
             poller.set_events_problem(problem)
 
 

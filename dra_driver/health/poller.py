@@ -6,14 +6,14 @@ The thread makes one NVML call at a time, so a call that hangs affects no other 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import structlog
 
 from dra_driver.errors import DeviceLostError, DraDriverError, NvmlUnavailableError
-from dra_driver.health.book import OVERDUE_S, HealthThread
+from dra_driver.health.book import OVERDUE_S, HealthBook, HealthThread
 from dra_driver.health.rules.polling import compared
 from dra_driver.health.rules.state import shows_reset
 from dra_driver.health.rules.xids import RECOVERY_ACTION_CHANGED, severity_of_xid
@@ -34,7 +34,7 @@ from dra_driver.model.health import (
 )
 
 if TYPE_CHECKING:
-    from dra_driver.health.monitor import Monitor
+    from dra_driver.nvml.health_source import HealthSource
 
 _log = structlog.get_logger(__name__)
 
@@ -50,14 +50,22 @@ _NOT_FOUND = PolledHealth(failed=frozenset({"handle"}), answered=False)
 
 
 class GpuPoller(HealthThread):
-    """Watches one GPU for the monitor."""
+    """Watches one GPU, while `is_watched` returns True. `on_polled` is called with the result of each poll."""
 
-    def __init__(self, uuid: str, monitor: Monitor) -> None:
+    def __init__(
+        self,
+        uuid: str,
+        book: HealthBook,
+        source: HealthSource,
+        is_watched: Callable[[], bool],
+        on_polled: Callable[[str, PolledHealth], None],
+    ) -> None:
         self.uuid = uuid
         # Whether the GPU is registered in the newest event set.
         self.is_registered = False
         self._target = HealthTarget(uuid)
-        self._monitor, self._source, self._book = monitor, monitor.source, monitor.book
+        self._book, self._source = book, source
+        self._is_watched, self._on_polled = is_watched, on_polled
         self._due = self._rare_due = 0.0
         self._rare: PolledHealth | None = None
         self._calling_since: float | None = None
@@ -79,7 +87,7 @@ class GpuPoller(HealthThread):
         if now < self._due:
             return self._pause()
         self._due = now + _POLL_EVERY_S
-        if not self._monitor.is_watched(self.uuid):
+        if not self._is_watched():
             return self._pause()
         self._calling_since = now
         try:
@@ -210,7 +218,7 @@ class GpuPoller(HealthThread):
 
     def _take_poll(self, polled: PolledHealth, *, is_full: bool) -> None:
         # A partial poll repeats values of an earlier poll, so it reports no new NVLink values.
-        self._monitor.node.polled(self.uuid, polled if is_full else replace(polled, nvlinks=None))
+        self._on_polled(self.uuid, polled if is_full else replace(polled, nvlinks=None))
         others = [state.nvlinks for target, state in self._book.states().items() if target != self._target]
         polled = compared(polled, others)
         if "recovery_action" not in polled.failed:

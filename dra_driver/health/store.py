@@ -2,14 +2,13 @@
 serviced.
 
 `gpu-dra-driver serviced` writes a file with the GPUs that were reset or replaced, because the NVIDIA driver cannot
-always report this. Every instance of the plugin on the node reads the file. A reason with no event after the
-recorded time ends with the next poll that finds the GPU healthy, as after an observed reset, so the file can be read
-repeatedly. It is valid only until the next boot.
+always report this. A reason with no event after the recorded time ends with the next poll that finds the GPU healthy,
+as after an observed reset, so the file can be read repeatedly. It is valid only until the next boot.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,7 +25,6 @@ from dra_driver.base.fields import (
 )
 from dra_driver.base.json_store import JsonStore, log_unreadable
 from dra_driver.errors import StateError
-from dra_driver.health.rules.state import merged
 from dra_driver.model.health import HEALTH_FILE, HealthState, HealthTarget, Reason, Severity
 from dra_driver.model.problems import NodeProblem
 from dra_driver.model.schema import JsonObject
@@ -36,26 +34,26 @@ _FILE = "serviced.json"
 
 @dataclass(frozen=True, slots=True)
 class KeptHealth:
-    """The content of the health file. `boot_id` and `driver_version` are from the time of writing."""
+    """The content of the health file. `boot_id` and `driver_version` are from the time of writing.
+
+    `known` has the UUIDs of the GPUs whose health the plugin knew, because they had answered recently.
+    """
 
     boot_id: str
     driver_version: str | None = None
     states: tuple[HealthState, ...] = ()
+    known: tuple[str, ...] = ()
 
 
 class HealthStore:
     """One JSON file, written when its content changes. Not thread-safe.
 
     A power cut may restore the previous content, but it also ends the boot, which invalidates most of the content.
-    The file of a newer release stays: the plugin reads the health from the GPUs again, and cannot save it. Of two
-    instances of the plugin, only the leader writes the file, and it reads the file when it begins to lead.
+    The file of a newer release stays: the plugin reads the health from the GPUs again, and cannot save it.
     """
 
-    def __init__(self, path: Path, is_ours: Callable[[], bool] = lambda: True) -> None:
-        """`path` ends with `.json`. `is_ours` returns whether this instance leads."""
-        self._is_ours = is_ours
-        self._was_ours = True
-        self._mine: KeptHealth | None = None
+    def __init__(self, path: Path) -> None:
+        """`path` ends with `.json`."""
         self._name = path.stem
         self._store = JsonStore(
             path.parent,
@@ -72,37 +70,23 @@ class HealthStore:
         )
         self._written: bytes | None = None
 
-    def is_outdated(self) -> bool:
-        """Whether another instance may have changed the file: true once each time this instance begins to lead."""
-        was_ours, self._was_ours = self._was_ours, self._is_ours()
-        return self._was_ours and not was_ours
-
     def problems(self) -> Sequence[NodeProblem]:
         """Like `JsonStore.problems`."""
         return self._store.problems()
 
     def load(self) -> KeptHealth | None:
-        """Return the health in the file; None if the file is missing. If this instance has saved states before,
-        they are merged into the result, and the result is saved.
+        """Return the health in the file; None if the file is missing.
 
         An unreadable file is set aside and reported. Raises: StateError if the disk fails.
         """
         found = self._store.get(self._name)
         self._written, kept = (None, None) if found is None else found
-        mine = self._mine
-        if mine is None:
-            return kept
-        if kept is not None and kept.boot_id == mine.boot_id:
-            states = merged(mine.states, kept.states)
-            mine = KeptHealth(mine.boot_id, mine.driver_version or kept.driver_version, states)
-        self.save(mine)
-        return mine
+        return kept
 
     def save(self, kept: KeptHealth) -> None:
-        """Write the file if its content would change and this instance leads. Raises: StateError."""
-        self._mine = kept
+        """Write the file if its content would change. Raises: StateError."""
         content = encode(kept)
-        if self._is_ours() and content != self._written:
+        if content != self._written:
             self._store.write(self._name, content, durable=False, whole=True)
             self._written = content
 

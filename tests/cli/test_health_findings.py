@@ -12,7 +12,7 @@ import pytest
 
 from dra_driver.cli.rules.findings import Finding
 from dra_driver.cli.rules.health_findings import health_findings
-from dra_driver.cli.rules.node_state import NodeState
+from dra_driver.cli.rules.node_state import NodeState, SavedHealth
 from dra_driver.cli.rules.node_view import (
     Holding,
     NodeView,
@@ -64,13 +64,15 @@ def test_each_device_has_a_line_with_its_reasons_when_several_are_ill(
     is_golden(Path(__file__).with_name("golden") / "several-ill.txt", "".join(lines))
 
 
-def test_a_gpu_is_well_when_nvml_does_not_show_its_reasons_any_more() -> None:
-    over = seen("unhealthy", "xid 95", is_over=True)
-    assert of(over) == [Finding("OK", "2 GPUs are healthy")]
-    (left,) = of(over, seen("degraded", "row-remap pending"))
-    assert left == Finding(
-        "FAIL", "gpu-1 (0000:1b:00.0) is degraded: text of row-remap pending (for 12m)", RESET
+def test_a_reason_that_the_plugin_saved_before_it_ended_is_a_warning() -> None:
+    saved = seen("unhealthy", "xid 95", saved_s=300.0)
+    found, current = of(saved, seen("degraded", "row-remap pending"))
+    assert (found.status, found.seen, found.remedy) == (
+        "WARN",
+        "gpu-dra-driver saved for gpu-1 (0000:1b:00.0) 5m ago: text of xid 95 (for 12m)",
+        "start gpu-dra-driver, which reads the health of the GPUs again",
     )
+    assert current.seen.startswith("gpu-1 (0000:1b:00.0) is degraded: text of row-remap pending")
 
 
 @tabled("reasons", "status", "part")
@@ -134,9 +136,9 @@ def test_gpu_whose_nvml_call_hangs_is_not_reset() -> None:
 @pytest.mark.parametrize(("hanging", "reason"), [(0, "gpu-lost"), (1, "unresponsive nvml-hangs")])
 def test_gpu_that_nvml_has_not_read_is_lost_only_if_no_call_hangs(hanging: int, reason: str) -> None:
     facts = NvmlFacts(Inventory(hanging=hanging), hidden={"0000:1b:00.0": "GPU-1"})
-    known = NodeState(health=(HealthState(HealthTarget("GPU-1", 3, 0)),))
+    known = NodeState(health=SavedHealth((HealthState(HealthTarget("GPU-1", 3, 0)),)))
     now = datetime(2026, 8, 7, tzinfo=UTC)
-    view = node_view("node", "driver", now, facts, (), known, (), ())
+    view = node_view("node", "driver", now, facts, (), known, (), (), plugin_runs=True)
     assert [(one.subject, one.reason) for one in view.health] == [("gpu-1", reason)]
 
 
@@ -183,6 +185,14 @@ def test_unknown_health_is_a_warning() -> None:
         Finding("WARN", "the file cannot be read: x; y", "do it"),
     ]
     assert of(gpus=(unread,), has_nvml=False) == [Finding("SKIP", "not checked without NVML")]
+    unwatched = NodeView("node", "driver", "", gpus=(unread,), unwatched="gpu-dra-driver is not running")
+    assert health_findings(unwatched, has_nvml=True) == [
+        Finding(
+            "WARN",
+            "the health of gpu-3 is unknown: gpu-dra-driver is not running",
+            "start gpu-dra-driver, then run doctor again",
+        )
+    ]
 
 
 def test_devices_with_the_same_reasons_share_a_line() -> None:

@@ -173,6 +173,7 @@ def test_top_shows_a_card_under_vfio_as_neither_lost_nor_unknown(host: Host) -> 
         NodeState(),
         (),
         (),
+        plugin_runs=False,
     )
     [seen] = [gpu for gpu in view.gpus if gpu.uuid == step.gpu_uuid]
     assert seen == SeenGpu(

@@ -165,7 +165,7 @@ HUNG = SeenProblem("nvml-unavailable", "", "NVML has not answered for more than 
         (
             (SeenGpu("gpu-1", "GPU-1", health="ok"), SeenGpu("gpu-2", "GPU-2")),
             (),
-            "Health of gpu-2 unknown: NVML did not report it.",
+            "Health of gpu-2 unknown: gpu-dra-driver has not read it recently.",
         ),
         (
             (SeenGpu("gpu-1", "GPU-1", health="ok"), SeenGpu("gpu-2", "GPU-2")),
@@ -181,6 +181,13 @@ def test_health_that_is_not_known_is_said_with_the_reason(
     assert f"\nHEALTH\n{said}\n" in text
     assert "\nCLAIM\nno prepared claims found\n" in text
     assert "NVIDIA driver unknown" in text
+
+
+def test_saved_health_has_its_age_and_the_reason_why_it_is_not_current() -> None:
+    old = replace(VIEW.health[0], saved_s=300.0)
+    gpus = (SeenGpu("gpu-fe441430", "GPU-3"),)
+    text = draw_node(replace(VIEW, gpus=gpus, health=(old,), unwatched="gpu-dra-driver is not running"), 160)
+    assert "the GPU does not answer (saved 5m ago)\nHealth unknown: gpu-dra-driver is not running.\n" in text
 
 
 ANYTHING = st.text(max_size=90)

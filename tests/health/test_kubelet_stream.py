@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -21,6 +20,7 @@ from dra_driver.model.health import (
     HealthStates,
     HealthTarget,
     Observation,
+    Severity,
     Unreachable,
     Xid,
 )
@@ -91,8 +91,7 @@ class Context:
 def stream_of(
     devices: Callable[[], Iterable[OfferedDevice]], book: Book, instances: dict[str, MadeInstance]
 ) -> HealthStream:
-    health = SimpleNamespace(devices=devices, book=book, instances=lambda: instances)
-    return HealthStream("node-a", health)
+    return HealthStream("node-a", book, devices, lambda: instances)
 
 
 class Bench:
@@ -171,7 +170,8 @@ def test_card_under_vfio_is_unknown_and_neither_lost_nor_unhealthy(bench):
 
 
 def test_messages_fit_the_kubelets_limit(bench, monkeypatch):
-    monkeypatch.setattr("dra_driver.health.rules.state._LOST_TEXT", "é\n" * 2000)
+    lost_now = ("gpu-lost", "", Severity.LOST, "é\n" * 2000)
+    monkeypatch.setattr("dra_driver.health.rules.state.LOST_NOW", lost_now)
     bench.book.see(Unreachable(), uuid(0))
     message = bench.now()[GPU_0][1]
     assert len(message.encode()) <= 1024

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -78,17 +77,17 @@ class Bench:
         """A monitor as after a restart of the plugin."""
         self.source = HealthSource(self.node.session)
         self.store = CountingStore(self.directory / "health.json")
-        node = SimpleNamespace(
-            gpus=lambda: None if self.shown is None else {uuid: self.places[uuid] for uuid in self.shown},
-            is_on_bus=lambda place: place in self.on_bus,
-            hanging=lambda: self.hanging,
-            health_changed=self._changed,
-            health_moved=self.transitions.append,
-            polled=self._polled,
-        )
         clocks = {"clock": lambda: self.now, "monotonic": lambda: self.now}
-        book = HealthBook(node, self.store, boot_id, ServicedGpus(self.directory, boot_id), **clocks)
-        self.monitor = Monitor(book, self.source)
+        serviced = ServicedGpus(self.directory, boot_id)
+        book = HealthBook(self.store, boot_id, self._changed, self.transitions.append, serviced, **clocks)
+        self.monitor = Monitor(
+            book,
+            self.source,
+            lambda: None if self.shown is None else {uuid: self.places[uuid] for uuid in self.shown},
+            lambda place: place in self.on_bus,
+            lambda: self.hanging,
+            self._polled,
+        )
         self.monitor.book.restore()
         return self.monitor
 
@@ -213,7 +212,7 @@ def test_an_instance_that_was_recreated_starts_clean(bench):
 def test_devices_hit_by_an_event_are_known_before_the_next_poll(bench):
     gi, ci, uuid = bench.first
     reported: list[str | None] = []
-    bench.monitor.node.health_changed = lambda: reported.append(
+    bench.monitor.book.on_shown = lambda: reported.append(
         bench.monitor.book.state(HealthTarget(bench.uuids[MIG_GPU], gi, ci)).identity
     )
     bench.machine.raise_xid(MIG_GPU, 95, gpu_instance=gi, compute_instance=ci)
@@ -348,7 +347,7 @@ def test_gpus_of_a_confidential_machine_are_held_back_until_they_are_ready(bench
 
 def test_a_gpu_that_falls_off_the_bus_and_comes_back(bench):
     seen: list[tuple[str, list[str]]] = []
-    bench.monitor.node.health_changed = lambda: seen.append((bench.condition(0), bench.reasons(0)))
+    bench.monitor.book.on_shown = lambda: seen.append((bench.condition(0), bench.reasons(0)))
     bench.machine.lose_gpu(0)
     bench.turn()
     assert seen == [("unhealthy", ["xid/79"]), ("lost", ["gpu-lost", "xid/79"])], (
@@ -693,6 +692,19 @@ def test_a_gpu_whose_health_is_known_again_is_reported(bench):
     assert bench.changes == before + 4
 
 
+def test_file_names_the_gpus_whose_health_is_known(bench):
+    def known() -> list[str]:
+        return json.loads((bench.directory / "health.json").read_text())["known"]
+
+    assert known() == sorted(bench.uuids)
+    silence(bench.machine, 0)
+    for _ in range(4):
+        bench.turn(10)
+    assert known() == sorted(bench.uuids[1:])
+    bench.restarted().book.write()
+    assert "known" not in json.loads((bench.directory / "health.json").read_text())
+
+
 def test_a_disk_that_refuses_costs_only_the_memory(bench, logs, monkeypatch):
     def refuse(kept: KeptHealth) -> None:
         raise StateError("the disk is full")
@@ -764,20 +776,20 @@ class HangingSource:
 class Threaded:
     """A monitor with its threads, which watches GPU-a and GPU-b. The clock of the GPUs' threads is `time`."""
 
-    def __init__(self, path: Path, **more: object) -> None:
+    def __init__(self, path: Path) -> None:
         self.source, self.time, self.hanging = HangingSource(), [0.0], {}
         self.gpus: dict[str, str | None] | None = {"GPU-a": None, "GPU-b": None}
         self.reported: list[HealthChange] = []
-        received = {
-            "health_changed": lambda: None,
-            "health_moved": self.reported.append,
-            "polled": lambda *_: None,
-        }
-        node = SimpleNamespace(
-            gpus=lambda: self.gpus, is_on_bus=lambda _: True, hanging=lambda: self.hanging, **received | more
+        book = HealthBook(
+            HealthStore(path / "health.json"),
+            "boot",
+            lambda: None,
+            self.reported.append,
+            monotonic=lambda: self.time[0],
         )
-        store = HealthStore(path / "health.json", lambda: True)
-        self.monitor = Monitor(HealthBook(node, store, "boot", monotonic=lambda: self.time[0]), self.source)
+        self.monitor = Monitor(
+            book, self.source, lambda: self.gpus, lambda _: True, lambda: self.hanging, lambda *_: None
+        )
         self.monitor.start()
         eventually(lambda: sum(poller.is_registered for poller in self.monitor.pollers.values()) == 2)
         eventually(lambda: all(map(self.monitor.book.is_fresh, self.gpus)))
@@ -799,13 +811,13 @@ class Threaded:
 
 
 @pytest.fixture
-def threaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Threaded]]:
+def threaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Threaded]]:
     """Starts monitors with their threads."""
     monkeypatch.setattr("dra_driver.health.monitor._WAIT_S", 0.005)
     started: list[Threaded] = []
 
-    def start(**more: object) -> Threaded:
-        started.append(Threaded(tmp_path, **more))
+    def start() -> Threaded:
+        started.append(Threaded(tmp_path))
         return started[-1]
 
     yield start
@@ -1015,11 +1027,11 @@ def test_a_surprise_does_not_end_the_thread(threaded, surprise):
     eventually(lambda: "xid/48" in made.reasons("GPU-a"))
 
 
-def test_a_listener_that_fails_does_not_end_the_watch(bench, logs):
+def test_a_callback_that_fails_does_not_end_the_watch(bench, logs):
     def fail(change: HealthChange) -> None:
         raise RuntimeError("surprise")
 
-    bench.monitor.node.health_moved = fail
+    bench.monitor.book.history._on_transition = fail
     bench.machine.raise_xid(0, 48)
     bench.turn()
     assert bench.changes == 1

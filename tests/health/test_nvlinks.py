@@ -10,7 +10,7 @@ import pytest
 
 from dra_driver.health import poller
 from dra_driver.health.rules.polling import compared, seen_nvlinks
-from dra_driver.health.rules.state import merged, observe
+from dra_driver.health.rules.state import observe
 from dra_driver.health.rules.taints import device_taints
 from dra_driver.health.store import HealthStore, KeptHealth
 from dra_driver.model.health import HealthState, HealthTarget, NvLinks, PolledHealth, PollResult
@@ -128,15 +128,12 @@ def test_errors_that_grow_are_a_reason_until_they_are_still(kind: str) -> None:
 # --- over restarts and boots -------------------------------------------------------------------------
 
 
-def test_links_are_kept_over_a_restart_and_merged_with_those_of_another_instance(tmp_path: Path) -> None:
+def test_links_are_kept_over_a_restart_and_error_counts_are_not(tmp_path: Path) -> None:
     kept = KeptHealth("boot-1", None, (HealthState(GPU, nvlinks=ALL, nvlink_errors={"crc": 1}),))
     HealthStore(tmp_path / "health.json").save(kept)
     assert HealthStore(tmp_path / "health.json").load() == KeptHealth(
         "boot-1", None, (HealthState(GPU, nvlinks=ALL),)
     )
-    mine, other = HealthState(GPU, nvlinks=without(ALL, 1)), HealthState(GPU, nvlinks=without(ALL, 2))
-    assert merged([mine], [other]) == (HealthState(GPU, nvlinks=ALL),)
-    assert merged([HealthState(GPU)], [other]) == (other,)
 
 
 def test_link_that_goes_down_while_the_plugin_is_away_is_noticed_in_the_same_boot_only(

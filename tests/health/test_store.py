@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -14,7 +13,6 @@ from hypothesis import strategies as st
 
 from dra_driver.errors import StateError
 from dra_driver.health.book import HealthHistory, change_between
-from dra_driver.health.rules.state import merged
 from dra_driver.health.store import HealthStore, KeptHealth, decode, encode
 from dra_driver.model.health import HealthChange, HealthState, HealthTarget, Reason, Severity
 
@@ -49,11 +47,6 @@ _states = st.builds(
 )
 GPU, OTHER = HealthTarget("GPU-a"), HealthTarget("GPU-a", 3, 0)
 S = Severity
-TARGET = HealthTarget("GPU-1")
-MIG_TARGET = HealthTarget("GPU-1", 7, 0)
-BEFORE = Reason("xid", "79", Severity.UNHEALTHY, 10, 10, "Xid 79")
-OTHER_XID = Reason("xid", "48", Severity.UNHEALTHY, 20, 20, "Xid 48")
-LEVEL = Reason("row-remap", "pending", Severity.DEGRADED, 20, 20, "rows", "poll")
 
 
 @pytest.fixture
@@ -135,7 +128,7 @@ def change(
 
 def test_programs_that_fail_in_turns_leave_room_for_the_rest(logs) -> None:
     reported: list[HealthChange] = []
-    history = HealthHistory(SimpleNamespace(health_moved=reported.append))
+    history = HealthHistory(reported.append)
     history.add(change("it went bad", S.OK, S.DEGRADED))
     for at in range(1, 101):
         history.note(change("Xid 31", S.DEGRADED, S.DEGRADED, at=at))
@@ -150,7 +143,7 @@ def test_programs_that_fail_in_turns_leave_room_for_the_rest(logs) -> None:
 
 def test_a_slowdown_that_comes_and_goes_is_reported_once() -> None:
     reported: list[HealthChange] = []
-    history = HealthHistory(SimpleNamespace(health_moved=reported.append))
+    history = HealthHistory(reported.append)
     for _ in range(50):
         history.add(change("too hot", S.OK, S.INFORMATION))
         history.add(change("healthy again after: too hot", S.INFORMATION, S.OK))
@@ -160,7 +153,7 @@ def test_a_slowdown_that_comes_and_goes_is_reported_once() -> None:
 
 def test_each_time_that_a_gpu_goes_bad_and_recovers_is_reported() -> None:
     reported: list[HealthChange] = []
-    history = HealthHistory(SimpleNamespace(health_moved=reported.append))
+    history = HealthHistory(reported.append)
     for at in range(3):
         history.add(change("Xid 74", S.OK, S.UNHEALTHY, at=at))
         history.add(change("healthy again after: Xid 74", S.UNHEALTHY, S.OK, at=at))
@@ -179,51 +172,3 @@ def test_a_gpu_that_is_healthy_again_names_what_it_had_without_remedies() -> Non
     ill = HealthState(GPU, (lost, xid))
     assert change_between(ill, HealthState(GPU), 2).text == "healthy again after: GPU lost, Xid 79"
     assert change_between(ill, HealthState(GPU, (xid,)), 2).text == "no longer: GPU lost"
-
-
-def kept(*reasons: Reason) -> KeptHealth:
-    return KeptHealth("boot-1", "580.1", (HealthState(TARGET, reasons),))
-
-
-def test_standby_instance_writes_nothing_and_takes_over_what_the_other_kept(tmp_path: Path) -> None:
-    path = tmp_path / "health.json"
-    new_turn = False
-    old = HealthStore(path, lambda: not new_turn)
-    new = HealthStore(path, lambda: new_turn)
-    assert not old.is_outdated()
-    assert new.load() is None
-    assert not new.is_outdated()
-    old.save(kept(BEFORE))
-    new.save(kept(OTHER_XID))
-    assert HealthStore(path).load() == kept(BEFORE)
-    new_turn = True
-    old.save(kept())
-    assert HealthStore(path).load() == kept(BEFORE)
-    assert not old.is_outdated()
-    assert [new.is_outdated() for _ in range(2)] == [True, False]
-    both = kept(OTHER_XID, BEFORE)
-    assert new.load() == both
-    assert HealthStore(path).load() == both, "kept at once"
-
-
-def test_state_of_an_older_boot_or_no_state_is_not_merged(tmp_path: Path) -> None:
-    path = tmp_path / "health.json"
-    shared = HealthStore(path, lambda: True)
-    shared.save(kept(BEFORE))
-    HealthStore(path).save(KeptHealth("boot-0", None, (HealthState(TARGET, (OTHER_XID,)),)))
-    assert shared.load() == kept(BEFORE)
-    path.unlink()
-    assert shared.load() == kept(BEFORE)
-    assert HealthStore(path).load() == kept(BEFORE), "a file that went away is written again"
-
-
-def test_merging_adds_events_and_unknown_targets_only() -> None:
-    mine = HealthState(TARGET, (OTHER_XID,), setbacks=(20,), held_until=None)
-    other = HealthState(TARGET, (LEVEL, BEFORE), 3, setbacks=(10, 20), held_until=99)
-    instance = HealthState(MIG_TARGET, (BEFORE,), identity="MIG-a")
-    assert merged([mine], [other, instance]) == (
-        HealthState(TARGET, (OTHER_XID, BEFORE), setbacks=(10, 20), held_until=99),
-        instance,
-    )
-    again = HealthState(MIG_TARGET, identity="MIG-b")
-    assert merged([again], [instance]) == (again,)

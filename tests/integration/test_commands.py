@@ -120,7 +120,9 @@ def test_doctor_names_a_lost_gpu_when_no_plugin_runs(node: Node) -> None:
     assert [line for line in lines if line.startswith("WARN  device nodes")] == []
     node.machine.restore_gpu(5)
     health.write_text("{broken")
-    ((status, seen, remedy),) = health_lines(node)
+    unknown, (status, seen, remedy) = health_lines(node)
+    assert (unknown[0], unknown[2]) == ("WARN", "start gpu-dra-driver, then run doctor again")
+    assert unknown[1].endswith(" and 4 more is unknown: gpu-dra-driver is not running on this node")
     assert (status, seen.startswith(f"the saved health {health} cannot be read: ")) == ("WARN", True)
     assert "restart gpu-dra-driver" in remedy
     assert health.read_text() == "{broken"
@@ -131,27 +133,26 @@ def test_a_gpu_that_hangs_hides_nothing_else_from_doctor(node: Node) -> None:
     node.driver.stop()
     node.driver = None
     ill, now = node.machine.gpu(5), int(time.time())
-    bad = Reason("xid", "95", Severity.UNHEALTHY, now, now, "Xid 95")
+    bad = Reason("xid", "95", Severity.UNHEALTHY, now - 7200, now, "Xid 95")
     state = HealthState(HealthTarget(ill.uuid), (bad,), pci_bus_id=ill.bus_id)
     (node.plugin_dir / "health.json").write_bytes(encode(KeptHealth(node.machine.boot_id, None, (state,))))
     node.machine.set_fault("nvmlDeviceGetRemappedRows", delay_s=30.0, gpu=node.machine.gpu(3).uuid)
     done = call("doctor", "-o", "json", *doctor_options(node))
     checks = json.loads(done.stdout)["checks"]
-    found = {(check["check"], check["status"], check["seen"].partition(" (for ")[0]) for check in checks}
+    found = {(one["check"], one["status"], re.sub(r"\d+s ago", "now", one["seen"])) for one in checks}
     named = f"gpu-{ill.uuid[4:12]} ({ill.bus_id})"
+    known = ", ".join(f"gpu-{gpu.uuid[4:12]}" for gpu in list(node.machine.current().present)[:4])
     assert {entry for entry in found if entry[0] in ("NVML", "health", "device nodes", "MIG mode")} == {
         ("NVML", "OK", "8 GPUs answer, NVIDIA driver 580.95.05, CUDA 13.0"),
-        ("health", "FAIL", f"{named} is unhealthy: Xid 95"),
-        ("health", "WARN", f"the health of {', '.join(others(node, ill.uuid)[:4])} and 3 more is unknown"),
+        ("health", "WARN", f"gpu-dra-driver saved for {named} now: Xid 95 (for 2h00m)"),
+        (
+            "health",
+            "WARN",
+            f"the health of {known} and 4 more is unknown: gpu-dra-driver is not running on this node",
+        ),
         ("device nodes", "OK", "/dev/nvidiactl, /dev/nvidia-uvm and the device nodes of 8 GPUs"),
         ("MIG mode", "OK", "0 of 8 GPUs in MIG mode"),
     }
-
-
-def others(node: Node, uuid: str) -> list[str]:
-    """The device names of the other GPUs."""
-    uuids = [gpu.uuid for gpu in node.machine.current().present]
-    return [f"gpu-{other[4:12]}" for other in uuids if other != uuid]
 
 
 def test_doctor_on_a_node_at_work(node: Node) -> None:

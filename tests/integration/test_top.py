@@ -8,7 +8,7 @@ import pty
 import signal
 import termios
 import threading
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from datetime import UTC, datetime
@@ -41,7 +41,6 @@ from dra_driver.reporting.node_problems import Reported
 from dra_driver.reporting.node_problems import encode as encode_problems
 from dra_driver.simulator import Machine, create_machine
 from tests.cli.test_tables import on_terminal
-from tests.fakes.machines import silence
 from tests.fakes.tables import tabled
 from tests.fakes.waiting import PATIENCE_S, eventually
 from tests.integration.conftest import DRIVER, Node
@@ -197,7 +196,7 @@ def test_without_a_driver_the_records_are_shown_with_the_reason(tmp_path: Path) 
     problems = " ".join(done.stdout[: done.stdout.index("HEALTH")].split())
     assert "PROBLEM: gpu-dra-driver is not running on this node" in problems
     assert "libnvidia-ml.so.1 is not below the driver root" in problems
-    assert "\nHEALTH\nHealth unknown: libnvidia-ml.so.1 is not below the driver root" in done.stdout
+    assert "\nHEALTH\nHealth unknown: gpu-dra-driver is not running on this node.\n" in done.stdout
     assert "uid-1.json cannot be read" in notes
     assert "health.json cannot be read: not a JSON object" in notes
     assert "\nno GPU was found\n" in done.stdout
@@ -240,8 +239,23 @@ def look(machine: Machine, memory_path: Path) -> Iterator[Look]:
         yield make
 
 
-def write_health(machine: Machine, *states: HealthState, boot: str = "") -> None:
-    kept = KeptHealth(boot or machine.current().boot_id, "580", states)
+@pytest.fixture
+def plugin_lives(memory_path: Path) -> Iterator[None]:
+    """A plugin that is running, and has not answered yet."""
+    lock = memory_path / DRIVER / "running.lock"
+    lock.parent.mkdir()
+    lock.touch()
+    mark = UseMark(lock)
+    mark.hold()
+    yield
+    mark.release()
+
+
+def write_health(
+    machine: Machine, *states: HealthState, boot: str = "", known: Collection[str] | None = None
+) -> None:
+    gpus = [gpu.uuid for gpu in machine.current().present] if known is None else known
+    kept = KeptHealth(boot or machine.current().boot_id, "580", states, tuple(gpus))
     (machine.directory.parent / DRIVER).mkdir(exist_ok=True)
     (machine.directory.parent / DRIVER / "health.json").write_bytes(encode(kept))
 
@@ -254,7 +268,9 @@ def reported(view: NodeView) -> list[tuple[str, str, str, float | None]]:
     return [(entry.subject, entry.severity, entry.reason, entry.since_s) for entry in view.health]
 
 
-def test_kept_health_and_what_nvml_says_now_are_put_together(machine: Machine, look: Look) -> None:
+def test_saved_health_and_faults_that_nvml_shows_now_are_put_together(
+    machine: Machine, look: Look, plugin_lives: None
+) -> None:
     uuids = [gpu.uuid for gpu in machine.current().present]
     names = list(gpu_device_names(uuids).values())
     pending = reason("row-remap", "pending", Severity.DEGRADED, "poll")
@@ -286,73 +302,50 @@ def test_kept_health_and_what_nvml_says_now_are_put_together(machine: Machine, l
         (names[3], "lost", "gpu-lost", 90.0),
         ("gpu-pulled", "lost", "gpu-lost", 90.0),
     ]
-    gone = [entry.reason for entry in view.health if entry.text == "text; NVML no longer shows it"]
-    assert gone == ["row-remap pending", "gpu-lost"]
     assert [gpu.health for gpu in view.gpus] == ["unhealthy", "degraded", "information", "lost", "lost"]
-    assert [(entry.devices, entry.is_over) for entry in view.health] == [
-        ((), False),
-        ((), True),
-        ((f"{names[1]}-mig-1g10gb-19-0",), False),
-        ((), False),
-        ((), True),
-        ((), False),
-    ]
+    assert [entry.devices for entry in view.health if entry.devices] == [(f"{names[1]}-mig-1g10gb-19-0",)]
+    assert (view.unwatched, {entry.saved_s for entry in view.health}) == (None, {None})
     # Only the claim whose instance it is has the trouble.
     assert [held.trouble for held in view.holdings] == ["degraded", None]
     assert [gpu.mode for gpu in view.gpus] == ["off", "on", "off", "off", None]
-    # Of an earlier boot: no instance survived, a reboot is a reset, and nothing was monitored since.
-    write_health(
-        machine,
-        HealthState(HealthTarget(uuids[0]), (pending, reason("xid", "48", Severity.UNHEALTHY))),
-        HealthState(HealthTarget(uuids[1], 7, 0), (reason("xid", "43", Severity.DEGRADED),)),
-        boot="boot-0",
-    )
-    machine.set_gpu(2, slowdown=0)
+    write_health(machine, HealthState(HealthTarget(uuids[0]), (pending,)), boot="boot-0")
     view = at.view(20)
-    assert [(entry.reason, entry.is_over) for entry in view.health] == [
-        ("xid 48", True),
-        ("row-remap pending", True),
-    ]
+    assert reported(view) == [(names[2], "information", "slowdown thermal", None)]
+    assert [gpu.health for gpu in view.gpus] == ["unknown"] * 4
+    assert view.unwatched == "gpu-dra-driver has not saved it in this boot"
     assert any("from before the last boot" in note for note in view.notes)
 
 
-def test_steps_to_undo_are_over_when_the_plugin_does_not_run(machine: Machine, look: Look) -> None:
-    first, second, third, _ = (gpu.uuid for gpu in machine.current().present)
-    old = reason("xid", "95", Severity.UNHEALTHY, age_s=31)
-    fresh = reason("xid", "95", Severity.UNHEALTHY, age_s=29)
-    lost = reason("gpu-lost", "", Severity.LOST, "poll")
-    write_health(
-        machine,
-        HealthState(HealthTarget(first), (old,)),
-        HealthState(HealthTarget(second), (fresh,)),
-        HealthState(HealthTarget(third), (lost, fresh)),
-    )
-    at = look()
-    assert {(entry.subject[4:], entry.reason, entry.is_over) for entry in at.view(20).health} == {
-        (first[4:12], "xid 95", True),
-        (second[4:12], "xid 95", False),
-        (third[4:12], "gpu-lost", True),
-        (third[4:12], "xid 95", True),  # a lost GPU comes back only by a reset
-    }
-    machine.set_recovery_action(0, 1)
-    found = [
-        (entry.reason, entry.is_over) for entry in at.view(20).health if entry.subject[4:] == first[4:12]
-    ]
-    assert found == [("recovery-action reset", False), ("xid 95", False)]
-
-
-def test_health_of_a_gpu_that_answers_nothing_is_unknown_and_its_reasons_are_not_over(
-    machine: Machine, look: Look
-) -> None:
+def test_health_is_unknown_while_the_plugin_does_not_run(machine: Machine, look: Look) -> None:
     first, second, *_ = (gpu.uuid for gpu in machine.current().present)
-    silence(machine, 0)
-    silence(machine, 1)
-    states = (HealthState(HealthTarget(second), (reason("xid", "95", Severity.UNHEALTHY, age_s=3600),)),)
-    write_health(machine, *states)
-    view = look().view(20)
-    health = {gpu.uuid: gpu.health for gpu in view.gpus}
-    assert (health[first], health[second]) == ("unknown", "unhealthy")
-    assert [(entry.reason, entry.is_over) for entry in view.health] == [("xid 95", False)]
+    lost = reason("gpu-lost", "", Severity.LOST, "poll")
+    at = look()
+    view = at.view(20)
+    assert (reported(view), [gpu.health for gpu in view.gpus]) == ([], ["unknown"] * 4)
+    assert view.unwatched == "gpu-dra-driver is not running on this node"
+    write_health(machine, HealthState(HealthTarget(first), (lost,)))
+    os.utime(machine.directory.parent / DRIVER / "health.json", (START - 300, START - 300))
+    machine.set_recovery_action(1, 1)
+    view = at.view(20)
+    assert [gpu.health for gpu in view.gpus] == ["unknown", "unhealthy", "unknown", "unknown"]
+    assert [(entry.subject[4:], entry.reason, entry.since_s, entry.saved_s) for entry in view.health] == [
+        (first[4:12], "gpu-lost", 90.0, 300.0),
+        (second[4:12], "recovery-action reset", None, None),
+    ]
+
+
+def test_health_of_a_gpu_that_the_plugin_does_not_know_is_unknown(
+    machine: Machine, look: Look, plugin_lives: None
+) -> None:
+    first, second, third, _ = (gpu.uuid for gpu in machine.current().present)
+    ill = HealthState(HealthTarget(second), (reason("xid", "95", Severity.UNHEALTHY, age_s=3600),))
+    mild = HealthState(HealthTarget(first), (reason("xid", "63", Severity.INFORMATION),))
+    at = look()
+    assert at.view(20).unwatched == "gpu-dra-driver has not saved it in this boot"
+    write_health(machine, mild, ill, known=[third])
+    health = {gpu.uuid: gpu.health for gpu in at.view(20).gpus}
+    assert [health.pop(uuid) for uuid in (first, second, third)] == ["unknown", "unhealthy", "ok"]
+    assert set(health.values()) == {"unknown"}
 
 
 @pytest.mark.parametrize("function", ["nvmlDeviceGetTemperature*", "nvmlDeviceGetP2PStatus"])
@@ -369,15 +362,12 @@ def test_gpu_that_hangs_hides_no_other(
     for _ in range(2):
         view = at.view(20)
         assert nvml_problems(view) == []
-        assert [(gpu.health, gpu.load is None) for gpu in view.gpus if gpu.uuid != silent] == [
-            ("ok", False)
-        ] * 3
-        assert [gpu.health for gpu in view.gpus if gpu.uuid == silent] == ["unknown"]
+        assert [gpu.uuid for gpu in view.gpus if gpu.load is None] == [silent]
     machine.clear_faults()
 
 
 def test_a_gpu_that_nvml_does_not_show_is_lost_when_the_nvidia_driver_is_bound_to_it(
-    machine: Machine, look: Look
+    machine: Machine, look: Look, plugin_lives: None
 ) -> None:
     gone = machine.gpu(1)
 
@@ -385,7 +375,7 @@ def test_a_gpu_that_nvml_does_not_show_is_lost_when_the_nvidia_driver_is_bound_t
         return [(gpu.name, gpu.uuid, gpu.pci_bus_id, gpu.health) for gpu in look().view(20).gpus][3:]
 
     name = f"gpu-{gone.uuid[4:12]}"
-    assert [health for *_, health in seen()] == ["ok"]
+    assert [health for *_, health in seen()] == ["unknown"]
     machine.lose_gpu(1)
     assert seen() == [(name, gone.uuid, gone.bus_id, "lost")]
     information = machine.host_root / f"proc/driver/nvidia/gpus/{gone.bus_id}/information"
@@ -415,13 +405,13 @@ def test_gpu_that_is_lost_and_comes_back(machine: Machine, look: Look) -> None:
     assert len(at.view(20).gpus) == 4
     machine.lose_gpu(2)
     view = at.view(20)
-    assert [gpu.health for gpu in view.gpus] == ["ok", "ok", "ok", "lost"]
+    assert [gpu.health for gpu in view.gpus] == ["unknown"] * 3 + ["lost"]
     assert any("does not answer" in note for note in view.notes)
     machine.reset_gpu(2)
     machine.restore_gpu(2)
     at.view(20)
     view = at.view(20)
-    assert ([gpu.health for gpu in view.gpus], view.notes) == (["ok"] * 4, ())
+    assert ([gpu.health for gpu in view.gpus], view.notes) == (["unknown"] * 4, ())
     machine.unload_driver()
     view = at.view(20)
     assert (view.gpus, view.nvidia_version) == ((), None)
@@ -546,7 +536,7 @@ def test_first_picture_on_a_terminal_does_not_wait_for_nvml_that_hangs(tmp_path:
     )
     try:
         terminal.read_until(b"PROBLEM: NVML has not answered for more than 0.3 s")
-        terminal.read_until(b"Health unknown: NVML has not answered")
+        terminal.read_until(b"Health unknown: gpu-dra-driver is not running on this node.")
     finally:
         terminal.close()
 

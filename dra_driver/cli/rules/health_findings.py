@@ -22,21 +22,20 @@ def health_findings(
 ) -> list[Finding]:
     """Return a finding for all unhealthy devices with the same reasons, worst first, or one if all are healthy.
 
-    `has_nvml` is whether NVML answered. Reasons that NVML no longer shows are left out. `policy` decides which reasons
-    keep claims away.
+    `has_nvml` is whether NVML answered. `policy` decides which reasons keep claims away. A reason that may be over,
+    because the plugin is not running, is only a warning.
     """
     places = {gpu.name: gpu for gpu in found.gpus}
-    ill: dict[str, list[SeenReason]] = {}
+    ill: dict[tuple[str, float | None], list[SeenReason]] = {}
     for reason in found.health:
-        if not reason.is_over:
-            ill.setdefault(reason.subject, []).append(reason)
+        ill.setdefault((reason.subject, reason.saved_s), []).append(reason)
     alike: dict[tuple[tuple[str, str, str], ...], list[list[SeenReason]]] = {}
     for reasons in ill.values():
         key = tuple((reason.severity, reason.reason, reason.text) for reason in reasons)
         alike.setdefault(key, []).append(reasons)
     worst_first = sorted(alike.values(), key=lambda same: _WORST_FIRST.index(_worst(same[0])))
     lines = [_finding(places[_gpu_of(same[0])], same, found, policy) for same in worst_first]
-    lines += [*_unknown(found.gpus if has_nvml else ()), *_problems(found.notes)]
+    lines += [*_unknown(found, has_nvml=has_nvml), *_problems(found.notes)]
     return lines or [_all_well(found.gpus, has_nvml=has_nvml)]
 
 
@@ -70,6 +69,10 @@ def _finding(
     name = _name(gpu, reasons[0])
     if len(alike) > 1:
         name = named(sorted(same[0].subject for same in alike))
+    saved_s = reasons[0].saved_s
+    if saved_s is not None:
+        seen = f"gpu-dra-driver saved for {name} {age_text(saved_s)} ago: {texts}"
+        return warn(seen, "start gpu-dra-driver, which reads the health of the GPUs again")
     verb = "is" if len(alike) == 1 else "are"
     seen = f"{name}: {texts}" if worst == "information" else f"{name} {verb} {worst}: {texts}"
     remedy = _remedy(gpu, reasons, found)
@@ -128,9 +131,12 @@ def _remedy(gpu: SeenGpu, reasons: Sequence[SeenReason], found: NodeView) -> str
     )
 
 
-def _unknown(gpus: Iterable[SeenGpu]) -> Iterator[Finding]:
-    unknown = [gpu.name for gpu in gpus if gpu.health == "unknown"]
-    if unknown:
+def _unknown(found: NodeView, *, has_nvml: bool) -> Iterator[Finding]:
+    unknown = [gpu.name for gpu in found.gpus if gpu.health == "unknown"] if has_nvml else []
+    if unknown and found.unwatched is not None:
+        seen = f"the health of {named(unknown)} is unknown: {found.unwatched}"
+        yield warn(seen, "start gpu-dra-driver, then run doctor again")
+    elif unknown:
         yield warn(
             f"the health of {named(unknown)} is unknown",
             "run `nvidia-smi -q` on the node, then run doctor again",

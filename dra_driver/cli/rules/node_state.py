@@ -21,6 +21,18 @@ BOOT_UNKNOWN = (
 
 
 @dataclass(frozen=True, slots=True)
+class SavedHealth:
+    """The health that the plugin saved in this boot. `known` are the UUIDs of the GPUs whose health it knew then.
+
+    `saved_at` is when the health last changed, in seconds since 1970; None if the plugin has not saved it.
+    """
+
+    states: Sequence[HealthState] = ()
+    known: frozenset[str] = frozenset()
+    saved_at: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class NodeState:
     """The content of a plugin directory. `faults` has a sentence for each part that could not be read, and
     `notes` has one `problem; remedy` for each problem with the saved health.
@@ -32,7 +44,7 @@ class NodeState:
     records: Sequence[ClaimRecord] = ()
     owned: Sequence[OwnedInstance] = ()
     cleanups: Sequence[PendingCleanup] = ()
-    health: Sequence[HealthState] = ()
+    health: SavedHealth = SavedHealth()
     boot_id: str | None = None
     faults: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()

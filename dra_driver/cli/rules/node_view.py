@@ -1,27 +1,28 @@
 """A node at one moment, combined from NVML, the plugin's files and the MPS host.
 
+The health of the GPUs is what the plugin saved: it alone receives NVML's events, and decides what each of its polls
+means. What NVML shows now is added. Without a plugin, the health is unknown, and the view has only what NVML shows.
+
 `top` draws it, `top -o json` prints it, and `doctor` reads the health of the GPUs from it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 
-from dra_driver.cli.rules.node_state import NodeState
+from dra_driver.cli.rules.node_state import NodeState, SavedHealth
 from dra_driver.cli.rules.prepared_claims import ClaimDevice, PreparedClaim
-from dra_driver.health.rules.polling import FABRIC, compared
-from dra_driver.health.rules.state import observe
+from dra_driver.health.rules.polling import FABRIC, Finding, compared, findings_now
+from dra_driver.health.rules.state import HANGS_NOW, LOST_NOW
 from dra_driver.model.gpu import GpuLoad, GpuProcess, ProcessOrigin
 from dra_driver.model.health import (
     HealthState,
     HealthTarget,
-    NoAnswer,
     PolledHealth,
-    PollResult,
+    Reason,
     Severity,
-    Unreachable,
     targets_of_instance,
 )
 from dra_driver.model.ids import gpu_device_names
@@ -59,8 +60,8 @@ class SeenGpu:
     """A GPU with its device name. `mode` is the MIG mode or None; `load` is None if NVML reports nothing.
 
     A GPU that NVML does not list and whose UUID is unknown has its PCI bus ID as the name and "" as the UUID.
-    `health` is the worst known severity of the GPU and its instances, or `unknown` if it was not read. It is
-    `vfio` for a GPU that a virtual machine has or may get, whose health cannot be read.
+    `health` is the worst severity of the GPU and its instances. It is `unknown` if the plugin does not know it and
+    NVML shows no fault, and `vfio` for a GPU that a virtual machine has or may get, whose health cannot be read.
     """
 
     name: str
@@ -92,8 +93,8 @@ class Holding(ClaimDevice):
 class SeenReason:
     """Why a device is unhealthy. `since_s` is None if only this check found it.
 
-    `devices` are the MIG devices of an instance. `is_over` means that the reason was recorded, but NVML no
-    longer shows it.
+    `devices` are the MIG devices of an instance. `saved_s` is set if the plugin is not running, so that the reason
+    may be over: for how many seconds the saved health has not changed.
     """
 
     subject: str
@@ -102,7 +103,7 @@ class SeenReason:
     since_s: float | None
     text: str
     devices: tuple[str, ...] = ()
-    is_over: bool = False
+    saved_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +151,10 @@ class SeenProblem:
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
-    """Everything that `top` shows. `problems` are the node's; `notes` are sentences."""
+    """Everything that `top` shows. `problems` are the node's; `notes` are sentences.
+
+    `unwatched` is why the health of all GPUs is unknown; None if the plugin watches them.
+    """
 
     node: str
     driver: str
@@ -161,6 +165,7 @@ class NodeView:
     gpus: tuple[SeenGpu, ...] = ()
     holdings: tuple[Holding, ...] = ()
     health: tuple[SeenReason, ...] = ()
+    unwatched: str | None = None
     mps: tuple[SeenDaemon, ...] = ()
     processes: tuple[SeenProcess, ...] = ()
     notes: tuple[str, ...] = ()
@@ -176,6 +181,8 @@ def node_view(
     daemons: Sequence[MpsDaemonStatus],
     notes: Iterable[str],
     problems: Iterable[ShownProblem] = (),
+    *,
+    plugin_runs: bool,
 ) -> NodeView:
     """Return the view. `notes` are shown without duplicates; `problems` are the node's."""
     inventory, at = nvml.inventory, now.timestamp()
@@ -187,7 +194,8 @@ def node_view(
     # other GPUs its calls hang for.
     missing = frozenset(hidden - inventory.unread - unstarted)
     facts = replace(nvml, hung=missing) if inventory.hanging else replace(nvml, lost=nvml.lost | missing)
-    reasons = [*_reasons(facts, state.health, names, ids, int(at))]
+    unwatched = _unwatched(state.health, plugin_runs=plugin_runs)
+    reasons = [*_reasons(facts, state.health, names, ids, at, is_watched=unwatched is None)]
     reasons += [_not_started(uuid, names[uuid]) for uuid in sorted(unstarted)]
     cuda = inventory.versions.cuda
     return NodeView(
@@ -197,9 +205,10 @@ def node_view(
         nvidia_version=inventory.versions.driver,
         cuda_version=None if cuda is None else f"{cuda[0]}.{cuda[1]}",
         problems=tuple(_problem(shown, at) for shown in problems),
-        gpus=tuple(_gpus(nvml, names, places, reasons)),
+        gpus=tuple(_gpus(nvml, names, places, reasons, state.health.known if unwatched is None else ())),
         holdings=tuple(holding for claim in claims for holding in _holdings(claim, reasons, ids)),
         health=tuple(shown for _, _, _, shown in reasons),
+        unwatched=unwatched,
         mps=tuple(
             SeenDaemon(
                 device, one.state, max(0.0, at - one.since), one.clients, one.pid, one.problem, one.directory
@@ -256,10 +265,11 @@ def _names_and_places(
     """
     inventory = facts.inventory
     shown = {gpu.uuid: gpu.pci_bus_id for gpu in inventory.gpus}
-    kept = {one.target.gpu_uuid: one.pci_bus_id for one in state.health if not one.target.is_instance}
+    states = state.health.states
+    kept = {one.target.gpu_uuid: one.pci_bus_id for one in states if not one.target.is_instance}
     known = {place: uuid for uuid, place in kept.items() if uuid not in shown}
     hidden = {uuid or known.get(place) or place: place for place, uuid in facts.hidden.items()}
-    others = {one.target.gpu_uuid for one in state.health} | inventory.unread
+    others = {one.target.gpu_uuid for one in states} | state.health.known | inventory.unread
     others |= {uuid for record in state.records for uuid in record.gpu_uuids if uuid}
     others |= {uuid for uuid, place in hidden.items() if uuid != place}
     names = gpu_device_names(dict.fromkeys([*shown, *sorted(others - set(shown))]))
@@ -272,77 +282,95 @@ _Found = tuple[HealthTarget, tuple[str, str], Severity, SeenReason]
 """The target, the name of the reason, its severity, and how it is shown."""
 
 
+def _unwatched(saved: SavedHealth, *, plugin_runs: bool) -> str | None:
+    if not plugin_runs:
+        return "gpu-dra-driver is not running on this node"
+    return "gpu-dra-driver has not saved it in this boot" if saved.saved_at is None else None
+
+
 def _reasons(
-    facts: NvmlFacts, states: Iterable[HealthState], names: Mapping[str, str], ids: InstanceIds, now: int
+    facts: NvmlFacts,
+    saved: SavedHealth,
+    names: Mapping[str, str],
+    ids: InstanceIds,
+    now: float,
+    *,
+    is_watched: bool,
 ) -> Iterator[_Found]:
-    """Yield the reasons by device, worst first: the recorded ones and those that only NVML shows."""
-    kept = {HealthTarget(uuid): HealthState(HealthTarget(uuid)) for uuid in names}
-    kept |= {state.target: state for state in states}
+    """Yield the reasons by device, worst first: the saved ones and those that only NVML shows."""
+    saved_s = None if is_watched or saved.saved_at is None else max(0.0, now - saved.saved_at)
+    states = {state.target: state for state in saved.states}
     for uuid, name in names.items():
+        target = HealthTarget(uuid)
         found = [
-            reason
-            for state in kept.values()
+            _saved(state, reason, name, ids, int(now), saved_s)
+            for state in states.values()
             if state.target.gpu_uuid == uuid
-            for reason in _of_target(state, name, facts, ids, now)
+            for reason in state.reasons
+        ]
+        known = {reason for of, reason, *_ in found if of == target}
+        found += [
+            (target, (key, value), severity, _shown(name, severity, (key, value), None, text))
+            for key, value, severity, text in _findings(facts, uuid, states.get(target))
+            if (key, value) not in known
         ]
         yield from sorted(found, key=lambda one: (one[0].order, -one[2], one[1]))
 
 
+def _findings(facts: NvmlFacts, uuid: str, state: HealthState | None) -> Sequence[Finding]:
+    """Return what NVML shows now for a GPU."""
+    if uuid in facts.lost:
+        return [LOST_NOW]
+    if uuid in facts.hung:
+        return [HANGS_NOW]
+    if uuid not in facts.polled:
+        return []
+    others = (polled.nvlinks for other, polled in facts.polled.items() if other != uuid)
+    return findings_now(compared(facts.polled[uuid], others), None if state is None else state.nvlinks)
+
+
 def _not_started(uuid: str, gpu: str) -> _Found:
-    text, severity = "the NVIDIA driver could not start the GPU", Severity.UNHEALTHY
-    shown = SeenReason(gpu, severity.name.lower(), NOT_STARTED, None, text)
-    return HealthTarget(uuid), (NOT_STARTED, ""), severity, shown
+    name, severity = (NOT_STARTED, ""), Severity.UNHEALTHY
+    shown = _shown(gpu, severity, name, None, "the NVIDIA driver could not start the GPU")
+    return HealthTarget(uuid), name, severity, shown
 
 
-def _of_target(
-    state: HealthState, gpu: str, facts: NvmlFacts, ids: InstanceIds, now: int
-) -> Iterator[_Found]:
+def _saved(
+    state: HealthState, reason: Reason, gpu: str, ids: InstanceIds, now: int, saved_s: float | None
+) -> _Found:
     target = state.target
     uuid, gi, ci = target.gpu_uuid, target.gpu_instance_id, target.compute_instance_id
-    # Apply what a running plugin would find now. Without a plugin, reasons that are over stay in the file.
-    after = state
-    if uuid in facts.lost:
-        after = observe(state, Unreachable(), now)
-    elif uuid in facts.hung and not target.is_instance:
-        after = observe(state, NoAnswer(0.0), now)
-    elif uuid in facts.polled:
-        others = (polled.nvlinks for other, polled in facts.polled.items() if other != uuid)
-        after = observe(state, PollResult(compared(facts.polled[uuid], others)), now)
-    known = {reason.name for reason in state.reasons}
-    active = {reason.name for reason in after.reasons}
     devices = (
         name
         for name, (on, *instance) in sorted(ids.items())
         if target.is_instance and on == uuid and instance[0] == gi and ci in (None, instance[1])
     )
     subject = " ".join([gpu, *([] if gi is None else [f"GI {gi}"]), *([] if ci is None else [f"CI {ci}"])])
-    of = tuple(devices)
-    for reason in (*state.reasons, *(one for one in after.reasons if one.name not in known)):
-        is_over = reason.name not in active
-        yield (
-            target,
-            reason.name,
-            reason.severity,
-            SeenReason(
-                subject,
-                reason.severity.name.lower(),
-                " ".join(filter(None, reason.name)),
-                float(max(0, now - reason.since)) if reason.name in known else None,
-                reason.text + ("; NVML no longer shows it" if is_over else ""),
-                of,
-                is_over,
-            ),
-        )
+    since_s = float(max(0, now - reason.since))
+    shown = _shown(subject, reason.severity, reason.name, since_s, reason.text)
+    return target, reason.name, reason.severity, replace(shown, devices=tuple(devices), saved_s=saved_s)
+
+
+def _shown(
+    subject: str, severity: Severity, name: tuple[str, str], since_s: float | None, text: str
+) -> SeenReason:
+    return SeenReason(subject, severity.name.lower(), " ".join(filter(None, name)), since_s, text)
 
 
 def _gpus(
-    facts: NvmlFacts, names: Mapping[str, str], places: Mapping[str, str], reasons: Sequence[_Found]
+    facts: NvmlFacts,
+    names: Mapping[str, str],
+    places: Mapping[str, str],
+    reasons: Sequence[_Found],
+    known: Collection[str],
 ) -> Iterator[SeenGpu]:
     shown = {gpu.uuid: gpu for gpu in facts.inventory.gpus}
     for uuid, name in names.items():
-        severity = max((how for target, _, how, _ in reasons if target.gpu_uuid == uuid), default=Severity.OK)
-        polled, place = facts.polled.get(uuid), places.get(uuid)
-        is_known = (polled is not None and polled.answered) or severity >= Severity.DEGRADED
+        current = (
+            how for target, _, how, shown in reasons if target.gpu_uuid == uuid and shown.saved_s is None
+        )
+        severity, place = max(current, default=Severity.OK), places.get(uuid)
+        is_known = uuid in known or severity >= Severity.DEGRADED
         health = severity.name.lower() if is_known else "unknown"
         card, gpu = facts.inventory.under_vfio.get(uuid), shown.get(uuid)
         if card is not None:

@@ -120,6 +120,14 @@ def reasons_found(polled: PolledHealth) -> Mapping[str, list[Finding]]:
     return found
 
 
+def findings_now(polled: PolledHealth, seen: NvLinks | None = None) -> list[Finding]:
+    """Return all that one poll shows. `seen` are the NVLinks that have been active before, if known."""
+    found = [one for findings in reasons_found(polled).values() for one in findings]
+    if polled.nvlinks is not None:
+        found += nvlink_findings(polled, seen_nvlinks(seen, polled.nvlinks))
+    return found
+
+
 def requests_action(polled: PolledHealth) -> bool:
     """Whether the NVIDIA driver requests an action, or the GPU needs a reset or a replacement."""
     return any(getattr(polled, field) for field in _REPAIR_FIELDS)

@@ -2,8 +2,7 @@
 
 A state is a set of active reasons, and its severity is the worst of them, so a harmless event never makes a bad
 device look healthy. A reason ends only as its `Ending` says, never because a query failed. A poll in which no live
-query succeeded ends no reason; after two such polls in a row the GPU is unresponsive. `merged` combines the states
-of the same GPUs from two instances of the plugin.
+query succeeded ends no reason; after two such polls in a row the GPU is unresponsive.
 """
 
 from __future__ import annotations
@@ -53,7 +52,13 @@ FLAPPING = "flapping"
 _EVENT_KEYS = frozenset({XID, ECC})
 _NO_ACTION = 0
 _IF_IT_LASTS = "if this lasts, drain the node and reboot it"
-_LOST_TEXT = f"the GPU fell off the bus and does not answer; {RESET_OR_REBOOT}"
+LOST_NOW: Finding = (
+    LOST,
+    "",
+    Severity.LOST,
+    f"the GPU fell off the bus and does not answer; {RESET_OR_REBOOT}",
+)
+"""What NVML's error for a lost GPU means."""
 
 
 SETTLE_S = 30
@@ -70,6 +75,13 @@ NO_ANSWER, NVML_HANGS = "no-answer", "nvml-hangs"
 """Values of UNRESPONSIVE: every query fails, or an NVML call does not return. After a hang a GPU cannot be reset,
 because nvidia-smi hangs too.
 """
+HANGS_NOW: Finding = (
+    UNRESPONSIVE,
+    NVML_HANGS,
+    Severity.DEGRADED,
+    f"the GPU does not answer: an NVML call does not return; {_IF_IT_LASTS}",
+)
+"""What an NVML call that does not return means."""
 FLAPS, FLAP_WINDOW_S = 3, 3600
 """A device that becomes bad FLAPS times within FLAP_WINDOW_S seconds stays tainted after it recovers."""
 HOLD_S, HOLD_MAX_S = 600, 4 * 3600
@@ -139,10 +151,9 @@ def observe(
         case PollResult(polled):
             after = _after_poll(state, polled, now)
         case Unreachable():
-            after = _with_found(state, {LOST: [(LOST, "", Severity.LOST, _LOST_TEXT)]}, now)
+            after = _with_found(state, {LOST: [LOST_NOW]}, now)
         case NoAnswer(for_s):
-            text = f"the GPU does not answer: an NVML call does not return; {_IF_IT_LASTS}"
-            after = _no_answer(state, NVML_HANGS, text, now - int(for_s))
+            after = _no_answer(state, HANGS_NOW, now - int(for_s))
         case MonitoringState(problem):
             found = [] if problem is None else [(UNMONITORED, "", Severity.INFORMATION, problem)]
             after = _with_found(state, {UNMONITORED: found}, now)
@@ -227,19 +238,18 @@ def _after_silence(state: HealthState, polled: PolledHealth, now: int) -> Health
     if polls < SILENT_POLLS or state.has(LOST):
         return state
     text = f"the GPU does not answer: every query fails; {RESET_OR_REBOOT}"
-    return _no_answer(state, NO_ANSWER, text, now)
+    return _no_answer(state, (UNRESPONSIVE, NO_ANSWER, Severity.DEGRADED, text), now)
 
 
-def _no_answer(state: HealthState, value: str, text: str, since: int) -> HealthState:
+def _no_answer(state: HealthState, found: Finding, since: int) -> HealthState:
     """Record why the GPU does not answer, in the place of an earlier cause."""
+    key, value, severity, text = found
     before = next(filter(_is_silence, state.reasons), None)
     if before is not None and (before.value, before.text) == (value, text):
         return state  # the same object, so that nothing is written to disk
     since = since if before is None else before.since
     others = [reason for reason in state.reasons if reason is not before]
-    return _having(
-        state, [*others, Reason(UNRESPONSIVE, value, Severity.DEGRADED, since, since, text, "poll")]
-    )
+    return _having(state, [*others, Reason(key, value, severity, since, since, text, "poll")])
 
 
 def _after_poll(state: HealthState, polled: PolledHealth, now: int) -> HealthState:
@@ -370,32 +380,3 @@ def _damped(before: HealthState, after: HealthState, now: int) -> HealthState:
     text = f"the device became unhealthy {times} times in {FLAP_WINDOW_S} s, so its taint stays for {until - now} s"
     held = Reason(FLAPPING, "", Severity.DEGRADED, now, now, text)
     return _with(replace(after, held_until=max(until, after.held_until or 0)), held)
-
-
-def merged(mine: Iterable[HealthState], kept: Iterable[HealthState]) -> tuple[HealthState, ...]:
-    """Merge the states of this instance with events that only another instance received.
-
-    Poll results of the other instance are ignored for devices that this instance has polled.
-    """
-    known = {state.target: state for state in mine}
-    for state in kept:
-        own = known.get(state.target)
-        known[state.target] = state if own is None else _with_events_of(own, state)
-    return tuple(known.values())
-
-
-def _with_events_of(own: HealthState, other: HealthState) -> HealthState:
-    if own.identity is not None and other.identity is not None and own.identity != other.identity:
-        return own  # `other` belongs to another MIG instance with the same IDs
-    names = {reason.name for reason in own.reasons}
-    heard = [reason for reason in other.reasons if reason.source == "event" and reason.name not in names]
-    held = [moment for moment in (own.held_until, other.held_until) if moment is not None]
-    return replace(
-        own,
-        reasons=tuple(sorted((*own.reasons, *heard), key=lambda reason: reason.name)),
-        setbacks=tuple(sorted({*own.setbacks, *other.setbacks})),
-        held_until=max(held, default=None),
-        identity=own.identity or other.identity,
-        pci_bus_id=own.pci_bus_id or other.pci_bus_id,
-        nvlinks=seen_nvlinks(other.nvlinks, own.nvlinks) if own.nvlinks else other.nvlinks,
-    )
