@@ -303,7 +303,6 @@ class Driver:
             cleaner=self.cleaner,
             layouts=self.layouts,
             reports=self.reporting,
-            leadership=self.leadership,
         )
 
     def _make_kubelet_plugin(self) -> None:

@@ -19,7 +19,6 @@ from dra_driver.mig.layouts import NodeLayouts
 from dra_driver.model.inventory import OfferedDevice
 from dra_driver.reporting.reporter import Reports
 from dra_driver.slices.api_support import ApiSupport
-from dra_driver.slices.leadership import InstanceLeadership
 from dra_driver.slices.publisher import Publisher
 from dra_driver.slices.rules.build import NEWEST_TAINTS, TaintLimits, Taints
 from dra_driver.slices.rules.diff import Owner
@@ -42,16 +41,13 @@ class Publishing:
         cleaner: Cleaner,
         layouts: NodeLayouts,
         reports: Reports,
-        leadership: InstanceLeadership,
     ) -> None:
-        """`layouts` has the state of the MIG layout on each GPU, by UUID. Nothing is published while another
-        instance is the leader.
-        """
+        """`layouts` has the state of the MIG layout on each GPU, by UUID."""
         self._settings, self._api = settings, api
         self._records, self._without_record = records, without_record
         self._health, self._cleaner, self._layouts = health, cleaner, layouts
         self._withdraws = False
-        self.leads, self.inventory, self._discovery = leadership.is_ours, discovery.latest, discovery
+        self.inventory, self._discovery = discovery.latest, discovery
         self.support = ApiSupport(api, settings.sharing)
         self.cache = SliceCache(api, settings.driver_name, settings.node_name, self._dirty)
         self.publisher = Publisher(self, self.cache, settings.sharing, self.support, reports.node)

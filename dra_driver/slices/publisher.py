@@ -1,7 +1,7 @@
 """The only writer of ResourceSlices: one level-triggered thread, which writes only if something differs.
 
-Work that must wait (for leadership, to retry a refused deletion, or to overwrite a competing writer) does not delay
-other work: the thread sleeps until the earliest of these is due, and any change wakes the thread earlier.
+Work that must wait (to retry a refused deletion, or to overwrite a competing writer) does not delay other work: the
+thread sleeps until the earliest of these is due, and any change wakes the thread earlier.
 """
 
 from __future__ import annotations
@@ -47,7 +47,6 @@ _log = structlog.get_logger(__name__)
 _BACKOFF_FIRST_S = 0.1
 _BACKOFF_MOST_S = 30.0
 _QUIET_AFTER_WRITE_S = 0.05
-_LEADERSHIP_AGAIN_S = 2.0
 _PROBLEM_AFTER_S = 30.0
 """A shorter failure is not reported as a problem of the node."""
 
@@ -71,9 +70,6 @@ class PublishObserver(Protocol):
 class PublishedNode(Protocol):
     """Provides what a node publishes. The publisher's thread calls it in each round."""
 
-    def leads(self) -> bool:
-        """Whether this instance publishes; otherwise another one on the node does."""
-
     def inventory(self) -> Inventory | None:
         """The devices of the node; None while unknown."""
 
@@ -91,8 +87,7 @@ class PublishedNode(Protocol):
 class Publisher:
     """Keeps the slices of `node` up to date with its devices.
 
-    Discovery, the watch, health and MIG only call `mark_dirty`. While `node` does not lead, nothing is
-    written. `support` knows what the server accepts and stores.
+    Discovery, the watch, health and MIG only call `mark_dirty`. `support` knows what the server accepts and stores.
     """
 
     node: PublishedNode
@@ -107,8 +102,6 @@ class Publisher:
         self._behind_since: float | None = None  # used only by the publisher's thread
         self._published = threading.Event()
         self._wrong: tuple[float, str] | None = (time.monotonic(), _NOT_YET)  # since when, and the problem
-        self.standing_by = False
-        """Whether this instance publishes nothing because another one on this node does."""
         self._of_pool: tuple[NodeProblem, ...] = ()
         self.has_pool = False
         """Whether this instance has built and written a pool, so that `problems` has those of `FOUND_WITH_POOL`."""
@@ -130,7 +123,7 @@ class Publisher:
 
     @property
     def problem(self) -> str | None:
-        """Why the published slices are not current; None if they are, or if another instance publishes."""
+        """Why the published slices are not current; None if they are."""
         wrong = self._wrong
         return None if wrong is None else wrong[1]
 
@@ -138,8 +131,6 @@ class Publisher:
         """Reports slices that have not been current for half a minute, other programs that write slices, and what of
         the last pool the cluster does not support.
         """
-        if self.standing_by:
-            return []
         wrong, unseen, now = self._wrong, self.slices.failing, time.monotonic()
         found = list(self._of_pool)
         altered = self.support.altered
@@ -183,6 +174,7 @@ class Publisher:
 
     def start(self) -> None:
         """Starts publishing in the background."""
+        self._wrong = time.monotonic(), _NOT_YET  # this process may have waited for another one to stop
         self.mark_dirty()
         self._worker.start()
 
@@ -235,7 +227,7 @@ class Publisher:
     def _publish_once(self) -> None:
         self._due_at = math.inf
         inventory = self.node.inventory()
-        if not self._leads() or inventory is None or not self.slices.synced.is_set():
+        if inventory is None or not self.slices.synced.is_set():
             return
         known = self._owner
         owner = known or self.node.owner()
@@ -256,12 +248,11 @@ class Publisher:
             self._pacing.not_needed()
         else:
             self._other_writers.differing((*changes.updates, *changes.deletes), time.monotonic())
-            if self._is_held_back(now.pool) or not self._leads():
+            if self._is_held_back(now.pool):
                 return
             self._write(changes, now, wanted, owner)
-        if not self.standing_by:
-            self.has_pool = True
-            self._settle()
+        self.has_pool = True
+        self._settle()
 
     def _wanted(self, inventory: Inventory, owner: Owner) -> Pool:
         """Returns the pool, reduced to the devices and fields that the API server accepts and stores."""
@@ -284,17 +275,6 @@ class Publisher:
         self._report_drops("all", fields_of(lost - self._known_gates))
         self._of_pool = tuple(_problems_of_pool(pool, lost, self.support))
         return without_fields(pool, support.missing)
-
-    def _leads(self) -> bool:
-        ours = self.node.leads()
-        if ours == self.standing_by:
-            _log.info("publishing_resumed" if ours else "publishing_stands_by")
-            self._note(None if self._published.is_set() or not ours else _NOT_YET)
-        self.standing_by = not ours
-        if not ours:
-            self._behind_since = None
-            self._again_at(time.monotonic() + _LEADERSHIP_AGAIN_S)
-        return ours
 
     def _is_held_back(self, pool: Pool) -> bool:
         """Whether the write must wait, so that a conflict with another writer does not overload the API
@@ -349,8 +329,8 @@ class Publisher:
         todo = [(entry, self.slices.update, updated) for entry in changes.updates]
         todo += [(entry, self.slices.create, created) for entry in changes.creates]
         for entry, write, done in todo:
-            if done is created and not self._leads():
-                return
+            if self._worker.is_stopping:
+                return  # another process may publish by now
             if self._stores(entry, pool, wanted, write):
                 done.append(entry)
                 continue

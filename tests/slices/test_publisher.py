@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dra_driver.errors import ApiRejectedError, ApiUnavailableError, StateError
+from dra_driver.errors import ApiRejectedError, ApiUnavailableError
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.sharing import SharingRule, share_all
 from dra_driver.slices import api_support, refusals
@@ -59,7 +59,6 @@ class Bench:
 
     def __init__(self, slices: GuardedSlices | None = None, lacks: Support = Support()) -> None:  # noqa: B008  frozen
         self.slices = slices or GuardedSlices()
-        self.our_turn = True
         self.inventory: Inventory | None = MIXED
         self.lacks: Support | Exception = lacks
         self.questions = 0
@@ -71,7 +70,6 @@ class Bench:
             lambda: self.inventory,
             self.slices,
             self._owner,
-            leads=lambda: self.our_turn,
             observer=self.received,
             support=support_of(self._requested),
             taints=lambda _: self.taints,
@@ -525,8 +523,6 @@ def test_node_without_gpus_has_no_problem_with_its_slices(bench: Bench, clock: T
     bench.slices.synced.clear()
     bench.inventory = MIXED
     assert problems(bench) == not_updated(40, "slices have not been published yet")
-    bench.publisher.standing_by = True
-    assert problems(bench) == []
 
 
 def other_writer(slice_name: str) -> list[tuple[str, str]]:
@@ -596,79 +592,6 @@ def test_stop_ends_the_thread_while_it_waits_to_try_again(bench: Bench) -> None:
 
 def test_stop_is_harmless_before_the_start(bench: Bench) -> None:
     bench.publisher.stop()
-
-
-# --- our turn ------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def quick_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_LEADERSHIP_AGAIN_S", 0.02)
-
-
-def test_nothing_is_written_while_another_instance_publishes(bench: Bench) -> None:
-    bench.our_turn = False
-    bench.start()
-    eventually(lambda: bench.publisher.standing_by)
-    assert bench.publisher.problem is None, "that is no fault"
-    assert (settled(bench), bench.owner_reads) == (0, 0)
-    assert not bench.publisher.wait_published(0)
-
-
-def test_publishing_is_taken_up_when_the_other_instance_ends(
-    bench: Bench, quick_turns: None, logs: list
-) -> None:
-    bench.our_turn = False
-    bench.start()
-    eventually(lambda: bench.publisher.standing_by)
-    time.sleep(0.1)
-    bench.our_turn = True
-    assert bench.publisher.wait_published(20), "without anybody marking it dirty"
-    assert (bench.publisher.standing_by, bench.publisher.problem) == (False, None)
-    reported = [line["event"] for line in logs if line["event"].startswith("publishing_")]
-    assert reported == ["publishing_stands_by", "publishing_resumed"]
-
-
-def test_wipe_is_left_to_the_instance_whose_turn_it_is(running: Bench, quick_turns: None) -> None:
-    running.our_turn = False
-    running.slices.wipe()
-    eventually(lambda: running.publisher.standing_by)
-    assert settled(running) == 1
-    running.our_turn = True
-    eventually(lambda: running.published() == NAMES)
-
-
-def test_turn_that_ends_while_the_publisher_waits_is_over(bench: Bench) -> None:
-    bench.start()
-    assert bench.publisher.wait_published(20)
-
-    class Handover(Waits):
-        def wait(self, timeout: float | None = None) -> bool:
-            bench.our_turn = timeout is None
-            return super().wait(timeout)
-
-    bench.publisher._worker._stopping = Handover()
-    bench.slices.spoil(devices=[])
-    eventually(lambda: bench.publisher.standing_by)
-    assert len(bench.slices.writes) == 1
-
-
-def test_directory_that_cannot_be_read_is_a_problem_and_no_end(bench: Bench) -> None:
-    bench.publisher.node.leads = failing = Failing(StateError("cannot read /x: permission was denied"))
-    bench.start()
-    eventually(lambda: bench.publisher.problem == "cannot read /x: permission was denied")
-    failing.error = None
-    assert bench.publisher.wait_published(20)
-
-
-class Failing:
-    def __init__(self, error: Exception) -> None:
-        self.error: Exception | None = error
-
-    def __call__(self) -> bool:
-        if self.error is not None:
-            raise self.error
-        return True
 
 
 # --- slices that do not go away ------------------------------------------------------------------
@@ -1057,15 +980,28 @@ def test_lag_is_counted_from_the_first_change_over_all_failures(bench: Bench) ->
     assert bench.received.lags[1] < 50
 
 
-def test_no_lag_is_reported_where_nothing_had_to_be_written_or_another_instance_publishes(
-    bench: Bench,
-) -> None:
-    bench.our_turn = False
-    bench.publisher._marked_at = time.monotonic() - 100
+def test_no_lag_is_reported_where_nothing_had_to_be_written(running: Bench) -> None:
+    assert settled(running) == len(running.received.lags) == 1
+
+
+def test_publisher_that_starts_late_has_no_problem_at_its_start(bench: Bench, clock: Time) -> None:
+    """Its process waited for another one to stop."""
+    clock.ahead = 600.0
+    bench.slices.synced.clear()
     bench.start()
-    eventually(lambda: bench.publisher.standing_by)
-    bench.our_turn = True
-    bench.publisher.mark_dirty()
-    assert bench.publisher.wait_published(20)
-    assert settled(bench) == len(bench.received.lags) == 1
-    assert bench.received.lags[0] < 50
+    assert problems(bench) == []
+    clock.ahead = 640.0
+    assert problems(bench) == not_updated(40, "slices have not been published yet")
+
+
+def test_publisher_that_is_stopped_makes_no_further_write(bench: Bench) -> None:
+    bench.inventory = inventory(*FLEET)
+
+    def stopping(entry: dict) -> dict:
+        bench.publisher._worker.retire()
+        return entry
+
+    bench.slices.store = stopping
+    bench.start()
+    assert bench.publisher._worker.wait_ended(PATIENCE_S)
+    assert len(bench.slices.writes) == 1
