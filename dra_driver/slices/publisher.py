@@ -27,8 +27,8 @@ from dra_driver.model.schema import JsonObject
 from dra_driver.model.sharing import SharingPolicy
 from dra_driver.model.units import named
 from dra_driver.slices.api_support import ApiSupport
-from dra_driver.slices.refusals import Publishable, RefusedSlices
-from dra_driver.slices.rules.build import Pool, TaintLimits, Taints, build_pool
+from dra_driver.slices.refusals import RefusedEntries
+from dra_driver.slices.rules.build import Pool, SliceContent, TaintLimits, Taints, build_pool
 from dra_driver.slices.rules.diff import (
     TAINTS_GATE,
     Drop,
@@ -113,7 +113,7 @@ class Publisher:
         self._undeleted: dict[str, str] = {}  # by UID, why a slice was not deleted
         self._delete_again_at = 0.0
         self._delete_backoff = Backoff(_BACKOFF_FIRST_S, _BACKOFF_MOST_S)
-        self._refused_slices = RefusedSlices()
+        self._refused = RefusedEntries()
         self._pacing = WritePacing()
         self._other_writers = OtherWriters(FIELD_MANAGER)
         self._existing: list[JsonObject] = []
@@ -231,26 +231,27 @@ class Publisher:
             return
         known = self._owner
         owner = known or self.node.owner()
-        wanted = self._wanted(inventory, owner)
-        now = self._refused_slices.publishable(wanted)
-        changes = self._changes(now, owner)
+        pool = self._refused.publishable(self._wanted(inventory, owner))
+        changes = self._changes(pool, owner)
         if changes and self._pacing.lately(time.monotonic()):
             self._worker.pause(_QUIET_AFTER_WRITE_S)
-            changes = self._changes(now, owner)
+            changes = self._changes(pool, owner)
         if changes.creates and known is not None:
             # Slices are deleted together with the Node object that owns them, and a new Node object has
             # another UID.
             owner = self.node.owner()
-            changes = self._changes(now, owner)
+            changes = self._changes(pool, owner)
         self._owner = owner
         if not changes:
             self._other_writers.settled(self._existing)
             self._pacing.not_needed()
+            if self._refused.stored(*pool.slices, is_complete=True):
+                self.mark_dirty()
         else:
             self._other_writers.differing((*changes.updates, *changes.deletes), time.monotonic())
-            if self._is_held_back(now.pool):
+            if self._is_held_back(pool):
                 return
-            self._write(changes, now, wanted, owner)
+            self._write(changes, pool, owner)
         self.has_pool = True
         self._settle()
 
@@ -294,12 +295,9 @@ class Publisher:
     def _settle(self) -> None:
         """Notes that everything that the server accepts is published; slices that cannot be deleted may remain."""
         left = next(iter(self._undeleted.values()), None)
-        refused = self._refused_slices.problem
-        if refused is not None:
-            self._note(f"a slice is missing or out of date: {refused}")
-        else:
-            self._note(f"an obsolete slice still exists: {left}" if left else None)
-        self._again_at(self._refused_slices.due)
+        refused = self._refused.problem
+        self._note(refused or (f"an obsolete slice still exists: {left}" if left else None))
+        self._again_at(self._refused.due)
         if self._undeleted:
             self._again_at(self._delete_again_at)
         self._again_at(self.support.ask_at)
@@ -307,23 +305,22 @@ class Publisher:
         if refused is None:
             self._published.set()
 
-    def _changes(self, now: Publishable, owner: Owner) -> SliceChanges:
+    def _changes(self, pool: Pool, owner: Owner) -> SliceChanges:
         """Returns what to write now. Refused deletions are included when they are due."""
         self._existing = self.support.as_sent(self.slices.current())
-        changes = slice_changes(now.pool, self._existing, owner, self._undeleted, now.refused, now.hopeless)
+        changes = slice_changes(pool, self._existing, owner, self._undeleted)
         obsolete = {entry["metadata"]["uid"]: entry for entry in changes.deletes}
         self._undeleted = {uid: reason for uid, reason in self._undeleted.items() if uid in obsolete}
         is_due = time.monotonic() >= self._delete_again_at
         due = (entry for uid, entry in obsolete.items() if is_due or uid not in self._undeleted)
         return replace(changes, deletes=tuple(due))
 
-    def _write(self, changes: SliceChanges, now: Publishable, wanted: Pool, owner: Owner) -> None:
+    def _write(self, changes: SliceChanges, pool: Pool, owner: Owner) -> None:
         """Deletes first, so that removed devices disappear even if new slices are refused."""
         started = time.monotonic()
         deleted = self._delete(changes.deletes)
         if deleted < len(changes.deletes):
-            changes = self._changes(now, owner)
-        pool = now.pool
+            changes = self._changes(pool, owner)
         updated: list[JsonObject] = []
         created: list[JsonObject] = []
         todo = [(entry, self.slices.update, updated) for entry in changes.updates]
@@ -331,11 +328,12 @@ class Publisher:
         for entry, write, done in todo:
             if self._worker.is_stopping:
                 return  # another process may publish by now
-            if self._stores(entry, pool, wanted, write):
+            content = pool.slices[slice_index(entry)]
+            if self._stores(entry, content, write):
                 done.append(entry)
                 continue
             self.mark_dirty()  # the next round writes other content
-            if pool.slices[slice_index(entry)].shared_counters:
+            if content.shared_counters:
                 break  # devices must not be published without their counters
         written = (*updated, *created)
         if not written and not deleted:
@@ -354,26 +352,22 @@ class Publisher:
         )
 
     def _stores(
-        self, entry: JsonObject, pool: Pool, wanted: Pool, write: Callable[[JsonObject], JsonObject]
+        self, entry: JsonObject, content: SliceContent, write: Callable[[JsonObject], JsonObject]
     ) -> bool:
         """Writes a slice; returns whether the API server accepts it. A refused slice does not delay the others."""
-        index = slice_index(entry)
-        sent, meant = pool.slices[index], wanted.slices[index]
         try:
             stored = write(entry)
         except DraDriverError as error:
-            name = entry["metadata"].get("name")
-            known = next((one for one in self.slices.current() if one["metadata"]["name"] == name), None)
-            if not self._refused_slices.refused(index, meant, sent, known, error):
-                raise
             self.support.refused(error)
+            if not self._refused.refused(content, self._existing, error):
+                raise
             self.observer.publish_failed(error)
             return False
         dropped = self.support.stored(entry, stored)
         if dropped:
             self._report_drops(stored["metadata"]["name"], dropped)
+        if self._refused.stored(content) or dropped:
             self.mark_dirty()  # the pool may be built differently now
-        self._refused_slices.written(index, meant, sent)
         return True
 
     def _delete(self, obsolete: Iterable[JsonObject]) -> int:
