@@ -42,14 +42,12 @@ class Publishing:
         layouts: NodeLayouts,
         reports: Reports,
     ) -> None:
-        """`layouts` has the state of the MIG layout on each GPU, by UUID. Nothing is published while another
-        instance is the leader.
-        """
+        """`layouts` has the state of the MIG layout on each GPU, by UUID."""
         self._settings, self._api = settings, api
         self._records, self._without_record = records, without_record
         self._health, self._cleaner, self._layouts = health, cleaner, layouts
         self._withdraws = False
-        self.leads, self.inventory, self._discovery = lambda: True, discovery.latest, discovery
+        self.inventory, self._discovery = discovery.latest, discovery
         self.support = ApiSupport(api, settings.sharing)
         self.cache = SliceCache(api, settings.driver_name, settings.node_name, self._dirty)
         self.publisher = Publisher(self, self.cache, settings.sharing, self.support, reports.node)

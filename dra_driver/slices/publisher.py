@@ -1,7 +1,7 @@
 """The only writer of ResourceSlices: one level-triggered thread, which writes only if something differs.
 
-Work that must wait (for leadership, to retry a refused deletion, or to overwrite a competing writer) does not delay
-other work: the thread sleeps until the earliest of these is due, and any change wakes the thread earlier.
+Work that must wait (to retry a refused deletion, or to overwrite a competing writer) does not delay other work: the
+thread sleeps until the earliest of these is due, and any change wakes the thread earlier.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from dra_driver.model.schema import JsonObject
 from dra_driver.model.sharing import SharingPolicy
 from dra_driver.model.units import named
 from dra_driver.slices.api_support import ApiSupport
-from dra_driver.slices.refusals import Publishable, RefusedSlices
-from dra_driver.slices.rules.build import Pool, TaintLimits, Taints, build_pool
+from dra_driver.slices.refusals import RefusedEntries
+from dra_driver.slices.rules.build import Pool, SliceContent, TaintLimits, Taints, build_pool
 from dra_driver.slices.rules.diff import (
     TAINTS_GATE,
     Drop,
@@ -47,7 +47,6 @@ _log = structlog.get_logger(__name__)
 _BACKOFF_FIRST_S = 0.1
 _BACKOFF_MOST_S = 30.0
 _QUIET_AFTER_WRITE_S = 0.05
-_LEADERSHIP_AGAIN_S = 2.0
 _PROBLEM_AFTER_S = 30.0
 """A shorter failure is not reported as a problem of the node."""
 
@@ -71,9 +70,6 @@ class PublishObserver(Protocol):
 class PublishedNode(Protocol):
     """Provides what a node publishes. The publisher's thread calls it in each round."""
 
-    def leads(self) -> bool:
-        """Whether this instance publishes; otherwise another one on the node does."""
-
     def inventory(self) -> Inventory | None:
         """The devices of the node; None while unknown."""
 
@@ -91,8 +87,7 @@ class PublishedNode(Protocol):
 class Publisher:
     """Keeps the slices of `node` up to date with its devices.
 
-    Discovery, the watch, health and MIG only call `mark_dirty`. While `node` does not lead, nothing is
-    written. `support` knows what the server accepts and stores.
+    Discovery, the watch, health and MIG only call `mark_dirty`. `support` knows what the server accepts and stores.
     """
 
     node: PublishedNode
@@ -107,8 +102,6 @@ class Publisher:
         self._behind_since: float | None = None  # used only by the publisher's thread
         self._published = threading.Event()
         self._wrong: tuple[float, str] | None = (time.monotonic(), _NOT_YET)  # since when, and the problem
-        self.standing_by = False
-        """Whether this instance publishes nothing because another one on this node does."""
         self._of_pool: tuple[NodeProblem, ...] = ()
         self.has_pool = False
         """Whether this instance has built and written a pool, so that `problems` has those of `FOUND_WITH_POOL`."""
@@ -120,7 +113,7 @@ class Publisher:
         self._undeleted: dict[str, str] = {}  # by UID, why a slice was not deleted
         self._delete_again_at = 0.0
         self._delete_backoff = Backoff(_BACKOFF_FIRST_S, _BACKOFF_MOST_S)
-        self._refused_slices = RefusedSlices()
+        self._refused = RefusedEntries()
         self._pacing = WritePacing()
         self._other_writers = OtherWriters(FIELD_MANAGER)
         self._existing: list[JsonObject] = []
@@ -130,7 +123,7 @@ class Publisher:
 
     @property
     def problem(self) -> str | None:
-        """Why the published slices are not current; None if they are, or if another instance publishes."""
+        """Why the published slices are not current; None if they are."""
         wrong = self._wrong
         return None if wrong is None else wrong[1]
 
@@ -138,8 +131,6 @@ class Publisher:
         """Reports slices that have not been current for half a minute, other programs that write slices, and what of
         the last pool the cluster does not support.
         """
-        if self.standing_by:
-            return []
         wrong, unseen, now = self._wrong, self.slices.failing, time.monotonic()
         found = list(self._of_pool)
         altered = self.support.altered
@@ -183,6 +174,7 @@ class Publisher:
 
     def start(self) -> None:
         """Starts publishing in the background."""
+        self._wrong = time.monotonic(), _NOT_YET  # this process may have waited for another one to stop
         self.mark_dirty()
         self._worker.start()
 
@@ -235,33 +227,33 @@ class Publisher:
     def _publish_once(self) -> None:
         self._due_at = math.inf
         inventory = self.node.inventory()
-        if not self._leads() or inventory is None or not self.slices.synced.is_set():
+        if inventory is None or not self.slices.synced.is_set():
             return
         known = self._owner
         owner = known or self.node.owner()
-        wanted = self._wanted(inventory, owner)
-        now = self._refused_slices.publishable(wanted)
-        changes = self._changes(now, owner)
+        pool = self._refused.publishable(self._wanted(inventory, owner))
+        changes = self._changes(pool, owner)
         if changes and self._pacing.lately(time.monotonic()):
             self._worker.pause(_QUIET_AFTER_WRITE_S)
-            changes = self._changes(now, owner)
+            changes = self._changes(pool, owner)
         if changes.creates and known is not None:
             # Slices are deleted together with the Node object that owns them, and a new Node object has
             # another UID.
             owner = self.node.owner()
-            changes = self._changes(now, owner)
+            changes = self._changes(pool, owner)
         self._owner = owner
         if not changes:
             self._other_writers.settled(self._existing)
             self._pacing.not_needed()
+            if self._refused.stored(*pool.slices, is_complete=True):
+                self.mark_dirty()
         else:
             self._other_writers.differing((*changes.updates, *changes.deletes), time.monotonic())
-            if self._is_held_back(now.pool) or not self._leads():
+            if self._is_held_back(pool):
                 return
-            self._write(changes, now, wanted, owner)
-        if not self.standing_by:
-            self.has_pool = True
-            self._settle()
+            self._write(changes, pool, owner)
+        self.has_pool = True
+        self._settle()
 
     def _wanted(self, inventory: Inventory, owner: Owner) -> Pool:
         """Returns the pool, reduced to the devices and fields that the API server accepts and stores."""
@@ -285,17 +277,6 @@ class Publisher:
         self._of_pool = tuple(_problems_of_pool(pool, lost, self.support))
         return without_fields(pool, support.missing)
 
-    def _leads(self) -> bool:
-        ours = self.node.leads()
-        if ours == self.standing_by:
-            _log.info("publishing_resumed" if ours else "publishing_stands_by")
-            self._note(None if self._published.is_set() or not ours else _NOT_YET)
-        self.standing_by = not ours
-        if not ours:
-            self._behind_since = None
-            self._again_at(time.monotonic() + _LEADERSHIP_AGAIN_S)
-        return ours
-
     def _is_held_back(self, pool: Pool) -> bool:
         """Whether the write must wait, so that a conflict with another writer does not overload the API
         server.
@@ -314,12 +295,9 @@ class Publisher:
     def _settle(self) -> None:
         """Notes that everything that the server accepts is published; slices that cannot be deleted may remain."""
         left = next(iter(self._undeleted.values()), None)
-        refused = self._refused_slices.problem
-        if refused is not None:
-            self._note(f"a slice is missing or out of date: {refused}")
-        else:
-            self._note(f"an obsolete slice still exists: {left}" if left else None)
-        self._again_at(self._refused_slices.due)
+        refused = self._refused.problem
+        self._note(refused or (f"an obsolete slice still exists: {left}" if left else None))
+        self._again_at(self._refused.due)
         if self._undeleted:
             self._again_at(self._delete_again_at)
         self._again_at(self.support.ask_at)
@@ -327,35 +305,35 @@ class Publisher:
         if refused is None:
             self._published.set()
 
-    def _changes(self, now: Publishable, owner: Owner) -> SliceChanges:
+    def _changes(self, pool: Pool, owner: Owner) -> SliceChanges:
         """Returns what to write now. Refused deletions are included when they are due."""
         self._existing = self.support.as_sent(self.slices.current())
-        changes = slice_changes(now.pool, self._existing, owner, self._undeleted, now.refused, now.hopeless)
+        changes = slice_changes(pool, self._existing, owner, self._undeleted)
         obsolete = {entry["metadata"]["uid"]: entry for entry in changes.deletes}
         self._undeleted = {uid: reason for uid, reason in self._undeleted.items() if uid in obsolete}
         is_due = time.monotonic() >= self._delete_again_at
         due = (entry for uid, entry in obsolete.items() if is_due or uid not in self._undeleted)
         return replace(changes, deletes=tuple(due))
 
-    def _write(self, changes: SliceChanges, now: Publishable, wanted: Pool, owner: Owner) -> None:
+    def _write(self, changes: SliceChanges, pool: Pool, owner: Owner) -> None:
         """Deletes first, so that removed devices disappear even if new slices are refused."""
         started = time.monotonic()
         deleted = self._delete(changes.deletes)
         if deleted < len(changes.deletes):
-            changes = self._changes(now, owner)
-        pool = now.pool
+            changes = self._changes(pool, owner)
         updated: list[JsonObject] = []
         created: list[JsonObject] = []
         todo = [(entry, self.slices.update, updated) for entry in changes.updates]
         todo += [(entry, self.slices.create, created) for entry in changes.creates]
         for entry, write, done in todo:
-            if done is created and not self._leads():
-                return
-            if self._stores(entry, pool, wanted, write):
+            if self._worker.is_stopping:
+                return  # another process may publish by now
+            content = pool.slices[slice_index(entry)]
+            if self._stores(entry, content, write):
                 done.append(entry)
                 continue
             self.mark_dirty()  # the next round writes other content
-            if pool.slices[slice_index(entry)].shared_counters:
+            if content.shared_counters:
                 break  # devices must not be published without their counters
         written = (*updated, *created)
         if not written and not deleted:
@@ -374,26 +352,22 @@ class Publisher:
         )
 
     def _stores(
-        self, entry: JsonObject, pool: Pool, wanted: Pool, write: Callable[[JsonObject], JsonObject]
+        self, entry: JsonObject, content: SliceContent, write: Callable[[JsonObject], JsonObject]
     ) -> bool:
         """Writes a slice; returns whether the API server accepts it. A refused slice does not delay the others."""
-        index = slice_index(entry)
-        sent, meant = pool.slices[index], wanted.slices[index]
         try:
             stored = write(entry)
         except DraDriverError as error:
-            name = entry["metadata"].get("name")
-            known = next((one for one in self.slices.current() if one["metadata"]["name"] == name), None)
-            if not self._refused_slices.refused(index, meant, sent, known, error):
-                raise
             self.support.refused(error)
+            if not self._refused.refused(content, self._existing, error):
+                raise
             self.observer.publish_failed(error)
             return False
         dropped = self.support.stored(entry, stored)
         if dropped:
             self._report_drops(stored["metadata"]["name"], dropped)
+        if self._refused.stored(content) or dropped:
             self.mark_dirty()  # the pool may be built differently now
-        self._refused_slices.written(index, meant, sent)
         return True
 
     def _delete(self, obsolete: Iterable[JsonObject]) -> int:

@@ -1,14 +1,15 @@
-"""Tracks slices that the API server rejected. A rejected slice must not delay the others, nor be sent again at once.
+"""Tracks the devices and counter sets that the API server rejected: they must not cost the node its other devices.
 
-The previously accepted content replaces a rejected slice so that the pool stays complete, because the
-scheduler allocates no device of an incomplete pool.
+Until the server accepts a rejected entry, the slices keep the form of it that the server accepted before. Without such
+a form, the entry is missing. The pool stays complete, because the scheduler allocates no device of an incomplete pool.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -16,7 +17,9 @@ import structlog
 
 from dra_driver.errors import ApiRejectedError
 from dra_driver.model.schema import JsonObject
+from dra_driver.model.units import named
 from dra_driver.slices.rules.build import Pool, SliceContent, has_its_counters
+from dra_driver.slices.rules.diff import same_content
 
 _log = structlog.get_logger(__name__)
 
@@ -29,133 +32,117 @@ whether that helped.
 """
 _REFUSALS: Final = frozenset({400, 403, 413, 422})
 """HTTP status codes that reject the content of a slice. Other codes mean, for example, that the slice is gone."""
+_PLACE = re.compile(r"\bspec\.(devices|sharedCounters)\[(\d+)\]")
+"""How the server's message names an entry, such as `spec.devices[3].attributes[type]: Invalid value`."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Refusal:
-    """The server rejected `wanted`, which is retried at `due`. `before` is the content that the server had accepted.
-    `is_whole`: the server also rejects `before`.
-    """
+    """The server rejected `wanted`, which is retried at `due`. `before` is the form that the server accepted before."""
 
-    wanted: SliceContent
-    before: SliceContent
-    reason: str
-    delay_s: float
+    wanted: JsonObject
+    before: JsonObject | None
+    error: ApiRejectedError
     due: float
-    is_whole: bool = False
+    delay_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Publishable:
-    """A pool that can be written now.
-
-    `refused` are the indexes of rejected slices, whose retry needs no new generation. Slices with an index in
-    `hopeless` are not written now at all.
-    """
-
-    pool: Pool
-    refused: frozenset[int] = frozenset()
-    hopeless: frozenset[int] = frozenset()
-
-
-class RefusedSlices:
-    """The rejected slices of one pool, by index. Only the publisher's thread uses it."""
+class RefusedEntries:
+    """The rejected devices and counter sets of one pool. Only the publisher's thread uses it."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._refusals: dict[int, _Refusal] = {}
+        self._refusals: list[_Refusal] = []
+        self._is_complete = False  # whether the server has all slices of the last pool
 
     @property
     def problem(self) -> str | None:
-        """The server's error for the first rejected slice; None if no slice is rejected."""
-        return next((refusal.reason for refusal in self._refusals.values()), None)
+        """The names of the rejected entries, and the server's error for the first; None if there are none."""
+        if not self._refusals:
+            return None
+        names = list(dict.fromkeys(one.wanted["name"] for one in self._refusals))
+        return f"{named(names)}: missing or out of date in the slices: {self._refusals[0].error}"
 
     @property
     def due(self) -> float:
-        """When the next slice is retried."""
-        return min((refusal.due for refusal in self._refusals.values()), default=math.inf)
+        """When the next entries are retried."""
+        return min((one.due for one in self._refusals), default=math.inf)
 
-    def publishable(self, pool: Pool) -> Publishable:
-        """Returns the pool with replacements for rejected slices, unless a slice is due or has changed since."""
-        self._refusals = {
-            index: refusal
-            for index, refusal in self._refusals.items()
-            if index < len(pool.slices) and pool.slices[index] == refusal.wanted
-        }
-        now = self._clock()
-        waiting = {index: refusal for index, refusal in self._refusals.items() if refusal.due > now}
-        return Publishable(
-            with_stand_ins(pool, {index: refusal.before for index, refusal in waiting.items()}),
-            frozenset(self._refusals),
-            frozenset(index for index, refusal in waiting.items() if refusal.is_whole),
+    def publishable(self, pool: Pool) -> Pool:
+        """Returns the pool with the accepted forms of rejected entries, unless an entry is due or has changed since.
+
+        Entries are retried when the pool is complete without them: those of one slice at a time, and counter sets
+        before the devices that consume them, because a change of several slices needs a new generation.
+        """
+        wanted = [entry for content in pool.slices for entry in content.entries]
+        self._refusals = [one for one in self._refusals if one.wanted in wanted]
+        if not self._refusals:
+            return pool
+        now, due = self._clock(), self.due
+        retried = [one for one in self._refusals if self._is_complete and one.due == due <= now]
+        kept = [one for one in self._refusals if one not in retried]
+        for one in retried:
+            one.delay_s = min(one.delay_s * 2, _MAX_FORBIDDEN_S if one.error.status == 403 else _MAX_S)
+            one.due = now + one.delay_s
+        slices = [
+            SliceContent(_accepted(content.devices, kept), _accepted(content.shared_counters, kept))
+            for content in pool.slices
+        ]
+        counters = [
+            entry for content in pool.slices for entry in _accepted(content.shared_counters, self._refusals)
+        ]
+        counted = (
+            replace(content, devices=tuple(one for one in content.devices if has_its_counters(one, counters)))
+            for content in slices
         )
+        return replace(pool, slices=tuple(counted))
 
-    def refused(
-        self,
-        index: int,
-        wanted: SliceContent,
-        sent: SliceContent,
-        stored: JsonObject | None,
-        error: Exception,
-    ) -> bool:
-        """Records that `sent` was rejected for a slice that should have been `wanted`. `stored` is the
-        existing slice.
+    def refused(self, content: SliceContent, existing: Sequence[JsonObject], error: Exception) -> bool:
+        """Records which entries of `content` were rejected: those that the server's error names, otherwise those that
+        differ from the `existing` slices.
 
-        Returns whether `error` is such a rejection; the caller must handle other errors.
+        Returns whether there are any; the caller must handle other errors.
         """
         if not (isinstance(error, ApiRejectedError) and error.status in _REFUSALS):
             return False
-        known = self._refusals.get(index)
-        if known is not None and sent != wanted:
-            self._refusals[index] = replace(known, is_whole=True)
-            return True
-        most_s = _MAX_FORBIDDEN_S if error.status == 403 else _MAX_S
-        delay = _FIRST_S if known is None else min(known.delay_s * 2, most_s)
-        before = known.before if known is not None and stored is None else _content(stored)
-        self._refusals[index] = _Refusal(wanted, before, str(error), delay, self._clock() + delay)
-        if known is None:
-            _log.warning("slice_refused", index=index, reason=str(error), next_try_in_s=delay)
-        return True
+        rejected, due = list(_rejected(content, existing, str(error))), self._clock() + _FIRST_S
+        new: list[str] = []
+        for entry, before in rejected:
+            known = next((one for one in self._refusals if entry in (one.wanted, one.before)), None)
+            if known is None:
+                self._refusals.append(_Refusal(entry, before, error, due, _FIRST_S))
+                new.append(entry["name"])
+            elif known.before == entry:
+                known.before = None
+        self._is_complete = self._is_complete and not rejected
+        if new:
+            _log.warning("slice_refused", entries=new, reason=str(error), next_try_in_s=_FIRST_S)
+        return bool(rejected)
 
-    def written(self, index: int, wanted: SliceContent, sent: SliceContent) -> None:
-        """Call this after a slice was written."""
-        if sent == wanted:
-            self._refusals.pop(index, None)
-
-
-def _content(stored: JsonObject | None) -> SliceContent:
-    spec = {} if stored is None else stored["spec"]
-    return SliceContent(tuple(spec.get("devices") or ()), tuple(spec.get("sharedCounters") or ()))
-
-
-def with_stand_ins(pool: Pool, accepted: Mapping[int, SliceContent]) -> Pool:
-    """Returns the pool with the last accepted content for rejected slices.
-
-    `accepted` maps slice indexes to this content. Leaves out devices and counter sets that are no longer wanted, and
-    devices without their counters.
-    """
-    if not accepted:
-        return pool
-    slices = [
-        _still_wanted(accepted[index], content) if index in accepted else content
-        for index, content in enumerate(pool.slices)
-    ]
-    counters = [entry for content in slices for entry in content.shared_counters]
-    return replace(pool, slices=tuple(_countable(content, counters) for content in slices))
+    def stored(self, *contents: SliceContent, is_complete: bool = False) -> bool:
+        """Call this when the server has these contents; `is_complete`: they are the whole pool. Returns whether the
+        server rejected any of their entries before.
+        """
+        self._is_complete = self._is_complete or is_complete
+        before, accepted = self._refusals, [entry for content in contents for entry in content.entries]
+        self._refusals = [one for one in before if one.wanted not in accepted]
+        return len(self._refusals) < len(before)
 
 
-def _still_wanted(before: SliceContent, wanted: SliceContent) -> SliceContent:
-    return SliceContent(
-        _named_alike(before.devices, wanted.devices),
-        _named_alike(before.shared_counters, wanted.shared_counters),
-    )
+def _accepted(entries: Iterable[JsonObject], refusals: Iterable[_Refusal]) -> tuple[JsonObject, ...]:
+    kept = (next((one.before for one in refusals if one.wanted == entry), entry) for entry in entries)
+    return tuple(entry for entry in kept if entry is not None)
 
 
-def _named_alike(before: Iterable[JsonObject], wanted: Iterable[JsonObject]) -> tuple[JsonObject, ...]:
-    names = {entry["name"] for entry in wanted}
-    return tuple(entry for entry in before if entry["name"] in names)
-
-
-def _countable(content: SliceContent, counters: Iterable[JsonObject]) -> SliceContent:
-    kept = (device for device in content.devices if has_its_counters(device, counters))
-    return replace(content, devices=tuple(kept))
+def _rejected(
+    content: SliceContent, existing: Sequence[JsonObject], error: str
+) -> Iterator[tuple[JsonObject, JsonObject | None]]:
+    """Yields each rejected entry and its existing form, which is None if there is none or if it is the same."""
+    places = set(_PLACE.findall(error))
+    for key, entries in (("devices", content.devices), ("sharedCounters", content.shared_counters)):
+        published = {entry["name"]: entry for one in existing for entry in one["spec"].get(key) or ()}
+        for index, entry in enumerate(entries):
+            before = published.get(entry["name"])
+            is_changed = before is None or not same_content(before, entry)
+            if (key, str(index)) in places or (is_changed and not places):
+                yield entry, before if is_changed else None

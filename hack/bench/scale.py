@@ -100,10 +100,6 @@ class NodePublisher:
         support = _KeepsAll(api, NO_SHARING, mock.Mock())
         self.publisher = Publisher(self, self.cache, NO_SHARING, support, mock.Mock())
 
-    def leads(self) -> bool:
-        """Return True: no other instance runs."""
-        return True
-
     def inventory(self) -> Inventory:
         """Return the devices, which never change."""
         return self._content

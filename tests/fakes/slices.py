@@ -42,9 +42,8 @@ class RecordedCalls:
 def publisher_of(
     inventory: Callable[[], Any], slices: Any, owner: Callable[[], Any], **more: Any
 ) -> Publisher:
-    """A publisher that always leads, on a server that takes everything; `more` replaces parts of that."""
+    """A publisher on a server that takes everything; `more` replaces parts of that."""
     parts: dict[str, Any] = {
-        "leads": lambda: True,
         "taints": lambda limits: untainted,
         "left_out": lambda dropped: none_withheld,
     }

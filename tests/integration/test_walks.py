@@ -107,6 +107,7 @@ def test_publish_passes_through_the_files_of_the_second_walk_and_returns_to_none
     publisher, discovery = driver.publishing.publisher, driver.discovery
     assert publisher.wait_published(10)
     publisher.stop()
+    publisher._worker._stopping.clear()  # the thread is gone, and this one does its work
     discovery.inventory = replace(discovery.inventory, gpus=discovery.inventory.gpus[1:])
     entered = entered_until_written(publisher)
     assert list(dict.fromkeys(entered)) == listed("publish")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -7,20 +8,24 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from playground.apiserver import PlaygroundApiServer
 
-from dra_driver.errors import ApiRejectedError, ApiUnavailableError, StateError
+from dra_driver.errors import ApiRejectedError, ApiUnavailableError
+from dra_driver.kube.client import ApiClient
+from dra_driver.kube.slices import SliceCache
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.sharing import SharingRule, share_all
+from dra_driver.model.units import named
 from dra_driver.slices import api_support, refusals
 from dra_driver.slices import publisher as module
 from dra_driver.slices.api_support import Support
-from dra_driver.slices.refusals import RefusedSlices, with_stand_ins
+from dra_driver.slices.refusals import RefusedEntries
 from dra_driver.slices.rules import other_writers
 from dra_driver.slices.rules.build import Pool, SliceContent, Taints, untainted
-from dra_driver.slices.rules.diff import SHARES_GATE, TAINTS_GATE, Owner
+from dra_driver.slices.rules.diff import SHARES_GATE, TAINTS_GATE, Owner, slice_changes
 from dra_driver.slices.rules.other_writers import WritePacing
 from tests.fakes.clock import Clock
-from tests.fakes.samples import DRIVER, GPU_0, MIXED, NODE, h100, inventory
+from tests.fakes.samples import DRIVER, GPU_0, GPU_1, GPU_2, MIXED, NODE, h100, inventory
 from tests.fakes.slices import FakeSlices, RecordedCalls, publisher_of, support_of
 from tests.fakes.waiting import PATIENCE_S, eventually
 from tests.slices.test_build import cut
@@ -59,7 +64,6 @@ class Bench:
 
     def __init__(self, slices: GuardedSlices | None = None, lacks: Support = Support()) -> None:  # noqa: B008  frozen
         self.slices = slices or GuardedSlices()
-        self.our_turn = True
         self.inventory: Inventory | None = MIXED
         self.lacks: Support | Exception = lacks
         self.questions = 0
@@ -71,7 +75,6 @@ class Bench:
             lambda: self.inventory,
             self.slices,
             self._owner,
-            leads=lambda: self.our_turn,
             observer=self.received,
             support=support_of(self._requested),
             taints=lambda _: self.taints,
@@ -525,8 +528,6 @@ def test_node_without_gpus_has_no_problem_with_its_slices(bench: Bench, clock: T
     bench.slices.synced.clear()
     bench.inventory = MIXED
     assert problems(bench) == not_updated(40, "slices have not been published yet")
-    bench.publisher.standing_by = True
-    assert problems(bench) == []
 
 
 def other_writer(slice_name: str) -> list[tuple[str, str]]:
@@ -596,79 +597,6 @@ def test_stop_ends_the_thread_while_it_waits_to_try_again(bench: Bench) -> None:
 
 def test_stop_is_harmless_before_the_start(bench: Bench) -> None:
     bench.publisher.stop()
-
-
-# --- our turn ------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def quick_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_LEADERSHIP_AGAIN_S", 0.02)
-
-
-def test_nothing_is_written_while_another_instance_publishes(bench: Bench) -> None:
-    bench.our_turn = False
-    bench.start()
-    eventually(lambda: bench.publisher.standing_by)
-    assert bench.publisher.problem is None, "that is no fault"
-    assert (settled(bench), bench.owner_reads) == (0, 0)
-    assert not bench.publisher.wait_published(0)
-
-
-def test_publishing_is_taken_up_when_the_other_instance_ends(
-    bench: Bench, quick_turns: None, logs: list
-) -> None:
-    bench.our_turn = False
-    bench.start()
-    eventually(lambda: bench.publisher.standing_by)
-    time.sleep(0.1)
-    bench.our_turn = True
-    assert bench.publisher.wait_published(20), "without anybody marking it dirty"
-    assert (bench.publisher.standing_by, bench.publisher.problem) == (False, None)
-    reported = [line["event"] for line in logs if line["event"].startswith("publishing_")]
-    assert reported == ["publishing_stands_by", "publishing_resumed"]
-
-
-def test_wipe_is_left_to_the_instance_whose_turn_it_is(running: Bench, quick_turns: None) -> None:
-    running.our_turn = False
-    running.slices.wipe()
-    eventually(lambda: running.publisher.standing_by)
-    assert settled(running) == 1
-    running.our_turn = True
-    eventually(lambda: running.published() == NAMES)
-
-
-def test_turn_that_ends_while_the_publisher_waits_is_over(bench: Bench) -> None:
-    bench.start()
-    assert bench.publisher.wait_published(20)
-
-    class Handover(Waits):
-        def wait(self, timeout: float | None = None) -> bool:
-            bench.our_turn = timeout is None
-            return super().wait(timeout)
-
-    bench.publisher._worker._stopping = Handover()
-    bench.slices.spoil(devices=[])
-    eventually(lambda: bench.publisher.standing_by)
-    assert len(bench.slices.writes) == 1
-
-
-def test_directory_that_cannot_be_read_is_a_problem_and_no_end(bench: Bench) -> None:
-    bench.publisher.node.leads = failing = Failing(StateError("cannot read /x: permission was denied"))
-    bench.start()
-    eventually(lambda: bench.publisher.problem == "cannot read /x: permission was denied")
-    failing.error = None
-    assert bench.publisher.wait_published(20)
-
-
-class Failing:
-    def __init__(self, error: Exception) -> None:
-        self.error: Exception | None = error
-
-    def __call__(self) -> bool:
-        if self.error is not None:
-            raise self.error
-        return True
 
 
 # --- slices that do not go away ------------------------------------------------------------------
@@ -747,6 +675,7 @@ class Refusing(GuardedSlices):
 
     def __init__(self) -> None:
         super().__init__()
+        self.reason = "slice: it is not allowed (HTTP 422)"
         self.faulty: Callable[[dict], bool] = lambda entry: False
         self.refused: list[str] = []
         self.store = self._checked
@@ -754,7 +683,7 @@ class Refusing(GuardedSlices):
     def _checked(self, entry: dict) -> dict:
         if self.faulty(entry):
             self.refused.append(entry["metadata"]["name"])
-            raise ApiRejectedError("slice: spec.devices[3]: Invalid value (HTTP 422)", status=422)
+            raise ApiRejectedError(self.reason, status=422)
         return entry
 
     def by_index(self) -> list[tuple[int, int]]:
@@ -785,31 +714,109 @@ def test_a_refused_slice_costs_no_other_its_place_and_is_retried(refusing: Bench
     slices: Any = refusing.slices
     slices.faulty = has_many
     refusing.start()
-    eventually(lambda: slices.by_index() == [(1, 64), (1, 0), (1, 2)])
-    eventually(lambda: len(refusing.received.failures) >= 5)
-    assert slices.by_index() == [(1, 64), (1, 0), (1, 2)]
-    stored = [name for verb, name in slices.writes if name.startswith(("00000", "00002"))]
-    assert len(stored) == 2, "the others are written once"
-    assert "a slice is missing or out of date: slice: spec.devices[3]" in str(refusing.publisher.problem)
+    eventually(lambda: [count for _, count in slices.by_index()] == [64, 0, 2])
+    [generation] = {generation for generation, _ in slices.by_index()}
+    written, tries = len(slices.writes), len(slices.refused)
+    eventually(lambda: len(slices.refused) >= tries + 3)
+    assert slices.by_index() == [(generation, 64), (generation, 0), (generation, 2)]
+    assert {name[:5] for _, name in slices.writes[written:]} <= {"00001"}, "only the refused slice is retried"
+    assert refusing.publisher.problem == (
+        f"{named([device.name for device in refusing.inventory.devices()][64:128])}: missing or out of date in the "
+        f"slices: {slices.reason}"
+    )
     assert not refusing.publisher.wait_published(0)
     assert [line["event"] for line in logs].count("slice_refused") == 1
     slices.faulty = lambda entry: False
     eventually(lambda: refusing.publisher.problem is None)
-    assert slices.by_index() == [(1, 64), (1, 64), (1, 2)]
+    assert slices.by_index() == [(generation, 64), (generation, 64), (generation, 2)]
     assert refusing.publisher.wait_published(20)
+
+
+def test_only_the_device_that_the_server_names_is_missing_or_stays_as_it_was(refusing: Bench) -> None:
+    slices: Any = refusing.slices
+    slices.reason = "slice: spec.devices[1].attributes[productName].string: Invalid value (HTTP 422)"
+    gpus = [h100(0), h100(1), h100(2)]
+
+    def products() -> dict[str, str]:
+        return {
+            device["name"]: device["attributes"]["productName"]["string"]
+            for entry in slices.current()
+            for device in entry["spec"]["devices"]
+        }
+
+    def publish(*names: str) -> None:
+        refusing.inventory = inventory(
+            *(replace(gpu, product_name=name) for gpu, name in zip(gpus, names, strict=True))
+        )
+        refusing.publisher.mark_dirty()
+
+    slices.faulty = lambda entry: any(
+        device["attributes"]["productName"]["string"] == "bad" for device in entry["spec"]["devices"]
+    )
+    publish("a", "bad", "a")
+    refusing.start()
+    eventually(lambda: products() == {GPU_0: "a", GPU_2: "a"})
+    assert str(refusing.publisher.problem).startswith(
+        f"{GPU_1}: missing or out of date in the slices: slice: spec"
+    )
+    publish("a", "b", "a")
+    eventually(lambda: products() == {GPU_0: "a", GPU_1: "b", GPU_2: "a"})
+    eventually(lambda: refusing.publisher.problem is None)
+    publish("c", "bad", "c")
+    eventually(lambda: products() == {GPU_0: "c", GPU_1: "b", GPU_2: "c"})
+    slices.faulty = lambda entry: False
+    eventually(lambda: products() == {GPU_0: "c", GPU_1: "bad", GPU_2: "c"})
+    eventually(lambda: refusing.publisher.problem is None)
+
+
+def test_form_that_the_server_does_not_accept_any_more_is_missing(refusing: Bench) -> None:
+    slices: Any = refusing.slices
+    slices.reason = "slice: spec.devices[0]: Invalid value (HTTP 422)"
+    refusing.inventory = inventory(h100(0), h100(1))
+    refusing.start()
+    assert refusing.publisher.wait_published(20)
+    slices.faulty = lambda entry: entry["spec"]["devices"][0]["name"] == GPU_0
+    refusing.inventory = inventory(*(replace(h100(number), product_name="new") for number in range(2)))
+    refusing.publisher.mark_dirty()
+    eventually(lambda: refusing.published() == [GPU_1])
+    slices.faulty = lambda entry: False
+    eventually(lambda: refusing.published() == [GPU_0, GPU_1])
 
 
 @pytest.mark.parametrize(("status", "longest_s"), [(403, 30), (422, 300)])
 def test_refused_slice_waits_no_longer_than_its_status_allows(status: int, longest_s: float) -> None:
     """A missing permission is mended without a change of the slice."""
     clock = Clock()
-    slices, content = RefusedSlices(clock), SliceContent(())
+    entries, pool = RefusedEntries(clock), Pool(NODE, (SliceContent(({"name": "a"},)),))
     waits = []
     for _ in range(12):
-        assert slices.refused(0, content, content, None, ApiRejectedError("no", status=status))
-        waits.append(slices.due - clock())
+        assert entries.publishable(pool) == pool
+        assert entries.refused(pool.slices[0], [], ApiRejectedError("no", status=status))
+        waits.append(entries.due - clock())
         clock.pause(waits[-1])
+        assert entries.publishable(pool).slices == (SliceContent(),), "the pool is not complete yet"
+        entries.stored(SliceContent(), is_complete=True)
     assert (waits[:3], max(waits)) == ([1, 2, 4], longest_s)
+
+
+def test_server_names_the_device_that_it_rejects(connect: Callable[..., ApiClient]) -> None:
+    entries, good = RefusedEntries(), {"name": "good"}
+    pool = Pool(NODE, (SliceContent((good, {"name": "Not_A_Label"})),))
+    with PlaygroundApiServer() as server:
+        [entry] = slice_changes(pool, (), Owner(DRIVER, NODE, "u" * 36)).creates
+        with pytest.raises(ApiRejectedError) as caught:
+            SliceCache(connect(server), DRIVER, NODE).create(entry)
+    assert entries.refused(pool.slices[0], [], caught.value)
+    assert entries.publishable(pool).slices == (SliceContent((good,)),)
+
+
+def test_a_slice_without_rejected_entries_is_a_failure_of_the_write() -> None:
+    entries, device = RefusedEntries(), {"name": "a"}
+    existing = [{"spec": {"devices": [device]}}]
+    for status, reason in ((403, "no"), (422, "spec.devices[7]: no"), (409, "changed")):
+        error = ApiRejectedError(reason, status=status)
+        assert not entries.refused(SliceContent((device,)), existing, error)
+    assert (entries.problem, entries.due) == (None, math.inf)
 
 
 def test_devices_are_not_published_without_the_counters_that_they_consume(
@@ -853,17 +860,17 @@ def test_a_refused_change_leaves_what_is_still_wanted_of_the_slice(refusing: Ben
     changed = [replace(gpu, product_name="new") for gpu in FLEET]
     refusing.inventory = inventory(*changed[:70], *changed[71:])
     refusing.publisher.mark_dirty()
-    eventually(lambda: [count for _, count in slices.by_index()] == [64, 63, 1])
+    eventually(lambda: [count for _, count in slices.by_index()] == [64, 64, 1])
     eventually(lambda: len(slices.refused) >= 3)
-    generations = {generation for generation, _ in slices.by_index()}
-    assert generations == {2}, "the pool is whole"
+    eventually(lambda: len({generation for generation, _ in slices.by_index()}) == 1)
+    [generation] = {generation for generation, _ in slices.by_index()}
     middle = slices.current()[1]["spec"]["devices"]
     assert {device["attributes"]["productName"]["string"] for device in middle} != {"new"}
     names = [name for entry in slices.current() for name in (d["name"] for d in entry["spec"]["devices"])]
     assert len(names) == len(set(names))
     slices.faulty = lambda entry: False
     eventually(lambda: refusing.publisher.problem is None)
-    assert slices.by_index() == [(2, 64), (2, 64), (2, 1)]
+    assert slices.by_index() == [(generation, 64), (generation, 64), (generation, 1)]
 
 
 def test_a_server_that_refuses_everything_is_queried_ever_more_rarely(refusing: Bench) -> None:
@@ -883,24 +890,27 @@ def test_a_server_that_refuses_everything_is_queried_ever_more_rarely(refusing: 
     assert [count for _, count in slices.by_index()] == [64, 64, 2]
 
 
-def test_devices_go_with_the_counters_that_are_refused() -> None:
-    use = {"name": "b", "consumesCounters": [{"counterSet": "gpu", "counters": {"memory": {"value": "1Gi"}}}]}
+def test_devices_go_with_the_counters_that_are_refused_and_come_after_them() -> None:
+    clock, counters = Clock(), {"name": "gpu", "counters": {"memory": {"value": "8Gi"}}}
+    use = {
+        "name": "gpu",
+        "consumesCounters": [{"counterSet": "gpu", "counters": {"memory": {"value": "1Gi"}}}],
+    }
     pool = Pool(
         NODE,
-        (
-            SliceContent(shared_counters=({"name": "gpu", "counters": {"memory": {"value": "8Gi"}}},)),
-            SliceContent(devices=({"name": "a"}, use)),
-        ),
+        (SliceContent(shared_counters=(counters,)), SliceContent(devices=({"name": "a"}, use))),
     )
-    assert with_stand_ins(pool, {}) == pool
-    assert with_stand_ins(pool, {0: SliceContent()}).slices == (
-        SliceContent(),
-        SliceContent(devices=({"name": "a"},)),
-    )
-    assert with_stand_ins(pool, {1: SliceContent(devices=({"name": "gone"}, use))}).slices == (
-        pool.slices[0],
-        SliceContent(devices=(use,)),
-    )
+    entries, error = RefusedEntries(clock), ApiRejectedError("spec.sharedCounters[0]: no", status=422)
+    assert entries.refused(pool.slices[0], [], error)
+    without = SliceContent(devices=({"name": "a"},))
+    assert entries.publishable(pool).slices == (SliceContent(), without)
+    entries.stored(SliceContent(), without, is_complete=True)
+    clock.pause(1.0)
+    retried = entries.publishable(pool)
+    assert retried.slices == (pool.slices[0], without), "a refused retry changes nothing else"
+    assert entries.publishable(pool).slices == (SliceContent(), without)
+    assert entries.stored(*retried.slices)
+    assert entries.publishable(pool) == pool
 
 
 # --- a server that lacks something ----------------------------------------------------------------
@@ -1057,15 +1067,28 @@ def test_lag_is_counted_from_the_first_change_over_all_failures(bench: Bench) ->
     assert bench.received.lags[1] < 50
 
 
-def test_no_lag_is_reported_where_nothing_had_to_be_written_or_another_instance_publishes(
-    bench: Bench,
-) -> None:
-    bench.our_turn = False
-    bench.publisher._marked_at = time.monotonic() - 100
+def test_no_lag_is_reported_where_nothing_had_to_be_written(running: Bench) -> None:
+    assert settled(running) == len(running.received.lags) == 1
+
+
+def test_publisher_that_starts_late_has_no_problem_at_its_start(bench: Bench, clock: Time) -> None:
+    """Its process waited for another one to stop."""
+    clock.ahead = 600.0
+    bench.slices.synced.clear()
     bench.start()
-    eventually(lambda: bench.publisher.standing_by)
-    bench.our_turn = True
-    bench.publisher.mark_dirty()
-    assert bench.publisher.wait_published(20)
-    assert settled(bench) == len(bench.received.lags) == 1
-    assert bench.received.lags[0] < 50
+    assert problems(bench) == []
+    clock.ahead = 640.0
+    assert problems(bench) == not_updated(40, "slices have not been published yet")
+
+
+def test_publisher_that_is_stopped_makes_no_further_write(bench: Bench) -> None:
+    bench.inventory = inventory(*FLEET)
+
+    def stopping(entry: dict) -> dict:
+        bench.publisher._worker.retire()
+        return entry
+
+    bench.slices.store = stopping
+    bench.start()
+    assert bench.publisher._worker.wait_ended(PATIENCE_S)
+    assert len(bench.slices.writes) == 1

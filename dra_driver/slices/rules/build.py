@@ -85,6 +85,11 @@ class SliceContent:
     devices: tuple[JsonObject, ...] = ()
     shared_counters: tuple[JsonObject, ...] = ()
 
+    @property
+    def entries(self) -> tuple[JsonObject, ...]:
+        """The devices or counter sets."""
+        return self.devices + self.shared_counters
+
 
 @dataclass(frozen=True, slots=True)
 class Pool:

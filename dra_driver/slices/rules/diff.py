@@ -70,16 +70,13 @@ def slice_changes(
     existing: Iterable[JsonObject],
     owner: Owner,
     undeletable: Container[str] = (),
-    refused: Container[int] = (),
-    hopeless: Container[int] = (),
 ) -> SliceChanges:
     """Returns the writes after which the node's slices match the pool exactly.
 
     `existing` are all slices of this driver on this node, of any pool; slices of other pools are obsolete.
     `undeletable` are UIDs of slices that the API server does not delete. If such an obsolete slice has the current
-    generation, it would count as part of the pool, so the pool moves to a new generation. `refused` are the indexes of
-    rejected slices: they are retried without a new generation. Slices with an index in `hopeless` are not written.
-    After the last generation, all slices are deleted and created again, because the scheduler ignores a lower one.
+    generation, it would count as part of the pool, so the pool moves to a new generation. After the last generation,
+    all slices are deleted and created again, because the scheduler ignores a lower one.
     """
     ours = [entry for entry in existing if entry["spec"]["pool"]["name"] == pool.name]
     foreign = [entry for entry in existing if entry["spec"]["pool"]["name"] != pool.name]
@@ -91,30 +88,20 @@ def slice_changes(
         entry["spec"]["pool"]["generation"] == current and entry["metadata"].get("uid") in undeletable
         for entry in obsolete
     )
-    counted = [index for index in missing if index not in refused]
-    several = len([index for index in changed if index not in refused]) > 1
-    generation = current + 1 if counted or several or crowded else current
+    generation = current + 1 if missing or len(changed) > 1 or crowded else current
     if generation > MAX_GENERATION:
         if not any(entry["metadata"].get("uid") in undeletable for entry in ours):
             return SliceChanges(
                 deletes=tuple(foreign + ours),
-                creates=tuple(
-                    _created(pool, index, 1, owner)
-                    for index in range(len(pool.slices))
-                    if index not in hopeless
-                ),
+                creates=tuple(_created(pool, index, 1, owner) for index in range(len(pool.slices))),
             )
         generation = current  # a lower one would be ignored as long as the undeletable slice exists
     if generation != current:
         changed = set(matched)
     return SliceChanges(
         deletes=tuple(foreign + obsolete),
-        updates=tuple(
-            _updated(matched[index], pool, index, generation, owner)
-            for index in sorted(changed)
-            if index not in hopeless
-        ),
-        creates=tuple(_created(pool, index, generation, owner) for index in missing if index not in hopeless),
+        updates=tuple(_updated(matched[index], pool, index, generation, owner) for index in sorted(changed)),
+        creates=tuple(_created(pool, index, generation, owner) for index in missing),
     )
 
 
