@@ -199,7 +199,6 @@ class Driver:
             inventory=self.discovery.latest,
             health=self.health.book,
             mps_files=self._mps_files,
-            speaks_for_node=self.leadership.speaks_for_node,
             on_release=self._claim_released,
         )
 
@@ -337,7 +336,6 @@ class Driver:
             ),
             self.reporting.failing,
             self.reporting.recorder,
-            self.leadership.speaks_for_node,
             directory,
             lambda: publisher.has_pool,
         )

@@ -1,8 +1,7 @@
 """Keeps `status.devices` of claims up to date: which devices a claim holds, and whether they work.
 
 Events are sent at once; a separate thread writes statuses. The status of every claim is checked when the plugin
-starts, because the previous instance may not have written it. It is checked again when this instance begins to
-speak for the node, and after reports were lost.
+starts, because the previous process may not have written it. It is checked again after reports were lost.
 """
 
 from __future__ import annotations
@@ -129,16 +128,13 @@ _LOST_AGAIN_S = 60.0
 
 @dataclass(eq=False)
 class ClaimHealthReporter(BackgroundWorker):
-    """Reports health changes of GPUs to their claims. While `speaks_for_node` returns False, another instance
-    reports.
-    """
+    """Reports health changes of GPUs to their claims."""
 
     recorder: EventRecorder
     statuses: ClaimStatusReporter
     records: Callable[[], Mapping[str, ClaimRecord]]
     inventory: Callable[[], Inventory | None]
     created_instance: Callable[[str], OwnedInstance | None]
-    speaks_for_node: Callable[[], bool]
     _: KW_ONLY
     clock: Callable[[], float] = time.monotonic
 
@@ -157,7 +153,7 @@ class ClaimHealthReporter(BackgroundWorker):
             self._changed_gpus.add(change.target.gpu_uuid)
         self.wake()
         event = event_of(change)
-        if event is not None and self.speaks_for_node():
+        if event is not None:
             text = f"{change.target}: {change.text}"
             self.recorder.node_event(event.reason, text, warning=event.warning)
             for ref in self._holders(change.target):
@@ -167,9 +163,6 @@ class ClaimHealthReporter(BackgroundWorker):
         """Runs one round: finds the claims whose status may have changed, and renews some of them. Raises:
         StateError.
         """
-        if not self.speaks_for_node():
-            self._all_are_due = True
-            return
         inventory = self.inventory()
         if inventory is None:
             return

@@ -252,15 +252,13 @@ class NodeProblems(BackgroundWorker):
     """Collects the problems of the node.
 
     `failing` is one of the sources; the file preserves its claims across restarts. A source returns its current
-    problems, must not block, and may be called from any thread. While `speaks_for_node` returns False, another
-    instance of the plugin writes events and the file. Until `has_pool` returns True, no source can return the problems
-    of `FOUND_WITH_POOL`, and those of the previous process remain.
+    problems, must not block, and may be called from any thread. Until `has_pool` returns True, no source can return
+    the problems of `FOUND_WITH_POOL`, and those of the previous process remain.
     """
 
     sources: Sequence[ProblemSource]
     failing: FailingClaims
     recorder: EventRecorder
-    speaks_for_node: Callable[[], bool]
     directory: Path
     has_pool: Callable[[], bool]
     _: KW_ONLY
@@ -273,7 +271,6 @@ class NodeProblems(BackgroundWorker):
         self._shown: tuple[ShownProblem, ...] = ()
         self._reported: dict[ProblemCode, frozenset[str]] = {}
         self._written: tuple[Reported, float] | None = None
-        self._speaks = False
         self._inherited: tuple[ShownProblem, ...] = ()  # problems of the previous process
         self._path = self.directory / PROBLEMS_FILE
         self._mark = UseMark(self.directory / RUNNING_LOCK)
@@ -287,6 +284,7 @@ class NodeProblems(BackgroundWorker):
             self._mark.hold()
         except StateError as error:
             _log.warning("running_not_shown", reason=str(error))
+        self.restore()
         super().start()
 
     def stop(self) -> bool:
@@ -319,18 +317,11 @@ class NodeProblems(BackgroundWorker):
 
     def turn(self) -> float:
         """Checks once, and logs and reports changes. Returns the seconds until the next check."""
-        speaks = self.speaks_for_node()
-        if speaks:
-            self._take_over()
         shown, before = self.current(), self._shown
         self._shown = shown
         self._log_changes(before, shown)
-        if speaks:
-            self._report(shown)
-            self._keep(Reported(shown, self.failing.all()))
-        else:
-            self._speaks = False
-            self._reported, self._written, self._inherited = {}, None, ()
+        self._report(shown)
+        self._keep(Reported(shown, self.failing.all()))
         return _TURN_S
 
     def _collected(self) -> Iterable[NodeProblem]:
@@ -381,13 +372,10 @@ class NodeProblems(BackgroundWorker):
                 self.recorder.node_event(ended, end_text, warning=False)
             self._reported[code] = subjects
 
-    def _take_over(self) -> None:
-        """Restores the failing claims of the previous instance from the file, and its problems that this instance
+    def restore(self) -> None:
+        """Restores the failing claims of the previous process from the file, and its problems that this process
         cannot know yet.
         """
-        if self._speaks:
-            return
-        self._speaks = True
         try:
             before = read_problems(self.directory)[1]
         except StateError as error:

@@ -45,14 +45,10 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(eq=False)
 class NodeEvents:
-    """Receives events of the publisher, MIG layouts and cleanups. Each method is called from only one thread.
-
-    While `speaks_for_node` returns False, another instance of the plugin reports for this node.
-    """
+    """Receives events of the publisher, MIG layouts and cleanups. Each method is called from only one thread."""
 
     metrics: Metrics
     recorder: EventRecorder
-    speaks_for_node: Callable[[], bool]
 
     def published(self, lag_s: float) -> None:
         """Slices were written."""
@@ -64,7 +60,7 @@ class NodeEvents:
 
     def contested(self, reason: str) -> None:
         """Another program changes our slices repeatedly."""
-        self._report("SlicesContested", reason, warning=True)
+        self.recorder.node_event("SlicesContested", reason, warning=True)
 
     def mig_layouts_changed(self, found: Sequence[GpuLayout]) -> None:
         """The state of the MIG layout changed on these GPUs."""
@@ -78,19 +74,15 @@ class NodeEvents:
                 continue
             reason, text = outcomes[one.state]
             text = f"GPU {one.gpu_uuid}: the MIG layout {one.layout} {text}"
-            self._report(reason, text, warning=one.state == "refused")
+            self.recorder.node_event(reason, text, warning=one.state == "refused")
 
-    def memory_unclaimed(self, gpu_uuid: str, process: GpuProcess) -> bool:
-        """A process without a claim or container has had memory on a GPU for ten minutes.
-
-        Returns whether this instance speaks for the node.
-        """
-        return self._report("MemoryUnclaimed", unclaimed_text(f"GPU {gpu_uuid}", process), warning=True)
+    def memory_unclaimed(self, gpu_uuid: str, process: GpuProcess) -> None:
+        """A process without a claim or container has had memory on a GPU for ten minutes."""
+        text = unclaimed_text(f"GPU {gpu_uuid}", process)
+        self.recorder.node_event("MemoryUnclaimed", text, warning=True)
 
     def cleanup_pending(self, cleanup: PendingCleanup) -> None:
-        """A part of a claim could not be undone. The instance that tried reports this, even if another instance
-        speaks for the node.
-        """
+        """A part of a claim could not be undone."""
         self.recorder.node_event("CleanupPending", cleanup.text, warning=True)
 
     def cleanup_done(self, cleanup: PendingCleanup) -> None:
@@ -98,13 +90,6 @@ class NodeEvents:
         done = ", ".join(map(what, cleanup.steps)) or "nothing was left to do"
         text = f"Cleanup for claim {cleanup.record.ref} is done: {done}"
         self.recorder.node_event("CleanupDone", text, warning=False)
-
-    def _report(self, reason: EventReason, text: str, *, warning: bool) -> bool:
-        """Reports an event if this instance speaks for the node; returns whether it does."""
-        is_ours = self.speaks_for_node()
-        if is_ours:
-            self.recorder.node_event(reason, text, warning=warning)
-        return is_ours
 
 
 _CHECK_S = 15.0
@@ -341,7 +326,6 @@ class Reports:
         inventory: Callable[[], Inventory | None],
         health: HealthBook,
         mps_files: MpsHostFiles,
-        speaks_for_node: Callable[[], bool],
         on_release: Callable[[], None],
     ) -> None:
         """`on_release` is called after a claim was unprepared."""
@@ -353,10 +337,8 @@ class Reports:
             ClaimStatusClient(api, driver, node_name),
         )
         states = ClaimStatusReporter(self.recorder, inventory, created_instance, health.states, records.get)
-        self.node = NodeEvents(metrics, self.recorder, speaks_for_node)
-        self.claims = ClaimHealthReporter(
-            self.recorder, states, records.all, inventory, created_instance, speaks_for_node
-        )
+        self.node = NodeEvents(metrics, self.recorder)
+        self.claims = ClaimHealthReporter(self.recorder, states, records.all, inventory, created_instance)
         claims = ClaimClient(api)
         self.failing = FailingClaims((driver, node_name), claims.current, self._prepare_is_slow, records.get)
         self.mps = MpsEvents(self.recorder, records.all, mps_files.statuses)

@@ -146,12 +146,12 @@ class UnclaimedMemory(BackgroundWorker):
     """Reports each process that stays unclaimed for ten minutes, once. Does not stop processes.
 
     `look` returns unclaimed processes by the UUID of each GPU that answers; it may raise DraDriverError.
-    `report` gets a GPU's UUID and a process, and returns False if another instance reports for this node.
+    `report` gets a GPU's UUID and a process.
     """
 
     join_s = 1.0
     look: Callable[[], Mapping[str, Sequence[GpuProcess]]]
-    report: Callable[[str, GpuProcess], bool]
+    report: Callable[[str, GpuProcess], None]
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
@@ -176,7 +176,7 @@ class UnclaimedMemory(BackgroundWorker):
         self._since = {key: kept.get(key, now) for key in found | kept}
         self._reported &= self._since.keys()
         for key, process in found.items():
-            is_due = now - self._since[key] >= _REPORT_AFTER_S and key not in self._reported
-            if is_due and self.report(key[0], process):
+            if now - self._since[key] >= _REPORT_AFTER_S and key not in self._reported:
                 self._reported.add(key)
+                self.report(key[0], process)
         return _CHECK_S

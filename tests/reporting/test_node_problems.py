@@ -36,7 +36,7 @@ class Bench:
         self.found: Sequence[NodeProblem] = []
         self.error: Exception | None = None
         self.events: list[tuple[str, str, bool]] = []
-        self.now, self.is_ours, self.has_pool = 1000.0, True, True
+        self.now, self.has_pool = 1000.0, True
         self.directory = directory
         self.failing = FailingClaims(
             ("", ""),
@@ -49,11 +49,11 @@ class Bench:
             (self._source,),
             self.failing,
             self,
-            lambda: self.is_ours,
             directory,
             lambda: self.has_pool,
             clock=lambda: self.now,
         )
+        self.made.restore()
 
     def _source(self) -> Sequence[NodeProblem]:
         if self.error is not None:
@@ -129,16 +129,6 @@ def test_long_list_of_problems_fits_into_an_event(bench: Bench) -> None:
     many = [NodeProblem("health-unknown", "x" * 300, str(number)) for number in range(8)]
     [(_, text, _)] = bench.turn(*many)
     assert (len(text), text[-3:]) == (1000, "...")
-
-
-def test_problem_is_reported_when_this_instance_begins_to_speak_for_the_node(bench: Bench) -> None:
-    bench.is_ours = False
-    assert bench.turn(FOREIGN) == []
-    assert bench.file() == []
-    assert bench.made.notes() == [FOREIGN.text]
-    bench.is_ours = True
-    assert [reason for reason, *_ in bench.turn(FOREIGN)] == ["ForeignDriver"]
-    assert bench.file() == [ShownProblem(FOREIGN, 1002)]
 
 
 def test_check_that_fails_is_its_own_problem(bench: Bench) -> None:
@@ -239,7 +229,7 @@ def test_full_disk_costs_the_file_alone(bench: Bench, monkeypatch: pytest.Monkey
     assert bench.file() == [ShownProblem(FOREIGN, 1002)]
 
 
-def test_failing_claims_are_kept_over_a_restart_and_while_another_instance_speaks(bench: Bench) -> None:
+def test_failing_claims_are_kept_over_a_restart(bench: Bench) -> None:
     ref, other = ClaimRef("team", "train", "uid-1"), ClaimRef("team", "serve", "uid-2")
     bench.failing.failed("prepare", ref, "no such device")
     bench.turn()
@@ -247,11 +237,7 @@ def test_failing_claims_are_kept_over_a_restart_and_while_another_instance_speak
     [kept] = read_problems(bench.directory)[1].failing
     assert (kept.ref, kept.count, kept.error) == (ref, 1, "no such device")
     later = Bench(bench.directory)
-    later.is_ours = False
     later.failing.failed("prepare", other, "busy")
-    later.turn()
-    assert [one.ref for one in later.failing.all()] == [other]
-    later.is_ours = True
     later.turn(after_s=20)
     assert [one.ref for one in later.failing.all()] == [ref, other]
     assert later.made.notes() == [

@@ -228,7 +228,7 @@ def reports() -> RecordedReports:
 
 @pytest.fixture
 def node_events(reports: RecordedReports) -> NodeEvents:
-    return NodeEvents(reports, reports, lambda: True)
+    return NodeEvents(reports, reports)
 
 
 def test_writes_of_slices_are_counted_and_need_no_event(
@@ -238,16 +238,6 @@ def test_writes_of_slices_are_counted_and_need_no_event(
     node_events.publish_failed(error)
     node_events.published(0.5)
     assert (reports.counted, reports.events) == ([error, 0.5], [])
-
-
-def test_reports_of_another_instance_are_not_repeated(reports: RecordedReports) -> None:
-    is_ours = False
-    node_events = NodeEvents(reports, reports, lambda: is_ours)
-    node_events.contested("fight")
-    assert reports.events == []
-    is_ours = True
-    node_events.contested("fight")
-    assert reports.events == [("SlicesContested", True)]
 
 
 SPEC = MpsDaemonSpec(GPU_0, uuid(0), "gpu", uuid(0))

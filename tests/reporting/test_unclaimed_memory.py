@@ -19,7 +19,6 @@ class Node:
         self.found: dict[str, list[GpuProcess]] | None = {uuid(0): []}
         self.fails = False
         self.now = 0.0
-        self.leads = True
         self.reported: list[int] = []
         self.watch = UnclaimedMemory(self.look, self.report, lambda: self.now)
 
@@ -28,11 +27,9 @@ class Node:
             raise StateError("no records")
         return self.found or {}
 
-    def report(self, gpu_uuid: str, process: GpuProcess) -> bool:
+    def report(self, gpu_uuid: str, process: GpuProcess) -> None:
         assert gpu_uuid == uuid(0)
-        if self.leads:
-            self.reported.append(process.pid)
-        return self.leads
+        self.reported.append(process.pid)
 
     def after(self, minutes: int) -> list[int]:
         """Returns the reports of that time."""
@@ -85,11 +82,3 @@ def test_gpu_that_does_not_answer_changes_nothing(node: Node) -> None:
     node.after(1)
     node.has(TRAIN)
     assert node.after(1) == []
-
-
-def test_only_the_instance_that_speaks_for_the_node_reports(node: Node) -> None:
-    node.has(TRAIN)
-    node.leads = False
-    assert node.after(20) == []
-    node.leads = True
-    assert node.after(1) == [4711]
