@@ -50,10 +50,11 @@ remain until then."""
 @dataclass(frozen=True, slots=True)
 class NodeProblem:
     """One problem. `subject` names the affected device, claim or path, and is empty for the node as a whole. The
-    event that reports the start of the problem is also sent for `claim`, if set.
+    event that reports the start of the problem is also sent for `claims`.
 
     `text` is one sentence: what is wrong, with which object, and what to do now. Problems with the same code
-    and subject are the same problem, even if the text changes.
+    and subject are the same problem, even if the text changes. `since` is the start, in seconds since 1970; 0 if the
+    source does not know it.
 
     >>> NodeProblem("gpu-unresponsive", "GPU gpu-0 has not answered NVML for 40 s; drain and reboot the node", "gpu-0")
     """
@@ -61,15 +62,8 @@ class NodeProblem:
     code: ProblemCode
     text: str
     subject: str = ""
-    claim: ClaimRef | None = field(default=None, compare=False)
-
-
-@dataclass(frozen=True, slots=True)
-class ShownProblem:
-    """A problem and its start time, in seconds since 1970."""
-
-    problem: NodeProblem
-    since: int
+    claims: tuple[ClaimRef, ...] = field(default=(), compare=False)
+    since: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,9 @@
 """Collects the problems of this node from the parts of the plugin, and shows them to users.
 
-A thread calls the sources every two seconds. Their results are the state: a problem begins when a source
-returns it and ends when none does. Each change is logged, and most become events on the node. The readiness
+Every two seconds, one turn calls the sources and compares their results with the last turn. A problem begins when a
+source returns it and ends when none does. Each change is logged, and most become events on the node. The readiness
 notes, the metric `nvidia_dra_problems`, the page `/problems` and the file `problems.json`, which `top` reads,
-show the state itself.
+show the results of the last turn.
 
 This process holds `running.lock` while it lives, so that readers know whether `problems.json` is kept up to date.
 The JSON file exists only while there are problems or failing claims.
@@ -18,9 +18,10 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -44,7 +45,6 @@ from dra_driver.model.problems import (
     FailingClaim,
     NodeProblem,
     ProblemCode,
-    ShownProblem,
 )
 from dra_driver.model.schema import JsonObject
 from dra_driver.reporting.event_recorder import EventRecorder
@@ -161,7 +161,7 @@ RUNNING_LOCK: Final = "running.lock"
 class Reported(NamedTuple):
     """What the plugin reports about its node."""
 
-    problems: tuple[ShownProblem, ...] = ()
+    problems: tuple[NodeProblem, ...] = ()
     failing: tuple[FailingClaim, ...] = ()
 
 
@@ -187,7 +187,7 @@ def read_problems(directory: Path) -> tuple[bool, Reported]:
 
 def _decoded(fields: JsonObject) -> tuple[Reported, int]:
     problems = (
-        ShownProblem(NodeProblem(one["problem"], one["text"], one["subject"]), int(one["since"]))
+        NodeProblem(one["problem"], one["text"], one["subject"], since=int(one["since"]))
         for one in fields["problems"]
     )
     return Reported(tuple(problems), tuple(map(_FAILING.decode, fields["failingClaims"]))), int(fields["at"])
@@ -196,12 +196,7 @@ def _decoded(fields: JsonObject) -> tuple[Reported, int]:
 def _encoded(report: tuple[Reported, int]) -> JsonObject:
     reported, at = report
     listed = [
-        {
-            "problem": one.problem.code,
-            "subject": one.problem.subject,
-            "text": one.problem.text,
-            "since": one.since,
-        }
+        {"problem": one.code, "subject": one.subject, "text": one.text, "since": one.since}
         for one in reported.problems
     ]
     return {"at": at, "problems": listed, "failingClaims": [*map(_FAILING.encode, reported.failing)]}
@@ -211,7 +206,64 @@ _FAILING = Codec(FailingClaim)
 _FILE = FileFormat("list of problems", _decoded, _encoded)
 
 
-ProblemSource = Callable[[], Sequence[NodeProblem]]
+ProblemSource = Callable[[], Iterable[NodeProblem] | None]
+"""Returns the current problems. A source that only does something regularly returns None."""
+
+_ANSWER_S = 5.0
+
+
+class Checks:
+    """Calls the sources of problems one after another, and keeps the last result of each.
+
+    The calls run in a thread of their own, which is left behind if a source hangs. That source is not called again
+    until it returns. `sources` are named as in "the check of `name` failed".
+    """
+
+    def __init__(self, sources: Mapping[str, ProblemSource]) -> None:
+        self.sources = sources
+        self._found: dict[str, Sequence[NodeProblem]] = {}
+        self._faults: dict[str, str] = {}
+        self._hanging: dict[str, BoundedCall[None]] = {}
+        self._round, self._at = 0, ""
+
+    def problems(self) -> Iterator[NodeProblem]:
+        """Calls the sources, and yields their results.
+
+        The earlier problems of a source that fails or hangs remain, because no evidence shows that they ended. The
+        failure is an additional problem.
+        """
+        self._hanging = {name: call for name, call in self._hanging.items() if call.is_running}
+        self._round += 1
+        call = BoundedCall("the checks", partial(self._call_sources, self._round))
+        call.start()
+        _, fault = call.result(_ANSWER_S)
+        if call.is_running:
+            self._hanging[self._at] = call
+        elif fault is not None:
+            yield NodeProblem("check-failed", f"The checks of this node did not run: {fault}")
+        for name in self.sources:
+            hangs = f"it has not returned for more than {_ANSWER_S:g} s" if name in self._hanging else None
+            problem = hangs or self._faults.get(name)
+            if problem is not None:
+                yield NodeProblem("check-failed", f"The check of {name} failed: {problem}", name)
+            yield from self._found.get(name, ())
+
+    def _call_sources(self, number: int) -> None:
+        for name, source in self.sources.items():
+            if number != self._round:
+                return  # this thread was left behind, and the source has returned now
+            if name in self._hanging:
+                continue
+            self._at = name
+            try:
+                self._found[name] = tuple(source() or ())
+            except DraDriverError as error:
+                self._faults[name] = str(error)
+            except Exception as error:  # noqa: BLE001  our own bug must not hide the other problems
+                self._faults[name] = f"a bug in gpu-dra-driver: {error!r}"
+            else:
+                self._faults.pop(name, None)
+
 
 _TURN_S = 2.0
 _WRITE_AGAIN_S = 60.0
@@ -249,14 +301,13 @@ and a failed check appears in the notes."""
 
 @dataclass(eq=False)
 class NodeProblems(BackgroundWorker):
-    """Collects the problems of the node.
+    """Collects the problems of the node, and reports changes.
 
-    `failing` is one of the sources; the file preserves its claims across restarts. A source returns its current
-    problems, must not block, and may be called from any thread. Until `has_pool` returns True, no source can return
-    the problems of `FOUND_WITH_POOL`, and those of the previous process remain.
+    `failing` is one of the sources; the file preserves its claims across restarts. Until `has_pool` returns True, no
+    source can return the problems of `FOUND_WITH_POOL`, and those of the previous process remain.
     """
 
-    sources: Sequence[ProblemSource]
+    sources: Mapping[str, ProblemSource]
     failing: FailingClaims
     recorder: EventRecorder
     directory: Path
@@ -265,13 +316,12 @@ class NodeProblems(BackgroundWorker):
     clock: Callable[[], float] = time.time
 
     def __post_init__(self) -> None:
-        self._lock = threading.Lock()
-        self._since: dict[tuple[ProblemCode, str], int] = {}
-        self._returned: dict[int, Sequence[NodeProblem]] = {}  # last result of each source, by its number
-        self._shown: tuple[ShownProblem, ...] = ()
+        self._checks = Checks(self.sources)
+        self._shown: tuple[NodeProblem, ...] = ()
         self._reported: dict[ProblemCode, frozenset[str]] = {}
+        self._reported_on_claims: Collection[tuple[ProblemCode, str, str]] = ()  # with the claim's UID
         self._written: tuple[Reported, float] | None = None
-        self._inherited: tuple[ShownProblem, ...] = ()  # problems of the previous process
+        self._inherited: tuple[NodeProblem, ...] = ()  # problems of the previous process
         self._path = self.directory / PROBLEMS_FILE
         self._mark = UseMark(self.directory / RUNNING_LOCK)
         self._to_write = Reported()
@@ -293,19 +343,13 @@ class NodeProblems(BackgroundWorker):
         self._mark.release()
         return has_ended
 
-    def current(self) -> tuple[ShownProblem, ...]:
-        """Returns all current problems, in the order of their sources."""
-        found = {(problem.code, problem.subject): problem for problem in self._collected()}
-        if not self.has_pool():
-            found |= {_key(shown): shown.problem for shown in self._inherited}
-        now = int(self.clock())
-        with self._lock:
-            self._since = {key: self._since.get(key, now) for key in found}
-            return tuple(ShownProblem(problem, self._since[key]) for key, problem in found.items())
+    def current(self) -> tuple[NodeProblem, ...]:
+        """Returns all problems, in the order of their sources."""
+        return self._shown
 
     def notes(self) -> list[str]:
         """Returns a sentence for each problem."""
-        return [shown.problem.text for shown in self.current()]
+        return [problem.text for problem in self.current()]
 
     def as_json(self) -> bytes:
         """Returns the problems as a JSON document."""
@@ -313,64 +357,59 @@ class NodeProblems(BackgroundWorker):
 
     def codes(self) -> list[ProblemCode]:
         """Returns the code of each problem; problems of several subjects may have the same code."""
-        return [shown.problem.code for shown in self.current()]
+        return [problem.code for problem in self.current()]
 
     def turn(self) -> float:
         """Checks once, and logs and reports changes. Returns the seconds until the next check."""
-        shown, before = self.current(), self._shown
-        self._shown = shown
-        self._log_changes(before, shown)
-        self._report(shown)
-        self._keep(Reported(shown, self.failing.all()))
+        found, before = self._found_now(), self._shown
+        self._shown = found
+        self._log_changes(before, found)
+        self._report(found)
+        self._report_on_claims(found)
+        self._keep(Reported(found, self.failing.all()))
         return _TURN_S
 
-    def _collected(self) -> Iterable[NodeProblem]:
-        """Yields the results of all sources.
+    def _found_now(self) -> tuple[NodeProblem, ...]:
+        found = {_key(problem): problem for problem in self._checks.problems()}
+        since = {_key(problem): problem.since for problem in self._shown}
+        if not self.has_pool():
+            found |= {_key(problem): problem for problem in self._inherited}
+        now = int(self.clock())
+        return tuple(
+            replace(problem, since=problem.since or since.get(key, now)) for key, problem in found.items()
+        )
 
-        The earlier problems of a source that fails remain, because no evidence shows that they ended. The failure
-        is an additional problem.
-        """
-        for number, source in enumerate((*self.sources, self.failing.problems)):
-            try:
-                self._returned[number] = source()
-            except DraDriverError as error:
-                yield NodeProblem("check-failed", f"A check of this node failed: {error}", str(error))
-            except Exception as error:  # noqa: BLE001  our own bug must not hide the other problems
-                text = f"A check of this node failed because of a bug in gpu-dra-driver: {error!r}"
-                yield NodeProblem("check-failed", text, repr(error))
-            yield from self._returned.get(number, ())
+    def _log_changes(self, before: Sequence[NodeProblem], now: Sequence[NodeProblem]) -> None:
+        known, current = set(map(_key, before)), set(map(_key, now))
+        for one in now:
+            if _key(one) not in known:
+                _log.warning("node_problem", problem=one.code, subject=one.subject, reason=one.text)
+        for one in before:
+            if _key(one) not in current:
+                _log.info("node_problem_ended", problem=one.code, subject=one.subject, since=one.since)
 
-    def _log_changes(self, before: Sequence[ShownProblem], now: Sequence[ShownProblem]) -> None:
-        known = {_key(shown): shown for shown in before}
-        current = {_key(shown) for shown in now}
-        for shown in now:
-            if _key(shown) not in known:
-                problem = shown.problem
-                _log.warning(
-                    "node_problem", problem=problem.code, subject=problem.subject, reason=problem.text
-                )
-        for key, shown in known.items():
-            if key not in current:
-                code, subject = key
-                _log.info("node_problem_ended", problem=code, subject=subject, since=shown.since)
-
-    def _report(self, shown: Sequence[ShownProblem]) -> None:
+    def _report(self, problems: Sequence[NodeProblem]) -> None:
         """Writes an event for each problem code that began, has a new subject, or ended."""
         by_code: dict[ProblemCode, list[NodeProblem]] = {}
-        for entry in shown:
-            by_code.setdefault(entry.problem.code, []).append(entry.problem)
+        for problem in problems:
+            by_code.setdefault(problem.code, []).append(problem)
         for code, (began, ended, end_text) in _EVENTS.items():
             found, reported = by_code.get(code, []), self._reported.get(code, frozenset())
             subjects = frozenset(problem.subject for problem in found)
             if subjects - reported:
                 text = "; ".join(problem.text for problem in found)
                 self.recorder.node_event(began, _shortened(text), warning=True)
-                for problem in found:
-                    if problem.claim is not None and problem.subject not in reported:
-                        self.recorder.claim_event(problem.claim, began, problem.text, warning=True)
             elif reported and not subjects:
                 self.recorder.node_event(ended, end_text, warning=False)
             self._reported[code] = subjects
+
+    def _report_on_claims(self, problems: Sequence[NodeProblem]) -> None:
+        """Writes an event for each claim that has a new problem."""
+        found = {(*_key(one), ref.uid): (one, ref) for one in problems for ref in one.claims}
+        for key, (problem, ref) in found.items():
+            if key not in self._reported_on_claims:
+                self.recorder.claim_event(ref, _EVENTS[problem.code][0], problem.text, warning=True)
+        self._reported_on_claims = found.keys()
 
     def restore(self) -> None:
         """Restores the failing claims of the previous process from the file, and its problems that this process
@@ -382,9 +421,7 @@ class NodeProblems(BackgroundWorker):
             _log.debug("problems_not_read", reason=str(error))
             return
         self.failing.restore(before.failing)
-        self._inherited = tuple(one for one in before.problems if one.problem.code in FOUND_WITH_POOL)
-        with self._lock:
-            self._since |= {_key(one): one.since for one in self._inherited}
+        self._shown = self._inherited = tuple(one for one in before.problems if one.code in FOUND_WITH_POOL)
         for code, subject in map(_key, self._inherited):
             self._reported[code] = self._reported.get(code, frozenset()) | {subject}
 
@@ -415,8 +452,8 @@ class NodeProblems(BackgroundWorker):
         self._written = (reported, now)
 
 
-def _key(shown: ShownProblem) -> tuple[ProblemCode, str]:
-    return shown.problem.code, shown.problem.subject
+def _key(problem: NodeProblem) -> tuple[ProblemCode, str]:
+    return problem.code, problem.subject
 
 
 def _shortened(text: str) -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from dra_driver.errors import StateError
 from dra_driver.journal.locks import GpuLocks
 from dra_driver.model.claim import ClaimRef
 from dra_driver.model.maintenance import Maintenance, overdue_problems
-from dra_driver.model.problems import NodeProblem, ShownProblem
+from dra_driver.model.problems import NodeProblem
 from dra_driver.reporting import node_problems
 from dra_driver.reporting.failing_claims import FailingClaims
 from dra_driver.reporting.node_problems import DiskWatch, NodeProblems, decode, read_problems
@@ -46,7 +48,7 @@ class Bench:
             clock=lambda: self.now,
         )
         self.made = NodeProblems(
-            (self._source,),
+            {"the node": self._source, "failing claims": self.failing.problems},
             self.failing,
             self,
             directory,
@@ -74,7 +76,7 @@ class Bench:
         self.made._writing.result(PATIENCE_S)
         return self.events
 
-    def file(self) -> list[ShownProblem]:
+    def file(self) -> list[NodeProblem]:
         return list(read_problems(self.directory)[1].problems)
 
 
@@ -135,7 +137,7 @@ def test_check_that_fails_is_its_own_problem(bench: Bench) -> None:
     bench.error = StateError("cannot read /x: Input/output error")
     bench.turn()
     assert bench.made.codes() == ["check-failed"]
-    assert bench.made.notes() == ["A check of this node failed: cannot read /x: Input/output error"]
+    assert bench.made.notes() == ["The check of the node failed: cannot read /x: Input/output error"]
 
 
 def test_problem_lasts_while_its_check_fails(bench: Bench) -> None:
@@ -151,15 +153,40 @@ def test_check_with_a_mistake_of_ours_does_not_hide_the_other_problems(bench: Be
     def broken() -> Sequence[NodeProblem]:
         raise KeyError("surprise")
 
-    bench.made.sources = (broken, *bench.made.sources)
-    bench.found = [FOREIGN]
+    bench.made._checks.sources = {"it": broken, **bench.made.sources}
+    bench.turn(FOREIGN)
     assert bench.made.codes() == ["check-failed", "foreign-driver"]
+
+
+def test_check_that_hangs_is_its_own_problem_and_stops_no_other(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_problems, "_ANSWER_S", 0.05)
+    gate, calls = threading.Event(), itertools.count()
+
+    def hanging() -> Sequence[NodeProblem]:
+        if next(calls):
+            gate.wait(PATIENCE_S)
+        return UNKNOWN[:1]
+
+    bench.made._checks.sources = {"it": hanging, **bench.made.sources}
+    assert [reason for reason, *_ in bench.turn()] == ["GPUHealthUnknown"]
+    assert bench.turn() == [], "nothing shows that its problem has ended"
+    assert bench.turn(FOREIGN) == [("ForeignDriver", FOREIGN.text, True)]
+    assert bench.made.notes() == [
+        "The check of it failed: it has not returned for more than 0.05 s",
+        UNKNOWN[0].text,
+        FOREIGN.text,
+    ]
+    assert next(calls) == 2, "it is not called again while it hangs"
+    gate.set()
+    eventually(lambda: bench.turn() is not None and bench.made.codes() == ["health-unknown"])
 
 
 def test_file_and_page_have_each_problem_with_its_beginning(bench: Bench) -> None:
     bench.turn(FOREIGN)
     bench.turn(FOREIGN, *UNKNOWN[:1])
-    shown = [ShownProblem(FOREIGN, 1002), ShownProblem(UNKNOWN[0], 1004)]
+    shown = [replace(FOREIGN, since=1002), replace(UNKNOWN[0], since=1004)]
     assert bench.file() == list(decode(bench.made.as_json()).problems) == shown
 
 
@@ -169,9 +196,9 @@ def test_file_follows_a_changed_sentence_once_a_minute(bench: Bench) -> None:
 
     bench.turn(counted(30))
     bench.turn(counted(32))
-    assert [one.problem for one in bench.file()] == [counted(30)]
+    assert [replace(one, since=0) for one in bench.file()] == [counted(30)]
     bench.turn(counted(92), after_s=60)
-    assert [one.problem for one in bench.file()] == [counted(92)]
+    assert [replace(one, since=0) for one in bench.file()] == [counted(92)]
 
 
 def test_file_goes_when_nothing_is_wrong(bench: Bench) -> None:
@@ -226,7 +253,7 @@ def test_full_disk_costs_the_file_alone(bench: Bench, monkeypatch: pytest.Monkey
         assert [reason for reason, *_ in bench.turn(FOREIGN)] == ["ForeignDriver"]
         assert bench.file() == []
     bench.turn(FOREIGN)
-    assert bench.file() == [ShownProblem(FOREIGN, 1002)]
+    assert bench.file() == [replace(FOREIGN, since=1002)]
 
 
 def test_failing_claims_are_kept_over_a_restart(bench: Bench) -> None:
@@ -257,15 +284,15 @@ def test_problem_of_the_pool_lasts_over_a_restart_until_the_next_pool(bench: Ben
         later = Bench(bench.directory)
         later.now, later.has_pool = 2000.0, False
         assert later.turn() == []
-        assert later.file() == list(later.made.current()) == [ShownProblem(outdated, 1002)]
+        assert later.file() == list(later.made.current()) == [replace(outdated, since=1002)]
         later.has_pool = True
         if is_still_old:
             assert later.turn(outdated) == []
-            assert later.file() == [ShownProblem(outdated, 1002)]
+            assert later.file() == [replace(outdated, since=1002)]
     text = "No shared device of this node needs a newer scheduler"
     assert later.turn() == [("SchedulerFits", text, False)]
     assert later.turn(outdated, after_s=100) == [("SchedulerOutdated", outdated.text, True)]
-    assert later.file() == [ShownProblem(outdated, 2104)]
+    assert later.file() == [replace(outdated, since=2104)]
 
 
 def test_file_that_cannot_be_read_is_an_error(bench: Bench) -> None:

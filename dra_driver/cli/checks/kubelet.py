@@ -61,8 +61,7 @@ class KubeletChecks:
             )
             for one in failing
         ]
-        for shown in problems:
-            problem = shown.problem
+        for problem in problems:
             if not (failing and problem.code == "claims-failing"):  # the claims are listed above
                 found.append(of_text(problem.text, fails=keeps_pods_away(problem)))
         if found:
