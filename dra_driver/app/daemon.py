@@ -68,7 +68,7 @@ from dra_driver.model.record import (
 from dra_driver.mps_host.host_files import MpsHostFiles, mps_layout
 from dra_driver.reporting.http import HttpEndpoint, Probes, json_page, metrics_page, problems_page
 from dra_driver.reporting.metrics import Metrics
-from dra_driver.reporting.node_problems import DiskWatch, NodeProblems
+from dra_driver.reporting.node_problems import DiskWatch, NodeProblems, ProblemSource
 from dra_driver.reporting.reporter import Reports
 from dra_driver.reporting.usage import UnclaimedMemory, Usage
 from dra_driver.sharing.steps import MpsSteps, TimeSliceSteps
@@ -111,9 +111,9 @@ class Driver:
         self._make_steps()
         self._make_claims()
         self._make_publishing()
+        self._watch_usage()
         self._make_kubelet_plugin()
         self._register_metrics()
-        self._watch_usage()
 
     def _make_state(self) -> None:
         """Create the parts for the files on disk, which the next instance also uses."""
@@ -334,6 +334,9 @@ class Driver:
                 "the ledgers": self.ledger.problems,
                 "maintenance": lambda: overdue_problems(self._maintenances()),
                 "failing claims": self.reporting.failing.problems,
+                "claims with MPS": self.reporting.mps.problems,
+                "the status of claims": self.reporting.claims.renew_statuses,
+                "memory without a claim": self._unclaimed_memory,
             },
             self.reporting.failing,
             self.reporting.recorder,
@@ -374,7 +377,7 @@ class Driver:
 
     def _watch_usage(self) -> None:
         """Watch for GPU memory that belongs to no claim. Scrapes measure it too."""
-        self._unclaimed_memory: UnclaimedMemory | None = None
+        self._unclaimed_memory: ProblemSource = lambda: ()
         if not self.settings.usage_metrics:
             return
         usage = Usage(
@@ -388,16 +391,13 @@ class Driver:
             partial(origin, self._paths.proc),
         )
         self.metrics.show.usage(usage.look)
-        self._unclaimed_memory = UnclaimedMemory(usage.unclaimed, self.reporting.node.memory_unclaimed)
+        self._unclaimed_memory = UnclaimedMemory(usage.unclaimed).problems
 
     def _parts(self) -> Iterator[Part]:
         """Yield all parts, in the order in which they start."""
         yield Part("api_client", stop=self.client.close)
         yield Part("state", self._open_state)
         yield Part("event_recorder", self.reporting.recorder.start, self.reporting.recorder.stop)
-        yield Part("claim_health", self.reporting.claims.start, self.reporting.claims.stop)
-        yield Part("mps_events", self.reporting.mps.start, self.reporting.mps.stop)
-        yield Part("failing_claims", self.reporting.failing.start, self.reporting.failing.stop)
         yield Part("discovery", self.discovery.start, self.discovery.stop)
         yield Part("mig_layouts", self.layouts.start, self.layouts.stop)
         yield Part("health", self.health.monitor.start, self.health.monitor.stop)
@@ -411,8 +411,6 @@ class Driver:
         yield Part("slice_cache", self.publishing.cache.start, self.publishing.cache.stop)
         yield Part("publisher", self.publishing.publisher.start, self.publishing.publisher.stop)
         yield Part("node_problems", self.node_problems.start, self.node_problems.stop)
-        if self._unclaimed_memory is not None:
-            yield Part("unclaimed_memory", self._unclaimed_memory.start, self._unclaimed_memory.stop)
         if self.settings.http_endpoint:
             pages = (
                 problems_page(self.probes.liveness),
@@ -514,7 +512,6 @@ class Driver:
         """Handle a change of the devices, including their disappearance."""
         _call_all(
             *(() if self._dev_char is None else (self._dev_char.make,)),
-            self.reporting.claims.wake,
             self.health.devices_changed,
             self._publish,
         )

@@ -24,8 +24,11 @@ ProblemCode = Literal[
     "gpus-unavailable",
     "health-unknown",
     "maintenance-overdue",
+    "memory-unclaimed",
     "mps-daemon-failed",
     "mps-host-missing",
+    "mps-not-exclusive",
+    "mps-users-wait",
     "newer-files",
     "not-registered",
     "nvml-unavailable",
@@ -93,8 +96,8 @@ EventReason = Literal[
     "PluginNotRegistered", "PluginRegistered", "MaintenanceStarted", "MaintenanceOverdue", "MaintenanceEnded",
     "SlicesContested", "SliceFieldsDropped", "SliceFieldsKept", "DeviceNotPublished", "DevicesPublished",
     "FilesOfNewerRelease", "FilesReadable",
-    "MigLayoutApplied", "MigLayoutWaits", "MigLayoutRefused", "MemoryUnclaimed", "PartitionsNotSupported",
-    "PartitionsSupported", "SchedulerOutdated", "SchedulerFits",
+    "MigLayoutApplied", "MigLayoutWaits", "MigLayoutRefused", "MemoryUnclaimed", "MemoryReleased",
+    "PartitionsNotSupported", "PartitionsSupported", "SchedulerOutdated", "SchedulerFits",
 ]  # fmt: skip
 """Users filter events by these reasons, so they never change. `Prepared` is used only for the condition Ready."""
 

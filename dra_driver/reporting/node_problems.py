@@ -260,7 +260,10 @@ class Checks:
             except DraDriverError as error:
                 self._faults[name] = str(error)
             except Exception as error:  # noqa: BLE001  our own bug must not hide the other problems
-                self._faults[name] = f"a bug in gpu-dra-driver: {error!r}"
+                text = f"a bug in gpu-dra-driver: {error!r}"
+                if self._faults.get(name) != text:
+                    _log.exception("check_crashed", check=name)
+                self._faults[name] = text
             else:
                 self._faults.pop(name, None)
 
@@ -281,6 +284,8 @@ _EVENTS: Mapping[ProblemCode, tuple[EventReason, EventReason, str]] = {
     "health-unknown": ("GPUHealthUnknown", "GPUHealthKnown", "The health of all GPUs is known again"),
     "maintenance-overdue": ("MaintenanceOverdue", "MaintenanceEnded", "No GPU maintenance is overdue"),
     "mps-daemon-failed": ("MpsDaemonFailed", "MpsDaemonsWork", "The MPS daemons of this node work again"),
+    "memory-unclaimed": ("MemoryUnclaimed", "MemoryReleased",
+                         "No process without a claim uses memory of a GPU"),
     "mps-host-missing": ("MpsHostMissing", "MpsHostRuns", "The MPS host is running again"),
     "newer-files": ("FilesOfNewerRelease", "FilesReadable", "The plugin can read all of its files again"),
     "not-registered": ("PluginNotRegistered", "PluginRegistered", "The kubelet has registered the plugin"),
@@ -297,6 +302,12 @@ _EVENTS: Mapping[ProblemCode, tuple[EventReason, EventReason, str]] = {
 """The event when a problem starts, the event when it ends, and the text of the latter. Other problems have no event
 here: claims and GPUs have their own (`PrepareFailed`, `GPUUnhealthy`), waiting for the first NVIDIA driver is normal,
 and a failed check appears in the notes."""
+_CLAIM_EVENTS: Mapping[ProblemCode, EventReason] = {
+    "maintenance-overdue": "MaintenanceOverdue",
+    "mps-not-exclusive": "MpsNotExclusive",
+    "mps-users-wait": "MpsUsersWait",
+}
+"""The event for the claims of a problem."""
 
 
 @dataclass(eq=False)
@@ -408,7 +419,7 @@ class NodeProblems(BackgroundWorker):
         found = {(*_key(one), ref.uid): (one, ref) for one in problems for ref in one.claims}
         for key, (problem, ref) in found.items():
             if key not in self._reported_on_claims:
-                self.recorder.claim_event(ref, _EVENTS[problem.code][0], problem.text, warning=True)
+                self.recorder.claim_event(ref, _CLAIM_EVENTS[problem.code], problem.text, warning=True)
         self._reported_on_claims = found.keys()
 
     def restore(self) -> None:

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,7 +11,6 @@ from typing import Literal
 
 import structlog
 
-from dra_driver.base.threads import BackgroundWorker
 from dra_driver.errors import DraDriverError
 from dra_driver.health.book import HealthBook
 from dra_driver.journal.lanes import Lanes
@@ -24,19 +22,17 @@ from dra_driver.kube.claims import ClaimClient
 from dra_driver.kube.client import ApiClient
 from dra_driver.kube.events import EventWriter
 from dra_driver.mig.mode import MigAction
-from dra_driver.model.claim import ClaimRef, ReportedDevice
-from dra_driver.model.gpu import GpuProcess
+from dra_driver.model.claim import ClaimRef, Pods, ReportedDevice
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.mig import GpuLayout, LayoutState, OwnedInstance
 from dra_driver.model.mps import MpsDaemonStatus
-from dra_driver.model.problems import EventReason
+from dra_driver.model.problems import EventReason, NodeProblem
 from dra_driver.model.record import ClaimRecord, CreateMig, RunMps
 from dra_driver.mps_host.host_files import MpsHostFiles
 from dra_driver.reporting.claim_status import ClaimHealthReporter, ClaimStatusReporter
 from dra_driver.reporting.event_recorder import EventRecorder
 from dra_driver.reporting.failing_claims import FailingClaims
 from dra_driver.reporting.metrics import Metrics
-from dra_driver.reporting.rules.claim_usage import unclaimed_text
 from dra_driver.sharing.rules.client_limits import notes_of
 from dra_driver.sharing.rules.modes import advice_on_requests
 
@@ -76,11 +72,6 @@ class NodeEvents:
             text = f"GPU {one.gpu_uuid}: the MIG layout {one.layout} {text}"
             self.recorder.node_event(reason, text, warning=one.state == "refused")
 
-    def memory_unclaimed(self, gpu_uuid: str, process: GpuProcess) -> None:
-        """A process without a claim or container has had memory on a GPU for ten minutes."""
-        text = unclaimed_text(f"GPU {gpu_uuid}", process)
-        self.recorder.node_event("MemoryUnclaimed", text, warning=True)
-
     def cleanup_pending(self, cleanup: PendingCleanup) -> None:
         """A part of a claim could not be undone."""
         self.recorder.node_event("CleanupPending", cleanup.text, warning=True)
@@ -92,57 +83,41 @@ class NodeEvents:
         self.recorder.node_event("CleanupDone", text, warning=False)
 
 
-_CHECK_S = 15.0
-
-
 @dataclass(eq=False)
-class MpsEvents(BackgroundWorker):
-    """Reports conditions of MPS daemons, and how containers must use them, once for each claim. Reads the MPS host's
-    status only while claims use MPS.
+class MpsClaims:
+    """Finds the problems of claims that use MPS, and reports once for each claim how containers must use it.
 
-    `daemons` returns that status; it may raise a DraDriverError.
+    `daemons` returns the status of the MPS host. It is read only while claims use MPS.
     """
 
-    join_s = 1.0
     recorder: EventRecorder
     records: Callable[[], Mapping[str, ClaimRecord]]
     daemons: Callable[[], Sequence[MpsDaemonStatus]]
 
     def __post_init__(self) -> None:
-        self._reported: set[tuple[str, str, str]] = set()  # claim, reason, and the daemon or text
-        super().__init__("mps-events", self._look)
+        self._pods: Mapping[str, Pods] = {}  # by the claim's UID, at the last look for advice
+        self._advised: set[tuple[str, str]] = set()  # the claim's UID and the advice
 
-    def prepared(self, record: ClaimRecord) -> None:
-        """A claim was prepared."""
-        if _daemons_of(record):
-            self.wake()
-
-    def _look(self) -> float:
+    def problems(self) -> Iterator[NodeProblem]:
+        """Yields the problems of daemons for their claims. Raises: DraDriverError if a status cannot be read."""
         records = self.records()
-        users = {uid: record for uid, record in records.items() if _daemons_of(record)}
-        self._reported = {entry for entry in self._reported if entry[0] in users}
-        if not users:
-            return math.inf
-        for uid, record in users.items():
-            advice = advice_on_requests(record, records.values())
-            if advice is not None and self._is_new(uid, "MpsNeedsRequestNames", advice):
-                self.recorder.minor_claim_event(record.ref, "MpsNeedsRequestNames", advice)
-        try:
-            daemons = self.daemons()
-        except DraDriverError:
-            return _CHECK_S
-        for status in daemons:
-            for reason, text in notes_of(status):
-                for uid, record in users.items():
-                    if status.device in _daemons_of(record) and self._is_new(uid, reason, status.device):
-                        self.recorder.claim_event(record.ref, reason, text, warning=True)
-        return _CHECK_S
+        users = [record for record in records.values() if _daemons_of(record)]
+        pods = {uid: record.claim.pods for uid, record in records.items()}
+        if pods != self._pods:
+            self._pods = pods
+            self._advise(users, records.values())
+        for status in self.daemons() if users else ():
+            refs = tuple(record.ref for record in users if status.device in _daemons_of(record))
+            for code, text in notes_of(status):
+                yield NodeProblem(code, text, status.device, refs)
 
-    def _is_new(self, uid: str, reason: str, what: str) -> bool:
-        """Whether this was not reported yet; it counts as reported from now on."""
-        is_new = (uid, reason, what) not in self._reported
-        self._reported.add((uid, reason, what))
-        return is_new
+    def _advise(self, users: Iterable[ClaimRecord], records: Collection[ClaimRecord]) -> None:
+        advice = {record.ref: advice_on_requests(record, records) for record in users}
+        found = {(ref.uid, text): ref for ref, text in advice.items() if text is not None}
+        for (uid, text), ref in found.items():
+            if (uid, text) not in self._advised:
+                self.recorder.minor_claim_event(ref, "MpsNeedsRequestNames", text)
+        self._advised = set(found)
 
 
 def _daemons_of(record: ClaimRecord) -> Collection[str]:
@@ -170,7 +145,6 @@ class Reporter:
     created_instance: Callable[[str], OwnedInstance | None]
     users: Callable[[str], ClaimRef | None]
     freed: Callable[[], None]
-    mps: MpsEvents
     failing: FailingClaims
 
     @contextmanager
@@ -188,7 +162,6 @@ class Reporter:
         if record is None:
             return
         self.statuses.prepared(record)
-        self.mps.prepared(record)
         if record.maintenance is not None:
             text = f"{', '.join(record.maintenance.gpu_uuids)}: in maintenance for this claim"
             self.recorder.claim_event(ref, "MaintenanceStarted", text, warning=False)
@@ -309,7 +282,7 @@ def claim_using(device: str, records: Iterable[ClaimRecord]) -> ClaimRef | None:
 class Reports:
     """Everything that the plugin reports.
 
-    `recorder` writes events; `node` and `mps` report about the node, `claims` and `failing` about claims.
+    `recorder` writes events; `node` reports about the node; `claims`, `failing` and `mps` about claims.
     `reporter` receives events of Prepare and Unprepare.
     """
 
@@ -341,7 +314,7 @@ class Reports:
         self.claims = ClaimHealthReporter(self.recorder, states, records.all, inventory, created_instance)
         claims = ClaimClient(api)
         self.failing = FailingClaims((driver, node_name), claims.current, self._prepare_is_slow, records.get)
-        self.mps = MpsEvents(self.recorder, records.all, mps_files.statuses)
+        self.mps = MpsClaims(self.recorder, records.all, mps_files.statuses)
         self.reporter = Reporter(
             metrics,
             self.recorder,
@@ -349,7 +322,6 @@ class Reports:
             created_instance,
             lambda device: claim_using(device, ledger.known_records()),
             on_release,
-            self.mps,
             self.failing,
         )
 

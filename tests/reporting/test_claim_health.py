@@ -91,6 +91,6 @@ def test_lost_reports_are_sent_again_at_a_limited_rate(bench):
 
 def test_many_claims_are_spread_over_rounds(bench):
     bench.records = {f"uid-{n:03}": record(hold(GPU_0), uid=f"uid-{n:03}") for n in range(60)}
-    rounds = [bench.looked() for _ in range(4)]
-    assert [len(found) for found in rounds] == [25, 25, 10, 0]
+    rounds = [bench.looked() for _ in range(7)]
+    assert [len(found) for found in rounds] == [10] * 6 + [0]
     assert sorted(uid for found in rounds for uid in found) == list(bench.records)

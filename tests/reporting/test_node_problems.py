@@ -118,6 +118,18 @@ def test_problem_of_a_claim_has_an_event_on_the_claim_once(bench: Bench) -> None
     assert bench.turn() == [("MaintenanceEnded", "No GPU maintenance is overdue", False)]
 
 
+def test_problem_of_claims_alone_has_an_event_on_each_claim_once(bench: Bench) -> None:
+    def waiting(*names: str) -> NodeProblem:
+        refs = tuple(ClaimRef("team", name, f"uid-{name}") for name in names)
+        return NodeProblem("mps-users-wait", "users 0, 1 wait", "gpu-0", refs)
+
+    assert bench.turn(waiting("a")) == [("MpsUsersWait of a", "users 0, 1 wait", True)]
+    assert bench.turn(waiting("a", "b")) == [("MpsUsersWait of b", "users 0, 1 wait", True)]
+    assert bench.turn(waiting("b")) == []
+    assert bench.turn(waiting("a", "b")) == [("MpsUsersWait of a", "users 0, 1 wait", True)]
+    assert bench.turn() == []
+
+
 def test_gpus_that_go_and_come_back_have_events_and_a_first_driver_has_none(bench: Bench) -> None:
     absent = "the NVIDIA driver is not loaded"
     assert bench.turn(NodeProblem("waiting-for-driver", absent)) == []
