@@ -83,7 +83,9 @@ class NodeSnapshot:
         claims = read_claims(state, settings, now)
         problems: list[NodeProblem] = []
         if not is_only_simulated(settings):
-            problems += plugin_problems(settings.plugin_directory, settings.http_endpoint).problems
+            reported = plugin_problems(settings.plugin_directory, settings.http_endpoint).problems
+            # The notes have the pending cleanups from the ledgers, even if no plugin runs.
+            problems += [one for one in reported if one.code != "cleanup-pending"]
         nvml, nvml_problem = self._facts.result(wait_s)
         nvml = nvml or NvmlFacts()
         if nvml_problem is not None:

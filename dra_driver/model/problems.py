@@ -16,6 +16,7 @@ ProblemCode = Literal[
     "check-failed",
     "claim-in-use",
     "claims-failing",
+    "cleanup-pending",
     "device-not-published",
     "disk-not-writable",
     "driver-files-missing",

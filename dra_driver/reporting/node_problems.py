@@ -275,6 +275,7 @@ _LONGEST_EVENT = 1000
 """The API server accepts messages of up to 1,024 bytes."""
 
 _EVENTS: Mapping[ProblemCode, tuple[EventReason, EventReason, str]] = {
+    "cleanup-pending": ("CleanupPending", "CleanupDone", "No cleanup of an ended claim is pending"),
     "device-not-published": ("DeviceNotPublished", "DevicesPublished", "No device exceeds a limit of the API"),
     "disk-not-writable": ("DiskNotWritable", "DiskWritable", "The plugin can write its files again"),
     "driver-files-missing": ("DriverFilesMissing", "DriverFilesFound",

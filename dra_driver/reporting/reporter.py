@@ -16,7 +16,6 @@ from dra_driver.health.book import HealthBook
 from dra_driver.journal.lanes import Lanes
 from dra_driver.journal.ledger import Ledger
 from dra_driver.journal.records import RecordStore
-from dra_driver.journal.rules.cleanups import PendingCleanup, what
 from dra_driver.kube.claim_status_client import ClaimStatusClient
 from dra_driver.kube.claims import ClaimClient
 from dra_driver.kube.client import ApiClient
@@ -41,7 +40,7 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(eq=False)
 class NodeEvents:
-    """Receives events of the publisher, MIG layouts and cleanups. Each method is called from only one thread."""
+    """Receives events of the publisher and MIG layouts. Each method is called from only one thread."""
 
     metrics: Metrics
     recorder: EventRecorder
@@ -71,16 +70,6 @@ class NodeEvents:
             reason, text = outcomes[one.state]
             text = f"GPU {one.gpu_uuid}: the MIG layout {one.layout} {text}"
             self.recorder.node_event(reason, text, warning=one.state == "refused")
-
-    def cleanup_pending(self, cleanup: PendingCleanup) -> None:
-        """A part of a claim could not be undone."""
-        self.recorder.node_event("CleanupPending", cleanup.text, warning=True)
-
-    def cleanup_done(self, cleanup: PendingCleanup) -> None:
-        """No part of the cleanup is pending now."""
-        done = ", ".join(map(what, cleanup.steps)) or "nothing was left to do"
-        text = f"Cleanup for claim {cleanup.record.ref} is done: {done}"
-        self.recorder.node_event("CleanupDone", text, warning=False)
 
 
 @dataclass(eq=False)
