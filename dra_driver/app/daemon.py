@@ -319,6 +319,7 @@ class Driver:
             self,
             self.health.stream.watch,
         )
+        disks = [DiskWatch(path, write_atomically) for path in (directory, Path(settings.cdi_root))]
         self.node_problems = NodeProblems(
             {
                 "the kubelet's sockets": self._plugin.problems,
@@ -326,7 +327,6 @@ class Driver:
                 "the devices": self.discovery.problems,
                 "the health of the GPUs": self.health.problems,
                 "passthrough": self.passthrough.problems,
-                "the disk": DiskWatch([directory, Path(settings.cdi_root)], write_atomically).problems,
                 "the MPS host": self._mps_files.problems,
                 "stale claims": self.claims.reconciler.problems,
                 "the claim records": self.records.problems,
@@ -337,6 +337,8 @@ class Driver:
                 "claims with MPS": self.reporting.mps.problems,
                 "the status of claims": self.reporting.claims.renew_statuses,
                 "memory without a claim": self._unclaimed_memory,
+                **{f"writes in {one.directory}": one.problems for one in disks},
+                **{f"the disk of {one.directory}": one.look for one in disks},
             },
             self.reporting.failing,
             self.reporting.recorder,

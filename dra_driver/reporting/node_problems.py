@@ -8,15 +8,13 @@ show the results of the last turn.
 This process holds `running.lock` while it lives, so that readers know whether `problems.json` is kept up to date.
 The JSON file exists only while there are problems or failing claims.
 
-`DiskWatch` is one of the sources: it detects directories that cannot be written, before a claim needs them.
+`DiskWatch` is a source: it detects a directory that cannot be written, before a claim needs it.
 """
 
 from __future__ import annotations
 
 import errno
-import math
 import os
-import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -53,88 +51,57 @@ from dra_driver.reporting.failing_claims import FailingClaims
 _log = structlog.get_logger(__name__)
 
 _HANGS_AFTER_S = 30.0
-_PROBE_EVERY_S = 5.0
-_SIZES_EVERY_S = 10.0
 _PROBE = bytes(4096)
 """Large enough to fail on a full disk, which may still accept an empty file."""
 
 
 class DiskWatch:
-    """Finds directories that cannot be written: the last write failed or hangs, or the file system is full or
-    read-only.
+    """Finds out whether files in `directory` can be written: the last write failed or hangs, or the file system is full
+    or read-only.
 
-    After a failure, it writes a small file every few seconds, so that the problem ends as soon as a write succeeds.
-    Otherwise it writes nothing. `write` writes a file durably and raises StateError.
+    `write` writes a file durably and raises StateError.
     """
 
     def __init__(
-        self,
-        directories: Sequence[Path],
-        write: Callable[[Path, bytes], None],
-        outcomes: WriteOutcomes = WRITES,
+        self, directory: Path, write: Callable[[Path, bytes], None], outcomes: WriteOutcomes = WRITES
     ) -> None:
-        self._directories = directories
+        self.directory = directory
         self._write = write
         self._outcomes = outcomes
-        self._lock = threading.Lock()
-        self._probed: Path | None = None
-        self._probe_again_at = 0.0
-        self._probing = BoundedCall("the disk", self._probe)
-        self._refusing: Mapping[Path, str] = {}
-        self._sizes_again_at = -math.inf
-        self._sizing = BoundedCall("the size of the disk", self._read_sizes)
+        self._refusal: str | None = None
 
     def problems(self) -> Sequence[NodeProblem]:
-        """Returns a problem for each directory that cannot be written. Does not block on disks."""
-        self._read_sizes_soon()
-        found = ((top, self._fault(top)) for top in self._directories)
-        return [NodeProblem("disk-not-writable", text, str(top)) for top, text in found if text is not None]
+        """Returns the problem of the directory, if it has one. Does not block on the disk."""
+        text = self._fault()
+        return [] if text is None else [NodeProblem("disk-not-writable", text, str(self.directory))]
 
-    def _fault(self, top: Path) -> str | None:
-        hangs_s = self._outcomes.hanging_in(top)
+    def look(self) -> None:
+        """Reads the size of the disk. After a failed write, writes a small file, so that the problem ends as soon as a
+        write succeeds. Hangs if the disk does.
+        """
+        self._refusal = _refusal(self.directory)
+        failed = self._outcomes.failed_in(self.directory)
+        if failed is None:
+            return
+        where, _ = failed
+        if not where.is_dir() and where != self.directory:
+            self._outcomes.forget(where)
+            return
+        file = where / ".write-probe"
+        with suppress(StateError, OSError):  # the outcome is recorded like that of any other write
+            self._write(file, _PROBE)
+            file.unlink()
+
+    def _fault(self) -> str | None:
+        hangs_s = self._outcomes.hanging_in(self.directory)
         if hangs_s is not None and hangs_s > _HANGS_AFTER_S:
             return (
-                f"A write in {top} has not returned for {hangs_s:.0f} s, so no claim can be prepared; check the disk "
-                "of this directory (`dmesg`), then drain and reboot the node"
+                f"A write in {self.directory} has not returned for {hangs_s:.0f} s, so no claim can be prepared; check "
+                "the disk of this directory (`dmesg`), then drain and reboot the node"
             )
-        failed = self._outcomes.failed_in(top)
-        if failed is not None:
-            self._probe_soon(failed[0])
-            return f"The plugin {failed[1]}"
-        refusal = self._refusing.get(top)
+        failed = self._outcomes.failed_in(self.directory)
+        refusal = self._refusal if failed is None else failed[1]
         return None if refusal is None else f"The plugin {refusal}"
-
-    def _probe_soon(self, directory: Path) -> None:
-        with self._lock:
-            if self._probing.is_running or time.monotonic() < self._probe_again_at:
-                return
-            self._probe_again_at = time.monotonic() + _PROBE_EVERY_S
-            self._probed = directory
-            self._probing.start()
-
-    def _read_sizes_soon(self) -> None:
-        """Reads the sizes in a separate thread, one thread at a time, because the read hangs if the disk does."""
-        with self._lock:
-            if self._sizing.is_running or time.monotonic() < self._sizes_again_at:
-                return
-            self._sizes_again_at = time.monotonic() + _SIZES_EVERY_S
-            self._sizing.start()
-
-    def _read_sizes(self) -> None:
-        found = ((top, _refusal(top)) for top in self._directories)
-        self._refusing = {top: text for top, text in found if text is not None}
-
-    def _probe(self) -> None:
-        """Writes and removes a file. The outcome is recorded like that of any other write."""
-        if self._probed is None:
-            return
-        if not self._probed.is_dir() and self._probed not in self._directories:
-            self._outcomes.forget(self._probed)
-            return
-        file = self._probed / ".write-probe"
-        self._write(file, _PROBE)
-        with suppress(OSError):
-            file.unlink()
 
 
 def _refusal(directory: Path) -> str | None:

@@ -314,11 +314,14 @@ def test_file_that_cannot_be_read_is_an_error(bench: Bench) -> None:
 
 
 @pytest.fixture
-def watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DiskWatch:
-    monkeypatch.setattr(node_problems, "_PROBE_EVERY_S", 0.02)
-    monkeypatch.setattr(node_problems, "_SIZES_EVERY_S", 0.0)
+def watch(tmp_path: Path) -> DiskWatch:
     (tmp_path / "claims").mkdir()
-    return DiskWatch([tmp_path], write_atomically)
+    return DiskWatch(tmp_path, write_atomically)
+
+
+def looked(watch: DiskWatch) -> Sequence[NodeProblem]:
+    watch.look()
+    return watch.problems()
 
 
 class FullDisk:
@@ -343,7 +346,7 @@ def refused(path: Path) -> str:
 
 
 def test_disk_at_rest_is_not_a_problem_and_nothing_is_written(watch: DiskWatch, tmp_path: Path) -> None:
-    assert watch.problems() == []
+    assert looked(watch) == []
     assert [path.name for path in tmp_path.rglob("*")] == ["claims"]
 
 
@@ -366,10 +369,10 @@ def test_failed_write_is_a_problem_until_a_write_succeeds(
     assert problem.text.startswith("The plugin cannot write ")
     assert problem.text.endswith(remedy)
     probe = tmp_path / "claims/.write-probe"
-    eventually(lambda: str(probe) in watch.problems()[0].text)
+    assert str(probe) in looked(watch)[0].text
     assert [found.code for found in watch.problems()] == ["disk-not-writable"], "the probe failed too"
     disk.number = None
-    eventually(lambda: watch.problems() == [])
+    assert looked(watch) == []
     assert not list((tmp_path / "claims").iterdir())
 
 
@@ -403,13 +406,13 @@ def test_disk_on_which_an_operation_before_or_after_a_write_fails_is_a_problem(
         with pytest.raises(StateError, match=what) as caught:
             action(tmp_path)
         assert [problem.text for problem in watch.problems()] == [f"The plugin {caught.value}"]
-    eventually(lambda: watch.problems() == [])
+    assert looked(watch) == []
 
 
 def test_lock_file_that_opens_does_not_end_the_problem_of_a_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    watch = DiskWatch([tmp_path], write_atomically)
+    watch = DiskWatch(tmp_path, write_atomically)
     FullDisk(monkeypatch)
     refused(tmp_path / "a")
     lock(tmp_path)
@@ -419,7 +422,7 @@ def test_lock_file_that_opens_does_not_end_the_problem_of_a_full_disk(
 def test_write_of_the_plugin_ends_the_problem_without_a_probe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    watch, disk = DiskWatch([tmp_path], write_atomically), FullDisk(monkeypatch)
+    watch, disk = DiskWatch(tmp_path, write_atomically), FullDisk(monkeypatch)
     refused(tmp_path / "a")
     disk.number = None
     write_atomically(tmp_path / "a", b"x")
@@ -449,9 +452,9 @@ def test_disk_without_free_blocks_or_inodes_is_a_problem_before_anything_is_writ
         found = [100] * 10
         found[field] = 0
         monkeypatch.setattr(os, "statvfs", lambda _path, found=found: type(really)(found))
-        eventually(lambda: watch.problems() == [NodeProblem("disk-not-writable", text, str(tmp_path))])
+        assert looked(watch) == [NodeProblem("disk-not-writable", text, str(tmp_path))]
     monkeypatch.setattr(os, "statvfs", lambda _path: type(really)([0] * 10))
-    eventually(lambda: watch.problems() == [])  # a file system that reports no sizes
+    assert looked(watch) == []  # a file system that reports no sizes
 
 
 def test_file_system_that_became_read_only_is_a_problem_before_anything_is_written(
@@ -463,20 +466,9 @@ def test_file_system_that_became_read_only_is_a_problem_before_anything_is_writt
     flags = found[8]
     monkeypatch.setattr(os, "statvfs", lambda _path: os.statvfs_result(found))
     found[8] = flags | os.ST_RDONLY
-    eventually(lambda: watch.problems() == [NodeProblem("disk-not-writable", text, str(tmp_path))])
+    assert looked(watch) == [NodeProblem("disk-not-writable", text, str(tmp_path))]
     found[8] = flags
-    eventually(lambda: watch.problems() == [])
-
-
-def test_disk_whose_size_cannot_be_had_holds_up_nothing(
-    watch: DiskWatch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gate, requested = threading.Event(), []
-    monkeypatch.setattr(os, "statvfs", lambda path: (requested.append(path), gate.wait(PATIENCE_S)))
-    for _ in range(3):
-        assert watch.problems() == []
-    eventually(lambda: requested == [tmp_path])
-    gate.set()
+    assert looked(watch) == []
 
 
 def test_fault_of_one_file_is_not_a_problem_of_the_disk(watch: DiskWatch, tmp_path: Path) -> None:
