@@ -300,7 +300,7 @@ class Driver:
             health=self.health,
             cleaner=self.cleaner,
             layouts=self.layouts,
-            reports=self.reporting,
+            metrics=self.metrics,
             leadership=self.leadership,
         )
 
@@ -541,7 +541,7 @@ class Driver:
 
     def _layouts_changed(self, found: Sequence[GpuLayout]) -> None:
         """Handle new states of the MIG layout on GPUs; `found` is empty if GPUs only lost their layout."""
-        _call_all(self._publish, partial(self.reporting.node.mig_layouts_changed, found))
+        _call_all(self._publish, partial(self.reporting.reporter.mig_layouts_changed, found))
 
     def _claim_released(self) -> None:
         """Handle the end of an Unprepare; a cleanup of the claim may be pending."""

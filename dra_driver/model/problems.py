@@ -38,6 +38,7 @@ ProblemCode = Literal[
     "plugin-not-running",
     "scheduler-outdated",
     "slice-fields-dropped",
+    "slices-contested",
     "slices-not-published",
     "waiting-for-driver",
 ]
@@ -95,8 +96,8 @@ EventReason = Literal[
     "DriverFilesMissing", "DriverFilesFound", "GPUHealthUnknown", "GPUHealthKnown", "MpsDaemonFailed",
     "MpsDaemonsWork", "MpsHostMissing", "MpsHostRuns", "PassthroughUnavailable", "PassthroughAvailable",
     "PluginNotRegistered", "PluginRegistered", "MaintenanceStarted", "MaintenanceOverdue", "MaintenanceEnded",
-    "SlicesContested", "SliceFieldsDropped", "SliceFieldsKept", "DeviceNotPublished", "DevicesPublished",
-    "FilesOfNewerRelease", "FilesReadable",
+    "SlicesContested", "SlicesUncontested", "SliceFieldsDropped", "SliceFieldsKept", "DeviceNotPublished",
+    "DevicesPublished", "FilesOfNewerRelease", "FilesReadable",
     "MigLayoutApplied", "MigLayoutWaits", "MigLayoutRefused", "MemoryUnclaimed", "MemoryReleased",
     "PartitionsNotSupported", "PartitionsSupported", "SchedulerOutdated", "SchedulerFits",
 ]  # fmt: skip

@@ -265,6 +265,7 @@ _EVENTS: Mapping[ProblemCode, tuple[EventReason, EventReason, str]] = {
                            "No shared device of this node needs a newer scheduler"),
     "slice-fields-dropped": ("SliceFieldsDropped", "SliceFieldsKept",
                              "The API server stores all fields of the node's slices"),
+    "slices-contested": ("SlicesContested", "SlicesUncontested", "No other program changes the node's slices"),
     "slices-not-published": ("SlicesNotPublished", "SlicesPublished", "The node's slices are published again"),
 }  # fmt: skip
 """The event when a problem starts, the event when it ends, and the text of the latter. Other problems have no event

@@ -39,40 +39,6 @@ _log = structlog.get_logger(__name__)
 
 
 @dataclass(eq=False)
-class NodeEvents:
-    """Receives events of the publisher and MIG layouts. Each method is called from only one thread."""
-
-    metrics: Metrics
-    recorder: EventRecorder
-
-    def published(self, lag_s: float) -> None:
-        """Slices were written."""
-        self.metrics.published(lag_s)
-
-    def publish_failed(self, error: Exception) -> None:
-        """An update of the slices failed. The publisher itself reports a lasting failure."""
-        self.metrics.publish_failed(error)
-
-    def contested(self, reason: str) -> None:
-        """Another program changes our slices repeatedly."""
-        self.recorder.node_event("SlicesContested", reason, warning=True)
-
-    def mig_layouts_changed(self, found: Sequence[GpuLayout]) -> None:
-        """The state of the MIG layout changed on these GPUs."""
-        for one in found:
-            outcomes: Mapping[LayoutState, tuple[EventReason, str]] = {
-                "applied": ("MigLayoutApplied", "is applied"),
-                "waiting": ("MigLayoutWaits", f"waits: {one.text}"),
-                "refused": ("MigLayoutRefused", f"is refused, and nothing was changed: {one.text}"),
-            }
-            if one.state not in outcomes:
-                continue
-            reason, text = outcomes[one.state]
-            text = f"GPU {one.gpu_uuid}: the MIG layout {one.layout} {text}"
-            self.recorder.node_event(reason, text, warning=one.state == "refused")
-
-
-@dataclass(eq=False)
 class MpsClaims:
     """Finds the problems of claims that use MPS, and reports once for each claim how containers must use it.
 
@@ -215,6 +181,20 @@ class Reporter:
             case "mode-on" | "mode-off":
                 self._mode_changed(action.removeprefix("mode-"), subject, duration_s, error)
 
+    def mig_layouts_changed(self, found: Sequence[GpuLayout]) -> None:
+        """The state of the MIG layout changed on these GPUs."""
+        for one in found:
+            outcomes: Mapping[LayoutState, tuple[EventReason, str]] = {
+                "applied": ("MigLayoutApplied", "is applied"),
+                "waiting": ("MigLayoutWaits", f"waits: {one.text}"),
+                "refused": ("MigLayoutRefused", f"is refused, and nothing was changed: {one.text}"),
+            }
+            if one.state not in outcomes:
+                continue
+            reason, text = outcomes[one.state]
+            text = f"GPU {one.gpu_uuid}: the MIG layout {one.layout} {text}"
+            self.recorder.node_event(reason, text, warning=one.state == "refused")
+
     def _mode_changed(self, wanted: str, gpu_uuid: str, duration_s: float, error: Exception | None) -> None:
         if error is None:
             text = f"Switched {wanted} MIG mode of GPU {gpu_uuid} in {duration_s:.2f} s"
@@ -271,8 +251,8 @@ def claim_using(device: str, records: Iterable[ClaimRecord]) -> ClaimRef | None:
 class Reports:
     """Everything that the plugin reports.
 
-    `recorder` writes events; `node` reports about the node; `claims`, `failing` and `mps` about claims.
-    `reporter` receives events of Prepare and Unprepare.
+    `recorder` writes events; `reporter` receives events of Prepare, Unprepare and MIG; `claims`, `failing` and `mps`
+    report about claims.
     """
 
     def __init__(
@@ -299,7 +279,6 @@ class Reports:
             ClaimStatusClient(api, driver, node_name),
         )
         states = ClaimStatusReporter(self.recorder, inventory, created_instance, health.states, records.get)
-        self.node = NodeEvents(metrics, self.recorder)
         self.claims = ClaimHealthReporter(self.recorder, states, records.all, inventory, created_instance)
         claims = ClaimClient(api)
         self.failing = FailingClaims((driver, node_name), claims.current, self._prepare_is_slow, records.get)

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from dra_driver.errors import ApiUnavailableError, DeviceBusyError, StateError
+from dra_driver.errors import DeviceBusyError, StateError
 from dra_driver.model.claim import ClaimRef, PodRef
 from dra_driver.model.mps import MpsDaemonSpec, MpsDaemonStatus, MpsShared
 from dra_driver.model.problems import NodeProblem
 from dra_driver.model.record import ClaimRecord, RunMps, StartMaintenance
 from dra_driver.reporting.claim_status import ClaimStatusReporter
 from dra_driver.reporting.failing_claims import FailingClaims
-from dra_driver.reporting.reporter import MpsClaims, NodeEvents, Reporter
+from dra_driver.reporting.reporter import MpsClaims, Reporter
 from tests.fakes.samples import GPU_0, GPU_1, claim, h100, hold, inventory, uuid
 from tests.fakes.tables import tabled
 
@@ -197,42 +197,6 @@ def test_claim_that_a_process_keeps_is_reported_on_the_node(reporter, received):
     [(kind, reason, message, warning)] = received.reports
     assert (kind, reason, warning) == ("node", "ClaimStillInUse", True)
     assert message == f"Claim {REF} was deleted, but process 4711 still uses gpu-0"
-
-
-class RecordedReports:
-    def __init__(self) -> None:
-        self.events: list[tuple[str, bool]] = []
-        self.texts: list[str] = []
-        self.counted: list[object] = []
-
-    def node_event(self, reason: str, message: str, *, warning: bool) -> None:
-        self.events.append((reason, warning))
-        self.texts.append(message)
-
-    def published(self, lag_s: float) -> None:
-        self.counted.append(lag_s)
-
-    def publish_failed(self, error: Exception) -> None:
-        self.counted.append(error)
-
-
-@pytest.fixture
-def reports() -> RecordedReports:
-    return RecordedReports()
-
-
-@pytest.fixture
-def node_events(reports: RecordedReports) -> NodeEvents:
-    return NodeEvents(reports, reports)
-
-
-def test_writes_of_slices_are_counted_and_need_no_event(
-    node_events: NodeEvents, reports: RecordedReports
-) -> None:
-    error = ApiUnavailableError("no answer")
-    node_events.publish_failed(error)
-    node_events.published(0.5)
-    assert (reports.counted, reports.events) == ([error, 0.5], [])
 
 
 SPEC = MpsDaemonSpec(GPU_0, uuid(0), "gpu", uuid(0))
