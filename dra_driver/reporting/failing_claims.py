@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, replace
-from datetime import datetime
 from typing import Literal
 
 import structlog
@@ -104,8 +103,13 @@ class FailingClaims:
             self._failing.pop(ref.uid, None)
 
     def restore(self, kept: Iterable[FailingClaim]) -> None:
-        """Adds the failures that an earlier process knew, unless it prepared the claim after it had written them."""
-        lasting = {one.ref.uid: one for one in kept if not self._is_prepared_since(one)}
+        """Adds the failures that an earlier process knew, unless it prepared the claim after it had written them.
+
+        A prepared claim whose Prepare fails again is added again by its next failure.
+        """
+        lasting = {
+            one.ref.uid: one for one in kept if one.operation != "prepare" or not self._is_prepared(one.ref)
+        }
         with self._lock:
             self._failing = lasting | self._failing
 
@@ -126,14 +130,12 @@ class FailingClaims:
             if one.count > 1 or now - one.since >= _PROBLEM_AFTER_S
         ]
 
-    def _is_prepared_since(self, one: FailingClaim) -> bool:
+    def _is_prepared(self, ref: ClaimRef) -> bool:
         try:
-            record = self.record(one.ref.uid) if one.operation == "prepare" else None
+            record = self.record(ref.uid)
         except DraDriverError:
             return False
-        return (
-            record is not None and record.phase == "prepared" and _seconds(record.prepared_at) >= one.last_at
-        )
+        return record is not None and record.phase == "prepared"
 
     def _report_slow(self) -> None:
         now = time.monotonic()
@@ -178,14 +180,6 @@ class FailingClaims:
         if now is None or now.uid != ref.uid or not now.is_reserved:
             return False
         return any((driver, pool) == self.pool for driver, pool, _ in now.allocated or ())
-
-
-def _seconds(time_of_record: str | None) -> float:
-    """Returns seconds since 1970; 0 for a record without a time."""
-    try:
-        return datetime.fromisoformat(time_of_record).timestamp() if time_of_record else 0.0
-    except ValueError:
-        return 0.0
 
 
 def _sentence(one: FailingClaim) -> str:

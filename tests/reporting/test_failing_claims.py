@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from datetime import UTC, datetime
 
 import pytest
 
@@ -128,18 +127,21 @@ def test_claim_that_the_kubelet_no_longer_retries_ends_by_what_the_api_server_sa
 
 
 def test_claim_that_the_process_before_has_prepared_since_is_not_failing(bench: Bench) -> None:
-    def prepared(at: float, phase: Phase = "prepared") -> ClaimRecord:
-        when = datetime.fromtimestamp(at, UTC).isoformat()
-        return ClaimRecord(AllocatedClaim(REF, ()), phase, "boot-1", (), (), when)
+    def record(phase: Phase) -> ClaimRecord:
+        return ClaimRecord(AllocatedClaim(REF, ()), phase, "boot-1", (), ())
 
     kept = FailingClaim(REF, "prepare", 900, 1000, 2, "busy")
-    bench.record = prepared(1001)
+    bench.record = record("prepared")
     bench.claims.restore([kept])
     assert bench.claims.all() == ()
-    for record in (prepared(999), prepared(1001, "preparing")):
-        bench.record = record
+    for bench.record in (None, record("preparing")):
         bench.claims.restore([kept])
-        assert bench.claims.all() == (kept,), record
+        assert bench.claims.all() == (kept,)
+    bench.record = record("prepared")
+    unprepared = FailingClaim(REF, "unprepare", 900, 1000, 2, "busy")
+    bench.claims.succeeded(REF)
+    bench.claims.restore([unprepared])
+    assert bench.claims.all() == (unprepared,)
 
 
 def test_node_without_failing_claims_asks_nothing(bench: Bench) -> None:
