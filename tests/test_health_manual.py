@@ -247,7 +247,6 @@ def test_health_changes_write_four_events() -> None:
         records=lambda: {claim.ref.uid: claim},
         inventory=lambda: None,
         created_instance=lambda device: None,
-        speaks_for_node=lambda: True,
     )
     for before, after in product(Severity, Severity):
         news.health_changed(HealthChange(GPU.target, NOW, before, after, "text"))

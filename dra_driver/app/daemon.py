@@ -71,7 +71,7 @@ from dra_driver.model.record import (
 from dra_driver.mps_host.host_files import MpsHostFiles, mps_layout
 from dra_driver.reporting.http import HttpEndpoint, Probes, json_page, metrics_page, problems_page
 from dra_driver.reporting.metrics import Metrics
-from dra_driver.reporting.node_problems import DiskWatch, NodeProblems
+from dra_driver.reporting.node_problems import DiskWatch, NodeProblems, ProblemSource
 from dra_driver.reporting.reporter import Reports
 from dra_driver.reporting.usage import UnclaimedMemory, Usage
 from dra_driver.sharing.steps import MpsSteps, TimeSliceSteps
@@ -128,9 +128,9 @@ class Driver:
         self._make_steps()
         self._make_claims()
         self._make_publishing()
+        self._watch_usage()
         self._make_kubelet_plugin()
         self._register_metrics()
-        self._watch_usage()
         self._parts = tuple(self._all_parts())
 
     def _make_state(self) -> None:
@@ -216,7 +216,6 @@ class Driver:
             inventory=self.discovery.latest,
             health=self.health.book,
             mps_files=self._mps_files,
-            speaks_for_node=lambda: True,
             on_release=self._claim_released,
         )
 
@@ -269,7 +268,6 @@ class Driver:
             self.ledger,
             self.lanes,
             self._steps,
-            self.reporting.node,
             self._cleanups_changed,
             lambda: True,
             partial(tools_seen, programs, self._mps_layout.lock, self._host, detachments),
@@ -320,7 +318,7 @@ class Driver:
             health=self.health,
             cleaner=self.cleaner,
             layouts=self.layouts,
-            reports=self.reporting,
+            metrics=self.metrics,
         )
 
     def _make_kubelet_plugin(self) -> None:
@@ -338,23 +336,29 @@ class Driver:
             self,
             self.health.stream.watch,
         )
+        disks = [DiskWatch(path, write_atomically) for path in (directory, Path(settings.cdi_root))]
         self.node_problems = NodeProblems(
-            (
-                self._plugin.problems,
-                publisher.problems,
-                self.discovery.problems,
-                self.health.problems,
-                self.passthrough.problems,
-                DiskWatch([directory, Path(settings.cdi_root)], write_atomically).problems,
-                self._mps_files.problems,
-                self.claims.reconciler.problems,
-                self.records.problems,
-                self.ledger.problems,
-                lambda: overdue_problems(self._maintenances()),
-            ),
+            {
+                "the kubelet's sockets": self._plugin.problems,
+                "the slices": publisher.problems,
+                "the devices": self.discovery.problems,
+                "the health of the GPUs": self.health.problems,
+                "passthrough": self.passthrough.problems,
+                "the MPS host": self._mps_files.problems,
+                "stale claims": self.claims.reconciler.problems,
+                "the claim records": self.records.problems,
+                "the ledgers": self.ledger.problems,
+                "maintenance": lambda: overdue_problems(self._maintenances()),
+                "pending cleanup": self.cleaner.problems,
+                "failing claims": self.reporting.failing.problems,
+                "claims with MPS": self.reporting.mps.problems,
+                "the status of claims": self.reporting.claims.renew_statuses,
+                "memory without a claim": self._unclaimed_memory,
+                **{f"writes in {one.directory}": one.problems for one in disks},
+                **{f"the disk of {one.directory}": one.look for one in disks},
+            },
             self.reporting.failing,
             self.reporting.recorder,
-            lambda: True,
             directory,
             lambda: publisher.has_pool,
         )
@@ -392,7 +396,7 @@ class Driver:
 
     def _watch_usage(self) -> None:
         """Watch for GPU memory that belongs to no claim. Scrapes measure it too."""
-        self._unclaimed_memory: UnclaimedMemory | None = None
+        self._unclaimed_memory: ProblemSource = lambda: ()
         if not self.settings.usage_metrics:
             return
         usage = Usage(
@@ -406,16 +410,13 @@ class Driver:
             partial(origin, self._paths.proc),
         )
         self.metrics.show.usage(usage.look)
-        self._unclaimed_memory = UnclaimedMemory(usage.unclaimed, self.reporting.node.memory_unclaimed)
+        self._unclaimed_memory = UnclaimedMemory(usage.unclaimed).problems
 
     def _all_parts(self) -> Iterator[Part]:
         """Yield all parts, in the order in which they start."""
         yield Part("api_client", stop=self.client.close)
         yield Part("state", self._open_state, self._close_state)
         yield Part("event_recorder", self.reporting.recorder.start, self.reporting.recorder.stop)
-        yield Part("claim_health", self.reporting.claims.start, self.reporting.claims.stop)
-        yield Part("mps_events", self.reporting.mps.start, self.reporting.mps.stop)
-        yield Part("failing_claims", self.reporting.failing.start, self.reporting.failing.stop)
         yield Part("discovery", self.discovery.start, self.discovery.stop, stands_by=True)
         yield Part("mig_layouts", self.layouts.start, self.layouts.stop)
         yield Part("health", self.health.monitor.start, self.health.monitor.stop)
@@ -429,8 +430,6 @@ class Driver:
         yield Part("slice_cache", self.publishing.cache.start, self.publishing.cache.stop)
         yield Part("publisher", self.publishing.publisher.start, self.publishing.publisher.stop)
         yield Part("node_problems", self.node_problems.start, self.node_problems.stop)
-        if self._unclaimed_memory is not None:
-            yield Part("unclaimed_memory", self._unclaimed_memory.start, self._unclaimed_memory.stop)
         if self.settings.http_endpoint:
             pages = (
                 problems_page(self.probes.liveness),
@@ -627,7 +626,6 @@ class Driver:
             return
         _call_all(
             *(() if self._dev_char is None else (self._dev_char.make,)),
-            self.reporting.claims.wake,
             self.health.devices_changed,
             self._publish,
         )
@@ -657,7 +655,7 @@ class Driver:
 
     def _layouts_changed(self, found: Sequence[GpuLayout]) -> None:
         """Handle new states of the MIG layout on GPUs; `found` is empty if GPUs only lost their layout."""
-        _call_all(self._publish, partial(self.reporting.node.mig_layouts_changed, found))
+        _call_all(self._publish, partial(self.reporting.reporter.mig_layouts_changed, found))
 
     def _claim_released(self) -> None:
         """Handle the end of an Unprepare; a cleanup of the claim may be pending."""

@@ -17,7 +17,7 @@ from dra_driver.kube.cluster import node_uid
 from dra_driver.kube.slices import SliceCache
 from dra_driver.mig.layouts import NodeLayouts
 from dra_driver.model.inventory import OfferedDevice
-from dra_driver.reporting.reporter import Reports
+from dra_driver.reporting.metrics import Metrics
 from dra_driver.slices.api_support import ApiSupport
 from dra_driver.slices.publisher import Publisher
 from dra_driver.slices.rules.build import NEWEST_TAINTS, TaintLimits, Taints
@@ -40,7 +40,7 @@ class Publishing:
         health: GpuHealth,
         cleaner: Cleaner,
         layouts: NodeLayouts,
-        reports: Reports,
+        metrics: Metrics,
     ) -> None:
         """`layouts` has the state of the MIG layout on each GPU, by UUID."""
         self._settings, self._api = settings, api
@@ -50,7 +50,7 @@ class Publishing:
         self.inventory, self._discovery = discovery.latest, discovery
         self.support = ApiSupport(api, settings.sharing)
         self.cache = SliceCache(api, settings.driver_name, settings.node_name, self._dirty)
-        self.publisher = Publisher(self, self.cache, settings.sharing, self.support, reports.node)
+        self.publisher = Publisher(self, self.cache, settings.sharing, self.support, metrics)
 
     def owner(self) -> Owner:
         """Return the owner of the slices."""

@@ -46,7 +46,7 @@ from dra_driver.model.gpu import Gpu, GpuLoad, GpuProcess
 from dra_driver.model.health import PolledHealth
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.mps import MpsDaemonStatus
-from dra_driver.model.problems import NodeProblem, ShownProblem
+from dra_driver.model.problems import NodeProblem
 from dra_driver.model.record import BindVfio, RunMps, SetTimeSlice
 from dra_driver.mps_host.host_files import MpsHostFiles, mps_layout
 from dra_driver.nvml.gpu_users import read_gpu_processes
@@ -87,14 +87,15 @@ class NodeSnapshot:
             notes.append(f"MPS daemons are not shown: {error}")
         state = self.machine.state()
         claims = read_claims(state, settings, now)
-        problems: list[ShownProblem] = []
+        problems: list[NodeProblem] = []
         if not is_only_simulated(settings):
-            problems += plugin_problems(settings.plugin_directory, settings.http_endpoint).problems
+            reported = plugin_problems(settings.plugin_directory, settings.http_endpoint).problems
+            # The notes have the pending cleanups from the ledgers, even if no plugin runs.
+            problems += [one for one in reported if one.code != "cleanup-pending"]
         nvml, nvml_problem = self._facts.result(wait_s)
         nvml = nvml or NvmlFacts()
         if nvml_problem is not None:
-            found = NodeProblem("nvml-unavailable", nvml_problem)
-            problems.append(ShownProblem(found, int(now.timestamp())))
+            problems.append(NodeProblem("nvml-unavailable", nvml_problem, since=int(now.timestamp())))
         notes += [
             *state.notes,
             *(one.text for one in claims.cleanups),

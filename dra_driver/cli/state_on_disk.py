@@ -32,7 +32,7 @@ from dra_driver.mig.layout_file import LAYOUT_FILE
 from dra_driver.mig.layout_file import decode as decode_layouts
 from dra_driver.model.ids import split_address
 from dra_driver.model.mig import GpuLayout, OwnedInstance, OwnedMode
-from dra_driver.model.problems import NodeProblem, ShownProblem
+from dra_driver.model.problems import NodeProblem, ProblemCode
 from dra_driver.reporting.node_problems import RUNNING_LOCK, Reported, read_problems
 from dra_driver.reporting.node_problems import decode as decode_problems
 
@@ -72,10 +72,10 @@ def plugin_problems(directory: Path, http_endpoint: str) -> Reported:
         runs, written = read_problems(directory)
     except StateError as error:
         text = f"cannot determine whether gpu-dra-driver is running: {error}"
-        return Reported((_of_now(NodeProblem("check-failed", text)),))
+        return Reported((_of_now("check-failed", text),))
     if runs:
         return written
-    return Reported((_of_now(NodeProblem("plugin-not-running", NOT_RUNNING)),), written.failing)
+    return Reported((_of_now("plugin-not-running", NOT_RUNNING),), written.failing)
 
 
 def _plugin_answer(http_endpoint: str) -> Reported | None:
@@ -92,8 +92,8 @@ def _plugin_answer(http_endpoint: str) -> Reported | None:
         return None
 
 
-def _of_now(problem: NodeProblem) -> ShownProblem:
-    return ShownProblem(problem, int(time.time()))
+def _of_now(code: ProblemCode, text: str) -> NodeProblem:
+    return NodeProblem(code, text, since=int(time.time()))
 
 
 Value = TypeVar("Value")

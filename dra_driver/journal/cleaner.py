@@ -34,7 +34,6 @@ from dra_driver.journal.ledger import Ledger
 from dra_driver.journal.rules.cleanups import (
     LedgerEntry,
     PendingCleanup,
-    Thing,
     Withholding,
     by_gpus,
     gpus_of,
@@ -46,6 +45,7 @@ from dra_driver.journal.rules.cleanups import (
 )
 from dra_driver.model.inventory import OfferedDevice
 from dra_driver.model.plan import Plan
+from dra_driver.model.problems import NodeProblem
 from dra_driver.model.record import ClaimRecord, RunMps, Step
 
 _log = structlog.get_logger(__name__)
@@ -87,16 +87,6 @@ class StepRunner(Protocol[S_contra]):
         """Whether the step's result still exists, as far as that is visible without the GPU driver."""
 
 
-class CleanupObserver(Protocol):
-    """Receives changes of pending cleanups. Methods must not block or raise."""
-
-    def cleanup_pending(self, cleanup: PendingCleanup) -> None:
-        """Report that a claim has ended, but some of its steps are not undone yet."""
-
-    def cleanup_done(self, cleanup: PendingCleanup) -> None:
-        """Report that a cleanup has finished."""
-
-
 class Restorer(Protocol):
     """Restores GPU settings that are not in the ledgers."""
 
@@ -125,7 +115,6 @@ class Cleaner(BackgroundWorker):
     ledger: Ledger
     lanes: Lanes
     runner: StepRunner[Step]
-    observer: CleanupObserver | None = None
     changed: Callable[[], None] = lambda: None
     leads: Callable[[], bool] = lambda: True
     tools: Callable[[], Hashable] = lambda: None
@@ -157,6 +146,15 @@ class Cleaner(BackgroundWorker):
         found = self._pending()
         with self._guard:
             return [one for one in found if one.name not in self._ending]
+
+    def problems(self) -> Sequence[NodeProblem]:
+        """Return a problem for each group of steps that is left to undo. A Prepare that fails repeatedly leaves the
+        same steps for each claim. Raises: StateError.
+        """
+        return [
+            NodeProblem("cleanup-pending", one.text, ", ".join(map(what, one.steps)), since=one.since)
+            for one in self.outstanding()
+        ]
 
     def _pending(self) -> list[PendingCleanup]:
         """Return the pending cleanups. The cause of each is why its last try failed, or the operation that keeps its
@@ -416,38 +414,25 @@ class Cleaner(BackgroundWorker):
                     self._pauses[gpu] = backoff, self.clock() + backoff.next()
 
     def _report_changes(self) -> None:
-        """Report cleanups that appeared or ended since the last call. The leading instance reports, whichever
-        instance ended the claim.
+        """Log cleanups that appeared or ended since the last call. The leading instance does, whichever instance
+        ended the claim.
 
         Raises: StateError.
         """
         with self._reporting:
             now, leads = {one.name: one for one in self.outstanding()}, self.leads()
             before, self._reported = self._reported, now
-            known = things(step for one in before.values() for step in one.steps)
             for name in sorted(now.keys() - before.keys() if leads else ()):
-                self._report_pending(now[name], known)
-                known |= things(now[name].steps)
+                one, ref = now[name], now[name].record.ref
+                _log.warning("cleanup_pending", claim=str(ref), claim_uid=ref.uid, reason=one.text)
             for name in sorted(before.keys() - now.keys() if leads else ()):
-                self._report_done(before[name])
+                ref = before[name].record.ref
+                _log.info("cleanup_done", claim=str(ref), claim_uid=ref.uid)
             is_changed = {name: one.steps for name, one in before.items()} != {
                 name: one.steps for name, one in now.items()
             }
         if is_changed:
             self.changed()
-
-    def _report_pending(self, cleanup: PendingCleanup, known: Collection[Thing]) -> None:
-        ref = cleanup.record.ref
-        _log.warning("cleanup_pending", claim=str(ref), claim_uid=ref.uid, reason=cleanup.text)
-        # One event for each changed setting or device, even if a Prepare fails repeatedly.
-        if self.observer is not None and without(cleanup.steps, known):
-            self.observer.cleanup_pending(cleanup)
-
-    def _report_done(self, cleanup: PendingCleanup) -> None:
-        ref = cleanup.record.ref
-        _log.info("cleanup_done", claim=str(ref), claim_uid=ref.uid)
-        if self.observer is not None:
-            self.observer.cleanup_done(cleanup)
 
 
 def _gpus(cleanup: PendingCleanup) -> frozenset[str]:

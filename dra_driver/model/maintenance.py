@@ -128,7 +128,7 @@ def overdue_problems(found: Iterable[Maintenance]) -> list[NodeProblem]:
             f"Maintenance claim {one.name} is {one.text}: NVML is open again, but its GPUs "
             f"({', '.join(one.gpu_uuids)}) stay withdrawn until the claim ends; delete its pod",
             one.name,
-            one.claim,
+            (one.claim,),
         )
         for one in found
         if one.state == "overdue"

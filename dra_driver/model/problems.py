@@ -16,6 +16,7 @@ ProblemCode = Literal[
     "check-failed",
     "claim-in-use",
     "claims-failing",
+    "cleanup-pending",
     "device-not-published",
     "disk-not-writable",
     "driver-files-missing",
@@ -24,8 +25,11 @@ ProblemCode = Literal[
     "gpus-unavailable",
     "health-unknown",
     "maintenance-overdue",
+    "memory-unclaimed",
     "mps-daemon-failed",
     "mps-host-missing",
+    "mps-not-exclusive",
+    "mps-users-wait",
     "newer-files",
     "not-registered",
     "nvml-unavailable",
@@ -34,6 +38,7 @@ ProblemCode = Literal[
     "plugin-not-running",
     "scheduler-outdated",
     "slice-fields-dropped",
+    "slices-contested",
     "slices-not-published",
     "waiting-for-driver",
 ]
@@ -50,10 +55,11 @@ remain until then."""
 @dataclass(frozen=True, slots=True)
 class NodeProblem:
     """One problem. `subject` names the affected device, claim or path, and is empty for the node as a whole. The
-    event that reports the start of the problem is also sent for `claim`, if set.
+    event that reports the start of the problem is also sent for `claims`.
 
     `text` is one sentence: what is wrong, with which object, and what to do now. Problems with the same code
-    and subject are the same problem, even if the text changes.
+    and subject are the same problem, even if the text changes. `since` is the start, in seconds since 1970; 0 if the
+    source does not know it.
 
     >>> NodeProblem("gpu-unresponsive", "GPU gpu-0 has not answered NVML for 40 s; drain and reboot the node", "gpu-0")
     """
@@ -61,15 +67,8 @@ class NodeProblem:
     code: ProblemCode
     text: str
     subject: str = ""
-    claim: ClaimRef | None = field(default=None, compare=False)
-
-
-@dataclass(frozen=True, slots=True)
-class ShownProblem:
-    """A problem and its start time, in seconds since 1970."""
-
-    problem: NodeProblem
-    since: int
+    claims: tuple[ClaimRef, ...] = field(default=(), compare=False)
+    since: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +96,10 @@ EventReason = Literal[
     "DriverFilesMissing", "DriverFilesFound", "GPUHealthUnknown", "GPUHealthKnown", "MpsDaemonFailed",
     "MpsDaemonsWork", "MpsHostMissing", "MpsHostRuns", "PassthroughUnavailable", "PassthroughAvailable",
     "PluginNotRegistered", "PluginRegistered", "MaintenanceStarted", "MaintenanceOverdue", "MaintenanceEnded",
-    "SlicesContested", "SliceFieldsDropped", "SliceFieldsKept", "DeviceNotPublished", "DevicesPublished",
-    "FilesOfNewerRelease", "FilesReadable",
-    "MigLayoutApplied", "MigLayoutWaits", "MigLayoutRefused", "MemoryUnclaimed", "PartitionsNotSupported",
-    "PartitionsSupported", "SchedulerOutdated", "SchedulerFits",
+    "SlicesContested", "SlicesUncontested", "SliceFieldsDropped", "SliceFieldsKept", "DeviceNotPublished",
+    "DevicesPublished", "FilesOfNewerRelease", "FilesReadable",
+    "MigLayoutApplied", "MigLayoutWaits", "MigLayoutRefused", "MemoryUnclaimed", "MemoryReleased",
+    "PartitionsNotSupported", "PartitionsSupported", "SchedulerOutdated", "SchedulerFits",
 ]  # fmt: skip
 """Users filter events by these reasons, so they never change. `Prepared` is used only for the condition Ready."""
 

@@ -1,8 +1,7 @@
 """Keeps `status.devices` of claims up to date: which devices a claim holds, and whether they work.
 
 Events are sent at once; a separate thread writes statuses. The status of every claim is checked when the plugin
-starts, because the previous instance may not have written it. It is checked again when this instance begins to
-speak for the node, and after reports were lost.
+starts, because the previous process may not have written it. It is checked again after reports were lost.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from dataclasses import KW_ONLY, dataclass
 
 import structlog
 
-from dra_driver.base.threads import BackgroundWorker
 from dra_driver.errors import DraDriverError
 from dra_driver.model.claim import ClaimRef, DeviceStatus, ReportedDevice
 from dra_driver.model.health import HealthChange, HealthStates, HealthTarget
@@ -121,24 +119,20 @@ class ClaimStatusReporter:
             self.recorder.claim_status(record.ref, statuses, given.written, is_first=is_first)
 
 
-_ROUND_S = 5.0
-_CLAIMS_A_ROUND = 25
-"""No more than the recorder writes in a round, so that its queue has room for other reports."""
+_CLAIMS_AT_ONCE = 10
+"""No more than the recorder writes between two calls, so that its queue has room for other reports."""
 _LOST_AGAIN_S = 60.0
 
 
 @dataclass(eq=False)
-class ClaimHealthReporter(BackgroundWorker):
-    """Reports health changes of GPUs to their claims. While `speaks_for_node` returns False, another instance
-    reports.
-    """
+class ClaimHealthReporter:
+    """Reports health changes of GPUs to their claims."""
 
     recorder: EventRecorder
     statuses: ClaimStatusReporter
     records: Callable[[], Mapping[str, ClaimRecord]]
     inventory: Callable[[], Inventory | None]
     created_instance: Callable[[str], OwnedInstance | None]
-    speaks_for_node: Callable[[], bool]
     _: KW_ONLY
     clock: Callable[[], float] = time.monotonic
 
@@ -149,39 +143,36 @@ class ClaimHealthReporter(BackgroundWorker):
         self._all_are_due = True
         self._dropped = 0
         self._lost_again_at = 0.0
-        super().__init__("claim-news", self._round, self._crashed)
 
     def health_changed(self, change: HealthChange) -> None:
         """The health of a GPU or of a MIG instance changed."""
         with self._lock:
             self._changed_gpus.add(change.target.gpu_uuid)
-        self.wake()
         event = event_of(change)
-        if event is not None and self.speaks_for_node():
+        if event is not None:
             text = f"{change.target}: {change.text}"
             self.recorder.node_event(event.reason, text, warning=event.warning)
             for ref in self._holders(change.target):
                 self.recorder.claim_event(ref, event.reason, text, warning=event.warning)
 
     def renew_statuses(self) -> None:
-        """Runs one round: finds the claims whose status may have changed, and renews some of them. Raises:
-        StateError.
+        """Finds the claims whose status may have changed, and renews some of them. Called every two seconds.
+
+        Raises: StateError.
         """
-        if not self.speaks_for_node():
-            self._all_are_due = True
-            return
         inventory = self.inventory()
         if inventory is None:
             return
+        records = self.records()
         with self._lock:
             changed, self._changed_gpus = self._changed_gpus, set()
         if self._all_are_due or self._were_lost():
             self._all_are_due = False
-            self._due = dict.fromkeys(self.records())
+            self._due = dict.fromkeys(records)
         elif changed:
-            found = (uid for uid, record in self.records().items() if record.gpu_uuids & changed)
+            found = (uid for uid, record in records.items() if record.gpu_uuids & changed)
             self._due = dict.fromkeys(found) | self._due
-        for uid in list(self._due)[:_CLAIMS_A_ROUND]:
+        for uid in list(self._due)[:_CLAIMS_AT_ONCE]:
             del self._due[uid]
             self.statuses.renew(uid)
 
@@ -192,14 +183,6 @@ class ClaimHealthReporter(BackgroundWorker):
             return False
         self._dropped, self._lost_again_at = dropped, now + _LOST_AGAIN_S
         return True
-
-    def _round(self) -> float:
-        self.renew_statuses()
-        return _ROUND_S
-
-    def _crashed(self, _error: Exception) -> float:
-        self._all_are_due = True
-        return _ROUND_S
 
     def _holders(self, target: HealthTarget) -> Sequence[ClaimRef]:
         """Returns the claims that hold the target or a part of it."""

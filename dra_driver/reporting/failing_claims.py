@@ -18,12 +18,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, replace
-from datetime import datetime
 from typing import Literal
 
 import structlog
 
-from dra_driver.base.threads import BackgroundWorker
+from dra_driver.base.threads import BoundedCall
 from dra_driver.errors import DraDriverError
 from dra_driver.model.claim import ClaimNow, ClaimRef
 from dra_driver.model.problems import FailingClaim, NodeProblem
@@ -43,13 +42,12 @@ _SLOW_S = 10.0
 
 
 @dataclass(eq=False)
-class FailingClaims(BackgroundWorker):
-    """Remembers failing claims. Thread-safe; no method blocks.
+class FailingClaims:
+    """Remembers failing claims, and is the source of their problems. Thread-safe; no method blocks.
 
     `pool` has this node's driver and pool names. `look` returns a claim's current state from the API server,
     None if it does not exist; it raises a DraDriverError if the state is unknown. `slow` is called once for
-    each slow Prepare, with the seconds so far. `record` returns the record of a claim by the claim's UID; it
-    shows whether another instance has prepared the claim since it failed.
+    each slow Prepare, with the seconds so far. `record` returns the record of a claim by the claim's UID.
     """
 
     pool: tuple[str, str]
@@ -66,7 +64,7 @@ class FailingClaims(BackgroundWorker):
         self._under_way: dict[int, tuple[ClaimRef, float]] = {}  # by a number for each call and claim
         self._reported: set[int] = set()
         self._looked_at: dict[str, float] = {}
-        super().__init__("failing-claims", self.turn)
+        self._looking = BoundedCall("the API server", self._look_up)
 
     def all(self) -> tuple[FailingClaim, ...]:
         """Returns all failing claims, the most recent failure last."""
@@ -79,8 +77,6 @@ class FailingClaims(BackgroundWorker):
         calls = {next(self._numbers): (ref, time.monotonic()) for ref in claims}
         with self._lock:
             self._under_way |= calls
-        if calls:
-            self.wake()
         try:
             yield
         finally:
@@ -100,7 +96,6 @@ class FailingClaims(BackgroundWorker):
             self._failing[ref.uid] = found
             while len(self._failing) > _MAX_CLAIMS:
                 del self._failing[next(iter(self._failing))]
-        self.wake()
 
     def succeeded(self, ref: ClaimRef) -> None:
         """A call for the claim succeeded."""
@@ -108,69 +103,54 @@ class FailingClaims(BackgroundWorker):
             self._failing.pop(ref.uid, None)
 
     def restore(self, kept: Iterable[FailingClaim]) -> None:
-        """Adds the failures that an earlier instance knew, for claims that are unknown to this one."""
+        """Adds the failures that an earlier process knew, unless it prepared the claim after it had written them.
+
+        A prepared claim whose Prepare fails again is added again by its next failure.
+        """
+        lasting = {
+            one.ref.uid: one for one in kept if one.operation != "prepare" or not self._is_prepared(one.ref)
+        }
         with self._lock:
-            self._failing = {one.ref.uid: one for one in kept} | self._failing
-        self._forget_prepared()
-        self.wake()
+            self._failing = lasting | self._failing
 
     def problems(self) -> Sequence[NodeProblem]:
-        """Returns a problem for each claim that has failed more than once, or for ten seconds or more."""
+        """Returns a problem for each claim that has failed more than once, or for ten seconds or more.
+
+        Also reports slow calls, and checks claims that the kubelet no longer retries.
+        """
+        self._report_slow()
+        if self._failing:
+            self._looking.start()
         now = self.clock()
         return [
-            NodeProblem("claims-failing", _sentence(one), f"{one.ref.namespace}/{one.ref.name}")
+            NodeProblem(
+                "claims-failing", _sentence(one), f"{one.ref.namespace}/{one.ref.name}", since=one.since
+            )
             for one in self.all()
             if one.count > 1 or now - one.since >= _PROBLEM_AFTER_S
         ]
 
-    def turn(self) -> float:
-        """Reports slow calls, and checks claims that the kubelet no longer retries. Returns the seconds until
-        the next turn.
-        """
-        pause = self._report_slow()
-        if self._failing:
-            self._forget_prepared()
-            self._look_up()
-            pause = min(pause, _CHECK_EVERY_S)
-        return pause
+    def _is_prepared(self, ref: ClaimRef) -> bool:
+        try:
+            record = self.record(ref.uid)
+        except DraDriverError:
+            return False
+        return record is not None and record.phase == "prepared"
 
-    def _forget_prepared(self) -> None:
-        """Forgets claims that another instance has prepared since they failed."""
-        for one in self.all():
-            try:
-                record = self.record(one.ref.uid) if one.operation == "prepare" else None
-            except DraDriverError:
-                continue
-            if (
-                record is not None
-                and record.phase == "prepared"
-                and _seconds(record.prepared_at) >= one.last_at
-            ):
-                self._forget(one)
-
-    def _forget(self, one: FailingClaim) -> None:
-        with self._lock:
-            if self._failing.get(one.ref.uid) == one:
-                del self._failing[one.ref.uid]
-
-    def _report_slow(self) -> float:
+    def _report_slow(self) -> None:
         now = time.monotonic()
         with self._lock:
-            waiting = {call: entry for call, entry in self._under_way.items() if call not in self._reported}
-            late = {call: entry for call, entry in waiting.items() if now - entry[1] >= _SLOW_S}
-            self._reported |= late.keys()
-        for ref, began in late.values():
+            late = {call: entry for call, entry in self._under_way.items() if now - entry[1] >= _SLOW_S}
+            new = late.keys() - self._reported
+            self._reported |= new
+        for call in sorted(new):
+            ref, began = late[call]
             self.slow(ref, now - began)
-        return min(
-            (began + _SLOW_S - now for call, (_, began) in waiting.items() if call not in late),
-            default=math.inf,
-        )
 
     def _look_up(self) -> None:
         """Forgets claims that no pod on this node can need. Keeps a claim if the API server does not answer.
 
-        Checks only a few claims at a time, starting with the least recently checked, so that slow Prepares are still
-        reported in time.
+        Checks only a few claims at a time, starting with the least recently checked.
         """
         now = time.monotonic()
         self._looked_at = {uid: at for uid, at in self._looked_at.items() if uid in self._failing}
@@ -189,7 +169,9 @@ class FailingClaims(BackgroundWorker):
                 _log.debug("failing_claim_unknown", claim_uid=one.ref.uid, reason=str(error))
                 continue
             if not self._may_be_wanted(one.ref, found):
-                self._forget(one)
+                with self._lock:
+                    if self._failing.get(one.ref.uid) == one:
+                        del self._failing[one.ref.uid]
 
     def _may_be_wanted(self, ref: ClaimRef, now: ClaimNow | None) -> bool:
         """Whether a pod on this node may still need the claim: the claim may have been allocated on another node
@@ -198,14 +180,6 @@ class FailingClaims(BackgroundWorker):
         if now is None or now.uid != ref.uid or not now.is_reserved:
             return False
         return any((driver, pool) == self.pool for driver, pool, _ in now.allocated or ())
-
-
-def _seconds(time_of_record: str | None) -> float:
-    """Returns seconds since 1970; 0 for a record without a time."""
-    try:
-        return datetime.fromisoformat(time_of_record).timestamp() if time_of_record else 0.0
-    except ValueError:
-        return 0.0
 
 
 def _sentence(one: FailingClaim) -> str:

@@ -1,26 +1,25 @@
 """Collects the problems of this node from the parts of the plugin, and shows them to users.
 
-A thread calls the sources every two seconds. Their results are the state: a problem begins when a source
-returns it and ends when none does. Each change is logged, and most become events on the node. The readiness
+Every two seconds, one turn calls the sources and compares their results with the last turn. A problem begins when a
+source returns it and ends when none does. Each change is logged, and most become events on the node. The readiness
 notes, the metric `nvidia_dra_problems`, the page `/problems` and the file `problems.json`, which `top` reads,
-show the state itself.
+show the results of the last turn.
 
 This process holds `running.lock` while it lives, so that readers know whether `problems.json` is kept up to date.
 The JSON file exists only while there are problems or failing claims.
 
-`DiskWatch` is one of the sources: it detects directories that cannot be written, before a claim needs them.
+`DiskWatch` is a source: it detects a directory that cannot be written, before a claim needs it.
 """
 
 from __future__ import annotations
 
 import errno
-import math
 import os
-import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -44,7 +43,6 @@ from dra_driver.model.problems import (
     FailingClaim,
     NodeProblem,
     ProblemCode,
-    ShownProblem,
 )
 from dra_driver.model.schema import JsonObject
 from dra_driver.reporting.event_recorder import EventRecorder
@@ -53,88 +51,57 @@ from dra_driver.reporting.failing_claims import FailingClaims
 _log = structlog.get_logger(__name__)
 
 _HANGS_AFTER_S = 30.0
-_PROBE_EVERY_S = 5.0
-_SIZES_EVERY_S = 10.0
 _PROBE = bytes(4096)
 """Large enough to fail on a full disk, which may still accept an empty file."""
 
 
 class DiskWatch:
-    """Finds directories that cannot be written: the last write failed or hangs, or the file system is full or
-    read-only.
+    """Finds out whether files in `directory` can be written: the last write failed or hangs, or the file system is full
+    or read-only.
 
-    After a failure, it writes a small file every few seconds, so that the problem ends as soon as a write succeeds.
-    Otherwise it writes nothing. `write` writes a file durably and raises StateError.
+    `write` writes a file durably and raises StateError.
     """
 
     def __init__(
-        self,
-        directories: Sequence[Path],
-        write: Callable[[Path, bytes], None],
-        outcomes: WriteOutcomes = WRITES,
+        self, directory: Path, write: Callable[[Path, bytes], None], outcomes: WriteOutcomes = WRITES
     ) -> None:
-        self._directories = directories
+        self.directory = directory
         self._write = write
         self._outcomes = outcomes
-        self._lock = threading.Lock()
-        self._probed: Path | None = None
-        self._probe_again_at = 0.0
-        self._probing = BoundedCall("the disk", self._probe)
-        self._refusing: Mapping[Path, str] = {}
-        self._sizes_again_at = -math.inf
-        self._sizing = BoundedCall("the size of the disk", self._read_sizes)
+        self._refusal: str | None = None
 
     def problems(self) -> Sequence[NodeProblem]:
-        """Returns a problem for each directory that cannot be written. Does not block on disks."""
-        self._read_sizes_soon()
-        found = ((top, self._fault(top)) for top in self._directories)
-        return [NodeProblem("disk-not-writable", text, str(top)) for top, text in found if text is not None]
+        """Returns the problem of the directory, if it has one. Does not block on the disk."""
+        text = self._fault()
+        return [] if text is None else [NodeProblem("disk-not-writable", text, str(self.directory))]
 
-    def _fault(self, top: Path) -> str | None:
-        hangs_s = self._outcomes.hanging_in(top)
+    def look(self) -> None:
+        """Reads the size of the disk. After a failed write, writes a small file, so that the problem ends as soon as a
+        write succeeds. Hangs if the disk does.
+        """
+        self._refusal = _refusal(self.directory)
+        failed = self._outcomes.failed_in(self.directory)
+        if failed is None:
+            return
+        where, _ = failed
+        if not where.is_dir() and where != self.directory:
+            self._outcomes.forget(where)
+            return
+        file = where / ".write-probe"
+        with suppress(StateError, OSError):  # the outcome is recorded like that of any other write
+            self._write(file, _PROBE)
+            file.unlink()
+
+    def _fault(self) -> str | None:
+        hangs_s = self._outcomes.hanging_in(self.directory)
         if hangs_s is not None and hangs_s > _HANGS_AFTER_S:
             return (
-                f"A write in {top} has not returned for {hangs_s:.0f} s, so no claim can be prepared; check the disk "
-                "of this directory (`dmesg`), then drain and reboot the node"
+                f"A write in {self.directory} has not returned for {hangs_s:.0f} s, so no claim can be prepared; check "
+                "the disk of this directory (`dmesg`), then drain and reboot the node"
             )
-        failed = self._outcomes.failed_in(top)
-        if failed is not None:
-            self._probe_soon(failed[0])
-            return f"The plugin {failed[1]}"
-        refusal = self._refusing.get(top)
+        failed = self._outcomes.failed_in(self.directory)
+        refusal = self._refusal if failed is None else failed[1]
         return None if refusal is None else f"The plugin {refusal}"
-
-    def _probe_soon(self, directory: Path) -> None:
-        with self._lock:
-            if self._probing.is_running or time.monotonic() < self._probe_again_at:
-                return
-            self._probe_again_at = time.monotonic() + _PROBE_EVERY_S
-            self._probed = directory
-            self._probing.start()
-
-    def _read_sizes_soon(self) -> None:
-        """Reads the sizes in a separate thread, one thread at a time, because the read hangs if the disk does."""
-        with self._lock:
-            if self._sizing.is_running or time.monotonic() < self._sizes_again_at:
-                return
-            self._sizes_again_at = time.monotonic() + _SIZES_EVERY_S
-            self._sizing.start()
-
-    def _read_sizes(self) -> None:
-        found = ((top, _refusal(top)) for top in self._directories)
-        self._refusing = {top: text for top, text in found if text is not None}
-
-    def _probe(self) -> None:
-        """Writes and removes a file. The outcome is recorded like that of any other write."""
-        if self._probed is None:
-            return
-        if not self._probed.is_dir() and self._probed not in self._directories:
-            self._outcomes.forget(self._probed)
-            return
-        file = self._probed / ".write-probe"
-        self._write(file, _PROBE)
-        with suppress(OSError):
-            file.unlink()
 
 
 def _refusal(directory: Path) -> str | None:
@@ -161,7 +128,7 @@ RUNNING_LOCK: Final = "running.lock"
 class Reported(NamedTuple):
     """What the plugin reports about its node."""
 
-    problems: tuple[ShownProblem, ...] = ()
+    problems: tuple[NodeProblem, ...] = ()
     failing: tuple[FailingClaim, ...] = ()
 
 
@@ -187,7 +154,7 @@ def read_problems(directory: Path) -> tuple[bool, Reported]:
 
 def _decoded(fields: JsonObject) -> tuple[Reported, int]:
     problems = (
-        ShownProblem(NodeProblem(one["problem"], one["text"], one["subject"]), int(one["since"]))
+        NodeProblem(one["problem"], one["text"], one["subject"], since=int(one["since"]))
         for one in fields["problems"]
     )
     return Reported(tuple(problems), tuple(map(_FAILING.decode, fields["failingClaims"]))), int(fields["at"])
@@ -196,12 +163,7 @@ def _decoded(fields: JsonObject) -> tuple[Reported, int]:
 def _encoded(report: tuple[Reported, int]) -> JsonObject:
     reported, at = report
     listed = [
-        {
-            "problem": one.problem.code,
-            "subject": one.problem.subject,
-            "text": one.problem.text,
-            "since": one.since,
-        }
+        {"problem": one.code, "subject": one.subject, "text": one.text, "since": one.since}
         for one in reported.problems
     ]
     return {"at": at, "problems": listed, "failingClaims": [*map(_FAILING.encode, reported.failing)]}
@@ -211,7 +173,67 @@ _FAILING = Codec(FailingClaim)
 _FILE = FileFormat("list of problems", _decoded, _encoded)
 
 
-ProblemSource = Callable[[], Sequence[NodeProblem]]
+ProblemSource = Callable[[], Iterable[NodeProblem] | None]
+"""Returns the current problems. A source that only does something regularly returns None."""
+
+_ANSWER_S = 5.0
+
+
+class Checks:
+    """Calls the sources of problems one after another, and keeps the last result of each.
+
+    The calls run in a thread of their own, which is left behind if a source hangs. That source is not called again
+    until it returns. `sources` are named as in "the check of `name` failed".
+    """
+
+    def __init__(self, sources: Mapping[str, ProblemSource]) -> None:
+        self.sources = sources
+        self._found: dict[str, Sequence[NodeProblem]] = {}
+        self._faults: dict[str, str] = {}
+        self._hanging: dict[str, BoundedCall[None]] = {}
+        self._round, self._at = 0, ""
+
+    def problems(self) -> Iterator[NodeProblem]:
+        """Calls the sources, and yields their results.
+
+        The earlier problems of a source that fails or hangs remain, because no evidence shows that they ended. The
+        failure is an additional problem.
+        """
+        self._hanging = {name: call for name, call in self._hanging.items() if call.is_running}
+        self._round += 1
+        call = BoundedCall("the checks", partial(self._call_sources, self._round))
+        call.start()
+        _, fault = call.result(_ANSWER_S)
+        if call.is_running:
+            self._hanging[self._at] = call
+        elif fault is not None:
+            yield NodeProblem("check-failed", f"The checks of this node did not run: {fault}")
+        for name in self.sources:
+            hangs = f"it has not returned for more than {_ANSWER_S:g} s" if name in self._hanging else None
+            problem = hangs or self._faults.get(name)
+            if problem is not None:
+                yield NodeProblem("check-failed", f"The check of {name} failed: {problem}", name)
+            yield from self._found.get(name, ())
+
+    def _call_sources(self, number: int) -> None:
+        for name, source in self.sources.items():
+            if number != self._round:
+                return  # this thread was left behind, and the source has returned now
+            if name in self._hanging:
+                continue
+            self._at = name
+            try:
+                self._found[name] = tuple(source() or ())
+            except DraDriverError as error:
+                self._faults[name] = str(error)
+            except Exception as error:  # noqa: BLE001  our own bug must not hide the other problems
+                text = f"a bug in gpu-dra-driver: {error!r}"
+                if self._faults.get(name) != text:
+                    _log.exception("check_crashed", check=name)
+                self._faults[name] = text
+            else:
+                self._faults.pop(name, None)
+
 
 _TURN_S = 2.0
 _WRITE_AGAIN_S = 60.0
@@ -220,6 +242,7 @@ _LONGEST_EVENT = 1000
 """The API server accepts messages of up to 1,024 bytes."""
 
 _EVENTS: Mapping[ProblemCode, tuple[EventReason, EventReason, str]] = {
+    "cleanup-pending": ("CleanupPending", "CleanupDone", "No cleanup of an ended claim is pending"),
     "device-not-published": ("DeviceNotPublished", "DevicesPublished", "No device exceeds a limit of the API"),
     "disk-not-writable": ("DiskNotWritable", "DiskWritable", "The plugin can write its files again"),
     "driver-files-missing": ("DriverFilesMissing", "DriverFilesFound",
@@ -229,6 +252,8 @@ _EVENTS: Mapping[ProblemCode, tuple[EventReason, EventReason, str]] = {
     "health-unknown": ("GPUHealthUnknown", "GPUHealthKnown", "The health of all GPUs is known again"),
     "maintenance-overdue": ("MaintenanceOverdue", "MaintenanceEnded", "No GPU maintenance is overdue"),
     "mps-daemon-failed": ("MpsDaemonFailed", "MpsDaemonsWork", "The MPS daemons of this node work again"),
+    "memory-unclaimed": ("MemoryUnclaimed", "MemoryReleased",
+                         "No process without a claim uses memory of a GPU"),
     "mps-host-missing": ("MpsHostMissing", "MpsHostRuns", "The MPS host is running again"),
     "newer-files": ("FilesOfNewerRelease", "FilesReadable", "The plugin can read all of its files again"),
     "not-registered": ("PluginNotRegistered", "PluginRegistered", "The kubelet has registered the plugin"),
@@ -240,41 +265,43 @@ _EVENTS: Mapping[ProblemCode, tuple[EventReason, EventReason, str]] = {
                            "No shared device of this node needs a newer scheduler"),
     "slice-fields-dropped": ("SliceFieldsDropped", "SliceFieldsKept",
                              "The API server stores all fields of the node's slices"),
+    "slices-contested": ("SlicesContested", "SlicesUncontested", "No other program changes the node's slices"),
     "slices-not-published": ("SlicesNotPublished", "SlicesPublished", "The node's slices are published again"),
 }  # fmt: skip
 """The event when a problem starts, the event when it ends, and the text of the latter. Other problems have no event
 here: claims and GPUs have their own (`PrepareFailed`, `GPUUnhealthy`), waiting for the first NVIDIA driver is normal,
 and a failed check appears in the notes."""
+_CLAIM_EVENTS: Mapping[ProblemCode, EventReason] = {
+    "maintenance-overdue": "MaintenanceOverdue",
+    "mps-not-exclusive": "MpsNotExclusive",
+    "mps-users-wait": "MpsUsersWait",
+}
+"""The event for the claims of a problem."""
 
 
 @dataclass(eq=False)
 class NodeProblems(BackgroundWorker):
-    """Collects the problems of the node.
+    """Collects the problems of the node, and reports changes.
 
-    `failing` is one of the sources; the file preserves its claims across restarts. A source returns its current
-    problems, must not block, and may be called from any thread. While `speaks_for_node` returns False, another
-    instance of the plugin writes events and the file. Until `has_pool` returns True, no source can return the problems
-    of `FOUND_WITH_POOL`, and those of the previous process remain.
+    `failing` is one of the sources; the file preserves its claims across restarts. Until `has_pool` returns True, no
+    source can return the problems of `FOUND_WITH_POOL`, and those of the previous process remain.
     """
 
-    sources: Sequence[ProblemSource]
+    sources: Mapping[str, ProblemSource]
     failing: FailingClaims
     recorder: EventRecorder
-    speaks_for_node: Callable[[], bool]
     directory: Path
     has_pool: Callable[[], bool]
     _: KW_ONLY
     clock: Callable[[], float] = time.time
 
     def __post_init__(self) -> None:
-        self._lock = threading.Lock()
-        self._since: dict[tuple[ProblemCode, str], int] = {}
-        self._returned: dict[int, Sequence[NodeProblem]] = {}  # last result of each source, by its number
-        self._shown: tuple[ShownProblem, ...] = ()
+        self._checks = Checks(self.sources)
+        self._shown: tuple[NodeProblem, ...] = ()
         self._reported: dict[ProblemCode, frozenset[str]] = {}
+        self._reported_on_claims: Collection[tuple[ProblemCode, str, str]] = ()  # with the claim's UID
         self._written: tuple[Reported, float] | None = None
-        self._speaks = False
-        self._inherited: tuple[ShownProblem, ...] = ()  # problems of the previous process
+        self._inherited: tuple[NodeProblem, ...] = ()  # problems of the previous process
         self._path = self.directory / PROBLEMS_FILE
         self._mark = UseMark(self.directory / RUNNING_LOCK)
         self._to_write = Reported()
@@ -287,6 +314,7 @@ class NodeProblems(BackgroundWorker):
             self._mark.hold()
         except StateError as error:
             _log.warning("running_not_shown", reason=str(error))
+        self.restore()
         super().start()
 
     def stop(self) -> bool:
@@ -295,19 +323,13 @@ class NodeProblems(BackgroundWorker):
         self._mark.release()
         return has_ended
 
-    def current(self) -> tuple[ShownProblem, ...]:
-        """Returns all current problems, in the order of their sources."""
-        found = {(problem.code, problem.subject): problem for problem in self._collected()}
-        if not self.has_pool():
-            found |= {_key(shown): shown.problem for shown in self._inherited}
-        now = int(self.clock())
-        with self._lock:
-            self._since = {key: self._since.get(key, now) for key in found}
-            return tuple(ShownProblem(problem, self._since[key]) for key, problem in found.items())
+    def current(self) -> tuple[NodeProblem, ...]:
+        """Returns all problems, in the order of their sources."""
+        return self._shown
 
     def notes(self) -> list[str]:
         """Returns a sentence for each problem."""
-        return [shown.problem.text for shown in self.current()]
+        return [problem.text for problem in self.current()]
 
     def as_json(self) -> bytes:
         """Returns the problems as a JSON document."""
@@ -315,88 +337,71 @@ class NodeProblems(BackgroundWorker):
 
     def codes(self) -> list[ProblemCode]:
         """Returns the code of each problem; problems of several subjects may have the same code."""
-        return [shown.problem.code for shown in self.current()]
+        return [problem.code for problem in self.current()]
 
     def turn(self) -> float:
         """Checks once, and logs and reports changes. Returns the seconds until the next check."""
-        speaks = self.speaks_for_node()
-        if speaks:
-            self._take_over()
-        shown, before = self.current(), self._shown
-        self._shown = shown
-        self._log_changes(before, shown)
-        if speaks:
-            self._report(shown)
-            self._keep(Reported(shown, self.failing.all()))
-        else:
-            self._speaks = False
-            self._reported, self._written, self._inherited = {}, None, ()
+        found, before = self._found_now(), self._shown
+        self._shown = found
+        self._log_changes(before, found)
+        self._report(found)
+        self._report_on_claims(found)
+        self._keep(Reported(found, self.failing.all()))
         return _TURN_S
 
-    def _collected(self) -> Iterable[NodeProblem]:
-        """Yields the results of all sources.
+    def _found_now(self) -> tuple[NodeProblem, ...]:
+        found = {_key(problem): problem for problem in self._checks.problems()}
+        since = {_key(problem): problem.since for problem in self._shown}
+        if not self.has_pool():
+            found |= {_key(problem): problem for problem in self._inherited}
+        now = int(self.clock())
+        return tuple(
+            replace(problem, since=problem.since or since.get(key, now)) for key, problem in found.items()
+        )
 
-        The earlier problems of a source that fails remain, because no evidence shows that they ended. The failure
-        is an additional problem.
-        """
-        for number, source in enumerate((*self.sources, self.failing.problems)):
-            try:
-                self._returned[number] = source()
-            except DraDriverError as error:
-                yield NodeProblem("check-failed", f"A check of this node failed: {error}", str(error))
-            except Exception as error:  # noqa: BLE001  our own bug must not hide the other problems
-                text = f"A check of this node failed because of a bug in gpu-dra-driver: {error!r}"
-                yield NodeProblem("check-failed", text, repr(error))
-            yield from self._returned.get(number, ())
+    def _log_changes(self, before: Sequence[NodeProblem], now: Sequence[NodeProblem]) -> None:
+        known, current = set(map(_key, before)), set(map(_key, now))
+        for one in now:
+            if _key(one) not in known:
+                _log.warning("node_problem", problem=one.code, subject=one.subject, reason=one.text)
+        for one in before:
+            if _key(one) not in current:
+                _log.info("node_problem_ended", problem=one.code, subject=one.subject, since=one.since)
 
-    def _log_changes(self, before: Sequence[ShownProblem], now: Sequence[ShownProblem]) -> None:
-        known = {_key(shown): shown for shown in before}
-        current = {_key(shown) for shown in now}
-        for shown in now:
-            if _key(shown) not in known:
-                problem = shown.problem
-                _log.warning(
-                    "node_problem", problem=problem.code, subject=problem.subject, reason=problem.text
-                )
-        for key, shown in known.items():
-            if key not in current:
-                code, subject = key
-                _log.info("node_problem_ended", problem=code, subject=subject, since=shown.since)
-
-    def _report(self, shown: Sequence[ShownProblem]) -> None:
+    def _report(self, problems: Sequence[NodeProblem]) -> None:
         """Writes an event for each problem code that began, has a new subject, or ended."""
         by_code: dict[ProblemCode, list[NodeProblem]] = {}
-        for entry in shown:
-            by_code.setdefault(entry.problem.code, []).append(entry.problem)
+        for problem in problems:
+            by_code.setdefault(problem.code, []).append(problem)
         for code, (began, ended, end_text) in _EVENTS.items():
             found, reported = by_code.get(code, []), self._reported.get(code, frozenset())
             subjects = frozenset(problem.subject for problem in found)
             if subjects - reported:
                 text = "; ".join(problem.text for problem in found)
                 self.recorder.node_event(began, _shortened(text), warning=True)
-                for problem in found:
-                    if problem.claim is not None and problem.subject not in reported:
-                        self.recorder.claim_event(problem.claim, began, problem.text, warning=True)
             elif reported and not subjects:
                 self.recorder.node_event(ended, end_text, warning=False)
             self._reported[code] = subjects
 
-    def _take_over(self) -> None:
-        """Restores the failing claims of the previous instance from the file, and its problems that this instance
+    def _report_on_claims(self, problems: Sequence[NodeProblem]) -> None:
+        """Writes an event for each claim that has a new problem."""
+        found = {(*_key(one), ref.uid): (one, ref) for one in problems for ref in one.claims}
+        for key, (problem, ref) in found.items():
+            if key not in self._reported_on_claims:
+                self.recorder.claim_event(ref, _CLAIM_EVENTS[problem.code], problem.text, warning=True)
+        self._reported_on_claims = found.keys()
+
+    def restore(self) -> None:
+        """Restores the failing claims of the previous process from the file, and its problems that this process
         cannot know yet.
         """
-        if self._speaks:
-            return
-        self._speaks = True
         try:
             before = read_problems(self.directory)[1]
         except StateError as error:
             _log.debug("problems_not_read", reason=str(error))
             return
         self.failing.restore(before.failing)
-        self._inherited = tuple(one for one in before.problems if one.problem.code in FOUND_WITH_POOL)
-        with self._lock:
-            self._since |= {_key(one): one.since for one in self._inherited}
+        self._shown = self._inherited = tuple(one for one in before.problems if one.code in FOUND_WITH_POOL)
         for code, subject in map(_key, self._inherited):
             self._reported[code] = self._reported.get(code, frozenset()) | {subject}
 
@@ -427,8 +432,8 @@ class NodeProblems(BackgroundWorker):
         self._written = (reported, now)
 
 
-def _key(shown: ShownProblem) -> tuple[ProblemCode, str]:
-    return shown.problem.code, shown.problem.subject
+def _key(problem: NodeProblem) -> tuple[ProblemCode, str]:
+    return problem.code, problem.subject
 
 
 def _shortened(text: str) -> str:

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,31 +11,27 @@ from typing import Literal
 
 import structlog
 
-from dra_driver.base.threads import BackgroundWorker
 from dra_driver.errors import DraDriverError
 from dra_driver.health.book import HealthBook
 from dra_driver.journal.lanes import Lanes
 from dra_driver.journal.ledger import Ledger
 from dra_driver.journal.records import RecordStore
-from dra_driver.journal.rules.cleanups import PendingCleanup, what
 from dra_driver.kube.claim_status_client import ClaimStatusClient
 from dra_driver.kube.claims import ClaimClient
 from dra_driver.kube.client import ApiClient
 from dra_driver.kube.events import EventWriter
 from dra_driver.mig.mode import MigAction
-from dra_driver.model.claim import ClaimRef, ReportedDevice
-from dra_driver.model.gpu import GpuProcess
+from dra_driver.model.claim import ClaimRef, Pods, ReportedDevice
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.mig import GpuLayout, LayoutState, OwnedInstance
 from dra_driver.model.mps import MpsDaemonStatus
-from dra_driver.model.problems import EventReason
+from dra_driver.model.problems import EventReason, NodeProblem
 from dra_driver.model.record import ClaimRecord, CreateMig, RunMps
 from dra_driver.mps_host.host_files import MpsHostFiles
 from dra_driver.reporting.claim_status import ClaimHealthReporter, ClaimStatusReporter
 from dra_driver.reporting.event_recorder import EventRecorder
 from dra_driver.reporting.failing_claims import FailingClaims
 from dra_driver.reporting.metrics import Metrics
-from dra_driver.reporting.rules.claim_usage import unclaimed_text
 from dra_driver.sharing.rules.client_limits import notes_of
 from dra_driver.sharing.rules.modes import advice_on_requests
 
@@ -44,120 +39,40 @@ _log = structlog.get_logger(__name__)
 
 
 @dataclass(eq=False)
-class NodeEvents:
-    """Receives events of the publisher, MIG layouts and cleanups. Each method is called from only one thread.
+class MpsClaims:
+    """Finds the problems of claims that use MPS, and reports once for each claim how containers must use it.
 
-    While `speaks_for_node` returns False, another instance of the plugin reports for this node.
+    `daemons` returns the status of the MPS host. It is read only while claims use MPS.
     """
 
-    metrics: Metrics
-    recorder: EventRecorder
-    speaks_for_node: Callable[[], bool]
-
-    def published(self, lag_s: float) -> None:
-        """Slices were written."""
-        self.metrics.published(lag_s)
-
-    def publish_failed(self, error: Exception) -> None:
-        """An update of the slices failed. The publisher itself reports a lasting failure."""
-        self.metrics.publish_failed(error)
-
-    def contested(self, reason: str) -> None:
-        """Another program changes our slices repeatedly."""
-        self._report("SlicesContested", reason, warning=True)
-
-    def mig_layouts_changed(self, found: Sequence[GpuLayout]) -> None:
-        """The state of the MIG layout changed on these GPUs."""
-        for one in found:
-            outcomes: Mapping[LayoutState, tuple[EventReason, str]] = {
-                "applied": ("MigLayoutApplied", "is applied"),
-                "waiting": ("MigLayoutWaits", f"waits: {one.text}"),
-                "refused": ("MigLayoutRefused", f"is refused, and nothing was changed: {one.text}"),
-            }
-            if one.state not in outcomes:
-                continue
-            reason, text = outcomes[one.state]
-            text = f"GPU {one.gpu_uuid}: the MIG layout {one.layout} {text}"
-            self._report(reason, text, warning=one.state == "refused")
-
-    def memory_unclaimed(self, gpu_uuid: str, process: GpuProcess) -> bool:
-        """A process without a claim or container has had memory on a GPU for ten minutes.
-
-        Returns whether this instance speaks for the node.
-        """
-        return self._report("MemoryUnclaimed", unclaimed_text(f"GPU {gpu_uuid}", process), warning=True)
-
-    def cleanup_pending(self, cleanup: PendingCleanup) -> None:
-        """A part of a claim could not be undone. The instance that tried reports this, even if another instance
-        speaks for the node.
-        """
-        self.recorder.node_event("CleanupPending", cleanup.text, warning=True)
-
-    def cleanup_done(self, cleanup: PendingCleanup) -> None:
-        """No part of the cleanup is pending now."""
-        done = ", ".join(map(what, cleanup.steps)) or "nothing was left to do"
-        text = f"Cleanup for claim {cleanup.record.ref} is done: {done}"
-        self.recorder.node_event("CleanupDone", text, warning=False)
-
-    def _report(self, reason: EventReason, text: str, *, warning: bool) -> bool:
-        """Reports an event if this instance speaks for the node; returns whether it does."""
-        is_ours = self.speaks_for_node()
-        if is_ours:
-            self.recorder.node_event(reason, text, warning=warning)
-        return is_ours
-
-
-_CHECK_S = 15.0
-
-
-@dataclass(eq=False)
-class MpsEvents(BackgroundWorker):
-    """Reports conditions of MPS daemons, and how containers must use them, once for each claim. Reads the MPS host's
-    status only while claims use MPS.
-
-    `daemons` returns that status; it may raise a DraDriverError.
-    """
-
-    join_s = 1.0
     recorder: EventRecorder
     records: Callable[[], Mapping[str, ClaimRecord]]
     daemons: Callable[[], Sequence[MpsDaemonStatus]]
 
     def __post_init__(self) -> None:
-        self._reported: set[tuple[str, str, str]] = set()  # claim, reason, and the daemon or text
-        super().__init__("mps-events", self._look)
+        self._pods: Mapping[str, Pods] = {}  # by the claim's UID, at the last look for advice
+        self._advised: set[tuple[str, str]] = set()  # the claim's UID and the advice
 
-    def prepared(self, record: ClaimRecord) -> None:
-        """A claim was prepared."""
-        if _daemons_of(record):
-            self.wake()
-
-    def _look(self) -> float:
+    def problems(self) -> Iterator[NodeProblem]:
+        """Yields the problems of daemons for their claims. Raises: DraDriverError if a status cannot be read."""
         records = self.records()
-        users = {uid: record for uid, record in records.items() if _daemons_of(record)}
-        self._reported = {entry for entry in self._reported if entry[0] in users}
-        if not users:
-            return math.inf
-        for uid, record in users.items():
-            advice = advice_on_requests(record, records.values())
-            if advice is not None and self._is_new(uid, "MpsNeedsRequestNames", advice):
-                self.recorder.minor_claim_event(record.ref, "MpsNeedsRequestNames", advice)
-        try:
-            daemons = self.daemons()
-        except DraDriverError:
-            return _CHECK_S
-        for status in daemons:
-            for reason, text in notes_of(status):
-                for uid, record in users.items():
-                    if status.device in _daemons_of(record) and self._is_new(uid, reason, status.device):
-                        self.recorder.claim_event(record.ref, reason, text, warning=True)
-        return _CHECK_S
+        users = [record for record in records.values() if _daemons_of(record)]
+        pods = {uid: record.claim.pods for uid, record in records.items()}
+        if pods != self._pods:
+            self._pods = pods
+            self._advise(users, records.values())
+        for status in self.daemons() if users else ():
+            refs = tuple(record.ref for record in users if status.device in _daemons_of(record))
+            for code, text in notes_of(status):
+                yield NodeProblem(code, text, status.device, refs)
 
-    def _is_new(self, uid: str, reason: str, what: str) -> bool:
-        """Whether this was not reported yet; it counts as reported from now on."""
-        is_new = (uid, reason, what) not in self._reported
-        self._reported.add((uid, reason, what))
-        return is_new
+    def _advise(self, users: Iterable[ClaimRecord], records: Collection[ClaimRecord]) -> None:
+        advice = {record.ref: advice_on_requests(record, records) for record in users}
+        found = {(ref.uid, text): ref for ref, text in advice.items() if text is not None}
+        for (uid, text), ref in found.items():
+            if (uid, text) not in self._advised:
+                self.recorder.minor_claim_event(ref, "MpsNeedsRequestNames", text)
+        self._advised = set(found)
 
 
 def _daemons_of(record: ClaimRecord) -> Collection[str]:
@@ -185,7 +100,6 @@ class Reporter:
     created_instance: Callable[[str], OwnedInstance | None]
     users: Callable[[str], ClaimRef | None]
     freed: Callable[[], None]
-    mps: MpsEvents
     failing: FailingClaims
 
     @contextmanager
@@ -203,7 +117,6 @@ class Reporter:
         if record is None:
             return
         self.statuses.prepared(record)
-        self.mps.prepared(record)
         if record.maintenance is not None:
             text = f"{', '.join(record.maintenance.gpu_uuids)}: in maintenance for this claim"
             self.recorder.claim_event(ref, "MaintenanceStarted", text, warning=False)
@@ -268,6 +181,20 @@ class Reporter:
             case "mode-on" | "mode-off":
                 self._mode_changed(action.removeprefix("mode-"), subject, duration_s, error)
 
+    def mig_layouts_changed(self, found: Sequence[GpuLayout]) -> None:
+        """The state of the MIG layout changed on these GPUs."""
+        for one in found:
+            outcomes: Mapping[LayoutState, tuple[EventReason, str]] = {
+                "applied": ("MigLayoutApplied", "is applied"),
+                "waiting": ("MigLayoutWaits", f"waits: {one.text}"),
+                "refused": ("MigLayoutRefused", f"is refused, and nothing was changed: {one.text}"),
+            }
+            if one.state not in outcomes:
+                continue
+            reason, text = outcomes[one.state]
+            text = f"GPU {one.gpu_uuid}: the MIG layout {one.layout} {text}"
+            self.recorder.node_event(reason, text, warning=one.state == "refused")
+
     def _mode_changed(self, wanted: str, gpu_uuid: str, duration_s: float, error: Exception | None) -> None:
         if error is None:
             text = f"Switched {wanted} MIG mode of GPU {gpu_uuid} in {duration_s:.2f} s"
@@ -324,8 +251,8 @@ def claim_using(device: str, records: Iterable[ClaimRecord]) -> ClaimRef | None:
 class Reports:
     """Everything that the plugin reports.
 
-    `recorder` writes events; `node` and `mps` report about the node, `claims` and `failing` about claims.
-    `reporter` receives events of Prepare and Unprepare.
+    `recorder` writes events; `reporter` receives events of Prepare, Unprepare and MIG; `claims`, `failing` and `mps`
+    report about claims.
     """
 
     def __init__(
@@ -341,7 +268,6 @@ class Reports:
         inventory: Callable[[], Inventory | None],
         health: HealthBook,
         mps_files: MpsHostFiles,
-        speaks_for_node: Callable[[], bool],
         on_release: Callable[[], None],
     ) -> None:
         """`on_release` is called after a claim was unprepared."""
@@ -353,13 +279,10 @@ class Reports:
             ClaimStatusClient(api, driver, node_name),
         )
         states = ClaimStatusReporter(self.recorder, inventory, created_instance, health.states, records.get)
-        self.node = NodeEvents(metrics, self.recorder, speaks_for_node)
-        self.claims = ClaimHealthReporter(
-            self.recorder, states, records.all, inventory, created_instance, speaks_for_node
-        )
+        self.claims = ClaimHealthReporter(self.recorder, states, records.all, inventory, created_instance)
         claims = ClaimClient(api)
         self.failing = FailingClaims((driver, node_name), claims.current, self._prepare_is_slow, records.get)
-        self.mps = MpsEvents(self.recorder, records.all, mps_files.statuses)
+        self.mps = MpsClaims(self.recorder, records.all, mps_files.statuses)
         self.reporter = Reporter(
             metrics,
             self.recorder,
@@ -367,7 +290,6 @@ class Reports:
             created_instance,
             lambda device: claim_using(device, ledger.known_records()),
             on_release,
-            self.mps,
             self.failing,
         )
 

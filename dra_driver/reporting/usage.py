@@ -1,4 +1,4 @@
-"""Reads the usage of the devices of claims from all GPUs in limited time, and reports processes that have had
+"""Reads the usage of the devices of claims from all GPUs in limited time, and finds processes that have had
 memory on a GPU for ten minutes without a claim or container.
 """
 
@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 
-from dra_driver.base.threads import BackgroundWorker, BoundedCall
-from dra_driver.errors import DraDriverError
+from dra_driver.base.threads import BoundedCall
 from dra_driver.model.gpu import GpuProcess, GpuUse, ProcessOrigin
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.mig import GpuAddress, MigAddress
+from dra_driver.model.problems import NodeProblem
 from dra_driver.model.record import ClaimRecord, HeldDevice
 from dra_driver.nvml.usage_source import UsageSource
 from dra_driver.reporting.rules.claim_usage import (
@@ -26,6 +26,7 @@ from dra_driver.reporting.rules.claim_usage import (
     mig_addresses,
     pod_uses,
     unclaimed,
+    unclaimed_text,
 )
 
 _WITHIN_S = 0.8
@@ -142,41 +143,38 @@ _REPORT_AFTER_S = 600.0
 
 
 @dataclass(eq=False)
-class UnclaimedMemory(BackgroundWorker):
-    """Reports each process that stays unclaimed for ten minutes, once. Does not stop processes.
+class UnclaimedMemory:
+    """Finds processes that stay unclaimed for ten minutes. Does not stop processes.
 
     `look` returns unclaimed processes by the UUID of each GPU that answers; it may raise DraDriverError.
-    `report` gets a GPU's UUID and a process, and returns False if another instance reports for this node.
     """
 
-    join_s = 1.0
     look: Callable[[], Mapping[str, Sequence[GpuProcess]]]
-    report: Callable[[str, GpuProcess], bool]
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
-        self._since: dict[tuple[str, int, str], float] = {}
-        self._reported: set[tuple[str, int, str]] = set()
-        super().__init__("unclaimed-memory", self.turn)
+        self._seen: dict[tuple[str, int, str], tuple[float, GpuProcess]] = {}  # since when
+        self._look_at = 0.0
 
-    def turn(self) -> float:
-        """Checks once; returns the seconds until the next check."""
-        try:
-            unclaimed = self.look()
-        except DraDriverError:
-            return _CHECK_S
+    def problems(self) -> Sequence[NodeProblem]:
+        """Returns a problem for each of these processes. Looks once a minute."""
         now = self.clock()
-        found = {
-            (uuid, process.pid, process.name): process
-            for uuid, processes in unclaimed.items()
-            for process in processes
-        }
-        # Keep what is known about GPUs that did not answer.
-        kept = {key: since for key, since in self._since.items() if key in found or key[0] not in unclaimed}
-        self._since = {key: kept.get(key, now) for key in found | kept}
-        self._reported &= self._since.keys()
-        for key, process in found.items():
-            is_due = now - self._since[key] >= _REPORT_AFTER_S and key not in self._reported
-            if is_due and self.report(key[0], process):
-                self._reported.add(key)
-        return _CHECK_S
+        if now >= self._look_at:
+            unclaimed = self.look()
+            self._look_at = now + _CHECK_S
+            # Keep what is known about GPUs that did not answer.
+            seen = {key: entry for key, entry in self._seen.items() if key[0] not in unclaimed}
+            for uuid, processes in unclaimed.items():
+                for process in processes:
+                    key = uuid, process.pid, process.name
+                    seen[key] = self._seen.get(key, (now, process))[0], process
+            self._seen = seen
+        return [
+            NodeProblem(
+                "memory-unclaimed",
+                unclaimed_text(f"GPU {uuid}", process),
+                f"process {process.pid} ({process.name}) on GPU {uuid}",
+            )
+            for (uuid, *_), (since, process) in self._seen.items()
+            if now - since >= _REPORT_AFTER_S
+        ]

@@ -51,6 +51,8 @@ _PROBLEM_AFTER_S = 30.0
 """A shorter failure is not reported as a problem of the node."""
 
 _NOT_YET = "slices have not been published yet"
+_CONTESTED_S = 60.0
+"""How long the other program must be quiet, which is longer than our longest wait."""
 _CONTESTED = "another program keeps changing the slices of this node; find it and remove it"
 
 
@@ -62,9 +64,6 @@ class PublishObserver(Protocol):
 
     def publish_failed(self, error: Exception) -> None:
         """Called after an update of the slices failed; the publisher retries."""
-
-    def contested(self, reason: str) -> None:
-        """Called if another program changes our slices repeatedly."""
 
 
 class PublishedNode(Protocol):
@@ -115,6 +114,7 @@ class Publisher:
         self._delete_backoff = Backoff(_BACKOFF_FIRST_S, _BACKOFF_MOST_S)
         self._refused = RefusedEntries()
         self._pacing = WritePacing()
+        self._contested_at = -math.inf
         self._other_writers = OtherWriters(FIELD_MANAGER)
         self._existing: list[JsonObject] = []
         self._due_at = math.inf
@@ -133,6 +133,8 @@ class Publisher:
         """
         wrong, unseen, now = self._wrong, self.slices.failing, time.monotonic()
         found = list(self._of_pool)
+        if now - self._contested_at < _CONTESTED_S:
+            found.append(NodeProblem("slices-contested", _CONTESTED))
         altered = self.support.altered
         if altered:
             text = (
@@ -285,9 +287,9 @@ class Publisher:
         wait_s = self._pacing.wait_s(pool, now)
         if wait_s <= 0:
             return False
+        self._contested_at = now
         if self.problem != _CONTESTED:
             _log.warning("slices_contested", reason=_CONTESTED, next_write_in_s=round(wait_s, 2))
-            self.observer.contested(_CONTESTED)
         self._note(_CONTESTED)
         self._again_at(now + wait_s)
         return True

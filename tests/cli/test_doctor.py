@@ -49,7 +49,7 @@ from dra_driver.model.host import DeviceNode, ExtraDevices
 from dra_driver.model.inventory import DiscoveryFault, Inventory
 from dra_driver.model.mig import Partitioning, Placement
 from dra_driver.model.mps import MpsDaemonSpec
-from dra_driver.model.problems import FailingClaim, NodeProblem, ProblemCode, ShownProblem
+from dra_driver.model.problems import FailingClaim, NodeProblem, ProblemCode
 from dra_driver.model.record import ClaimRecord, CreateMig, SetTimeSlice, Step
 from dra_driver.model.remedies import reset
 from dra_driver.mps_host.host_files import WANTED_FILE, mps_layout
@@ -975,8 +975,8 @@ def test_an_api_server_that_is_away_is_one_failure(
 # --- what the plugin itself reports --------------------------------------------------------------
 
 
-def shown(code: ProblemCode, text: str) -> ShownProblem:
-    return ShownProblem(NodeProblem(code, text), 0)
+def shown(code: ProblemCode, text: str) -> NodeProblem:
+    return NodeProblem(code, text)
 
 
 def test_findings_fail_if_pods_get_no_devices_and_otherwise_warn(tmp_path: Path) -> None:
@@ -1019,7 +1019,7 @@ def test_findings_fail_if_pods_get_no_devices_and_otherwise_warn(tmp_path: Path)
 
 def test_file_of_a_newer_release_keeps_pods_away_unless_it_has_only_health(tmp_path: Path) -> None:
     def status(problem: NodeProblem) -> str:
-        reported = Reported((ShownProblem(problem, 0),), ())
+        reported = Reported((problem,), ())
         return KubeletChecks(DRIVER, tmp_path, tmp_path, NodeState, None, lambda: reported).plugin()[0].status
 
     file = tmp_path / "health.json"

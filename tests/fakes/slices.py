@@ -27,16 +27,12 @@ class RecordedCalls:
     def __init__(self) -> None:
         self.lags: list[float] = []
         self.failures: list[Exception] = []
-        self.reported: list[str] = []
 
     def published(self, lag_s: float) -> None:
         self.lags.append(lag_s)
 
     def publish_failed(self, error: Exception) -> None:
         self.failures.append(error)
-
-    def contested(self, reason: str) -> None:
-        self.reported.append(reason)
 
 
 def publisher_of(

@@ -84,7 +84,8 @@ def test_an_operation_that_does_not_end_makes_its_gpu_unresponsive(
     eventually(lambda: reported(node, "GPUUnhealthy") == concerned)
     assert {event["message"] for event in node.events("GPUUnhealthy")} == {text}
     note = f"GPU {wanted} ({uuid}): {reason}"
-    assert (driver.probes.readiness(), note in driver.probes.notes()) == ([], True)
+    eventually(lambda: note in driver.probes.notes())
+    assert driver.probes.readiness() == []
     labels = {"driver": "gpu.nvidia.com", "uuid": uuid, "reason": "unresponsive"}
     assert driver.metrics.registry.get_sample_value("nvidia_dra_gpu_reason", labels) == 2.0
     eventually(lambda: uuid in (node.plugin_dir / "health.json").read_text())  # doctor reads it there
@@ -95,7 +96,7 @@ def test_an_operation_that_does_not_end_makes_its_gpu_unresponsive(
     let.set()
     eventually(lambda: reported(node, "GPURecovered") == concerned)
     eventually(lambda: tainted() == {})
-    assert note not in driver.probes.notes()
+    eventually(lambda: note not in driver.probes.notes())
 
 
 def test_gpu_on_which_the_older_instance_hangs_is_tainted_by_the_newer_one(
@@ -120,6 +121,6 @@ def test_gpu_on_which_the_older_instance_hangs_is_tainted_by_the_newer_one(
         eventually(newer.leadership.is_ours)
         eventually(lambda: tainted()[wanted] == ["gpu.nvidia.com/unresponsive"])
         assert tainted()[other] == []
-        assert any("the time slice change" in note for note in newer.probes.notes())
+        eventually(lambda: any("the time slice change" in note for note in newer.probes.notes()))
         older.kill()
     eventually(lambda: tainted()[wanted] == [])

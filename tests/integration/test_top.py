@@ -33,7 +33,7 @@ from dra_driver.model.gpu import Gpu
 from dra_driver.model.health import HealthState, HealthTarget, Reason, Severity
 from dra_driver.model.ids import gpu_device_names
 from dra_driver.model.inventory import DriverVersions, Inventory
-from dra_driver.model.problems import NodeProblem, ProblemCode, ShownProblem
+from dra_driver.model.problems import NodeProblem, ProblemCode
 from dra_driver.model.record import ClaimRecord, HeldDevice
 from dra_driver.nvml import calls
 from dra_driver.reporting.http import HttpEndpoint, json_page
@@ -505,8 +505,8 @@ def test_daemons_that_may_not_be_read_cost_only_their_part(
 
 
 def test_problems_of_the_plugin_come_from_the_plugin_then_from_its_file(tmp_path: Path) -> None:
-    def problem(code: ProblemCode) -> ShownProblem:
-        return ShownProblem(NodeProblem(code, f"{code} here"), 7)
+    def problem(code: ProblemCode) -> NodeProblem:
+        return NodeProblem(code, f"{code} here", since=7)
 
     (tmp_path / "problems.json").write_bytes(encode_problems(Reported((problem("disk-not-writable"),)), 9))
     (tmp_path / "running.lock").touch()
@@ -522,9 +522,9 @@ def test_problems_of_the_plugin_come_from_the_plugin_then_from_its_file(tmp_path
     finally:
         mark.release()
         endpoint.stop()
-    assert [one.problem.code for one in plugin_problems(tmp_path, address).problems] == ["plugin-not-running"]
+    assert [one.code for one in plugin_problems(tmp_path, address).problems] == ["plugin-not-running"]
     (tmp_path / "problems.json").write_text("{")
-    assert [one.problem.code for one in plugin_problems(tmp_path, address).problems] == ["check-failed"]
+    assert [one.code for one in plugin_problems(tmp_path, address).problems] == ["check-failed"]
 
 
 def test_first_picture_on_a_terminal_does_not_wait_for_nvml_that_hangs(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from dra_driver.journal.rules.cleanups import (
     PendingCleanup,
     counts,
     is_undone_in_lane,
+    what,
     withholding,
 )
 from dra_driver.model.inventory import OfferedDevice
@@ -78,17 +79,6 @@ class Tools:
         return True
 
 
-class RecordedReports:
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def cleanup_pending(self, cleanup: PendingCleanup) -> None:
-        self.lines.append(f"pending {cleanup.text}")
-
-    def cleanup_done(self, cleanup: PendingCleanup) -> None:
-        self.lines.append(f"done {cleanup.name}")
-
-
 class Bench:
     """One instance of the driver over a directory."""
 
@@ -96,7 +86,6 @@ class Bench:
         self.directory, self.boot_id = directory, boot_id
         self.records = RecordStore(directory / "claims")
         self.records.open(boot_id)
-        self.reported = RecordedReports()
         self.changes = 0
         self.unrecorded: set[str] = set()
         self.ledger = Ledger(directory / "ledger", self.records, boot_id, lambda: self.unrecorded)
@@ -106,9 +95,7 @@ class Bench:
         self.tools = Tools()
         self.found: object = "as it was"
         self.lanes = Lanes(self.locks)
-        self.cleaner = Cleaner(
-            self.ledger, self.lanes, self.tools, self.reported, self._changed, tools=lambda: self.found
-        )
+        self.cleaner = Cleaner(self.ledger, self.lanes, self.tools, self._changed, tools=lambda: self.found)
         self.executor = Executor(self.records, self.cleaner, self.tools, self.lanes, boot_id)
 
     def _changed(self) -> None:
@@ -172,10 +159,13 @@ def test_failed_undo_becomes_a_pending_cleanup_that_the_loop_ends(bench: Bench, 
     [cleanup] = bench.cleaner.outstanding()
     assert cleanup.steps == (step,), "the other one is undone"
     assert f"nvidia-smi fails for {type(step).__name__}" in cleanup.text
+    [problem] = bench.cleaner.problems()
+    assert (problem.code, problem.text, problem.since) == ("cleanup-pending", cleanup.text, cleanup.since)
+    assert problem.subject == what(step)
     assert bench.cleaner.clean_all() != []
     bench.clean()
     assert bench.files() == []
-    assert [line.split()[0] for line in bench.reported.lines] == ["pending", "done"]
+    assert bench.cleaner.problems() == []
     assert bench.changes == 2, "the publisher hears of the beginning and of the end"
 
 
@@ -422,7 +412,7 @@ def test_prepare_that_fails_again_and_again_leaves_one(bench: Bench) -> None:
     bench.tools.broken = [SLICE, MPS]
     for number in range(5):
         bench.end(record(SLICE, MPS, uid=f"uid-{number}"))
-    assert len(bench.reported.lines) == 1, "one event for one thing"
+    assert len(bench.cleaner.problems()) == 1
     assert len(bench.ledger.entries()) == 2, "nor do ledgers grow"
     [cleanup] = bench.cleaner.clean_all()
     assert cleanup.steps == (SLICE, MPS)
@@ -471,13 +461,12 @@ def test_claims_that_end_together_forget_nothing_of_each_other(bench: Bench) -> 
     assert bench.tools.undone == [CDI, CDI, MPS]
 
 
-def test_cleanup_left_by_two_claims_is_one_event(bench: Bench) -> None:
+def test_cleanup_left_by_two_claims_is_one_problem(bench: Bench) -> None:
     """The plugin was killed before it undid it."""
     for one in [bench.prepared(record(MPS, uid=f"uid-{number}")) for number in range(2)]:
         bench.leave(one)
     after = bench.restarted()
-    after.cleaner._report_changes()
-    assert [line.split()[0] for line in after.reported.lines] == ["pending"]
+    assert len({problem.subject for problem in after.cleaner.problems()}) == 1
     assert len(after.cleaner.outstanding()) == 2
 
 
@@ -486,8 +475,7 @@ def test_cleanup_that_the_other_instance_has_finished_in_between_is_not_reported
     bench.leave(bench.prepared(record(MPS)))
     assert bench.restarted().cleaner.clean_all() == [], "the other instance takes over"
     bench.executor.clean("uid-1")
-    assert bench.reported.lines == []
-    assert bench.cleaner.outstanding() == []
+    assert (bench.changes, bench.cleaner.outstanding()) == (0, [])
 
 
 def test_published_cleanups_exclude_those_being_undone(bench: Bench) -> None:
@@ -611,11 +599,11 @@ def test_only_the_instance_that_leads_reports_what_becomes_of_a_cleanup(bench: B
     newer = bench.restarted()
     bench.cleaner.leads = lambda: False
     bench.fail(MPS)
-    newer.cleaner._report_changes()
-    newer.clean()
-    bench.cleaner._report_changes()
-    assert bench.reported.lines == []
-    assert [line.split()[0] for line in newer.reported.lines] == ["pending", "done"]
+    with capture_logs() as logs:
+        newer.cleaner._report_changes()
+        newer.clean()
+        bench.cleaner._report_changes()
+    assert [line["event"] for line in logs] == ["cleanup_pending", "cleanup_done"]
 
 
 def test_pending_cleanup_is_reported_although_the_leader_was_briefly_unknown(bench: Bench) -> None:
@@ -629,8 +617,9 @@ def test_pending_cleanup_is_reported_although_the_leader_was_briefly_unknown(ben
     with pytest.raises(StateError, match="publishers"):
         after.cleaner._report_changes()
     after.cleaner.leads = lambda: True
-    after.cleaner._report_changes()
-    assert [line.split()[0] for line in after.reported.lines] == ["pending"]
+    with capture_logs() as logs:
+        after.cleaner._report_changes()
+    assert [line["event"] for line in logs] == ["cleanup_pending"]
 
 
 # --- what others see -------------------------------------------------------------------------------
@@ -699,7 +688,7 @@ def test_daemon_that_was_not_started_after_a_reboot_withholds_nothing(
     bench.tools.broken = [MPS]
     bench.leave(wanted)
     bench.executor.clean("uid-1")
-    assert (bench.reported.lines, bench.files()) == ([], [])
+    assert (bench.cleaner.problems(), bench.files()) == ([], [])
 
 
 def test_daemon_of_an_older_boot_is_not_stopped_where_a_claim_has_one_with_other_gpus(bench: Bench) -> None:

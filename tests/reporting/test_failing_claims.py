@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+import threading
 
 import pytest
 
@@ -12,7 +12,7 @@ from dra_driver.model.problems import FailingClaim, NodeProblem
 from dra_driver.model.record import ClaimRecord, Phase
 from dra_driver.reporting import failing_claims
 from dra_driver.reporting.failing_claims import FailingClaims
-from tests.fakes.waiting import eventually
+from tests.fakes.waiting import PATIENCE_S, eventually
 
 REF = ClaimRef("team", "train", "uid-1")
 NODE = ("gpu.nvidia.com", "node-a")
@@ -48,6 +48,10 @@ class Bench:
             raise self.answer
         return self.answer
 
+    def turn(self) -> None:
+        self.claims.problems()
+        self.claims._looking.result(PATIENCE_S)
+
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
@@ -71,10 +75,10 @@ def test_claim_is_a_problem_from_its_second_failure_on_or_after_ten_seconds(benc
     assert bench.claims.problems() == []
     bench.now += 10
     text = "Claim team/train cannot be prepared (1 try failed): busy"
-    assert bench.claims.problems() == [NodeProblem("claims-failing", text, "team/train")]
+    assert bench.claims.problems() == [NodeProblem("claims-failing", text, "team/train", since=1000)]
     bench.claims.failed("prepare", REF, "busy")
     text = "Claim team/train cannot be prepared (2 tries failed): busy"
-    assert bench.claims.problems() == [NodeProblem("claims-failing", text, "team/train")]
+    assert bench.claims.problems() == [NodeProblem("claims-failing", text, "team/train", since=1000)]
 
 
 def test_memory_of_failing_claims_is_bounded(bench: Bench) -> None:
@@ -114,53 +118,62 @@ def test_claim_that_the_kubelet_no_longer_retries_ends_by_what_the_api_server_sa
     bench.claims.failed("prepare", REF, "busy")
     bench.answer = answer
     bench.now += 100
-    bench.claims.turn()
+    bench.turn()
     assert bench.looks == [], "the kubelet may ask again"
     bench.now += 100
-    bench.claims.turn()
+    bench.turn()
     assert bench.looks == [REF]
     assert bool(bench.claims.all()) == is_kept
 
 
-def test_claim_that_another_instance_prepared_since_is_not_failing(bench: Bench) -> None:
-    def prepared(at: float, phase: Phase = "prepared") -> ClaimRecord:
-        when = datetime.fromtimestamp(at, UTC).isoformat()
-        return ClaimRecord(AllocatedClaim(REF, ()), phase, "boot-1", (), (), when)
+def test_claim_that_the_process_before_has_prepared_since_is_not_failing(bench: Bench) -> None:
+    def record(phase: Phase) -> ClaimRecord:
+        return ClaimRecord(AllocatedClaim(REF, ()), phase, "boot-1", (), ())
 
-    bench.claims.failed("prepare", REF, "busy")
-    for record in (prepared(999), prepared(1001, "preparing")):
-        bench.record = record
-        bench.claims.turn()
-        assert bench.claims.all(), record
-    bench.record = prepared(1001)
-    kept = bench.claims.all()
-    bench.claims.turn()
+    kept = FailingClaim(REF, "prepare", 900, 1000, 2, "busy")
+    bench.record = record("prepared")
+    bench.claims.restore([kept])
     assert bench.claims.all() == ()
-    bench.claims.restore(kept)
-    assert bench.claims.all() == (), "the instance before may have written it down"
+    for bench.record in (None, record("preparing")):
+        bench.claims.restore([kept])
+        assert bench.claims.all() == (kept,)
+    bench.record = record("prepared")
+    unprepared = FailingClaim(REF, "unprepare", 900, 1000, 2, "busy")
+    bench.claims.succeeded(REF)
+    bench.claims.restore([unprepared])
+    assert bench.claims.all() == (unprepared,)
 
 
 def test_node_without_failing_claims_asks_nothing(bench: Bench) -> None:
-    assert bench.claims.turn() == float("inf")
+    bench.turn()
     assert bench.looks == []
+
+
+def test_api_server_that_hangs_delays_no_problem(bench: Bench) -> None:
+    gate = threading.Event()
+    bench.claims.look = lambda ref, timeout_s: gate.wait(PATIENCE_S) and None
+    bench.claims.failed("prepare", REF, "busy")
+    bench.now += 200
+    for _ in range(2):
+        assert [problem.subject for problem in bench.claims.problems()] == ["team/train"]
+    gate.set()
+    eventually(lambda: bench.claims.all() == ())
 
 
 def test_prepare_that_takes_long_is_reported_once_while_it_runs(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(failing_claims, "_SLOW_S", 0.05)
-    bench.claims.start()
-    try:
-        with bench.claims.preparing([REF]):
-            eventually(lambda: bench.slow == [REF])
-            other = ClaimRef("team", "other", "uid-2")
-            with bench.claims.preparing([other]):
-                eventually(lambda: bench.slow == [REF, other])
-                with bench.claims.preparing(
-                    [other]
-                ):  # the kubelet calls again before the first call has ended
-                    pass
-                with bench.claims.preparing([other]):
-                    eventually(lambda: bench.slow == [REF, other, other])
-    finally:
-        bench.claims.stop()
+    other = ClaimRef("team", "other", "uid-2")
+    with bench.claims.preparing([REF]):
+        bench.turn()
+        assert bench.slow == []
+        monkeypatch.setattr(failing_claims, "_SLOW_S", 0.0)
+        for _ in range(2):
+            bench.turn()
+            assert bench.slow == [REF]
+        with bench.claims.preparing([other]):
+            bench.turn()
+            with bench.claims.preparing([other]):  # the kubelet calls again before the first call has ended
+                bench.turn()
+    bench.turn()
+    assert bench.slow == [REF, other, other]

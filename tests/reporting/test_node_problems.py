@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from dra_driver.errors import StateError
 from dra_driver.journal.locks import GpuLocks
 from dra_driver.model.claim import ClaimRef
 from dra_driver.model.maintenance import Maintenance, overdue_problems
-from dra_driver.model.problems import NodeProblem, ShownProblem
+from dra_driver.model.problems import NodeProblem
 from dra_driver.reporting import node_problems
 from dra_driver.reporting.failing_claims import FailingClaims
 from dra_driver.reporting.node_problems import DiskWatch, NodeProblems, decode, read_problems
@@ -36,7 +38,7 @@ class Bench:
         self.found: Sequence[NodeProblem] = []
         self.error: Exception | None = None
         self.events: list[tuple[str, str, bool]] = []
-        self.now, self.is_ours, self.has_pool = 1000.0, True, True
+        self.now, self.has_pool = 1000.0, True
         self.directory = directory
         self.failing = FailingClaims(
             ("", ""),
@@ -46,14 +48,14 @@ class Bench:
             clock=lambda: self.now,
         )
         self.made = NodeProblems(
-            (self._source,),
+            {"the node": self._source, "failing claims": self.failing.problems},
             self.failing,
             self,
-            lambda: self.is_ours,
             directory,
             lambda: self.has_pool,
             clock=lambda: self.now,
         )
+        self.made.restore()
 
     def _source(self) -> Sequence[NodeProblem]:
         if self.error is not None:
@@ -74,7 +76,7 @@ class Bench:
         self.made._writing.result(PATIENCE_S)
         return self.events
 
-    def file(self) -> list[ShownProblem]:
+    def file(self) -> list[NodeProblem]:
         return list(read_problems(self.directory)[1].problems)
 
 
@@ -116,6 +118,18 @@ def test_problem_of_a_claim_has_an_event_on_the_claim_once(bench: Bench) -> None
     assert bench.turn() == [("MaintenanceEnded", "No GPU maintenance is overdue", False)]
 
 
+def test_problem_of_claims_alone_has_an_event_on_each_claim_once(bench: Bench) -> None:
+    def waiting(*names: str) -> NodeProblem:
+        refs = tuple(ClaimRef("team", name, f"uid-{name}") for name in names)
+        return NodeProblem("mps-users-wait", "users 0, 1 wait", "gpu-0", refs)
+
+    assert bench.turn(waiting("a")) == [("MpsUsersWait of a", "users 0, 1 wait", True)]
+    assert bench.turn(waiting("a", "b")) == [("MpsUsersWait of b", "users 0, 1 wait", True)]
+    assert bench.turn(waiting("b")) == []
+    assert bench.turn(waiting("a", "b")) == [("MpsUsersWait of a", "users 0, 1 wait", True)]
+    assert bench.turn() == []
+
+
 def test_gpus_that_go_and_come_back_have_events_and_a_first_driver_has_none(bench: Bench) -> None:
     absent = "the NVIDIA driver is not loaded"
     assert bench.turn(NodeProblem("waiting-for-driver", absent)) == []
@@ -131,21 +145,11 @@ def test_long_list_of_problems_fits_into_an_event(bench: Bench) -> None:
     assert (len(text), text[-3:]) == (1000, "...")
 
 
-def test_problem_is_reported_when_this_instance_begins_to_speak_for_the_node(bench: Bench) -> None:
-    bench.is_ours = False
-    assert bench.turn(FOREIGN) == []
-    assert bench.file() == []
-    assert bench.made.notes() == [FOREIGN.text]
-    bench.is_ours = True
-    assert [reason for reason, *_ in bench.turn(FOREIGN)] == ["ForeignDriver"]
-    assert bench.file() == [ShownProblem(FOREIGN, 1002)]
-
-
 def test_check_that_fails_is_its_own_problem(bench: Bench) -> None:
     bench.error = StateError("cannot read /x: Input/output error")
     bench.turn()
     assert bench.made.codes() == ["check-failed"]
-    assert bench.made.notes() == ["A check of this node failed: cannot read /x: Input/output error"]
+    assert bench.made.notes() == ["The check of the node failed: cannot read /x: Input/output error"]
 
 
 def test_problem_lasts_while_its_check_fails(bench: Bench) -> None:
@@ -161,15 +165,40 @@ def test_check_with_a_mistake_of_ours_does_not_hide_the_other_problems(bench: Be
     def broken() -> Sequence[NodeProblem]:
         raise KeyError("surprise")
 
-    bench.made.sources = (broken, *bench.made.sources)
-    bench.found = [FOREIGN]
+    bench.made._checks.sources = {"it": broken, **bench.made.sources}
+    bench.turn(FOREIGN)
     assert bench.made.codes() == ["check-failed", "foreign-driver"]
+
+
+def test_check_that_hangs_is_its_own_problem_and_stops_no_other(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_problems, "_ANSWER_S", 0.05)
+    gate, calls = threading.Event(), itertools.count()
+
+    def hanging() -> Sequence[NodeProblem]:
+        if next(calls):
+            gate.wait(PATIENCE_S)
+        return UNKNOWN[:1]
+
+    bench.made._checks.sources = {"it": hanging, **bench.made.sources}
+    assert [reason for reason, *_ in bench.turn()] == ["GPUHealthUnknown"]
+    assert bench.turn() == [], "nothing shows that its problem has ended"
+    assert bench.turn(FOREIGN) == [("ForeignDriver", FOREIGN.text, True)]
+    assert bench.made.notes() == [
+        "The check of it failed: it has not returned for more than 0.05 s",
+        UNKNOWN[0].text,
+        FOREIGN.text,
+    ]
+    assert next(calls) == 2, "it is not called again while it hangs"
+    gate.set()
+    eventually(lambda: bench.turn() is not None and bench.made.codes() == ["health-unknown"])
 
 
 def test_file_and_page_have_each_problem_with_its_beginning(bench: Bench) -> None:
     bench.turn(FOREIGN)
     bench.turn(FOREIGN, *UNKNOWN[:1])
-    shown = [ShownProblem(FOREIGN, 1002), ShownProblem(UNKNOWN[0], 1004)]
+    shown = [replace(FOREIGN, since=1002), replace(UNKNOWN[0], since=1004)]
     assert bench.file() == list(decode(bench.made.as_json()).problems) == shown
 
 
@@ -179,9 +208,9 @@ def test_file_follows_a_changed_sentence_once_a_minute(bench: Bench) -> None:
 
     bench.turn(counted(30))
     bench.turn(counted(32))
-    assert [one.problem for one in bench.file()] == [counted(30)]
+    assert [replace(one, since=0) for one in bench.file()] == [counted(30)]
     bench.turn(counted(92), after_s=60)
-    assert [one.problem for one in bench.file()] == [counted(92)]
+    assert [replace(one, since=0) for one in bench.file()] == [counted(92)]
 
 
 def test_file_goes_when_nothing_is_wrong(bench: Bench) -> None:
@@ -236,10 +265,10 @@ def test_full_disk_costs_the_file_alone(bench: Bench, monkeypatch: pytest.Monkey
         assert [reason for reason, *_ in bench.turn(FOREIGN)] == ["ForeignDriver"]
         assert bench.file() == []
     bench.turn(FOREIGN)
-    assert bench.file() == [ShownProblem(FOREIGN, 1002)]
+    assert bench.file() == [replace(FOREIGN, since=1002)]
 
 
-def test_failing_claims_are_kept_over_a_restart_and_while_another_instance_speaks(bench: Bench) -> None:
+def test_failing_claims_are_kept_over_a_restart(bench: Bench) -> None:
     ref, other = ClaimRef("team", "train", "uid-1"), ClaimRef("team", "serve", "uid-2")
     bench.failing.failed("prepare", ref, "no such device")
     bench.turn()
@@ -247,11 +276,7 @@ def test_failing_claims_are_kept_over_a_restart_and_while_another_instance_speak
     [kept] = read_problems(bench.directory)[1].failing
     assert (kept.ref, kept.count, kept.error) == (ref, 1, "no such device")
     later = Bench(bench.directory)
-    later.is_ours = False
     later.failing.failed("prepare", other, "busy")
-    later.turn()
-    assert [one.ref for one in later.failing.all()] == [other]
-    later.is_ours = True
     later.turn(after_s=20)
     assert [one.ref for one in later.failing.all()] == [ref, other]
     assert later.made.notes() == [
@@ -271,15 +296,15 @@ def test_problem_of_the_pool_lasts_over_a_restart_until_the_next_pool(bench: Ben
         later = Bench(bench.directory)
         later.now, later.has_pool = 2000.0, False
         assert later.turn() == []
-        assert later.file() == list(later.made.current()) == [ShownProblem(outdated, 1002)]
+        assert later.file() == list(later.made.current()) == [replace(outdated, since=1002)]
         later.has_pool = True
         if is_still_old:
             assert later.turn(outdated) == []
-            assert later.file() == [ShownProblem(outdated, 1002)]
+            assert later.file() == [replace(outdated, since=1002)]
     text = "No shared device of this node needs a newer scheduler"
     assert later.turn() == [("SchedulerFits", text, False)]
     assert later.turn(outdated, after_s=100) == [("SchedulerOutdated", outdated.text, True)]
-    assert later.file() == [ShownProblem(outdated, 2104)]
+    assert later.file() == [replace(outdated, since=2104)]
 
 
 def test_file_that_cannot_be_read_is_an_error(bench: Bench) -> None:
@@ -289,11 +314,14 @@ def test_file_that_cannot_be_read_is_an_error(bench: Bench) -> None:
 
 
 @pytest.fixture
-def watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DiskWatch:
-    monkeypatch.setattr(node_problems, "_PROBE_EVERY_S", 0.02)
-    monkeypatch.setattr(node_problems, "_SIZES_EVERY_S", 0.0)
+def watch(tmp_path: Path) -> DiskWatch:
     (tmp_path / "claims").mkdir()
-    return DiskWatch([tmp_path], write_atomically)
+    return DiskWatch(tmp_path, write_atomically)
+
+
+def looked(watch: DiskWatch) -> Sequence[NodeProblem]:
+    watch.look()
+    return watch.problems()
 
 
 class FullDisk:
@@ -318,7 +346,7 @@ def refused(path: Path) -> str:
 
 
 def test_disk_at_rest_is_not_a_problem_and_nothing_is_written(watch: DiskWatch, tmp_path: Path) -> None:
-    assert watch.problems() == []
+    assert looked(watch) == []
     assert [path.name for path in tmp_path.rglob("*")] == ["claims"]
 
 
@@ -341,10 +369,10 @@ def test_failed_write_is_a_problem_until_a_write_succeeds(
     assert problem.text.startswith("The plugin cannot write ")
     assert problem.text.endswith(remedy)
     probe = tmp_path / "claims/.write-probe"
-    eventually(lambda: str(probe) in watch.problems()[0].text)
+    assert str(probe) in looked(watch)[0].text
     assert [found.code for found in watch.problems()] == ["disk-not-writable"], "the probe failed too"
     disk.number = None
-    eventually(lambda: watch.problems() == [])
+    assert looked(watch) == []
     assert not list((tmp_path / "claims").iterdir())
 
 
@@ -378,13 +406,13 @@ def test_disk_on_which_an_operation_before_or_after_a_write_fails_is_a_problem(
         with pytest.raises(StateError, match=what) as caught:
             action(tmp_path)
         assert [problem.text for problem in watch.problems()] == [f"The plugin {caught.value}"]
-    eventually(lambda: watch.problems() == [])
+    assert looked(watch) == []
 
 
 def test_lock_file_that_opens_does_not_end_the_problem_of_a_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    watch = DiskWatch([tmp_path], write_atomically)
+    watch = DiskWatch(tmp_path, write_atomically)
     FullDisk(monkeypatch)
     refused(tmp_path / "a")
     lock(tmp_path)
@@ -394,7 +422,7 @@ def test_lock_file_that_opens_does_not_end_the_problem_of_a_full_disk(
 def test_write_of_the_plugin_ends_the_problem_without_a_probe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    watch, disk = DiskWatch([tmp_path], write_atomically), FullDisk(monkeypatch)
+    watch, disk = DiskWatch(tmp_path, write_atomically), FullDisk(monkeypatch)
     refused(tmp_path / "a")
     disk.number = None
     write_atomically(tmp_path / "a", b"x")
@@ -424,9 +452,9 @@ def test_disk_without_free_blocks_or_inodes_is_a_problem_before_anything_is_writ
         found = [100] * 10
         found[field] = 0
         monkeypatch.setattr(os, "statvfs", lambda _path, found=found: type(really)(found))
-        eventually(lambda: watch.problems() == [NodeProblem("disk-not-writable", text, str(tmp_path))])
+        assert looked(watch) == [NodeProblem("disk-not-writable", text, str(tmp_path))]
     monkeypatch.setattr(os, "statvfs", lambda _path: type(really)([0] * 10))
-    eventually(lambda: watch.problems() == [])  # a file system that reports no sizes
+    assert looked(watch) == []  # a file system that reports no sizes
 
 
 def test_file_system_that_became_read_only_is_a_problem_before_anything_is_written(
@@ -438,20 +466,9 @@ def test_file_system_that_became_read_only_is_a_problem_before_anything_is_writt
     flags = found[8]
     monkeypatch.setattr(os, "statvfs", lambda _path: os.statvfs_result(found))
     found[8] = flags | os.ST_RDONLY
-    eventually(lambda: watch.problems() == [NodeProblem("disk-not-writable", text, str(tmp_path))])
+    assert looked(watch) == [NodeProblem("disk-not-writable", text, str(tmp_path))]
     found[8] = flags
-    eventually(lambda: watch.problems() == [])
-
-
-def test_disk_whose_size_cannot_be_had_holds_up_nothing(
-    watch: DiskWatch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gate, requested = threading.Event(), []
-    monkeypatch.setattr(os, "statvfs", lambda path: (requested.append(path), gate.wait(PATIENCE_S)))
-    for _ in range(3):
-        assert watch.problems() == []
-    eventually(lambda: requested == [tmp_path])
-    gate.set()
+    assert looked(watch) == []
 
 
 def test_fault_of_one_file_is_not_a_problem_of_the_disk(watch: DiskWatch, tmp_path: Path) -> None:

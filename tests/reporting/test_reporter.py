@@ -6,16 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from dra_driver.errors import ApiUnavailableError, DeviceBusyError, RetryableError, StateError
+from dra_driver.errors import DeviceBusyError, StateError
 from dra_driver.model.claim import ClaimRef, PodRef
 from dra_driver.model.mps import MpsDaemonSpec, MpsDaemonStatus, MpsShared
+from dra_driver.model.problems import NodeProblem
 from dra_driver.model.record import ClaimRecord, RunMps, StartMaintenance
 from dra_driver.reporting.claim_status import ClaimStatusReporter
 from dra_driver.reporting.failing_claims import FailingClaims
-from dra_driver.reporting.reporter import MpsEvents, NodeEvents, Reporter
+from dra_driver.reporting.reporter import MpsClaims, Reporter
 from tests.fakes.samples import GPU_0, GPU_1, claim, h100, hold, inventory, uuid
 from tests.fakes.tables import tabled
-from tests.fakes.waiting import eventually
 
 REF = ClaimRef("default", "claim", "uid-1")
 RECORD = ClaimRecord(claim(GPU_0), "prepared", "boot-1", (hold(GPU_0),), ())
@@ -77,7 +77,6 @@ def reporter(received, freed):
         lambda device: None,
         lambda device: REF if device == "known" else None,
         lambda: freed.append("claim"),
-        no_mps(received),
         FailingClaims(("", ""), lambda ref, timeout_s: None, lambda ref, seconds: None, lambda uid: None),
     )
 
@@ -141,10 +140,6 @@ def test_a_state_is_given_again_after_a_check_only_if_it_was_removed(received):
     assert len(received.states) == 1
 
 
-def no_mps(recorder):
-    return MpsEvents(recorder, dict, tuple)
-
-
 def states_for(recorder, records=None):
     known = inventory(h100(0))
     return ClaimStatusReporter(recorder, lambda: known, lambda device: None, dict, (records or {}).get)
@@ -204,52 +199,6 @@ def test_claim_that_a_process_keeps_is_reported_on_the_node(reporter, received):
     assert message == f"Claim {REF} was deleted, but process 4711 still uses gpu-0"
 
 
-class RecordedReports:
-    def __init__(self) -> None:
-        self.events: list[tuple[str, bool]] = []
-        self.texts: list[str] = []
-        self.counted: list[object] = []
-
-    def node_event(self, reason: str, message: str, *, warning: bool) -> None:
-        self.events.append((reason, warning))
-        self.texts.append(message)
-
-    def published(self, lag_s: float) -> None:
-        self.counted.append(lag_s)
-
-    def publish_failed(self, error: Exception) -> None:
-        self.counted.append(error)
-
-
-@pytest.fixture
-def reports() -> RecordedReports:
-    return RecordedReports()
-
-
-@pytest.fixture
-def node_events(reports: RecordedReports) -> NodeEvents:
-    return NodeEvents(reports, reports, lambda: True)
-
-
-def test_writes_of_slices_are_counted_and_need_no_event(
-    node_events: NodeEvents, reports: RecordedReports
-) -> None:
-    error = ApiUnavailableError("no answer")
-    node_events.publish_failed(error)
-    node_events.published(0.5)
-    assert (reports.counted, reports.events) == ([error, 0.5], [])
-
-
-def test_reports_of_another_instance_are_not_repeated(reports: RecordedReports) -> None:
-    is_ours = False
-    node_events = NodeEvents(reports, reports, lambda: is_ours)
-    node_events.contested("fight")
-    assert reports.events == []
-    is_ours = True
-    node_events.contested("fight")
-    assert reports.events == [("SlicesContested", True)]
-
-
 SPEC = MpsDaemonSpec(GPU_0, uuid(0), "gpu", uuid(0))
 READY = MpsDaemonStatus(GPU_0, "ready", SPEC, pid=1)
 ALONE = f"the compute mode EXCLUSIVE_PROCESS is not available on GPU {uuid(0)}: a program that does not reach"
@@ -257,39 +206,29 @@ USERS = f"processes of the users 0, 1000 use the MPS daemon of {GPU_0}, which se
 
 
 class Node:
-    """Claims with MPS, their daemons, and the reports."""
+    """Claims with MPS and their daemons."""
 
     def __init__(self) -> None:
         self.records: dict[str, ClaimRecord] = {}
         self.daemons: tuple[MpsDaemonStatus, ...] = ()
         self.requested = 0
-        self.reports: list[tuple[str, str, str]] = []
-        self.events = MpsEvents(self, lambda: self.records, self.ask)  # type: ignore[arg-type]
+        self.advised: list[str] = []
+        self.claims = MpsClaims(self, lambda: self.records, self.ask)  # type: ignore[arg-type]
 
     def ask(self) -> tuple[MpsDaemonStatus, ...]:
         self.requested += 1
-        if not self.daemons:
-            raise RetryableError("no MPS host listens")
         return self.daemons
 
-    def claim_event(self, ref: ClaimRef, reason: str, message: str, *, warning: bool) -> None:
-        assert warning
-        self.reports.append((ref.uid, reason, message))
-
     def minor_claim_event(self, ref: ClaimRef, reason: str, message: str) -> None:
-        self.reports.append((ref.uid, reason, message))
+        assert reason == "MpsNeedsRequestNames"
+        self.advised.append(ref.uid)
 
     def use(self, uid: str, spec: MpsDaemonSpec = SPEC) -> None:
         one = claim(uid=uid)
         self.records[uid] = ClaimRecord(one, "prepared", "boot", (), (RunMps(spec),))
 
-    def look(self) -> list[tuple[str, str, str]]:
-        self.reports.clear()
-        self.events._look()
-        return [
-            (uid, reason, text[: len(ALONE if reason == "MpsNotExclusive" else USERS)])
-            for uid, reason, text in self.reports
-        ]
+    def look(self) -> list[NodeProblem]:
+        return list(self.claims.problems())
 
 
 def test_no_one_is_queried_when_no_claim_uses_mps() -> None:
@@ -298,20 +237,22 @@ def test_no_one_is_queried_when_no_claim_uses_mps() -> None:
     assert (node.look(), node.requested) == ([], 0)
 
 
-def test_each_claim_of_a_daemon_is_reported_once() -> None:
+def test_each_problem_of_a_daemon_is_one_of_its_claims() -> None:
     node = Node()
     node.use("a")
     node.use("b")
     node.use("c", replace(SPEC, device="gpu-other"))
-    assert node.look() == [], "the host does not answer"
-    node.daemons = (replace(READY, users=(0, 1000), not_exclusive=(uuid(0),)),)
-    wanted = [(reason, text) for reason, text in (("MpsNotExclusive", ALONE), ("MpsUsersWait", USERS))]
-    assert node.look() == [(uid, *one) for one in wanted for uid in "ab"]
     assert node.look() == []
-    del node.records["a"]
-    node.look()
-    node.use("a")
-    assert node.look() == [("a", *one) for one in wanted], "another claim of this name and UID"
+    node.daemons = (replace(READY, users=(0, 1000), not_exclusive=(uuid(0),)),)
+    found = node.look()
+    assert [(one.code, one.subject, [ref.uid for ref in one.claims]) for one in found] == [
+        ("mps-not-exclusive", GPU_0, ["a", "b"]),
+        ("mps-users-wait", GPU_0, ["a", "b"]),
+    ]
+    assert [one.text.startswith(text) for one, text in zip(found, (ALONE, USERS), strict=True)] == [
+        True,
+        True,
+    ]
 
 
 def test_claims_with_mps_of_one_pod_are_advised_once_when_the_second_is_prepared() -> None:
@@ -324,36 +265,18 @@ def test_claims_with_mps_of_one_pod_are_advised_once_when_the_second_is_prepared
         node.records[uid] = ClaimRecord(one, "prepared", "boot", (hold(device, usage=usage),), steps)
 
     prepare("a", GPU_0, MpsShared(SPEC))
-    assert node.look() == []
+    node.look()
+    assert node.advised == []
     prepare("b", GPU_1, None)
-    assert [(uid, reason) for uid, reason, _ in node.look()] == [("a", "MpsNeedsRequestNames")]
-    assert node.look() == []
+    for _ in range(2):
+        node.look()
+        assert node.advised == ["a"]
 
 
-def test_pods_of_further_users_add_no_event_of_a_claim_that_has_one() -> None:
-    node = Node()
-    node.use("a")
-    for user in range(1, 20):
-        node.daemons = (replace(READY, users=(0, 1000 + user)),)
-        assert len(node.look()) == (1 if user == 1 else 0)
-
-
-def test_nothing_is_reported_when_users_are_alike_or_served_at_once() -> None:
+def test_nothing_is_a_problem_when_users_are_alike_or_served_at_once() -> None:
     node = Node()
     node.use("a")
     node.daemons = (replace(READY, users=(1000,)),)
     assert node.look() == []
     node.daemons = (replace(READY, spec=replace(SPEC, multi_user=True), users=(0, 1000)),)
     assert node.look() == []
-
-
-def test_a_prepared_claim_makes_it_look_soon() -> None:
-    node = Node()
-    node.events.start()
-    try:
-        node.use("a")
-        node.daemons = (replace(READY, not_exclusive=(uuid(0),)),)
-        node.events.prepared(node.records["a"])
-        eventually(lambda: [one[:2] for one in node.reports] == [("a", "MpsNotExclusive")])
-    finally:
-        node.events.stop()

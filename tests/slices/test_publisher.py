@@ -410,6 +410,9 @@ def test_rival_is_answered_rarely_but_own_changes_go_out(
     bench.publisher.mark_dirty()
     eventually(lambda: bench.published() == [GPU_0])
     eventually(lambda: bench.publisher.problem is None)
+    assert [code for code, _ in problems(bench)] == ["slices-contested"], "the rival may change them again"
+    monkeypatch.setattr(module, "_CONTESTED_S", 0.0)
+    assert problems(bench) == []
 
 
 def test_slices_that_change_while_it_waits_are_compared_again(bench: Bench) -> None:

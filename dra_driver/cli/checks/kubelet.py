@@ -61,9 +61,11 @@ class KubeletChecks:
             )
             for one in failing
         ]
-        for shown in problems:
-            problem = shown.problem
-            if not (failing and problem.code == "claims-failing"):  # the claims are listed above
+        listed = {"cleanup-pending"} | (
+            {"claims-failing"} if failing else set()
+        )  # by another check, and above
+        for problem in problems:
+            if problem.code not in listed:
                 found.append(of_text(problem.text, fails=keeps_pods_away(problem)))
         if found:
             return found

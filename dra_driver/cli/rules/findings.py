@@ -16,7 +16,8 @@ from dra_driver.model.problems import NodeProblem, ProblemCode
 Status = Literal["OK", "WARN", "FAIL", "SKIP"]
 
 CODES_THAT_WARN: frozenset[ProblemCode] = frozenset({
-    "check-failed", "health-unknown", "scheduler-outdated", "slice-fields-dropped",
+    "check-failed", "health-unknown", "memory-unclaimed", "mps-not-exclusive", "mps-users-wait",
+    "scheduler-outdated", "slice-fields-dropped",
 })  # fmt: skip
 """All other problems of a node keep some pod from getting its device, except `newer-files` of the health file."""
 _WORST_FIRST = ("FAIL", "WARN", "SKIP", "OK")

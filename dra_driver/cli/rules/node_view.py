@@ -28,7 +28,7 @@ from dra_driver.model.health import (
 from dra_driver.model.ids import gpu_device_names
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.mps import MpsDaemonStatus
-from dra_driver.model.problems import ShownProblem
+from dra_driver.model.problems import NodeProblem
 from dra_driver.model.remedies import NOT_STARTED
 from dra_driver.reporting.rules.claim_usage import unclaimed
 
@@ -180,7 +180,7 @@ def node_view(
     state: NodeState,
     daemons: Sequence[MpsDaemonStatus],
     notes: Iterable[str],
-    problems: Iterable[ShownProblem] = (),
+    problems: Iterable[NodeProblem] = (),
     *,
     plugin_runs: bool,
 ) -> NodeView:
@@ -440,6 +440,6 @@ def _holdings(claim: PreparedClaim, reasons: Sequence[_Found], ids: InstanceIds)
         )
 
 
-def _problem(shown: ShownProblem, now: float) -> SeenProblem:
-    problem, lasted_s = shown.problem, max(0.0, now - shown.since)
+def _problem(problem: NodeProblem, now: float) -> SeenProblem:
+    lasted_s = max(0.0, now - problem.since)
     return SeenProblem(problem.code, problem.subject, problem.text, lasted_s if lasted_s >= 1 else None)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import DriverVersions, OfferedDevice
 from dra_driver.model.mps import MpsDaemonStatus
-from dra_driver.model.problems import EventReason
+from dra_driver.model.problems import ProblemCode
 from dra_driver.model.sharing import MAX_MPS_SHARES, SharingPolicy, SharingRule
 
 _VOLTA = (7, 0)
@@ -90,12 +90,12 @@ def bounded_rule(
     return BoundedRule(replace(rule, shares=most), most, note)
 
 
-def notes_of(status: MpsDaemonStatus) -> Iterator[tuple[EventReason, str]]:
-    """Yields an event reason and a sentence for each problem that users of the daemon should know about."""
+def notes_of(status: MpsDaemonStatus) -> Iterator[tuple[ProblemCode, str]]:
+    """Yields a code and a sentence for each problem that users of the daemon should know about."""
     devices = ", ".join(status.spec.devices)
     if status.not_exclusive:
         yield (
-            "MpsNotExclusive",
+            "mps-not-exclusive",
             f"the compute mode EXCLUSIVE_PROCESS is not available on GPU {' and GPU '.join(status.not_exclusive)}: a "
             f"program that does not reach the MPS daemon of {devices} runs there without the limits of its claim; use "
             "another GPU if the limits must be enforced",
@@ -103,7 +103,7 @@ def notes_of(status: MpsDaemonStatus) -> Iterator[tuple[EventReason, str]]:
     if len(status.users) > 1 and not status.spec.multi_user:
         users = ", ".join(map(str, status.users))
         yield (
-            "MpsUsersWait",
+            "mps-users-wait",
             f"processes of the users {users} use the MPS daemon of {devices}, which serves one user at a time: CUDA "
             "calls of one user wait until all CUDA programs of the other user have stopped; run the pods as one user "
             "(runAsUser), or use multiUser, which needs NVIDIA driver R555 or newer",
