@@ -85,8 +85,7 @@ class MaintenanceSteps:
             with suppress(LockBusyError):
                 self.detachments.remove_damaged()
         elif written.claim is not None:
-            # If another instance works on the claim now, the claim is not abandoned.
-            with suppress(LockBusyError), self.claim_locks.hold(written.claim.uid, _LOCK_S):
+            with suppress(LockBusyError):
                 self._end_abandoned(written.claim)
 
     def _end_abandoned(self, ref: ClaimRef) -> None:

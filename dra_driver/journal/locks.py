@@ -11,16 +11,12 @@ Unprepare while the handler of the Prepare still runs. Such a late Prepare must 
 Unprepare would ever remove. An Unprepare that a newer Prepare has overtaken must keep what that Prepare did.
 The reconciler must not unprepare a claim because of an answer from the API server that is older than the claim's
 Prepare.
-
-The two instances of a rolling update share the locks, but not this memory. Across instances, the plugin relies on the
-kubelet, which cancels a call before it sends a newer one, and on the records. `Executor.finish` fails if another call
-has changed the record, and the reconciler removes a record that is written after that (`claims.reconciler`).
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
+import math
 import os
 import re
 import threading
@@ -33,12 +29,14 @@ from pathlib import Path
 
 from dra_driver.base.atomic import make_directory, open_plain
 from dra_driver.base.bounded_program import inherited
-from dra_driver.base.file_lock import LockBusyError, byte_lock, hold_file, is_locked
+from dra_driver.base.file_lock import LockBusyError, hold_file, is_locked
 from dra_driver.errors import StateError
 
 _MAX_USE_BYTES = 4096
 _REMEMBERED = 1024
 """How many claims are remembered: far more than a node processes during one call."""
+_CHECK_S = 0.1
+"""How often a waiting call checks whether the kubelet has cancelled it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +61,10 @@ class LockUse:
 
 
 class GpuLocks:
-    """One lock and one file in `directory` for each GPU UUID. Each `suffix` is a separate set of locks."""
+    """One lock and one file in `directory` for each GPU UUID."""
 
-    def __init__(self, directory: Path, suffix: str = ".lock") -> None:
+    def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._suffix = suffix
         self._locks: dict[str, threading.Lock] = {}
 
     def open(self) -> None:
@@ -79,7 +76,6 @@ class GpuLocks:
         self,
         gpu_uuids: Iterable[str],
         timeout_s: float,
-        is_cancelled: Callable[[], bool] | None = None,
         uses: Iterable[LockUse] = (),
     ) -> Iterator[Callable[[Iterable[LockUse]], None]]:
         """Hold the locks of all the GPUs. Yields a function that replaces the shown uses. Only the thread that holds
@@ -92,8 +88,7 @@ class GpuLocks:
         the last of these programs has exited. At its end, the block waits for programs that could not be
         killed.
 
-        Raises: LockBusyError if another call keeps a lock for `timeout_s` seconds, or the kubelet cancels this
-        call (`is_cancelled`); StateError.
+        Raises: LockBusyError if another call keeps a lock for `timeout_s` seconds; StateError.
         """
         wanted = sorted(set(gpu_uuids))
         deadline = time.monotonic() + timeout_s
@@ -102,12 +97,12 @@ class GpuLocks:
             with ExitStack() as held:
                 descriptors: dict[str, int] = {}
                 for uuid in awaited:  # nothing else is held
-                    descriptors[uuid] = held.enter_context(self._held(uuid, deadline, is_cancelled))
+                    descriptors[uuid] = held.enter_context(self._held(uuid, deadline))
                 for uuid in wanted:
                     if uuid in awaited:
                         continue
                     try:
-                        descriptors[uuid] = held.enter_context(self._held(uuid, 0.0, None))
+                        descriptors[uuid] = held.enter_context(self._held(uuid, 0.0))
                     except LockBusyError:
                         awaited = [uuid]
                         break
@@ -127,7 +122,7 @@ class GpuLocks:
             found = [
                 Path(file.path)
                 for file in files
-                if file.name.endswith(self._suffix) and file.stat(follow_symlinks=False).st_size
+                if file.name.endswith(".lock") and file.stat(follow_symlinks=False).st_size
             ]
         return [use for path in sorted(found) if (use := self._use(path)) is not None]
 
@@ -149,16 +144,14 @@ class GpuLocks:
         except (OSError, StateError, ValueError, TypeError, LookupError, OverflowError, RecursionError):
             return None
 
-    def _held(
-        self, uuid: str, deadline: float, is_cancelled: Callable[[], bool] | None
-    ) -> AbstractContextManager[int]:
+    def _held(self, uuid: str, deadline: float) -> AbstractContextManager[int]:
         lock = self._locks.setdefault(uuid, threading.Lock())  # atomic between threads
         busy = f"GPU {uuid} is busy with another operation of gpu-dra-driver; this call will be retried"
-        return hold_file(self._file(uuid), lock, deadline, busy, is_cancelled=is_cancelled)
+        return hold_file(self._file(uuid), lock, deadline, busy)
 
     def _file(self, uuid: str) -> Path:
         name = re.sub(r"[^A-Za-z0-9-]", "_", uuid)
-        return self._directory / f"{name}{self._suffix}"
+        return self._directory / f"{name}.lock"
 
 
 @contextmanager
@@ -190,6 +183,46 @@ def _write(descriptor: int, content: bytes) -> None:
     with suppress(OSError):
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, content, 0)
+
+
+@contextmanager
+def _held(
+    lock: threading.Lock, timeout_s: float, busy: str, is_cancelled: Callable[[], bool] | None
+) -> Iterator[None]:
+    """Raises: LockBusyError with the text `busy` if another thread keeps the lock for `timeout_s` seconds, or
+    `is_cancelled` returns True.
+    """
+    deadline = time.monotonic() + timeout_s
+    step = math.inf if is_cancelled is None else _CHECK_S
+    while not lock.acquire(timeout=max(0.0, min(deadline - time.monotonic(), step))):
+        if time.monotonic() >= deadline or (is_cancelled is not None and is_cancelled()):
+            raise LockBusyError(busy)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+class PlanningLock:
+    """The lock under which a claim is planned, from reading all records until its own record is written. So two claims
+    never get the same device.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def hold(
+        self, timeout_s: float, is_cancelled: Callable[[], bool] | None = None
+    ) -> AbstractContextManager[None]:
+        """Hold the lock.
+
+        Raises: LockBusyError if another call keeps the lock for `timeout_s` seconds, or the kubelet cancels this call
+        (`is_cancelled`).
+        """
+        busy = (
+            "the planning of another claim has not finished; the disk may be slow; this call will be retried"
+        )
+        return _held(self._lock, timeout_s, busy, is_cancelled)
 
 
 @dataclass(slots=True, eq=False)
@@ -230,25 +263,11 @@ class ClaimGuard:
 
 
 class ClaimLocks:
-    """Locks on claims by UID. A claim's lock is always taken before the locks of GPUs.
+    """Locks on claims by UID. A claim's lock is always taken before the planning lock."""
 
-    Each lock is one byte of a permanent file, because a file for each claim would have to be removed later.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        self._path = directory / "claims.lock"
+    def __init__(self) -> None:
         self._guards: dict[str, ClaimGuard] = {}  # by claim UID, least recently used first
         self._lock = threading.Lock()
-
-    def open(self) -> None:
-        """Create the directory and the file in advance, so that a full disk does not keep a claim from being
-        unprepared.
-
-        Raises: StateError if the directory cannot be created.
-        """
-        make_directory(self._path.parent, 0o700)
-        with suppress(OSError):  # the caller that needs the file reports what is wrong with it
-            os.close(open_plain(self._path, os.O_RDWR | os.O_CREAT))
 
     @contextmanager
     def hold(
@@ -256,10 +275,9 @@ class ClaimLocks:
     ) -> Iterator[ClaimGuard]:
         """Hold the claim's lock.
 
-        Raises: RetryableError if another call keeps the lock for `timeout_s` seconds, or the kubelet cancels this call
-        (`is_cancelled`); StateError.
+        Raises: LockBusyError if another call keeps the lock for `timeout_s` seconds, or the kubelet cancels this call
+        (`is_cancelled`).
         """
-        deadline = time.monotonic() + timeout_s
         with self._lock:
             guard = self._guards[uid] = self._guards.pop(uid) if uid in self._guards else ClaimGuard()
             guard.wanted += 1
@@ -269,13 +287,8 @@ class ClaimLocks:
                 del self._guards[oldest]
         try:
             busy = f"an earlier call still prepares or unprepares claim {uid}; this call will be retried"
-            with hold_file(self._path, guard.lock, deadline, busy, _lock_of(uid), is_cancelled):
+            with _held(guard.lock, timeout_s, busy, is_cancelled):
                 yield guard
         finally:
             with self._lock:
                 guard.wanted -= 1
-
-
-def _lock_of(uid: str) -> bytes:
-    digest = hashlib.blake2b(uid.encode(), digest_size=8).digest()
-    return byte_lock(int.from_bytes(digest) % 2**62)

@@ -31,8 +31,7 @@ class Scene:
     def __init__(self, directory: Path) -> None:
         self.records = RecordStore(directory / "claims")
         self.records.open("boot-1")
-        (directory / "locks").mkdir()
-        self.claim_locks = ClaimLocks(directory / "locks")
+        self.claim_locks = ClaimLocks()
         self.taken_back: list[ClaimRecord] = []
         unused: Any = None
         parts = (self.records, self.claim_locks, unused, self, unused, unused, unused)

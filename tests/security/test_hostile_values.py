@@ -17,7 +17,7 @@ from dra_driver.cdi.metadata_files import MetadataFiles
 from dra_driver.cdi.rules.metadata import check_names, container_path
 from dra_driver.errors import DraDriverError, InvalidConfigError
 from dra_driver.journal.ledger import Ledger
-from dra_driver.journal.locks import ClaimLocks
+from dra_driver.journal.locks import GpuLocks
 from dra_driver.journal.records import RecordStore
 from dra_driver.model.claim import AllocatedClaim, ClaimRef, DeviceResult
 from dra_driver.model.mig import OwnedInstance, Placement
@@ -39,7 +39,7 @@ def attempts(base: Path, ref: ClaimRef, request: str, device: str) -> Iterator[C
     records = RecordStore(base / "claims")
     ledger = Ledger(base / "ledger", records, "boot")
     specs, metadata = CdiDirectory(base / "cdi", DRIVER), MetadataFiles(base, base / "cdi", DRIVER)
-    daemons, locks = DaemonRecords(MpsLayout(base / "mps")), ClaimLocks(base / "locks")
+    daemons, gpus = DaemonRecords(MpsLayout(base / "mps")), GpuLocks(base / "locks")
     owned = OwnedInstance(device, device, None, 19, "1g", Placement(0, 1), "boot", "created", 1, 0, None, 0)
     yield lambda: records.save(ClaimRecord(claim, "prepared", "boot", (), ()), durable=False)
     yield lambda: records.get(ref.uid)
@@ -52,12 +52,12 @@ def attempts(base: Path, ref: ClaimRef, request: str, device: str) -> Iterator[C
     yield lambda: ledger.save(owned)
     yield lambda: ledger.remove(owned)
     yield lambda: daemons.forget(device)
-    yield lambda: take_and_leave(locks, ref.uid)
+    yield lambda: take_and_leave(gpus, device)
 
 
-def take_and_leave(locks: ClaimLocks, uid: str) -> None:
-    with locks.hold(uid, 1.0) as turn:
-        turn.note_unprepared(0)
+def take_and_leave(locks: GpuLocks, gpu_uuid: str) -> None:
+    with locks.hold({gpu_uuid}, 0.0):
+        pass
 
 
 def outside(root: Path, base: Path) -> dict[str, bytes | None]:
