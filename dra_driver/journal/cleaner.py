@@ -54,8 +54,6 @@ UNDO_S = 5.0
 """How long one undo may take. A failed undo does not keep the claim from ending."""
 CLEAN_BEFORE_S = 8.0
 """How long a Prepare waits for pending cleanups on its GPUs."""
-_OTHER_INSTANCE_S = 3.0
-"""How long an undo waits for the other instance of a rolling update to finish with the GPU."""
 _CLEAN_AGAIN_S = 0.5
 """The pause before a Prepare retries a failed undo."""
 _ALL_S = 30.0
@@ -163,11 +161,12 @@ class Cleaner(BackgroundWorker):
         GPU busy. Raises: StateError.
         """
         found = self.ledger.pending()
-        uses = self.lanes.uses() if any(one.cause is None for one in found) else {}
+        running = self.lanes.under_way()
         return [
             replace(
                 one,
-                cause=one.cause or next((uses[gpu].text for gpu in sorted(_gpus(one) & uses.keys())), None),
+                cause=one.cause
+                or next((running[gpu].text(gpu) for gpu in sorted(_gpus(one) & running.keys())), None),
             )
             for one in found
         ]
@@ -282,7 +281,7 @@ class Cleaner(BackgroundWorker):
         A cleanup that is running may have read the ledgers too early, so it does not count.
         """
         work = partial(self._converge, gpus)
-        return self.lanes.submit(gpus, what, work, _OTHER_INSTANCE_S, once=("cleanup", gpus))
+        return self.lanes.submit(gpus, what, work, once=("cleanup", gpus))
 
     def _to_restore(self) -> list[tuple[frozenset[str], str]]:
         """Raises: StateError."""
@@ -308,7 +307,7 @@ class Cleaner(BackgroundWorker):
         try:
             if gpu not in restorer.gpus():
                 return True
-            operation.set_step(restorer.what)
+            operation.what = restorer.what
             restorer.restore(gpu)
             return gpu not in restorer.gpus()
         except DraDriverError:  # the restorer logs the cause

@@ -136,7 +136,7 @@ class Executor:
             for step in steps:
                 if given_up.is_set():
                     return
-                operation.set_step(STEP_TEXTS[type(step)])
+                operation.what = STEP_TEXTS[type(step)]
                 self._do(step, plan, record)
 
         end = time.monotonic() + wait_s - _FINISH_S
@@ -194,12 +194,12 @@ class Executor:
             raise
 
     def _raise_late(self, groups: Sequence[Collection[str]]) -> None:
-        uses = self.lanes.uses()
-        late = sorted(uses.keys() & frozenset[str]().union(*groups))
+        running = self.lanes.under_way()
+        late = sorted(running.keys() & frozenset[str]().union(*groups))
         if not late:
             raise RetryableError("a step could not start before the kubelet's deadline; the kubelet retries")
         raise RetryableError(
-            f"{uses[late[0]].text}; the kubelet's deadline has passed, and the kubelet retries"
+            f"{running[late[0]].text(late[0])}; the kubelet's deadline has passed, and the kubelet retries"
         )
 
     def _refuse_changed(self, record: ClaimRecord) -> ClaimRecord:

@@ -20,7 +20,7 @@ from dra_driver.journal.cleaner import Cleaner
 from dra_driver.journal.executor import Executor, StepDispatcher
 from dra_driver.journal.lanes import Lanes
 from dra_driver.journal.ledger import Ledger
-from dra_driver.journal.locks import GpuLocks, LockUse
+from dra_driver.journal.locks import GpuLocks
 from dra_driver.journal.records import RecordStore
 from dra_driver.journal.rules import cleanups
 from dra_driver.journal.rules.cleanups import (
@@ -159,7 +159,7 @@ LEDGER_0 = f"ledger/{UUID_0}.json"
 
 @pytest.fixture
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
-    monkeypatch.setattr("dra_driver.journal.cleaner._OTHER_INSTANCE_S", 0.1)
+    monkeypatch.setattr("dra_driver.journal.lanes._OTHER_PROCESS_S", 0.1)
     monkeypatch.setattr("dra_driver.journal.cleaner.CLEAN_BEFORE_S", 0.2)
     return Bench(tmp_path)
 
@@ -223,13 +223,17 @@ def test_newer_claim_makes_a_cleanup_void(bench: Bench, uid: str) -> None:
     assert {entry.claim.uid for entry in bench.ledger.entries()} == {uid}
 
 
-def test_claim_ends_though_the_other_instance_keeps_its_gpu_busy(bench: Bench) -> None:
-    made, use = bench.prepared(record(MPS)), LockUse(UUID_0, "a reset", time.monotonic(), "yesterday")
-    with bench.restarted().locks.hold({UUID_0}, 1, uses=[use]):
+def test_claim_ends_while_another_process_works_on_its_gpu(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dra_driver.journal.lanes._OTHER_PROCESS_S", PATIENCE_S)
+    monkeypatch.setattr("dra_driver.journal.executor._UNDO_WAIT_S", 0.1)
+    made = bench.prepared(record(MPS))
+    with bench.locks.hold({UUID_0}, 1):
         bench.leave(made)
         bench.executor.clean("uid-1")
-        [cleanup] = bench.cleaner.clean_all()
-        assert cleanup.cause == f"a reset on GPU {UUID_0} began at yesterday UTC and has not finished"
+        [cleanup] = bench.cleaner.outstanding()
+        assert "the wait for another process of gpu-dra-driver on GPU" in str(cleanup.cause)
         assert bench.tools.undone == [CDI]
     assert bench.cleaner.clean_all() == []
 
@@ -547,7 +551,7 @@ def test_mig_device_of_an_ended_claim_is_destroyed_before_another_claim_gets_its
     """Its GPU was busy when the claim ended. The device may still contain data or processes."""
     made = CreateMig("gpu-0-mig-1g-0", UUID_0, None, 19, "1g.10gb", Placement(0, 1))
     ended = bench.prepared(record(made))
-    with bench.restarted().locks.hold({UUID_0}, 1):
+    with bench.locks.hold({UUID_0}, 1):
         bench.leave(ended)
         bench.executor.clean("uid-1")
     [cleanup] = bench.cleaner.outstanding()
@@ -785,7 +789,7 @@ def test_gpu_that_hangs_holds_up_no_cleanup_of_another_gpu(bench: Bench) -> None
         eventually(lambda: bench.lanes.under_way().keys() == {UUID_0, "GPU-2"})
     eventually(lambda: (keeps.left, sorted(keeps.tried)) == (["GPU-2"], ["GPU-2", "GPU-3"]))
     assert [entry.step for entry in bench.ledger.entries()] == [MPS]
-    assert [use.what for use in bench.lanes.uses().values() if use.gpu_uuid == "GPU-2"] == [Keeps.what]
+    assert [use.what for uuid, use in bench.lanes.under_way().items() if uuid == "GPU-2"] == [Keeps.what]
     bench.tools.let_on.set()
     keeps.let_on.set()
     eventually(lambda: not bench.lanes.under_way())
