@@ -254,7 +254,6 @@ class Driver:
             self._steps,
             self.reporting.node,
             self._cleanups_changed,
-            self.leadership.is_ours,
             partial(tools_seen, programs, self._mps_layout.lock, self._host, detachments),
             (self._time_slices, self._gpus.mig_mode),
             temporary_files(directory, Path(settings.cdi_root), settings.driver_name),

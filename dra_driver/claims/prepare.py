@@ -206,8 +206,8 @@ class Preparer:
 
     def __post_init__(self) -> None:
         self._begun: dict[str, PrepareAttempt] = {}
-        """By claim UID: the attempt that must roll the claim back, which is the last attempt in this process that wrote
-        the record. Changed under the claim's lock, so an attempt that cannot take the lock at its end stays here.
+        """By claim UID: the attempt that must roll the claim back, which is the last attempt that wrote the record.
+        Changed under the claim's lock, so an attempt that cannot take the lock at its end stays here.
         """
 
     def prepare(self, attempt: PrepareAttempt) -> tuple[Prepared, ClaimRecord | None]:
@@ -246,7 +246,7 @@ class Preparer:
     def _reopen_nvml(self, attempt: PrepareAttempt) -> bool:
         """Open NVML again if a call that crashed closed it for this claim; returns whether that was so.
 
-        Another call of this process that works on the claim now keeps NVML closed. Raises: StateError; RetryableError.
+        Another call that works on the claim now keeps NVML closed. Raises: StateError; RetryableError.
         """
         with self.claim_locks.hold(attempt.ref.uid, _LOCK_S):
             other = self._begun.get(attempt.ref.uid, attempt)
@@ -291,7 +291,7 @@ class Preparer:
                 plan, record, pending = self._planned_once(attempt, tried, ended)
             finally:
                 for uid in ended:
-                    self.executor.clean(uid)
+                    self.executor.undo_rest(uid)
             if plan is None:
                 continue
             if not pending:
@@ -307,7 +307,7 @@ class Preparer:
         run first.
 
         The plan is None if another call changed the record. If an earlier allocation of the claim has ended, its UID is
-        added to `ended`; the caller must call `executor.clean` for it after the locks are released.
+        added to `ended`; the caller must call `executor.undo_rest` for it after the locks are released.
         """
         uid, call, claim = attempt.ref.uid, attempt.call, attempt.claim
         known = self.records.get(uid)
@@ -344,7 +344,11 @@ class Preparer:
 
     def _end(self, known: ClaimRecord, ended: list[str]) -> None:
         ended.append(known.ref.uid)
-        self.executor.end(known)
+        self._remove(known)
+
+    def _remove(self, record: ClaimRecord) -> None:
+        self.executor.remove(record.ref, record)
+        self.waiter.wake()
 
     # --- the steps of an attempt ---------------------------------------------------------------
 
@@ -374,7 +378,7 @@ class Preparer:
         uid = attempt.ref.uid
         with self.claim_locks.hold(uid, _LOCK_S) as guard:
             refuse_unprepared(guard, attempt.call)
-            done = self.executor.finish(plan, record)
+            done = self.executor.complete(plan, record)
             self._begun.pop(uid, None)
             guard.note_prepared(attempt.call.began_ns)
             return done
@@ -399,8 +403,8 @@ class Preparer:
                 if record.maintenance is not None and isinstance(error, RetryableError):
                     self.planner.reopen_nvml(attempt.ref)
                     return
-                self.executor.end(record)
-            self.executor.clean(uid)
+                self._remove(record)
+            self.executor.undo_rest(uid)
         except DraDriverError as left:
             _log.error(
                 "rollback_incomplete",

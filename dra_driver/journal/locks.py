@@ -122,9 +122,8 @@ class PlanningLock:
 class ClaimGuard:
     """The right to work on one claim, inside `ClaimLocks.hold`.
 
-    It remembers the last successful calls for the claim in this process: when the Prepare ended, and when each
-    call began (time.monotonic_ns(); -1 for no call). `wanted` counts the calls that hold the right or wait for
-    it.
+    It remembers the last successful calls for the claim: when the Prepare ended, and when each call began
+    (time.monotonic_ns(); -1 for no call). `wanted` counts the calls that hold the right or wait for it.
     """
 
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -134,15 +133,15 @@ class ClaimGuard:
     unprepare_began_ns: int = -1
 
     def was_unprepared_since(self, moment_ns: int) -> bool:
-        """Whether an Unprepare of the claim that began at `moment_ns` or later has ended in this process."""
+        """Whether an Unprepare of the claim that began at `moment_ns` or later has ended."""
         return moment_ns <= self.unprepare_began_ns
 
     def was_prepared_since(self, moment_ns: int) -> bool:
-        """Whether a Prepare of the claim succeeded in this process at `moment_ns` or later."""
+        """Whether a Prepare of the claim succeeded at `moment_ns` or later."""
         return moment_ns <= self.prepared_ns
 
     def was_prepared_by_call_after(self, moment_ns: int) -> bool:
-        """Whether a call that began after `moment_ns` prepared the claim in this process."""
+        """Whether a call that began after `moment_ns` prepared the claim."""
         return moment_ns < self.prepare_began_ns
 
     def note_unprepared(self, began_ns: int) -> None:

@@ -100,7 +100,7 @@ def node(tmp_path: Path) -> Node:
 @pytest.fixture
 def restless(tmp_path: Path) -> Node:
     """Waiting attempts retry and query at once."""
-    return Node(tmp_path, MIXED, patience=WaitTimeouts(poll_s=0.01, recheck_s=0.01))
+    return Node(tmp_path, MIXED, patience=WaitTimeouts(recheck_s=0.01))
 
 
 @pytest.fixture
@@ -459,7 +459,7 @@ def test_attempt_that_waits_does_not_keep_the_driver_from_stopping(
 
 def test_claims_that_swapped_devices_do_not_wait_for_each_other(tmp_path: Path) -> None:
     """The kubelet lost its state and forgot their Unprepare, and they were allocated again."""
-    node = Node(tmp_path, MIXED, patience=WaitTimeouts(poll_s=0.01, recheck_s=0.05))
+    node = Node(tmp_path, MIXED, patience=WaitTimeouts(recheck_s=0.05))
     node.prepare(claim(GPU_0, uid="x"))
     node.prepare(claim(GPU_1, uid="y"))
     swapped = [claim(GPU_1, uid="x"), claim(GPU_0, uid="y")]
@@ -539,7 +539,7 @@ def test_holder_whose_claim_is_gone_is_requested_once(
 @pytest.mark.parametrize("seed", range(4))
 def test_claims_at_random_are_never_given_one_device_and_end_clean(tmp_path: Path, seed: int) -> None:
     """Four claims over two GPUs: prepared, deleted, unprepared, each in its own order."""
-    node = Node(tmp_path, inventory(h100(0), h100(1)), patience=WaitTimeouts(poll_s=0.005, recheck_s=0.02))
+    node = Node(tmp_path, inventory(h100(0), h100(1)), patience=WaitTimeouts(recheck_s=0.02))
     owners: dict[str, str] = {}
     guard = threading.Lock()
     violations: list[tuple[str, str, str]] = []
@@ -552,9 +552,9 @@ def test_claims_at_random_are_never_given_one_device_and_end_clean(tmp_path: Pat
                 if owner != uid:
                     violations.append((device, owner, uid))
 
-    def end(record: object) -> None:
+    def end(ref: ClaimRef) -> None:
         with guard:
-            for device in [name for name, uid in owners.items() if uid == record.ref.uid]:  # type: ignore[attr-defined]
+            for device in [name for name, uid in owners.items() if uid == ref.uid]:
                 del owners[device]
 
     node.steps.on_do, node.steps.on_undo = begin, end

@@ -30,6 +30,7 @@ from dra_driver.journal.rules.cleanups import (
     is_undone_in_lane,
     withholding,
 )
+from dra_driver.model.claim import ClaimRef
 from dra_driver.model.inventory import OfferedDevice
 from dra_driver.model.mig import Placement
 from dra_driver.model.mps import MpsDaemonSpec, MpsMember
@@ -67,7 +68,7 @@ class Tools:
     def do(self, step: Step, plan: Plan) -> None:
         self.done.append(step)
 
-    def undo(self, step: Step, record: ClaimRecord) -> None:
+    def undo(self, step: Step, ref: ClaimRef) -> None:
         if step in self.hanging:
             assert self.let_on.wait(PATIENCE_S)
         if step in self.broken:
@@ -90,7 +91,7 @@ class RecordedReports:
 
 
 class Bench:
-    """One instance of the driver over a directory."""
+    """The driver over a directory."""
 
     def __init__(self, directory: Path, boot_id: str = BOOT) -> None:
         self.directory, self.boot_id = directory, boot_id
@@ -123,11 +124,11 @@ class Bench:
     def end(self, ended: ClaimRecord) -> None:
         """A claim is prepared and unprepared."""
         self.leave(self.prepared(ended))
-        self.executor.clean(ended.ref.uid)
+        self.executor.undo_rest(ended.ref.uid)
 
     def leave(self, ended: ClaimRecord) -> None:
         """The first half of an Unprepare."""
-        self.executor.end(ended)
+        self.executor.remove(ended.ref, ended)
 
     def clean_before(self, device: OfferedDevice) -> None:
         """As a Prepare does."""
@@ -231,7 +232,7 @@ def test_claim_ends_while_another_process_works_on_its_gpu(
     made = bench.prepared(record(MPS))
     with bench.locks.hold({UUID_0}, 1):
         bench.leave(made)
-        bench.executor.clean("uid-1")
+        bench.executor.undo_rest("uid-1")
         [cleanup] = bench.cleaner.outstanding()
         assert "the wait for another process of gpu-dra-driver on GPU" in str(cleanup.cause)
         assert bench.tools.undone == [CDI]
@@ -266,7 +267,7 @@ def test_cleanup_whose_first_try_hangs_is_not_as_old_as_its_claim(
     monkeypatch.setattr("time.time", lambda: days_later)
     bench.tools.hanging = [MPS]
     bench.leave(made)
-    bench.executor.clean("uid-1")
+    bench.executor.undo_rest("uid-1")
     monkeypatch.setattr("time.time", lambda: days_later + 60)
     assert [one.since for one in bench.cleaner.outstanding()] == [days_later]
     bench.tools.let_on.set()
@@ -291,7 +292,7 @@ def test_full_disk_keeps_no_claim_from_ending_and_nothing_is_undone_twice(
     with monkeypatch.context() as patch:
         patch.setattr("dra_driver.base.json_store.write_atomically", refuse_write)
         bench.leave(made)
-        bench.executor.clean("uid-1")
+        bench.executor.undo_rest("uid-1")
         assert bench.tools.undone == [CDI, MPS]
         assert bench.cleaner.clean_all() == []
         assert bool(bench.cleaner._pauses) == bool(others), "the disk is not tried every second"
@@ -307,7 +308,7 @@ def test_damaged_ledger_is_written_again_from_the_prepared_claims(bench: Bench) 
     assert after.ledger.entries() == []
     assert after.cleaner.clean_all() == []
     after.leave(made)
-    after.executor.clean("uid-1")
+    after.executor.undo_rest("uid-1")
     assert after.tools.undone == [CDI, MPS, SLICE]
     assert [name.partition(".json")[2][:11] for name in after.files()] == [".unreadable"]
 
@@ -357,7 +358,7 @@ def test_claim_without_record_holds_what_the_ledger_says_until_its_spec_is_gone(
     assert bench.tools.undone == []
     bench.unrecorded = set()
     bench.leave(made)
-    bench.executor.clean("uid-1")
+    bench.executor.undo_rest("uid-1")
     assert bench.tools.undone == [CDI, MPS]
 
 
@@ -367,7 +368,7 @@ def test_mps_daemon_with_other_settings_is_stopped_for_a_claim_that_waits_for_it
     wanted = RunMps(replace(MPS.spec, multi_user=True))
     bench.records.save(replace(record(wanted, uid="uid-2"), phase="preparing"))
     bench.leave(old)
-    bench.executor.clean("uid-1")
+    bench.executor.undo_rest("uid-1")
     assert bench.tools.undone == [CDI, MPS]
     assert bench.files() == ["claims/uid-2.json"]
 
@@ -469,7 +470,7 @@ def test_claims_that_end_together_forget_nothing_of_each_other(bench: Bench) -> 
         bench.leave(one)
     assert bench.cleaner.outstanding() == [], "the undos are under way"
     for one in both:
-        bench.executor.clean(one.ref.uid)
+        bench.executor.undo_rest(one.ref.uid)
     assert len(bench.cleaner.outstanding()) == 1, "one thing is undone once"
     bench.clean()
     assert bench.tools.undone == [CDI, CDI, MPS]
@@ -485,33 +486,16 @@ def test_cleanup_left_by_two_claims_is_one_event(bench: Bench) -> None:
     assert len(after.cleaner.outstanding()) == 2
 
 
-def test_cleanup_that_the_other_instance_has_finished_in_between_is_not_reported(bench: Bench) -> None:
-    bench.tools.broken = [MPS]
-    bench.leave(bench.prepared(record(MPS)))
-    assert bench.restarted().cleaner.clean_all() == [], "the other instance takes over"
-    bench.executor.clean("uid-1")
-    assert bench.reported.lines == []
-    assert bench.cleaner.outstanding() == []
-
-
 def test_published_cleanups_exclude_those_being_undone(bench: Bench) -> None:
     bench.tools.hanging = [MPS]
     bench.leave(bench.prepared(record(MPS)))
-    ends = threading.Thread(target=lambda: bench.executor.clean("uid-1"))
+    ends = threading.Thread(target=lambda: bench.executor.undo_rest("uid-1"))
     ends.start()
     eventually(lambda: bool(bench.lanes.under_way()))
     assert bench.cleaner.withheld()(DEVICE_0) is None
-    other = bench.restarted()
-    assert other.cleaner.withheld()(DEVICE_0) is not None, "the other instance cannot know"
-    other.cleaner._report_changes()
-    assert other.changes == 1
     bench.tools.let_on.set()
     ends.join()
-    other.cleaner._report_changes()
-    assert other.changes == 2, "but it hears when the cleanup is gone"
-    assert other.cleaner.withheld()(DEVICE_0) is None
-    other.cleaner._report_changes()
-    assert other.changes == 2
+    assert (bench.reported.lines, bench.changes) == ([], 0)
 
 
 def test_device_stays_withheld_while_the_ledgers_cannot_be_listed(
@@ -553,7 +537,7 @@ def test_mig_device_of_an_ended_claim_is_destroyed_before_another_claim_gets_its
     ended = bench.prepared(record(made))
     with bench.locks.hold({UUID_0}, 1):
         bench.leave(ended)
-        bench.executor.clean("uid-1")
+        bench.executor.undo_rest("uid-1")
     [cleanup] = bench.cleaner.outstanding()
     assert cleanup.kinds == ("mig-device",)
     bench.clean_before(DEVICE_0)
@@ -586,10 +570,10 @@ def test_bug_in_one_undo_keeps_no_other_from_being_undone(
     other = SetTimeSlice(UUID_1, 1)
     undo = bench.tools.undo
 
-    def buggy(step: Step, record: ClaimRecord) -> None:
+    def buggy(step: Step, ref: ClaimRef) -> None:
         if step == MPS:
             raise ZeroDivisionError("a bug")
-        undo(step, record)
+        undo(step, ref)
 
     monkeypatch.setattr(bench.tools, "undo", buggy)
     bench.tools.broken = [other]
@@ -598,43 +582,6 @@ def test_bug_in_one_undo_keeps_no_other_from_being_undone(
     bench.tools.broken = []
     [cleanup] = bench.cleaner.clean_all()
     assert (cleanup.steps, cleanup.cause) == ((MPS,), "a bug")
-
-
-def test_leading_instance_reports_the_cleanups_that_the_other_one_makes(bench: Bench) -> None:
-    assert bench.cleaner._turn() == 5.0
-    older = bench.restarted()
-    older.tools.broken = [MPS]
-    older.end(record(MPS))
-    bench.tools.broken = [MPS]
-    before = bench.changes
-    bench.cleaner._turn()
-    assert bench.changes > before
-
-
-def test_only_the_instance_that_leads_reports_what_becomes_of_a_cleanup(bench: Bench) -> None:
-    newer = bench.restarted()
-    bench.cleaner.leads = lambda: False
-    bench.fail(MPS)
-    newer.cleaner._report_changes()
-    newer.clean()
-    bench.cleaner._report_changes()
-    assert bench.reported.lines == []
-    assert [line.split()[0] for line in newer.reported.lines] == ["pending", "done"]
-
-
-def test_pending_cleanup_is_reported_although_the_leader_was_briefly_unknown(bench: Bench) -> None:
-    bench.leave(bench.prepared(record(MPS)))
-    after = bench.restarted()
-
-    def unknown() -> bool:
-        raise StateError("publishers cannot be listed")
-
-    after.cleaner.leads = unknown
-    with pytest.raises(StateError, match="publishers"):
-        after.cleaner._report_changes()
-    after.cleaner.leads = lambda: True
-    after.cleaner._report_changes()
-    assert [line.split()[0] for line in after.reported.lines] == ["pending"]
 
 
 # --- what others see -------------------------------------------------------------------------------
@@ -702,7 +649,7 @@ def test_daemon_that_was_not_started_after_a_reboot_withholds_nothing(
         bench.prepared(wanted)
     bench.tools.broken = [MPS]
     bench.leave(wanted)
-    bench.executor.clean("uid-1")
+    bench.executor.undo_rest("uid-1")
     assert (bench.reported.lines, bench.files()) == ([], [])
 
 
@@ -716,7 +663,7 @@ def test_daemon_of_an_older_boot_is_not_stopped_where_a_claim_has_one_with_other
         assert bench.tools.undone == []
         assert [entry.claim.uid for entry in bench.ledger.entries()] == ["new"]
         bench.leave(made)
-        bench.executor.clean("new")
+        bench.executor.undo_rest("new")
         bench.tools.undone = []
 
 
@@ -743,14 +690,6 @@ def test_loop_cleans_up_as_soon_as_the_tool_is_back(bench: Bench) -> None:
         bench.tools.broken = []
         bench.found = "nvidia-smi is back"
         eventually(lambda: not bench.files())
-
-
-def test_loop_of_an_instance_that_does_not_lead_leaves_cleanups_alone(bench: Bench) -> None:
-    bench.fail(MPS)
-    bench.tools.broken, bench.tools.undone = [], []
-    follower = Cleaner(bench.ledger, bench.lanes, bench.tools, leads=lambda: False)
-    assert follower._turn() == 5.0
-    assert bench.files() == [LEDGER_0]
 
 
 class Keeps:
@@ -822,7 +761,7 @@ def test_bug_of_a_keeper_is_logged_and_keeps_no_claim_from_ending(bench: Bench) 
     bench.cleaner.restorers, bench.cleaner.clock = [keeps], lambda: 0.0
     bench.leave(made)
     with capture_logs() as logged:
-        bench.executor.clean("uid-1")
+        bench.executor.undo_rest("uid-1")
         for _ in range(5):
             bench.cleaner._turn()
             eventually(lambda: not bench.lanes.under_way())
@@ -832,7 +771,7 @@ def test_bug_of_a_keeper_is_logged_and_keeps_no_claim_from_ending(bench: Bench) 
 
 
 def test_loop_removes_again_and_again_what_killed_writers_left(bench: Bench) -> None:
-    """The other instance of a rolling update may be killed while this one continues."""
+    """Another process, such as the MPS host, may be killed while this one continues."""
     every = count(0.0, 30.0)
     cleaner = Cleaner(
         bench.ledger,
@@ -858,7 +797,7 @@ def test_gpus_of_one_prepare_are_cleaned_in_parallel(bench: Bench, monkeypatch: 
     bench.tools.broken = []
     both, undo = threading.Barrier(2), bench.tools.undo
 
-    def beside(step: Step, of: ClaimRecord) -> None:
+    def beside(step: Step, of: ClaimRef) -> None:
         both.wait(PATIENCE_S)
         undo(step, of)
 
@@ -872,38 +811,28 @@ def test_claim_that_is_prepared_during_a_check_does_not_seem_to_have_ended(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench.prepared(record(MPS))  # because of this entry, the check reads the records
-    other, real = bench.restarted(), bench.records.all
+    real = bench.records.all
 
     def read_slowly() -> dict[str, ClaimRecord]:
         found = real()
         monkeypatch.undo()
-        other.prepared(record(SLICE, uid="uid-2"))
+        bench.prepared(record(SLICE, uid="uid-2"))
         return found
 
     monkeypatch.setattr(bench.records, "all", read_slowly)
     assert bench.ledger.left() == []
 
 
-def test_entry_that_another_instance_writes_again_is_not_lost(bench: Bench) -> None:
-    """This instance has removed an entry for the same claim and step before."""
-    other, entry = bench.restarted(), LedgerEntry(claim(GPU_0).ref, BOOT, SLICE)
-    bench.ledger.add(entry)
-    bench.ledger.change((), [entry])
-    other.ledger.add(entry)
-    assert bench.ledger.entries() == [entry]
-
-
 def test_entry_that_is_written_again_after_a_full_disk_is_not_lost(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other, entry = bench.restarted(), LedgerEntry(claim(GPU_0).ref, BOOT, SLICE)
+    entry = LedgerEntry(claim(GPU_0).ref, BOOT, SLICE)
     bench.prepared(record(MPS, uid="uid-2"))
     bench.ledger.add(entry)
     with monkeypatch.context() as full:
         full.setattr("dra_driver.base.json_store.write_atomically", refuse_write)
         with pytest.raises(StateError, match="disk is full"):
             bench.ledger.change((), [entry])
-    other.ledger.change((), [entry])
     bench.ledger.add(entry)
     assert entry in bench.ledger.entries()
 
@@ -924,7 +853,7 @@ def test_cleanup_of_a_claim_whose_first_unprepare_failed_is_shown(
         full.setattr(bench.records, "delete", refuse_write)
         with pytest.raises(StateError, match="disk is full"):
             bench.leave(made)
-    bench.restarted().leave(made)  # the other instance unprepares the claim
+    bench.records.delete("uid-1")
     assert [one.name for one in bench.cleaner.outstanding()] == ["uid-1"]
 
 
