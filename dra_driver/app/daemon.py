@@ -44,7 +44,7 @@ from dra_driver.journal.executor import Executor, StepDispatcher
 from dra_driver.journal.lanes import Lanes
 from dra_driver.journal.ledger import DIRECTORY as LEDGER
 from dra_driver.journal.ledger import Ledger
-from dra_driver.journal.locks import ClaimLocks, GpuLocks
+from dra_driver.journal.locks import ClaimLocks, GpuLocks, PlanningLock
 from dra_driver.journal.records import RecordStore
 from dra_driver.kube.claims import ClaimClient
 from dra_driver.kube.client import ApiClient
@@ -137,9 +137,10 @@ class Driver:
         """Create the parts for the files on disk, which the next instance also uses."""
         settings, directory = self.settings, self._plugin_dir
         self.records = RecordStore(directory / "claims")
-        self.planning = GpuLocks(directory / "locks", ".plan.lock")
-        self.lanes = Lanes(GpuLocks(directory / "locks"))
-        self.claim_locks = ClaimLocks(directory / "locks")
+        self._gpu_locks = GpuLocks(directory / "locks")
+        self.lanes = Lanes(self._gpu_locks)
+        self.planning = PlanningLock()
+        self.claim_locks = ClaimLocks()
         self._specs = CdiDirectory(Path(settings.cdi_root), settings.driver_name)
         self._metadata_files = MetadataFiles(directory, settings.cdi_root, settings.driver_name)
         self._without_record = SpecsWithoutRecord(self.records, self._specs)
@@ -174,7 +175,6 @@ class Driver:
             planning=self.planning,
             lost_devices=self._without_record.lost_devices,
             labels=self._labels.now,
-            leads=lambda: True,
             is_worker=lambda: self._works,
             on_inventory=self._inventory_changed,
             on_hardware=self._hardware_changed,
@@ -269,7 +269,6 @@ class Driver:
             self.lanes,
             self._steps,
             self._cleanups_changed,
-            lambda: True,
             partial(tools_seen, programs, self._mps_layout.lock, self._host, detachments),
             (self._time_slices, self._gpus.mig_mode),
             temporary_files(directory, Path(settings.cdi_root), settings.driver_name),
@@ -451,8 +450,7 @@ class Driver:
     def _open_state(self) -> None:
         self._read_state()
         refuse_other_names(self.settings.device_names, self.ledger.known_records())
-        self.planning.open()
-        self.claim_locks.open()
+        self._gpu_locks.open()
         self._specs.create()
         self._metadata_files.create()
         self._maintenance.open()

@@ -21,7 +21,7 @@ from dra_driver.inventory.discovery import Discovery
 from dra_driver.inventory.rules.gpu_names import held_gpu_names
 from dra_driver.journal.lanes import Lanes
 from dra_driver.journal.ledger import Ledger
-from dra_driver.journal.locks import GpuLocks
+from dra_driver.journal.locks import PlanningLock
 from dra_driver.journal.records import RecordStore
 from dra_driver.mig.devices import MigDevices
 from dra_driver.mig.layout_file import LAYOUT_FILE, LayoutFile
@@ -55,10 +55,9 @@ class NodeGpus:
         records: RecordStore,
         ledger: Ledger,
         lanes: Lanes,
-        planning: GpuLocks,
+        planning: PlanningLock,
         lost_devices: Callable[[], Collection[str]],
         labels: Callable[[], Mapping[str, str] | None],
-        leads: Callable[[], bool],
         is_worker: Callable[[], bool],
         on_inventory: Callable[[], None],
         on_hardware: Callable[[], None],
@@ -125,13 +124,11 @@ class NodeGpus:
             self.mig_mode,
             lanes,
             planning,
-            GpuLocks(directory / "locks", ".layout.lock"),
             LayoutFile(directory / LAYOUT_FILE),
             settings.mig_layouts,
             labels=labels,
             inventory=self.discovery.latest,
             is_on_demand=settings.on_demand or (lambda _gpu: False),
-            leads=leads,
             rescan=partial(self.discovery.scan_now, _RESCAN_S),
             on_change=on_layouts,
         )

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import math
 import os
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,8 +20,6 @@ from dra_driver.base.atomic import UNREADABLE, WRITES, open_plain, state_error
 from dra_driver.errors import RetryableError
 
 _POLL_S = 0.005
-_CHECK_S = 0.1
-"""How often a waiting thread checks whether its call was cancelled."""
 LOCK_LAYOUT = "hhqqi4x"
 """`struct flock` on 64-bit Linux."""
 WHOLE_FILE_WRITE_LOCK = struct.pack(LOCK_LAYOUT, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
@@ -44,39 +41,25 @@ def hold_file(
     deadline: float,
     busy: str,
     lock: bytes = WHOLE_FILE_WRITE_LOCK,
-    is_cancelled: Callable[[], bool] | None = None,
 ) -> Iterator[int]:
     """Hold the lock; yields the file's descriptor, open for reading and writing.
 
     The file is created if it is missing, and must never be removed: a lock on a removed file excludes no other
     process.
 
-    Raises: LockBusyError with the text `busy`, if `deadline` (time.monotonic()) passes or
-    `is_cancelled` returns True; StateError.
+    Raises: LockBusyError with the text `busy`, if `deadline` (time.monotonic()) passes; StateError.
     """
-    if not thread_lock.acquire(blocking=False):
-        _wait_for_thread(thread_lock, deadline, busy, is_cancelled)
+    if not thread_lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+        raise LockBusyError(busy)
     try:
         descriptor = _open(path)
         try:
-            _lock(descriptor, path, deadline, busy, lock, is_cancelled)
+            _lock(descriptor, path, deadline, busy, lock)
             yield descriptor
         finally:
             os.close(descriptor)
     finally:
         thread_lock.release()
-
-
-def _wait_for_thread(
-    lock: threading.Lock, deadline: float, busy: str, is_cancelled: Callable[[], bool] | None
-) -> None:
-    step = _CHECK_S if is_cancelled is not None else math.inf
-    while True:
-        left = deadline - time.monotonic()
-        if lock.acquire(timeout=max(0.0, min(left, step))):
-            return
-        if left <= step or (is_cancelled is not None and is_cancelled()):
-            raise LockBusyError(busy)
 
 
 def _open(path: Path) -> int:
@@ -87,21 +70,14 @@ def _open(path: Path) -> int:
             raise state_error("open the lock file", path, error) from error
 
 
-def _lock(
-    descriptor: int,
-    path: Path,
-    deadline: float,
-    busy: str,
-    lock: bytes,
-    is_cancelled: Callable[[], bool] | None,
-) -> None:
+def _lock(descriptor: int, path: Path, deadline: float, busy: str, lock: bytes) -> None:
     while True:
         try:
             fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, lock)
         except OSError as error:
             if error.errno not in (errno.EAGAIN, errno.EACCES):
                 raise state_error("lock", path, error) from error
-            if time.monotonic() >= deadline or (is_cancelled is not None and is_cancelled()):
+            if time.monotonic() >= deadline:
                 raise LockBusyError(busy) from error
             time.sleep(_POLL_S)
         else:

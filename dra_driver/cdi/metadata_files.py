@@ -14,7 +14,7 @@ import errno
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +34,7 @@ from dra_driver.cdi.rules.metadata import (
     cdi_file_prefix,
     cdi_spec,
     check_names,
+    check_ref,
     described,
     directory_name,
     encode,
@@ -45,7 +46,7 @@ from dra_driver.cdi.rules.spec import encode as encode_spec
 from dra_driver.errors import NvmlUnavailableError, StateError
 from dra_driver.inventory.discovery import Discovery
 from dra_driver.journal.ledger import Ledger
-from dra_driver.model.claim import AllocatedClaim
+from dra_driver.model.claim import AllocatedClaim, ClaimRef
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord, WriteDeviceMetadata
 
@@ -111,26 +112,15 @@ class MetadataFiles:
             for request in requests_of(claim)
         )
 
-    def remove(self, claim: AllocatedClaim) -> None:
+    def remove(self, ref: ClaimRef) -> None:
         """Remove the claim's files and CDI specs, if any. Raises: StateError, ClaimRefusedError."""
-        check_names(claim)
-        self._remove_specs(claim.ref.uid)
-        directory = self._directory / directory_name(claim.ref)
+        check_ref(ref)
+        self._remove_specs(ref.uid)
+        directory = self._directory / directory_name(ref)
         for request in _entries(directory):
-            if _owner(request) in (None, claim.ref.uid):
+            if _owner(request) in (None, ref.uid):
                 _remove_request(request)
         _remove_if_empty(directory)
-
-    def forget(self, claim_uid: str) -> None:
-        """Remove the files and CDI specs of a claim that is known only by its UID. Raises: StateError,
-        ClaimRefusedError.
-        """
-        checked_claim_uid(claim_uid)
-        self._remove_specs(claim_uid)
-        for request in list(self._request_directories()):
-            if _owner(request) == claim_uid:
-                _remove_request(request)
-                _remove_if_empty(request.parent)
 
     def _write_spec(self, claim: AllocatedClaim, request: str, file: Path) -> None:
         spec = cdi_spec(self._driver_name, claim, request, str(file))
@@ -156,10 +146,6 @@ class MetadataFiles:
             remove_file(path)
         if found:
             sync_removals(self._cdi)
-
-    def _request_directories(self) -> Iterator[Path]:
-        for claim in _entries(self._directory):
-            yield from _readable_entries(claim)
 
 
 def _entries(directory: Path, prefix: str = "") -> list[Path]:
@@ -259,12 +245,11 @@ class MetadataSteps:
             by_request.setdefault(planned.result.base_request, []).append(device)
         return by_request
 
-    def undo(self, step: WriteDeviceMetadata, record: ClaimRecord) -> None:
-        """Remove the claim's files; running containers keep the mounted files. Raises: StateError."""
-        if record.claim.results:
-            self.files.remove(record.claim)
-        else:  # the record was lost, so only the UID is known
-            self.files.forget(record.ref.uid)
+    def undo(self, step: WriteDeviceMetadata, ref: ClaimRef) -> None:
+        """Remove the claim's files; running containers keep the mounted files. Raises: StateError,
+        ClaimRefusedError.
+        """
+        self.files.remove(ref)
 
     def in_place(self, step: WriteDeviceMetadata, record: ClaimRecord) -> bool:
         """Whether all files and CDI specs of the claim exist."""

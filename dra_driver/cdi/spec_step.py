@@ -26,6 +26,7 @@ from dra_driver.host.gpu_nodes import GpuNodes
 from dra_driver.host.imex import ImexChannelNodes, ImexDaemon
 from dra_driver.host.vfio import CONTAINER_NODE, IOMMU_NODE, VfioCards
 from dra_driver.journal.ledger import Ledger
+from dra_driver.model.claim import ClaimRef
 from dra_driver.model.driver_files import CdiDevice, CdiMount, DriverFiles, FindPrograms, HostNode
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.host import HOST_DEVICE_NODES, HOST_DEVICE_REMEDIES, HostDevice, HostPaths, ImexChannels
@@ -225,9 +226,9 @@ class CdiSteps:
         if notes:
             _log.warning("driver_files_incomplete", notes=list(notes))
 
-    def undo(self, step: Step, record: ClaimRecord) -> None:
+    def undo(self, step: Step, ref: ClaimRef) -> None:
         """Remove the claim's spec; running containers keep their devices."""
-        self.specs.remove(record.ref.uid)
+        self.specs.remove(ref.uid)
 
     def in_place(self, step: Step, record: ClaimRecord) -> bool:
         """Whether the claim's spec file exists and contains a JSON object."""

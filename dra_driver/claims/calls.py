@@ -82,7 +82,7 @@ class KubeletCall:
 
 
 class CallsUnderWay:
-    """Tracks the claims that this process is preparing or unpreparing. Thread-safe."""
+    """Tracks the claims that are being prepared or unprepared. Thread-safe."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

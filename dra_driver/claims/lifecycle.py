@@ -32,7 +32,7 @@ from dra_driver.claims.waiting import PrepareAttempt, Waiter, WaitTimeouts
 from dra_driver.inventory.discovery import Discovery
 from dra_driver.journal.cleaner import Cleaner
 from dra_driver.journal.executor import Executor
-from dra_driver.journal.locks import ClaimLocks, GpuLocks
+from dra_driver.journal.locks import ClaimLocks, PlanningLock
 from dra_driver.journal.records import RecordStore
 from dra_driver.kube.claims import ClaimClient
 from dra_driver.mig.layouts import NodeLayouts
@@ -134,7 +134,7 @@ class ClaimLifecycle:
         discovery: Discovery,
         records: RecordStore,
         locks: ClaimLocks,
-        planning: GpuLocks,
+        planning: PlanningLock,
         without_record: SpecsWithoutRecord,
         executor: Executor,
         cleaner: Cleaner,

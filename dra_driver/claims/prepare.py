@@ -20,7 +20,6 @@ from dataclasses import dataclass
 
 import structlog
 
-from dra_driver.api.resolve import asks_for_maintenance
 from dra_driver.cdi.spec_step import ExtraDeviceFinder
 from dra_driver.claims.calls import KubeletCall
 from dra_driver.claims.rules.holders import DeviceHeldError
@@ -39,7 +38,7 @@ from dra_driver.errors import (
 from dra_driver.inventory.discovery import Discovery
 from dra_driver.journal.cleaner import Cleaner
 from dra_driver.journal.executor import Executor
-from dra_driver.journal.locks import ClaimGuard, ClaimLocks, GpuLocks
+from dra_driver.journal.locks import ClaimGuard, ClaimLocks, PlanningLock
 from dra_driver.journal.records import RecordStore
 from dra_driver.journal.rules.cleanups import PendingCleanup
 from dra_driver.mig.layouts import NodeLayouts
@@ -74,7 +73,7 @@ class Identity:
 
 @dataclass(eq=False)
 class ClaimPlanner:
-    """Plans claims. Planning takes no lock and changes nothing, but may trigger a rescan of the devices.
+    """Plans claims. Planning takes no lock and changes nothing.
 
     `setting_for_lost` returns the setting that would keep new pods away from lost GPUs; None if they already
     stay away.
@@ -87,22 +86,16 @@ class ClaimPlanner:
     extra_devices: ExtraDeviceFinder
     setting_for_lost: Callable[[], str | None]
 
-    def gpus_of(self, claim: AllocatedClaim, call: KubeletCall) -> frozenset[str]:
-        """Return the UUIDs of the GPUs to lock for the claim, as far as its devices are known. A device with
-        adminAccess needs no lock, unless the claim is for maintenance.
+    def find_devices(self, claim: AllocatedClaim, call: KubeletCall) -> None:
+        """Scan the node's devices again, unless the last scan found all devices of the claim.
 
-        Raises: NvmlUnavailableError.
+        A device may be newer than the last scan, such as a manually created MIG device, or any device of a driver that
+        was just loaded.
         """
         known = self.discovery.inventory
         is_known = known is not None and all(result.device in known.by_name for result in claim.results)
         if self.discovery.unavailable() is not None or not is_known:
-            # A device may be newer than the last scan, such as a manually created MIG device, or any device of a driver
-            # that was just loaded.
             self.rescan(call)
-        inventory = self._inventory()
-        needs_all = asks_for_maintenance(claim)
-        found = (inventory.usable(one.device) for one in claim.results if needs_all or not one.admin_access)
-        return frozenset(device.gpu.uuid for device in found if device is not None)
 
     def plan(self, claim: AllocatedClaim, known: ClaimRecord | None) -> Plan:
         """Return the plan of a claim whose record is `known`.
@@ -131,8 +124,8 @@ class ClaimPlanner:
     ) -> None:
         """Check that IMEX is ready, if the claim gets a channel and is not prepared yet.
 
-        Call it before locking GPUs, because nvidia-imex may be slow. If the fabric was not ready at the last
-        scan, the devices are scanned again.
+        Call it without a lock, because nvidia-imex may be slow. If the fabric was not ready at the last scan, the
+        devices are scanned again.
 
         Raises: RetryableError if the fabric or nvidia-imex is not ready.
         """
@@ -205,7 +198,7 @@ class Preparer:
     planner: ClaimPlanner
     records: RecordStore
     claim_locks: ClaimLocks
-    planning: GpuLocks
+    planning: PlanningLock
     executor: Executor
     cleaner: Cleaner
     waiter: Waiter
@@ -213,10 +206,8 @@ class Preparer:
 
     def __post_init__(self) -> None:
         self._begun: dict[str, PrepareAttempt] = {}
-        """By claim UID: the attempt that must roll the claim back, which is the last attempt in this process that wrote
-        the record. Changed under the claim's lock, so an attempt that cannot take the lock at its end stays here. An
-        attempt in the other instance of a rolling update may find the record gone between two tries; it then starts
-        from the beginning.
+        """By claim UID: the attempt that must roll the claim back, which is the last attempt that wrote the record.
+        Changed under the claim's lock, so an attempt that cannot take the lock at its end stays here.
         """
 
     def prepare(self, attempt: PrepareAttempt) -> tuple[Prepared, ClaimRecord | None]:
@@ -255,7 +246,7 @@ class Preparer:
     def _reopen_nvml(self, attempt: PrepareAttempt) -> bool:
         """Open NVML again if a call that crashed closed it for this claim; returns whether that was so.
 
-        Another call of this process that works on the claim now keeps NVML closed. Raises: StateError; RetryableError.
+        Another call that works on the claim now keeps NVML closed. Raises: StateError; RetryableError.
         """
         with self.claim_locks.hold(attempt.ref.uid, _LOCK_S):
             other = self._begun.get(attempt.ref.uid, attempt)
@@ -300,7 +291,7 @@ class Preparer:
                 plan, record, pending = self._planned_once(attempt, tried, ended)
             finally:
                 for uid in ended:
-                    self.executor.clean(uid)
+                    self.executor.undo_rest(uid)
             if plan is None:
                 continue
             if not pending:
@@ -312,19 +303,18 @@ class Preparer:
     def _planned_once(
         self, attempt: PrepareAttempt, tried: Collection[str], ended: list[str]
     ) -> tuple[Plan | None, ClaimRecord | None, Sequence[PendingCleanup]]:
-        """Plan under the locks of the claim and its GPUs. Then write the record, or return the cleanups that must run
-        first.
+        """Plan under the claim's lock and the planning lock. Then write the record, or return the cleanups that must
+        run first.
 
-        The plan is None if the claim needs GPUs that are not locked, or if another call changed the record. If
-        an earlier allocation of the claim has ended, its UID is added to `ended`; the caller must call
-        `executor.clean` for it after the locks are released.
+        The plan is None if another call changed the record. If an earlier allocation of the claim has ended, its UID is
+        added to `ended`; the caller must call `executor.undo_rest` for it after the locks are released.
         """
         uid, call, claim = attempt.ref.uid, attempt.call, attempt.claim
-        known, gpus = self.records.get(uid), frozenset[str]()
+        known = self.records.get(uid)
         if claim.results or known is not None:
             # Both calls may wait: for discovery, and for nvidia-imex. Hold no lock, so that an Unprepare does not have
             # to wait too.
-            gpus = self.planner.gpus_of(claim, call) | (known.locked_gpus if known else frozenset())
+            self.planner.find_devices(claim, call)
             self.planner.refuse_unready_imex(claim, known, call)
         with self.claim_locks.hold(uid, call.left(), call.is_cancelled) as guard:
             refuse_unprepared(guard, call)
@@ -332,23 +322,21 @@ class Preparer:
                 return None, None, ()
             if not claim.results and known is None:
                 return Plan(claim, (), ()), None, ()
-            with self.planning.hold(gpus, call.left(), call.is_cancelled):
-                self.cleaner.ledger.refuse_newer(gpus)
-                if self.layouts is not None:
-                    self.layouts.refuse_changing(gpus)
+            with self.planning.hold(call.left(), call.is_cancelled):
                 try:
                     plan = self.planner.plan(claim, known)
                 except ClaimRefusedError as error:
                     if known is not None and _releases(attempt, known, error):
                         self._end(known, ended)
                     raise
-                if not plan.locked_gpus <= gpus:
-                    return None, None, ()
+                self.cleaner.ledger.refuse_newer(plan.used_gpus)
+                if self.layouts is not None:
+                    self.layouts.refuse_changing(plan.used_gpus)
                 if known is not None and known.devices != plan.held_devices():
                     self._end(known, ended)
                     known = None
                 if known is None or known.phase != "prepared":
-                    pending = self.cleaner.ledger.pending_before(plan.locked_gpus, tried)
+                    pending = self.cleaner.ledger.pending_before(plan.used_gpus, tried)
                     if pending:
                         return plan, None, pending
                 call.left()
@@ -356,7 +344,11 @@ class Preparer:
 
     def _end(self, known: ClaimRecord, ended: list[str]) -> None:
         ended.append(known.ref.uid)
-        self.executor.end(known)
+        self._remove(known)
+
+    def _remove(self, record: ClaimRecord) -> None:
+        self.executor.remove(record.ref, record)
+        self.waiter.wake()
 
     # --- the steps of an attempt ---------------------------------------------------------------
 
@@ -386,7 +378,7 @@ class Preparer:
         uid = attempt.ref.uid
         with self.claim_locks.hold(uid, _LOCK_S) as guard:
             refuse_unprepared(guard, attempt.call)
-            done = self.executor.finish(plan, record)
+            done = self.executor.complete(plan, record)
             self._begun.pop(uid, None)
             guard.note_prepared(attempt.call.began_ns)
             return done
@@ -411,8 +403,8 @@ class Preparer:
                 if record.maintenance is not None and isinstance(error, RetryableError):
                     self.planner.reopen_nvml(attempt.ref)
                     return
-                self.executor.end(record)
-            self.executor.clean(uid)
+                self._remove(record)
+            self.executor.undo_rest(uid)
         except DraDriverError as left:
             _log.error(
                 "rollback_incomplete",

@@ -27,12 +27,8 @@ the API server: soon after the start, every ten minutes, and when an attempt wai
   help: the kubelet lists the pods that the API server has, and a force-deleted pod is missing there while its
   containers may still run.
 - A claim that is prepared again keeps its devices. Right before the reconciler unprepares a claim, it queries the API
-  server again, because the other instance of a rolling update may have prepared the claim. `reclaim` checks under the
-  claim's lock that this instance has not prepared it. The kubelet's own Unprepare may come before, during or after
-  `reclaim`.
-- During a rolling update the old instance may write a record after the kubelet has cancelled its Prepare and the new
-  instance has unprepared the claim. The kubelet does not unprepare the claim again. The claim becomes stale when
-  Kubernetes removes its allocation, and is then unprepared like any other.
+  server again, and `reclaim` checks under the claim's lock that no call has prepared the claim since. The kubelet's own
+  Unprepare may come before, during or after `reclaim`.
 - While a process computes on a claim's devices (`claims.gpu_processes`), or NVML does not answer, no other claim gets
   the devices. The plugin reports the process IDs once. It checks again every half minute, and when an attempt waits
   for the device.

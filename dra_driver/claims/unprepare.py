@@ -76,9 +76,9 @@ class Unpreparer:
                     )
                 record = self.records.get(ref.uid)
                 call.left()  # raises if the kubelet has cancelled this call: a newer call may follow
-                self.executor.end(self.executor.lost(ref.uid) if record is None else record)
+                self.executor.remove(ref, record)
                 guard.note_unprepared(call.began_ns)
-            self.executor.clean(ref.uid)
+            self.executor.undo_rest(ref.uid)
         duration = time.monotonic() - started
         self.observer.unprepared(ref, duration, record)
         _log.info(

@@ -12,7 +12,7 @@ No lock is held while waiting. A crash leaves what the last try left: nothing, o
 
 An attempt waits if
 
-- the claim that holds the device is about to release it: its Unprepare is in progress in this process, or the API
+- the claim that holds the device is about to release it: its Unprepare is in progress, or the API
   server shows it (`claims.rules.holders`). If the API server does not answer, the holder is assumed to stay, unless an
   earlier answer said otherwise;
 - MPS has its maximum number of clients, and enough of them are about to leave;
@@ -22,9 +22,8 @@ An attempt waits if
 In the last two cases nothing signals the end, so the attempt retries after short pauses. If it failed instead, the
 kubelet would retry only after a minute or more.
 
-The end of each Unprepare in this process wakes all waiting attempts. To notice an Unprepare in the other
-instance of a rolling update, they read the holders' records ten times a second. Attempts that wait for the same
-device are served in no particular order.
+The end of each Unprepare, and of each attempt that removes its record, wakes all waiting attempts. Attempts that wait
+for the same device are served in no particular order.
 """
 
 from __future__ import annotations
@@ -56,6 +55,8 @@ _log = structlog.get_logger(__name__)
 NotNow = DeviceHeldError | DeviceBusyError | NvmlTransientError
 NOT_NOW = (DeviceHeldError, DeviceBusyError, NvmlTransientError)
 """The errors after which the attempt should call `Waiter.wait`."""
+_CHECK_S = 1.0
+"""How often a waiting attempt checks whether the kubelet has cancelled its call."""
 _QUERY_S = 3.0
 """How many seconds the API server may take to answer one query about a holder."""
 
@@ -86,13 +87,12 @@ class PrepareAttempt:
 class WaitTimeouts:
     """Wait times in seconds.
 
-    While an attempt waits for a holder, it reads the holder's record every `poll_s`, and retries after
-    `recheck_s`, which queries the API server again. While a process uses the device or the NVIDIA driver
-    refuses, it retries every `retry_s`. It stops waiting `last_s` before the deadline, because the last try takes some
-    time, and so does finding the processes on the device. `stop_s` is how long it still waits after `stop`.
+    While an attempt waits for a holder, it retries after `recheck_s`, which queries the API server again. While a
+    process uses the device or the NVIDIA driver refuses, it retries every `retry_s`. It stops waiting `last_s` before
+    the deadline, because the last try takes some time, and so does finding the processes on the device. `stop_s` is how
+    long it still waits after `stop`.
     """
 
-    poll_s: float = 0.1
     recheck_s: float = 3.0
     retry_s: float = 0.5
     last_s: float = 3.0
@@ -123,12 +123,16 @@ class Waiter:
         """
         self._on_leaving = check_soon
 
+    def wake(self) -> None:
+        """Let each waiting attempt check its holders, because a record was removed."""
+        self.calls.wake()
+
     def stop(self) -> None:
         """Give each waiting attempt a few more seconds, because the plugin is being stopped. After that, the attempt
         fails, and the kubelet retries.
         """
         self._stop_by = self.clock() + self.timeouts.stop_s
-        self.calls.wake()
+        self.wake()
 
     def waited_s(self, attempt: PrepareAttempt) -> float:
         """Return the seconds since the attempt first waited."""
@@ -152,7 +156,7 @@ class Waiter:
             attempt.call.left()  # raises if the kubelet has cancelled the call
             if now >= due:
                 return
-            self._sleep(attempt, min(times.poll_s, due - now, end - now))
+            self._sleep(attempt, min(due, end, now + _CHECK_S) - now)
             if any(self._has_changed(one.holder) for one in conflicts):
                 return
 

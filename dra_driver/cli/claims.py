@@ -12,7 +12,7 @@ from pathlib import Path
 from dra_driver.cli.flags import OF_NODE
 from dra_driver.cli.node import prepared_claims
 from dra_driver.cli.output import OUTPUT, answer, hanging
-from dra_driver.cli.rules.prepared_claims import ClaimDevice, NodeClaims, PreparedClaim, RunningStep, age_text
+from dra_driver.cli.rules.prepared_claims import ClaimDevice, NodeClaims, PreparedClaim, age_text
 from dra_driver.cli.scratch import node_settings
 from dra_driver.model.claim import Pods
 from dra_driver.model.problems import FailingClaim
@@ -61,12 +61,12 @@ def _failing(one: FailingClaim, width: int | None) -> str:
     return hanging(head, one.error, width)
 
 
-def _state(claim: PreparedClaim, running: RunningStep | None) -> Iterator[str]:
-    """Yield `Prepared 3s ago` or the running step, and then only what is wrong or unknown."""
+def _state(claim: PreparedClaim, busy_gpu: str | None) -> Iterator[str]:
+    """Yield `Prepared 3s ago` or what is happening, and then only what is wrong or unknown."""
     if claim.phase == "prepared":
         yield "Prepared" if claim.age_s is None else f"Prepared {age_text(claim.age_s)} ago"
-    elif running is not None:
-        yield f"Preparing for {age_text(running.for_s)}: {running.what} on {running.gpu_uuid}"
+    elif busy_gpu is not None:
+        yield f"Preparing: an operation is running on {busy_gpu}"
     else:
         yield "NOT PREPARED SINCE THE LAST BOOT" if claim.boot == "earlier" else "Preparing"
     if claim.maintenance is not None:

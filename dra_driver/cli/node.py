@@ -6,9 +6,8 @@ It does not wait for a call that hangs.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -21,7 +20,7 @@ from dra_driver.claims.specs_without_record import SpecsWithoutRecord
 from dra_driver.cli.machine import CommandMachine, unread
 from dra_driver.cli.rules.node_state import NodeState
 from dra_driver.cli.rules.node_view import NodeView, NvmlFacts, node_view
-from dra_driver.cli.rules.prepared_claims import NodeClaims, RunningStep
+from dra_driver.cli.rules.prepared_claims import NodeClaims
 from dra_driver.cli.state_on_disk import (
     is_only_simulated,
     plugin_problems,
@@ -39,7 +38,7 @@ from dra_driver.journal.executor import StepDispatcher
 from dra_driver.journal.lanes import Lanes
 from dra_driver.journal.ledger import DIRECTORY as LEDGER
 from dra_driver.journal.ledger import Ledger
-from dra_driver.journal.locks import GpuLocks, LockUse
+from dra_driver.journal.locks import GpuLocks
 from dra_driver.journal.records import RecordStore
 from dra_driver.journal.rules.cleanups import PendingCleanup
 from dra_driver.model.gpu import Gpu, GpuLoad, GpuProcess
@@ -170,23 +169,22 @@ def prepared_claims(settings: Settings) -> NodeClaims:
     state = read_state(directory, Sysfs(proc=proc).boot_id(), specs)
     found = read_claims(state, settings, datetime.now(UTC))
     failing = plugin_problems(directory, settings.http_endpoint).failing
-    return replace(
-        found, failing=failing, running=_running_steps(state, GpuLocks(directory / "locks").uses())
-    )
+    return replace(found, failing=failing, running=_running(state, GpuLocks(directory / "locks")))
 
 
-def _running_steps(state: NodeState, uses: Iterable[LockUse]) -> Mapping[str, RunningStep]:
-    """Return the running step on the GPUs of each claim that is being prepared, by claim UID.
+def _running(state: NodeState, locks: GpuLocks) -> Mapping[str, str]:
+    """Return a GPU on which an operation runs, for each claim that is being prepared, by claim UID.
 
-    A claim of an earlier boot has no running step, because nothing has begun for it in this boot.
+    A claim of an earlier boot has no running operation, because nothing has begun for it in this boot.
     """
-    now, by_gpu = time.monotonic(), {use.gpu_uuid: use for use in uses}
-    return {
-        record.ref.uid: RunningStep(by_gpu[uuid].what, uuid, max(0.0, now - by_gpu[uuid].began))
-        for record in state.records
-        if record.phase == "preparing" and state.boot_id in (None, record.boot_id)
-        for uuid in sorted(record.gpu_uuids & by_gpu.keys())[:1]
-    }
+    with suppress(StateError):
+        return {
+            record.ref.uid: busy[0]
+            for record in state.records
+            if record.phase == "preparing" and state.boot_id in (None, record.boot_id)
+            if (busy := sorted(filter(locks.is_held, record.gpu_uuids)))
+        }
+    return {}
 
 
 def pending_cleanup(settings: Settings, *, now: bool) -> tuple[Sequence[PendingCleanup], Sequence[str]]:

@@ -16,7 +16,7 @@ The same is left if the file cannot be read or removed when the claim ends.
 After a reboot the file is ignored, and the claim counts as not prepared yet.
 
 The file belongs to the claim's lock: only a holder of the lock writes or removes it, after reading the record's phase.
-The step waits for NVML to close without the lock, because that may hang. So `Executor.finish` checks under the lock
+The step waits for NVML to close without the lock, because that may hang. So `Executor.complete` checks under the lock
 that NVML is still closed for the claim before it writes `prepared`. A step whose call has given up writes no file; if
 NVML closes after its call has given up, the step removes its file. Only `detach --end` ignores the lock, because an
 administrator wants NVML open at once. A file whose time is over may be replaced by anyone.
@@ -85,8 +85,7 @@ class MaintenanceSteps:
             with suppress(LockBusyError):
                 self.detachments.remove_damaged()
         elif written.claim is not None:
-            # If another instance works on the claim now, the claim is not abandoned.
-            with suppress(LockBusyError), self.claim_locks.hold(written.claim.uid, _LOCK_S):
+            with suppress(LockBusyError):
                 self._end_abandoned(written.claim)
 
     def _end_abandoned(self, ref: ClaimRef) -> None:
@@ -123,7 +122,7 @@ class MaintenanceSteps:
             raise
         _log.info("maintenance_started", claim_uid=ref.uid, gpu_uuids=step.gpu_uuids, until=made.until)
 
-    def undo(self, step: StartMaintenance, record: ClaimRecord) -> None:
+    def undo(self, step: StartMaintenance, ref: ClaimRef) -> None:
         """Let the plugin open NVML again if it was closed for the claim, and publish the GPUs. The caller holds the
         claim's lock.
 
@@ -131,13 +130,13 @@ class MaintenanceSteps:
         stays closed until the time in the file is over or the plugin starts again, and discovery reports this.
         """
         try:
-            if self.detachments.end_of(record.ref):
+            if self.detachments.end_of(ref):
                 self.rescan()
-                _log.info("maintenance_ended", claim_uid=record.ref.uid, gpu_uuids=step.gpu_uuids)
+                _log.info("maintenance_ended", claim_uid=ref.uid, gpu_uuids=step.gpu_uuids)
         except StateError as error:
             _log.error(
                 "maintenance_not_ended",
-                claim_uid=record.ref.uid,
+                claim_uid=ref.uid,
                 reason=str(error),
                 remedy="if NVML is closed for this claim, it opens when the time is over; "
                 "`gpu-dra-driver detach --end` opens it at once",

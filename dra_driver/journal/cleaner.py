@@ -37,12 +37,12 @@ from dra_driver.journal.rules.cleanups import (
     Withholding,
     by_gpus,
     gpus_of,
-    record_of,
     things,
     what,
     withholding,
     without,
 )
+from dra_driver.model.claim import ClaimRef
 from dra_driver.model.inventory import OfferedDevice
 from dra_driver.model.plan import Plan
 from dra_driver.model.problems import NodeProblem
@@ -54,13 +54,11 @@ UNDO_S = 5.0
 """How long one undo may take. A failed undo does not keep the claim from ending."""
 CLEAN_BEFORE_S = 8.0
 """How long a Prepare waits for pending cleanups on its GPUs."""
-_OTHER_INSTANCE_S = 3.0
-"""How long an undo waits for the other instance of a rolling update to finish with the GPU."""
 _CLEAN_AGAIN_S = 0.5
 """The pause before a Prepare retries a failed undo."""
 _ALL_S = 30.0
 _CHECK_EVERY_S = 5.0
-"""How often the loop checks for cleanups left by the other instance of a rolling update."""
+"""How often the loop checks for cleanups, if nothing wakes it."""
 _TOOLS_EVERY_S = 1.0
 """How often the loop checks the tools and GPUs while cleanups are pending."""
 _CLEAR_EVERY_S = 30.0
@@ -77,11 +75,8 @@ class StepRunner(Protocol[S_contra]):
     def do(self, step: S_contra, plan: Plan) -> None:
         """Do the step, even if parts of it are already done."""
 
-    def undo(self, step: S_contra, record: ClaimRecord) -> None:
-        """Undo what the step may have done. The caller checks that no other claim needs it.
-
-        The record of an ended claim contains only its name and the data of its ledger entries.
-        """
+    def undo(self, step: S_contra, ref: ClaimRef) -> None:
+        """Undo what the step may have done for the claim. The caller checks that no other claim needs it."""
 
     def in_place(self, step: S_contra, record: ClaimRecord) -> bool:
         """Whether the step's result still exists, as far as that is visible without the GPU driver."""
@@ -103,12 +98,11 @@ class Restorer(Protocol):
 
 @dataclass(eq=False)
 class Cleaner(BackgroundWorker):
-    """Runs pending cleanups: for an Unprepare, before a Prepare that needs the GPU, and in its own thread
-    while `leads` returns True.
+    """Runs pending cleanups: for an Unprepare, before a Prepare that needs the GPU, and in its own thread.
 
     The thread submits work to the lanes on request, and when `tools` returns a new value: a program, the MPS host or
     the NVIDIA driver is back. Otherwise it retries each GPU after growing pauses. The `restorers` run in the same
-    lanes, in both instances of a rolling update. `changed` is called after pending cleanups have changed. Twice a
+    lanes. `changed` is called after pending cleanups have changed. Twice a
     minute the thread removes the temporary files of killed writers; `temporary` lists their directories and patterns.
     """
 
@@ -116,7 +110,6 @@ class Cleaner(BackgroundWorker):
     lanes: Lanes
     runner: StepRunner[Step]
     changed: Callable[[], None] = lambda: None
-    leads: Callable[[], bool] = lambda: True
     tools: Callable[[], Hashable] = lambda: None
     restorers: Sequence[Restorer] = ()
     temporary: Sequence[tuple[Path, str]] = ()
@@ -125,7 +118,7 @@ class Cleaner(BackgroundWorker):
     def __post_init__(self) -> None:
         self._guard, self._reporting = threading.Lock(), threading.Lock()
         self._ending: set[str] = set()
-        """UIDs of claims whose first undos are running in this process. Their cleanups are not reported yet."""
+        """UIDs of claims whose first undos are running. Their cleanups are not reported yet."""
         self._reported: dict[str, PendingCleanup] = {}
         self._tools: Hashable = None
         self._pauses: dict[str, tuple[Backoff, float]] = {}  # by GPU, with the time of the next try
@@ -142,7 +135,7 @@ class Cleaner(BackgroundWorker):
     # --- what is pending -----------------------------------------------------------------------
 
     def outstanding(self) -> list[PendingCleanup]:
-        """Return the pending cleanups, except those of claims that this process is ending now. Raises: StateError."""
+        """Return the pending cleanups, except those of claims whose first undos are running. Raises: StateError."""
         found = self._pending()
         with self._guard:
             return [one for one in found if one.name not in self._ending]
@@ -161,11 +154,12 @@ class Cleaner(BackgroundWorker):
         GPU busy. Raises: StateError.
         """
         found = self.ledger.pending()
-        uses = self.lanes.uses() if any(one.cause is None for one in found) else {}
+        running = self.lanes.under_way()
         return [
             replace(
                 one,
-                cause=one.cause or next((uses[gpu].text for gpu in sorted(_gpus(one) & uses.keys())), None),
+                cause=one.cause
+                or next((running[gpu].text(gpu) for gpu in sorted(_gpus(one) & running.keys())), None),
             )
             for one in found
         ]
@@ -184,8 +178,8 @@ class Cleaner(BackgroundWorker):
     # --- for calls of the kubelet --------------------------------------------------------------
 
     @contextmanager
-    def ending(self, uid: str) -> Iterator[None]:
-        """Mark the claim as ending while its record is removed. Call `finish` afterwards, unless the removal
+    def removing(self, uid: str) -> Iterator[None]:
+        """Mark the claim as ending while its record is removed. Call `undo_rest` afterwards, unless the removal
         failed.
         """
         with self._guard:
@@ -197,16 +191,16 @@ class Cleaner(BackgroundWorker):
                 self._ending.discard(uid)
             raise
 
-    def finish(self, uid: str, wait_s: float) -> None:
-        """Undo the steps of a claim that just ended, waiting at most `wait_s` seconds. After that, the steps that are
-        not undone are reported as pending.
+    def undo_rest(self, uid: str, wait_s: float) -> None:
+        """Undo the steps of a claim whose record was just removed, waiting at most `wait_s` seconds. After that, the
+        steps that are not undone are reported as pending.
 
         Raises: StateError.
         """
         mine: list[LedgerEntry] = []
         try:
             mine = [entry for entry in self.ledger.left() if entry.claim.uid == uid]
-            self.clean(mine, wait_s)
+            self._clean(_works(mine), wait_s)
         finally:
             with self._guard:
                 self._ending.discard(uid)
@@ -224,7 +218,7 @@ class Cleaner(BackgroundWorker):
         wanted = {(one.name, step) for one in pending for step in one.steps}
         while True:
             entries = [entry for entry in self.ledger.left() if entry.key in wanted]
-            self.clean(entries, max(0.0, end - time.monotonic()))
+            self._clean(_works(entries), max(0.0, end - time.monotonic()))
             try:
                 self._refuse_withheld(wanted, devices)
             except GpuUnresponsiveError:
@@ -253,13 +247,6 @@ class Cleaner(BackgroundWorker):
 
     # --- in the lanes --------------------------------------------------------------------------
 
-    def clean(self, entries: Iterable[LedgerEntry], wait_s: float) -> None:
-        """Clean the GPUs of these entries in parallel; waits at most `wait_s` seconds.
-
-        Entries that are not undone by then are undone when their lane is idle. Raises: StateError.
-        """
-        self._clean(_works(entries), wait_s)
-
     def clean_all(self, wait_s: float | None = None) -> list[PendingCleanup]:
         """Try to clean and restore everything now; returns the cleanups that are still pending. Raises:
         StateError.
@@ -268,7 +255,10 @@ class Cleaner(BackgroundWorker):
         return self.outstanding()
 
     def _clean(self, works: Iterable[tuple[frozenset[str], str]], wait_s: float) -> None:
-        """Raises: StateError."""
+        """Clean these groups of GPUs in parallel; waits at most `wait_s` seconds.
+
+        What is not undone by then is undone when the lane is idle. Raises: StateError.
+        """
         for future in wait([self._submit(gpus, text) for gpus, text in works], wait_s).done:
             error = future.exception()
             if error is not None and (not isinstance(error, RetryableError) or isinstance(error, StateError)):
@@ -280,7 +270,7 @@ class Cleaner(BackgroundWorker):
         A cleanup that is running may have read the ledgers too early, so it does not count.
         """
         work = partial(self._converge, gpus)
-        return self.lanes.submit(gpus, what, work, _OTHER_INSTANCE_S, once=("cleanup", gpus))
+        return self.lanes.submit(gpus, what, work, once=("cleanup", gpus))
 
     def _to_restore(self) -> list[tuple[frozenset[str], str]]:
         """Raises: StateError."""
@@ -306,7 +296,7 @@ class Cleaner(BackgroundWorker):
         try:
             if gpu not in restorer.gpus():
                 return True
-            operation.set_step(restorer.what)
+            operation.what = restorer.what
             restorer.restore(gpu)
             return gpu not in restorer.gpus()
         except DraDriverError:  # the restorer logs the cause
@@ -349,7 +339,7 @@ class Cleaner(BackgroundWorker):
         """Undo one entry; returns the cause if it failed."""
         try:
             with within(UNDO_S):
-                self.runner.undo(entry.step, record_of([entry]))
+                self.runner.undo(entry.step, entry.claim)
         except Exception as error:  # noqa: BLE001  a bug in one undo must not keep the others from being tried
             if not isinstance(error, DraDriverError):
                 _log.exception("undo_crashed", claim_uid=entry.claim.uid)
@@ -367,7 +357,7 @@ class Cleaner(BackgroundWorker):
         self.clear_temporary()
         try:
             self._report_changes()
-            works = [*(self._to_do() if self.leads() else ()), *self._to_restore()]
+            works = [*self._to_do(), *self._to_restore()]
             # The tools are checked only while cleanup is pending.
             before, self._tools = self._tools, self.tools() if works else None
             if is_requested or before != self._tools:
@@ -414,18 +404,14 @@ class Cleaner(BackgroundWorker):
                     self._pauses[gpu] = backoff, self.clock() + backoff.next()
 
     def _report_changes(self) -> None:
-        """Log cleanups that appeared or ended since the last call. The leading instance does, whichever instance
-        ended the claim.
-
-        Raises: StateError.
-        """
+        """Log cleanups that appeared or ended since the last call. Raises: StateError."""
         with self._reporting:
-            now, leads = {one.name: one for one in self.outstanding()}, self.leads()
+            now = {one.name: one for one in self.outstanding()}
             before, self._reported = self._reported, now
-            for name in sorted(now.keys() - before.keys() if leads else ()):
-                one, ref = now[name], now[name].record.ref
-                _log.warning("cleanup_pending", claim=str(ref), claim_uid=ref.uid, reason=one.text)
-            for name in sorted(before.keys() - now.keys() if leads else ()):
+            for name in sorted(now.keys() - before.keys()):
+                one = now[name]
+                _log.warning("cleanup_pending", claim=str(one.record.ref), claim_uid=one.name, reason=one.text)
+            for name in sorted(before.keys() - now.keys()):
                 ref = before[name].record.ref
                 _log.info("cleanup_done", claim=str(ref), claim_uid=ref.uid)
             is_changed = {name: one.steps for name, one in before.items()} != {

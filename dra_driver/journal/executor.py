@@ -6,11 +6,11 @@ cleaner undoes the other steps, because the ledger may list more steps than the 
 
 | Caller | Holds | Action |
 |---|---|---|
-| Prepare | the claim's lock and the planning locks of its GPUs | `intend` writes the record |
+| Prepare | the claim's lock and the planning lock | `intend` writes the record |
 | Prepare | nothing | `change` submits the steps to the lanes, and waits for them |
-| Prepare | the claim's lock | `finish` writes files, and `prepared` if the record is still the same |
-| Unprepare, or a Prepare that fails | the claim's lock | `end` removes the files and the record |
-| Unprepare, or a Prepare that fails | nothing | `clean` lets the lanes undo the other steps, and waits briefly |
+| Prepare | the claim's lock | `complete` writes files, and `prepared` if the record is still the same |
+| Unprepare, or a Prepare that fails | the claim's lock | `remove` removes the files and the record |
+| Unprepare, or a Prepare that fails | nothing | `undo_rest` lets the lanes undo the other steps, and waits briefly |
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from dra_driver.journal.cleaner import Cleaner, StepRunner
 from dra_driver.journal.lanes import Lanes, Operation
 from dra_driver.journal.records import RecordStore
 from dra_driver.journal.rules.cleanups import LedgerEntry, by_gpus, is_undone_in_lane
-from dra_driver.model.claim import AllocatedClaim, ClaimRef
+from dra_driver.model.claim import ClaimRef
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import (
     STEP_TEXTS,
@@ -42,6 +42,7 @@ from dra_driver.model.record import (
     Step,
     WriteCdiSpec,
     WriteDeviceMetadata,
+    maintenance_of,
     writes_files,
 )
 
@@ -55,6 +56,12 @@ _USUAL_S = 25.0
 _CHECK_S = 1.0
 _FINISH_S = 0.5
 """How much of the call's time is reserved for writing files and for rolling back."""
+_STEPS_OF_ANY_CLAIM: Sequence[Step] = (
+    StartMaintenance((), "Wait", 0),
+    WriteDeviceMetadata(()),
+    WriteCdiSpec(),
+)
+"""What a claim without a readable record may have, apart from the steps in the ledgers."""
 _UNDO_WAIT_S = 5.0
 """How long the end of a claim waits for undos. A failed undo does not keep the claim from ending."""
 
@@ -136,7 +143,7 @@ class Executor:
             for step in steps:
                 if given_up.is_set():
                     return
-                operation.set_step(STEP_TEXTS[type(step)])
+                operation.what = STEP_TEXTS[type(step)]
                 self._do(step, plan, record)
 
         end = time.monotonic() + wait_s - _FINISH_S
@@ -179,7 +186,7 @@ class Executor:
                 return late
 
     def _do(self, step: Step, plan: Plan, record: ClaimRecord) -> None:
-        """Enter a step in its GPU's ledger, then do the step. From then on, ending the claim undoes the step."""
+        """Enter a step in its GPU's ledger, then do the step. From then on, the end of the claim undoes the step."""
         entry = LedgerEntry(record.ref, record.boot_id, step)
         ledger = self.cleaner.ledger
         is_kept = is_undone_in_lane(step)
@@ -194,12 +201,12 @@ class Executor:
             raise
 
     def _raise_late(self, groups: Sequence[Collection[str]]) -> None:
-        uses = self.lanes.uses()
-        late = sorted(uses.keys() & frozenset[str]().union(*groups))
+        running = self.lanes.under_way()
+        late = sorted(running.keys() & frozenset[str]().union(*groups))
         if not late:
             raise RetryableError("a step could not start before the kubelet's deadline; the kubelet retries")
         raise RetryableError(
-            f"{uses[late[0]].text}; the kubelet's deadline has passed, and the kubelet retries"
+            f"{running[late[0]].text(late[0])}; the kubelet's deadline has passed, and the kubelet retries"
         )
 
     def _refuse_changed(self, record: ClaimRecord) -> ClaimRecord:
@@ -215,7 +222,7 @@ class Executor:
             raise changed
         return known
 
-    def finish(self, plan: Plan, record: ClaimRecord) -> ClaimRecord:
+    def complete(self, plan: Plan, record: ClaimRecord) -> ClaimRecord:
         """Do the steps that write files, then mark the claim as prepared; returns its record.
 
         The caller holds the claim's lock.
@@ -226,8 +233,8 @@ class Executor:
         known = self._refuse_changed(record)
         if record.maintenance is not None and not self.runner.in_place(record.maintenance, known):
             raise RetryableError(
-                "NVML is not closed any more: another call or instance of gpu-dra-driver, or `detach --end`, opened it "
-                "before the claim was prepared; the kubelet retries"
+                "NVML is not closed any more: another call or `detach --end` opened it before the claim was prepared; "
+                "the kubelet retries"
             )
         lasts = changes_more_than_the_spec(plan)
         with nullcontext() if lasts else self._one_at_a_time():
@@ -241,46 +248,42 @@ class Executor:
             self.records.save(done, durable=False, whole=lasts)
             return done
 
-    def end(self, record: ClaimRecord) -> None:
-        """Undo the steps of the record that write files, and remove the record.
+    def remove(self, ref: ClaimRef, record: ClaimRecord | None) -> None:
+        """Undo the claim's steps that write files, and remove its record. Without a readable `record`, remove
+        everything that a claim may have.
 
-        The caller holds the claim's lock, and calls `clean` after releasing it. Raises: StateError; then the
+        The caller holds the claim's lock, and calls `undo_rest` after releasing it. Raises: StateError; then the
         record stays.
         """
-        maintenance = record.maintenance
+        steps = _STEPS_OF_ANY_CLAIM if record is None else record.steps
+        maintenance = maintenance_of(steps)
         try:
-            for step in reversed(record.steps):
+            for step in reversed(steps):
                 if writes_files(step):
-                    self.runner.undo(step, record)
-            with self.cleaner.ending(record.ref.uid):
-                self.records.delete(record.ref.uid)
+                    self.runner.undo(step, ref)
+            with self.cleaner.removing(ref.uid):
+                was_there = self.records.delete(ref.uid)
         except DraDriverError:
             # Let NVML open again in any case: the pod has ended, and NVML is closed for the whole node.
             if maintenance is not None:
-                self.runner.undo(maintenance, record)
+                self.runner.undo(maintenance, ref)
             raise
         if maintenance is not None:
             # Undo this step last: a Prepare that is closing NVML now will then see that the record is gone.
-            self.runner.undo(maintenance, record)
-
-    def clean(self, uid: str) -> None:
-        """Undo the claim's changes to GPUs in their lanes, and wait briefly. The caller holds no lock. Raises:
-        StateError.
-        """
-        self.cleaner.finish(uid, time_left(_UNDO_WAIT_S))
-
-    def lost(self, claim_uid: str) -> ClaimRecord:
-        """Remove the claim's unreadable record, if any, and return a substitute for `end`. Raises: StateError."""
-        if self.records.delete(claim_uid):
+            self.runner.undo(maintenance, ref)
+        if record is None and was_there:
             _log.warning(
                 "newer_record_removed",
-                claim_uid=claim_uid,
+                claim_uid=ref.uid,
                 remedy="settings that the newer release made on GPUs may remain; check with `nvidia-smi`, or reboot "
                 "the node",
             )
-        claim = AllocatedClaim(ClaimRef("?", "?", claim_uid), (), ())
-        steps = (StartMaintenance((), "Wait", 0), WriteDeviceMetadata(()), WriteCdiSpec())
-        return ClaimRecord(claim, "preparing", self.boot_id, (), steps)
+
+    def undo_rest(self, uid: str) -> None:
+        """Undo the other steps of a removed claim in the lanes of their GPUs, and wait briefly. The caller holds no
+        lock. Raises: StateError.
+        """
+        self.cleaner.undo_rest(uid, time_left(_UNDO_WAIT_S))
 
     def in_place(self, record: ClaimRecord) -> bool:
         """Whether every step of the record was done in this boot and its result still exists."""
@@ -326,7 +329,7 @@ class StepDispatcher:
         with self._timed(step, "do"):
             self.runners[type(step)].do(step, plan)
 
-    def undo(self, step: Step, record: ClaimRecord) -> None:
+    def undo(self, step: Step, ref: ClaimRef) -> None:
         """See `StepRunner.undo`. Raises: RetryableError if the step has no runner, as in a command."""
         with self._timed(step, "undo"):
             runner = self.runners.get(type(step))
@@ -334,7 +337,7 @@ class StepDispatcher:
                 raise RetryableError(
                     "only the running plugin can undo this step; start gpu-dra-driver on the node"
                 )
-            runner.undo(step, record)
+            runner.undo(step, ref)
 
     def in_place(self, step: Step, record: ClaimRecord) -> bool:
         """See `StepRunner.in_place`."""

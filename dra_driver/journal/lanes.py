@@ -5,9 +5,8 @@
      └─ the caller has given up: it never starts
 
 The caller holds no lock and waits as long as it wants. An operation for several GPUs starts when all of them
-are idle; until then, it does not block any of them. The other instance of a rolling update has its own lanes, but an
-operation holds the file locks of its GPUs, so the two instances never work on one GPU at the same time. The lock files
-show each instance which operation the other one is running, and since when.
+are idle; until then, it does not block any of them. A running operation holds the lock files of its GPUs, so it first
+waits for what another process of gpu-dra-driver still does there (`journal.locks`).
 
 A program that cannot be killed keeps its lane busy until it exits, because `GpuLocks.hold` waits for the program.
 
@@ -19,9 +18,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -30,8 +29,9 @@ from typing import Any, TypeVar
 import structlog
 
 from dra_driver.base.deadline import time_left
+from dra_driver.base.file_lock import LockBusyError
 from dra_driver.errors import RetryableError
-from dra_driver.journal.locks import GpuLocks, LockUse
+from dra_driver.journal.locks import GpuLocks
 
 _log = structlog.get_logger(__name__)
 
@@ -39,8 +39,11 @@ T = TypeVar("T")
 
 UNRESPONSIVE_AFTER_S = 60.0
 """How long an operation may run on a GPU before other operations stop waiting for that GPU."""
-_OTHER_INSTANCE_S = 30.0
-"""How long an operation waits for the other instance of a rolling update to finish with the GPU."""
+_OTHER_PROCESS_S = 30.0
+"""How long an operation waits for another process to finish with the GPU. A program that a killed plugin has left may
+take half of that.
+"""
+_WAIT = "the wait for another process of gpu-dra-driver"
 
 
 class GpuUnresponsiveError(RetryableError):
@@ -53,38 +56,26 @@ class GpuUnresponsiveError(RetryableError):
 class Operation:
     """An operation that waits or runs. `what` describes it in messages, and may change while the operation runs.
 
-    `began` is its start (time.monotonic()), None while it waits; `since` is the start as text. `once` identifies equal
-    operations of which only one may wait; None if any number may. `show` writes the running step into the lock files.
-    `only_writes` is as in `LockUse`. `is_given_up` returns whether the caller no longer waits for the operation.
+    `began` is its start (time.monotonic()), and `since` is the start as text; both are empty while it waits. `once`
+    identifies equal operations of which only one may wait; None if any number may. `only_writes` means that the
+    operation waits for a write to the kernel and does not need NVML. `is_given_up` returns whether the caller no longer
+    waits for the operation.
     """
 
     gpu_uuids: frozenset[str]
     what: str
     work: Callable[[Operation], Any]
-    patience_s: float
     context: Context
     once: Hashable = None
     future: Future[Any] = field(default_factory=Future)
-    began: float | None = None
+    began: float = 0.0
     since: str = ""
     only_writes: bool = False
-    show: Callable[[Iterable[LockUse]], None] = lambda _uses: None
     is_given_up: Callable[[], bool] = lambda: False
 
-    def set_step(self, what: str) -> None:
-        """Show `what` as the running step, in this process and in the lock files. Called by `work`."""
-        if what != self.what:
-            self.what = what
-            self.show(self.uses())
-
-    def uses(self) -> list[LockUse]:
-        """Return the lock use for each GPU of the operation; empty before the operation starts."""
-        if self.began is None:
-            return []
-        return [
-            LockUse(uuid, self.what, self.began, self.since, self.only_writes)
-            for uuid in sorted(self.gpu_uuids)
-        ]
+    def text(self, gpu_uuid: str) -> str:
+        """Describe the running operation on one of its GPUs, and its start."""
+        return f"{self.what} on GPU {gpu_uuid} began at {self.since} UTC and has not finished"
 
 
 _operation: ContextVar[Operation | None] = ContextVar("operation", default=None)
@@ -101,17 +92,11 @@ def only_writes() -> Iterator[None]:
         yield
         return
 
-    def turn(*, is_on: bool) -> None:
-        operation.only_writes = is_on
-        operation.show(operation.uses())
-
-    turn(is_on=True)
+    operation.only_writes = True
     try:
         yield
-    except Exception:
-        turn(is_on=False)
-        raise
-    turn(is_on=False)
+    finally:
+        operation.only_writes = False
 
 
 def refuse_given_up() -> None:
@@ -135,14 +120,13 @@ class Lanes:
         gpu_uuids: Collection[str],
         what: str,
         work: Callable[[Operation], T],
-        patience_s: float = _OTHER_INSTANCE_S,
         *,
         once: Hashable = None,
     ) -> Future[T]:
         """Run `work` when the GPUs are idle, in a copy of the caller's context.
 
-        If the caller cancels the future before then, `work` never runs. The future raises LockBusyError if the other
-        instance of a rolling update keeps a GPU for `patience_s` seconds.
+        If the caller cancels the future before then, `work` never runs. The future raises LockBusyError if another
+        process keeps a GPU for too long.
 
         `once` identifies background work: while an equal operation on the same GPUs waits, its future is
         returned. Background work runs in a new context, without the caller's deadline.
@@ -151,7 +135,7 @@ class Lanes:
         """
         gpus = frozenset(gpu_uuids)
         context = copy_context() if once is None else Context()
-        operation = Operation(gpus, what, work, patience_s, context, once)
+        operation = Operation(gpus, what, work, context, once)
         with self._guard:
             for other in self._waiting:
                 if once is not None and (other.once, other.gpu_uuids) == (once, gpus):
@@ -166,36 +150,29 @@ class Lanes:
         with self._guard:
             return dict(self._under_way)
 
-    def uses(self) -> Mapping[str, LockUse]:
-        """Return the lock use of each GPU on which either instance of a rolling update is running an operation."""
-        found = {use.gpu_uuid: use for one in self.under_way().values() for use in one.uses()}
-        for use in self._locks.uses():
-            ours = found.get(use.gpu_uuid)
-            # The other instance has the lock, and this process's operation is waiting for it.
-            if ours is None or ours.began != use.began:
-                found[use.gpu_uuid] = use
-        return found
-
     def hanging(self) -> Mapping[str, tuple[str, float]]:
         """Return the operation on each GPU as its description and start (time.monotonic())."""
-        return {uuid: (use.what, use.began) for uuid, use in self.uses().items()}
+        return {uuid: (operation.what, operation.began) for uuid, operation in self.under_way().items()}
 
     def refuse_unresponsive(self, gpu_uuids: Collection[str], after_s: float | None = None) -> None:
         """Raise GpuUnresponsiveError if an operation has run for `after_s` seconds on one of the GPUs. The error names
         the operation.
         """
         limit = time.monotonic() - (UNRESPONSIVE_AFTER_S if after_s is None else after_s)
-        uses = self.uses()
-        for uuid in sorted(gpu_uuids & uses.keys()):
-            if uses[uuid].began <= limit:
-                raise GpuUnresponsiveError(_text(uses[uuid]))
+        running = self.under_way()
+        for uuid in sorted(gpu_uuids & running.keys()):
+            if running[uuid].began <= limit:
+                raise GpuUnresponsiveError(
+                    f"GPU {uuid} does not respond: {running[uuid].what} began at {running[uuid].since} UTC and has not "
+                    "finished; if this lasts, drain and reboot the node"
+                )
 
     def refuse_other_hangs(self, gpu_uuid: str) -> None:
         """Raise GpuUnresponsiveError if an operation on any other GPU hangs in NVML.
 
         In that case, an operation that closes NVML must not start.
         """
-        needs_nvml = {uuid for uuid, use in self.uses().items() if not use.only_writes}
+        needs_nvml = {uuid for uuid, one in self.under_way().items() if not one.only_writes}
         self.refuse_unresponsive(needs_nvml - {gpu_uuid})
 
     def _ready(self) -> list[Operation]:
@@ -206,6 +183,8 @@ class Lanes:
         for operation in self._waiting.copy():
             if operation.gpu_uuids.isdisjoint(self._under_way):
                 self._waiting.remove(operation)
+                operation.began = time.monotonic()
+                operation.since = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S")
                 self._under_way |= dict.fromkeys(operation.gpu_uuids, operation)
                 ready.append(operation)
         return ready
@@ -234,8 +213,6 @@ class Lanes:
         future = operation.future
         if not future.set_running_or_notify_cancel():
             return lambda: None
-        operation.since = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S")
-        operation.began = time.monotonic()
         try:
             result = operation.context.run(self._run_locked, operation)
         except BaseException as error:  # noqa: BLE001  stored in the future
@@ -245,14 +222,11 @@ class Lanes:
 
     def _run_locked(self, operation: Operation) -> Any:
         _operation.set(operation)
-        patience_s = time_left(operation.patience_s)
-        with self._locks.hold(operation.gpu_uuids, patience_s, uses=operation.uses()) as operation.show:
+        with ExitStack() as held:
+            try:
+                held.enter_context(self._locks.hold(operation.gpu_uuids, 0.0))
+            except LockBusyError:
+                what, operation.what = operation.what, _WAIT
+                held.enter_context(self._locks.hold(operation.gpu_uuids, time_left(_OTHER_PROCESS_S)))
+                operation.what = what
             return operation.work(operation)
-
-
-def _text(use: LockUse) -> str:
-    """Describe what hangs on which GPU, and what to do."""
-    return (
-        f"GPU {use.gpu_uuid} does not respond: {use.what} began at {use.since} UTC and has not finished; if this "
-        "lasts, drain and reboot the node"
-    )

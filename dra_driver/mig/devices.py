@@ -59,6 +59,7 @@ from dra_driver.errors import (
 from dra_driver.host.gpu_nodes import MigCaps
 from dra_driver.mig.mode import MigContext, MigMode
 from dra_driver.mig.rules.offered_devices import at_slot, is_ours
+from dra_driver.model.claim import ClaimRef
 from dra_driver.model.mig import GpuAddress, GpuInstance, OwnedInstance
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord, CreateMig, LeaveMigMode
@@ -105,7 +106,7 @@ class MigDevices:
                 f"{error}; delete the pod and its claim so that the scheduler allocates another device"
             ) from error
 
-    def undo(self, step: CreateMig | LeaveMigMode, record: ClaimRecord) -> None:
+    def undo(self, step: CreateMig | LeaveMigMode, ref: ClaimRef) -> None:
         """Destroys the device; `MigMode` leaves MIG mode later. Raises: the errors of `destroy`."""
         instance = self._instance(step) if isinstance(step, CreateMig) else None
         if instance is not None:

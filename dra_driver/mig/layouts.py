@@ -6,10 +6,9 @@ A layout is desired state. It never takes a GPU away from a claim:
        ▲                         │ if a claim, process or reset is in the way: report it, check again later
        └──── refused: nothing was changed ◀── the layout does not fit, or a foreign instance is in the way
 
-The change is one operation in the GPU's lane, under the GPU's change lock, which is a file. A claim is planned under
-the GPU's planning lock, and waits while the change lock is held. The change takes the change lock first, then checks
-under the planning lock whether a claim holds the GPU, and keeps the change lock until discovery has read the GPU again.
-When the process ends in any way, the lock is released.
+The change is one operation in the GPU's lane. It checks under the planning lock whether a claim holds the GPU, and
+marks the GPU as changing until discovery has read the GPU again. Claims are planned under the same lock, and a claim
+that needs a changing GPU waits.
 
 | A crash after | leaves | then |
 |---|---|---|
@@ -19,8 +18,7 @@ When the process ends in any way, the lock is released.
 | a detail `creating`, its GPU instance or compute instance | as in `devices` | the device is completed |
 | the last instance | everything | the next check finds the layout applied |
 
-Each check starts from the hardware and the ledger, so a layout that changes half-way or a second instance of
-the plugin needs no special handling: only the leading instance acts.
+Each check starts from the hardware and the ledger, so a layout that changes half-way needs no special handling.
 """
 
 from __future__ import annotations
@@ -32,11 +30,10 @@ from dataclasses import KW_ONLY, dataclass
 
 import structlog
 
-from dra_driver.base.file_lock import LockBusyError
 from dra_driver.base.threads import BackgroundWorker
 from dra_driver.errors import ClaimRefusedError, DraDriverError, NvmlTransientError, RetryableError
 from dra_driver.journal.lanes import Lanes, Operation
-from dra_driver.journal.locks import GpuLocks
+from dra_driver.journal.locks import PlanningLock
 from dra_driver.mig.devices import MigDevices
 from dra_driver.mig.layout_file import LayoutFile
 from dra_driver.mig.mode import MigContext, MigMode
@@ -82,24 +79,21 @@ _CHECK_WAITING_S = 5.0
 class NodeLayouts(BackgroundWorker):
     """Checks in its own thread whether every GPU matches the layout, and changes those that do not.
 
-    A GPU is changed under its lock in `changing`. `labels` returns the labels of this node, None if unknown. While
-    `leads` returns False, another instance of the plugin acts. `rescan` runs discovery and returns when it has read the
-    GPUs. `on_change` gets the states that changed.
+    `labels` returns the labels of this node, None if unknown.
+    `rescan` runs discovery and returns when it has read the GPUs. `on_change` gets the states that changed.
     """
 
     context: MigContext
     devices: MigDevices
     mode: MigMode
     lanes: Lanes
-    planning: GpuLocks
-    changing: GpuLocks
+    planning: PlanningLock
     file: LayoutFile
     wanted: MigLayouts
     _: KW_ONLY
     labels: Callable[[], Mapping[str, str] | None]
     inventory: Callable[[], Inventory | None]
     is_on_demand: Callable[[Gpu], bool]
-    leads: Callable[[], bool]
     rescan: Callable[[], None]
     on_change: Callable[[Sequence[GpuLayout]], None]
 
@@ -111,6 +105,7 @@ class NodeLayouts(BackgroundWorker):
         if self.wanted.is_on:
             self._states = {one.gpu_uuid: one for one in self.file.load()}
         self._tainted_at: dict[tuple[str, str], float] = {}  # by GPU and layout
+        self._changing: set[str] = set()
         self._guard = threading.Lock()
         super().__init__("mig-layouts", self._turn)
 
@@ -127,19 +122,13 @@ class NodeLayouts(BackgroundWorker):
             return self._states
 
     def refuse_changing(self, gpu_uuids: Collection[str]) -> None:
-        """Raises NvmlTransientError while any instance of the plugin is changing one of these GPUs. Call it
-        under their planning locks.
-
-        Also raises: StateError.
+        """Raises NvmlTransientError while the plugin is changing one of these GPUs. Call it under the planning
+        lock.
         """
-        try:
-            with self.changing.hold(gpu_uuids, 0.0):
-                return
-        except LockBusyError as error:
+        if changing := sorted(self._changing.intersection(gpu_uuids)):
             raise NvmlTransientError(
-                f"gpu-dra-driver is applying the node's MIG layout to {' or '.join(sorted(gpu_uuids))}; the kubelet "
-                "retries"
-            ) from error
+                f"gpu-dra-driver is applying the node's MIG layout to {' and '.join(changing)}; the kubelet retries"
+            )
 
     def _turn(self) -> float:
         self.look()
@@ -150,7 +139,7 @@ class NodeLayouts(BackgroundWorker):
         """Applies the layout to every GPU, as far as possible now. `states` then shows what is in the way."""
         inventory = self.inventory()
         try:
-            if not self.leads() or inventory is None:
+            if inventory is None:
                 return
             labels = self.labels()
             if labels is None:
@@ -279,19 +268,23 @@ class NodeLayouts(BackgroundWorker):
         """Changes the GPU, or returns a description of the claim that holds it. Raises: DraDriverError that
         names the obstacle.
         """
-        with self.changing.hold({gpu.uuid}, _PLANNING_S):
-            with self.planning.hold({gpu.uuid}, _PLANNING_S):
-                holder = self.context.users.on_gpu(gpu.uuid, gpu_name, self._ledger.boot_id or "")
+        with self.planning.hold(_PLANNING_S):
+            holder = self.context.users.on_gpu(gpu.uuid, gpu_name, self._ledger.boot_id or "")
+            if holder is not None:
+                return holder
+            self._changing.add(gpu.uuid)
+        try:
             self._ledger.refuse_newer({gpu.uuid})
             for pending in self._ledger.pending({gpu.uuid}):
                 if "mig-device" in pending.kinds:
                     raise RetryableError(pending.text)
-            if holder is None:
-                try:
-                    self._change(target, GpuAddress(gpu.uuid, gpu.pci_bus_id), gpu_name)
-                finally:
-                    self.rescan()
-            return holder
+            try:
+                self._change(target, GpuAddress(gpu.uuid, gpu.pci_bus_id), gpu_name)
+            finally:
+                self.rescan()
+        finally:
+            self._changing.discard(gpu.uuid)
+        return None
 
     def _target(self, found: Gpu, gpu: GpuAddress, index: int, name: str) -> LayoutTarget | None:
         pci_id, profiles = self._hardware.cuts(found)

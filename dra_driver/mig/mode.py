@@ -33,8 +33,7 @@ error if it failed.
 
 @dataclass(eq=False)
 class MigHolders:
-    """The claims that use MIG devices. Reads the records on each call, because both instances of a rolling
-    update write them.
+    """The claims that use MIG devices.
 
     `lost_devices` returns the devices of claims that still have a CDI spec but no record.
     """

@@ -64,9 +64,9 @@ class Plan:
     waits_for: tuple[str, ...] = ()
 
     @property
-    def locked_gpus(self) -> frozenset[str]:
-        """The GPUs that the plan must lock. A request with adminAccess locks no GPU, because it changes nothing,
-        except in a maintenance claim.
+    def used_gpus(self) -> frozenset[str]:
+        """The UUIDs of the GPUs that the claim uses or changes. A request with adminAccess does neither, except in a
+        maintenance claim.
         """
         step = maintenance_of(self.steps)
         return frozenset(offered.gpu.uuid for offered in self.used_devices()) | frozenset(

@@ -219,14 +219,6 @@ class ClaimRecord:
         return frozenset(held.gpu_uuid for held in self.devices)
 
     @property
-    def locked_gpus(self) -> frozenset[str]:
-        """The UUIDs of the GPUs that Prepare and Unprepare must lock. A request with adminAccess locks no GPU,
-        because it changes nothing, except in a maintenance claim.
-        """
-        is_all = self.maintenance is not None
-        return frozenset(held.gpu_uuid for held in self.devices if is_all or not held.admin_access)
-
-    @property
     def maintenance(self) -> StartMaintenance | None:
         """The step of a maintenance claim; None for any other claim."""
         return maintenance_of(self.steps)

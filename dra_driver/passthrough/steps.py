@@ -41,6 +41,7 @@ from dra_driver.errors import (
 from dra_driver.host.vfio import NVIDIA, VfioCards
 from dra_driver.journal.lanes import Lanes, only_writes
 from dra_driver.journal.ledger import Ledger
+from dra_driver.model.claim import ClaimRef
 from dra_driver.model.gpu import VFIO_PCI, Card, FunctionBefore, OwnedCard, is_vfio
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import BindVfio, ClaimRecord
@@ -114,13 +115,13 @@ class VfioSteps:
                 error.has_no_effect = is_clean
             raise
 
-    def undo(self, step: BindVfio, record: ClaimRecord) -> None:
+    def undo(self, step: BindVfio, ref: ClaimRef) -> None:
         """Restores the drivers that the card had before.
 
         Raises: DeviceBusyError that names the virtual machine that uses the card; RetryableError, StateError.
         """
         with self._guard:
-            self._rendezvous_by_claim.pop(record.ref.uid, None)
+            self._rendezvous_by_claim.pop(ref.uid, None)
         with until(time.monotonic() + _UNDO_S):
             self._return(step)
 

@@ -295,7 +295,7 @@ class Reports:
 
     def _prepare_is_slow(self, ref: ClaimRef, seconds: float) -> None:
         """Reports what is running on the GPUs of a claim whose Prepare takes a long time."""
-        record, under_way = self._records.get(ref.uid), self._lanes.uses()
+        record, under_way = self._records.get(ref.uid), self._lanes.under_way()
         gpus = frozenset() if record is None else record.gpu_uuids
         doing = sorted(f"{under_way[uuid].what} on GPU {uuid}" for uuid in gpus & under_way.keys())
         text = f"Prepare has taken {seconds:.0f} s so far: {', '.join(doing) or 'it is waiting'}"

@@ -17,6 +17,7 @@ from dra_driver.errors import (
 from dra_driver.host.driver_programs import NvidiaSmi
 from dra_driver.journal.ledger import Ledger
 from dra_driver.journal.records import RecordStore
+from dra_driver.model.claim import ClaimRef
 from dra_driver.model.mps import MpsDaemonSpec
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord, RunMps, SetTimeSlice
@@ -56,7 +57,7 @@ class TimeSliceSteps:
                 f"{error}; remove the interval from the claim, or select another product"
             ) from error
 
-    def undo(self, step: SetTimeSlice, record: ClaimRecord) -> None:
+    def undo(self, step: SetTimeSlice, ref: ClaimRef) -> None:
         """Restores the default time slice. Raises: RetryableError, StateError."""
         try:
             timeout = seconds_for(f"reset the time slice of GPU {step.gpu_uuid}", _TIME_SLICE_S)
@@ -133,7 +134,7 @@ class MpsSteps:
                 f"{status.problem or 'see the files in its log directory'}; stop the processes that use it"
             )
 
-    def undo(self, step: RunMps, record: ClaimRecord) -> None:
+    def undo(self, step: RunMps, ref: ClaimRef) -> None:
         """Stops the daemon. Raises: the errors of `MpsHostFiles.stop`."""
         device = step.spec.device
         self.host.stop(device, seconds_for(f"stop the MPS daemon of device {device}", _MPS_STOP_S))

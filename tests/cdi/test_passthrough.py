@@ -173,8 +173,8 @@ def test_undo_leaves_nothing(bench: Bench) -> None:
     assert bench.steps.in_place(STEP, record)
     assert bench.metadata.in_place(step, record)
     for _ in range(2):
-        bench.steps.undo(STEP, record)
-        bench.metadata.undo(step, record)
+        bench.steps.undo(STEP, record.ref)
+        bench.metadata.undo(step, record.ref)
     left = [path for path in bench.directory.rglob("*") if path.is_file()]
     assert left == []
 

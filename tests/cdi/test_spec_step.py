@@ -87,8 +87,8 @@ def test_step_twice_is_as_once_and_undo_is_the_start(bench: Bench, tmp_path: Pat
     bench.steps.do(STEP, plan)
     assert file.stat().st_mtime_ns == before.st_mtime_ns
     assert bench.steps.in_place(STEP, record)
-    bench.steps.undo(STEP, record)
-    bench.steps.undo(STEP, record)
+    bench.steps.undo(STEP, record.ref)
+    bench.steps.undo(STEP, record.ref)
     assert list((tmp_path / "cdi").iterdir()) == []
 
 

@@ -17,6 +17,7 @@ from dra_driver.claims.waiting import PrepareAttempt
 from dra_driver.errors import NvmlTransientError, RetryableError, StateError
 from dra_driver.journal.locks import ClaimLocks
 from dra_driver.journal.records import RecordStore
+from dra_driver.model.claim import ClaimRef
 from dra_driver.model.record import ClaimRecord
 from tests.fakes.samples import DRIVER, GPU_0, MIXED, NODE, claim, hold, record
 
@@ -31,11 +32,10 @@ class Scene:
     def __init__(self, directory: Path) -> None:
         self.records = RecordStore(directory / "claims")
         self.records.open("boot-1")
-        (directory / "locks").mkdir()
-        self.claim_locks = ClaimLocks(directory / "locks")
+        self.claim_locks = ClaimLocks()
         self.taken_back: list[ClaimRecord] = []
         unused: Any = None
-        parts = (self.records, self.claim_locks, unused, self, unused, unused, unused)
+        parts = (self.records, self.claim_locks, unused, self, unused, self, unused)
         self.begun = Preparer(unused, *parts)  # type: ignore[arg-type]
         self.began_ns = time.monotonic_ns()
         self.attempt = self.wait()
@@ -60,15 +60,18 @@ class Scene:
     def change(self, *_args: object) -> None:
         raise NvmlTransientError("the NVIDIA driver refuses for now")
 
-    def end(self, found: ClaimRecord) -> None:
+    def remove(self, _ref: ClaimRef, found: ClaimRecord) -> None:
         with pytest.raises(RetryableError), self.claim_locks.hold(UID, 0.01):
             pass  # the claim is locked during this
         self.taken_back.append(found)
         self.records.delete(found.ref.uid)
 
-    def clean(self, uid: str) -> None:
+    def undo_rest(self, uid: str) -> None:
         with self.claim_locks.hold(UID, 5):
             pass  # and no longer locked
+
+    def wake(self) -> None:
+        pass
 
     def give_up(self) -> None:
         self.begun.give_up(self.attempt, RetryableError("not today"))
@@ -80,22 +83,12 @@ def scene(tmp_path: Path) -> Scene:
 
 
 def unprepared(scene: Scene) -> None:
-    """In this process."""
-    scene.begun._begun.pop(UID)
     scene.records.delete(UID)
-
-
-def prepared_elsewhere(scene: Scene) -> None:
-    scene.records.save(replace(BEGUN, phase="prepared"))
 
 
 def prepared(scene: Scene) -> None:
     scene.begun._begun.pop(UID)
-    prepared_elsewhere(scene)
-
-
-def unprepared_elsewhere(scene: Scene) -> None:
-    scene.records.delete(UID)
+    scene.records.save(replace(BEGUN, phase="prepared"))
 
 
 def refused_again(scene: Scene) -> None:
@@ -103,10 +96,7 @@ def refused_again(scene: Scene) -> None:
     scene.wait()
 
 
-@pytest.mark.parametrize(
-    "other_call",
-    [unprepared, unprepared_elsewhere, prepared, prepared_elsewhere, refused_again],
-)
+@pytest.mark.parametrize("other_call", [unprepared, prepared, refused_again])
 def test_changes_that_another_call_made_are_kept(scene: Scene, other_call: Callable[[Scene], None]) -> None:
     other_call(scene)
     before = scene.records.get(UID)
@@ -155,7 +145,7 @@ def test_record_stays_for_the_next_call_when_it_cannot_be_undone(
     def refuse(*_args: object) -> None:
         raise StateError("the disk is full")
 
-    monkeypatch.setattr(scene, "end", refuse)
+    monkeypatch.setattr(scene, "remove", refuse)
     scene.give_up()
     assert scene.records.get(UID) == BEGUN
     assert [(line["event"], line["claim_uid"], line["reason"]) for line in logs] == [

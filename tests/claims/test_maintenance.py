@@ -71,7 +71,7 @@ def plan(wanted: AllocatedClaim, *others: ClaimRecord, **more: Any) -> Plan:
 def test_plan_has_each_gpu_once_and_locks_it() -> None:
     made = plan(maintenance(GPU_1, MIG_1G, MIG_3G, policy="Refuse", timeout="90s"))
     assert made.steps == (StartMaintenance((uuid(1), uuid(2)), "Refuse", 90), WriteCdiSpec())
-    assert (made.locked_gpus, made.waits_for) == ({uuid(1), uuid(2)}, ())
+    assert (made.used_gpus, made.waits_for) == ({uuid(1), uuid(2)}, ())
 
 
 @pytest.mark.parametrize(
@@ -299,19 +299,6 @@ def test_instance_that_starts_while_nvml_is_closed_for_a_claim_makes_the_call_re
     other.release()
     assert isinstance(node.prepare(wanted), Prepared)
     assert is_closed_for(node, steps, wanted)
-
-
-def test_starting_instance_keeps_the_file_of_a_claim_that_another_call_works_on(
-    node: Node, steps: MaintenanceSteps, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("dra_driver.inventory.maintenance_step._LOCK_S", 0.1)
-    made = steps.detachments.begin(900, maintenance(GPU_0).ref)
-    newer = maintenance_steps(node.restarted(), node.directory)
-    with node.claim_locks.hold(UID, 1):
-        newer.open()
-    assert steps.detachments.now() == made
-    newer.open()
-    assert steps.detachments.now() is None
 
 
 def late_step(

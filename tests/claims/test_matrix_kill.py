@@ -78,21 +78,11 @@ def test_prepare_after_a_dead_unprepare_ends_as_if_it_never_was(case: Case) -> N
         assert (case.prepare(node), node.state()) == expected, point
 
 
-def test_the_other_instance_of_a_rolling_update_undoes_what_a_dead_one_left(case: Case) -> None:
-    untouched = case.untouched()
-    for deaths in (case.dead_prepares, case.dead_unprepares):
-        for point, other in deaths(rolls=True):
-            assert other.lanes.hanging() == {}, point
-            assert case.unprepare(other) is None, point
-            assert other.cleaner.clean_all() == [], point
-            assert other.state() == untouched, point
-
-
 @pytest.mark.parametrize("case", [name for name in KINDS if EXPECTED[name]["unprepare"]], indirect=True)
 def test_an_instance_that_starts_while_nvml_is_detached_undoes_when_that_is_over(case: Case) -> None:
     untouched = case.untouched()
     for deaths in (case.dead_prepares, case.dead_unprepares):
-        for point, node in deaths(rolls=True):
+        for point, node in deaths(starts=False):
             left = [gpu[:2] + gpu[3:] for gpu in case.site.settings()]
             with case.site.detached():
                 following = node.again()

@@ -150,11 +150,11 @@ def test_newer_record_is_reported_once_and_again_when_its_claim_ends(
 def test_step_of_a_claim_whose_newer_record_has_no_spec_yet_is_not_undone(
     node: KindNode, site: Site, kind: str
 ) -> None:
-    """The newer instance of a rolling update prepares it now, or crashed."""
+    """The newer release crashed."""
     wanted = KINDS[kind].wanted(site)
     release = NewerRelease(node, wanted)
     [rival] = others(node)
-    node.runner.undo(WriteCdiSpec(), node.record_of())
+    node.runner.undo(WriteCdiSpec(), node.record_of().ref)
     release.write(release.record, "steps")
     older, kept = node.again(), node.state()
     assert older.cleaner.clean_all() == []

@@ -4,26 +4,20 @@ has cancelled.
 
 from __future__ import annotations
 
-import random
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 
 from dra_driver.claims.prepare import ClaimPlanner, Preparer
 from dra_driver.claims.unprepare import Unpreparer
-from dra_driver.journal.locks import ClaimLocks
-from dra_driver.kubelet.pb import dra_v1_pb2
 from dra_driver.model.claim import Failed, Prepared
 from tests.fakes.preparing import Node
-from tests.fakes.samples import GPU_0, MIXED, claim, result
-from tests.fakes.waiting import PATIENCE_S, eventually
-from tests.kubelet import support
+from tests.fakes.samples import GPU_0, claim, result
+from tests.fakes.waiting import PATIENCE_S
 
 WANTED = claim(result(GPU_0), uid="uid-1")
 
@@ -65,13 +59,6 @@ class Late:
 
 def unprepare(node: Node, **more: Any) -> Any:
     return node.service.unprepare([WANTED.ref], None, **more)[WANTED.ref.uid]
-
-
-def unprepare_call(channel: grpc.Channel) -> Any:
-    ref, request = WANTED.ref, dra_v1_pb2.NodeUnprepareResourcesRequest
-    wire = dra_v1_pb2.Claim(namespace=ref.namespace, name=ref.name, uid=ref.uid)
-    method = channel.unary_unary(support.V1 + "NodeUnprepareResources", request.SerializeToString)
-    return method.future(request(claims=[wire]), timeout=45)
 
 
 def test_unprepare_that_a_newer_prepare_overtook_undoes_nothing(node: Node) -> None:
@@ -170,34 +157,7 @@ def test_prepare_whose_caller_left_while_it_waited_leaves_nothing(node: Node) ->
     assert node.files() == {}
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_newer_prepare_stays_whatever_became_of_the_unprepare_before_it(tmp_path: Path, seed: int) -> None:
-    """Over real sockets: the Unprepare hangs in the old instance, the kubelet gives up, and prepares with the new."""
-    pause = random.Random(seed).uniform(0, 0.03)
-    old = Node(tmp_path, MIXED)
-    assert isinstance(old.prepare(WANTED), Prepared)
-    new = old.restarted()
-    with support.made_node() as home:
-        sockets = [
-            home.plugin(node.service, settings={"pod_uid": name}).sockets.dra
-            for name, node in (("old", old), ("new", new))
-        ]
-        with support.channel(sockets[0]) as to_old, ClaimLocks(tmp_path / "locks").hold(WANTED.ref.uid, 5):
-            kubelet = unprepare_call(to_old)
-            eventually(lambda: old.claim_locks._guards[WANTED.ref.uid].wanted == 1)
-            kubelet.cancel()
-            answers: list[Any] = []
-            prepare = threading.Thread(target=lambda: answers.append(support.prepare(sockets[1], WANTED.ref)))
-            prepare.start()
-            time.sleep(pause)
-        prepare.join(PATIENCE_S)
-        eventually(lambda: old.claim_locks._guards[WANTED.ref.uid].wanted == 0)
-    assert answers[0].claims[WANTED.ref.uid].error == ""
-    assert new.records.get(WANTED.ref.uid) is not None
-    assert list(new.specs.list()) == [WANTED.ref.uid]
-
-
-@pytest.mark.parametrize("name", ["gpus_of", "refuse_unready_imex"])
+@pytest.mark.parametrize("name", ["find_devices", "refuse_unready_imex"])
 def test_unprepare_while_prepare_waits_for_discovery_or_imex_does_not_wait(
     node: Node, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

@@ -61,7 +61,7 @@ def test_plan_has_the_devices_in_the_order_of_the_results() -> None:
         tuple(PlannedDevice(result(name), MIXED.by_name[name]) for name in (GPU_1, MIG_3G, GPU_0)),
         (WriteCdiSpec(),),
     )
-    assert plan(wanted).locked_gpus == {uuid(0), uuid(1), uuid(2)}
+    assert plan(wanted).used_gpus == {uuid(0), uuid(1), uuid(2)}
 
 
 def test_plan_is_empty_when_no_device_is_ours() -> None:
@@ -219,7 +219,7 @@ def test_management_holds_locks_and_changes_nothing() -> None:
     wanted = claim(result(GPU_0, admin_access=True), configs=(config(management=True),))
     made = plan(wanted, record(hold(GPU_0)))
     assert made.steps == (WriteCdiSpec(),)
-    assert made.locked_gpus == frozenset()
+    assert made.used_gpus == frozenset()
     assert made.held_devices() == (HeldDevice(GPU_0, "gpu", uuid(0), uuid(0), admin_access=True),)
     assert [device.managed for device in made.devices] == [MIXED.gpus]
     plain = claim(result(GPU_0, admin_access=True))

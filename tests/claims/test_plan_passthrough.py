@@ -65,7 +65,7 @@ def test_card_of_the_nvidia_driver_is_bound_and_described_in_every_version() -> 
     made = plan(claim(VFIO_0))
     assert made.steps == (BIND, METADATA, WriteCdiSpec())
     assert made.held_devices() == (HELD,)
-    assert made.locked_gpus == {uuid(0)}
+    assert made.used_gpus == {uuid(0)}
 
 
 def test_containers_of_other_claims_have_metadata_as_the_node_says() -> None:
@@ -78,7 +78,7 @@ def test_containers_of_other_claims_have_metadata_as_the_node_says() -> None:
 def test_card_that_an_administrator_bound_stays_as_it_is(found: Any, steps: tuple[Any, ...]) -> None:
     made = plan(claim(VFIO_0), found=inventory(cards=(found,)))
     assert made.steps == (*steps, METADATA, WriteCdiSpec())
-    assert made.locked_gpus == {found.gpu_uuid}
+    assert made.used_gpus == {found.gpu_uuid}
 
 
 def test_binding_of_a_claims_record_is_kept_though_no_one_knows_who_bound_the_card() -> None:
@@ -115,7 +115,7 @@ def test_whole_gpu_that_a_virtual_machine_has_is_held_and_not_unknown() -> None:
     with pytest.raises(DeviceHeldError, match=f"device {GPU_0} is held by claim .* \\({VFIO_0}, prepared\\)"):
         plan(claim(GPU_0), record(HELD), found=inventory(cards=(bound(0),)))
     # The claim has ended: its remains are undone before this claim's first step.
-    assert plan(claim(GPU_0), found=inventory(cards=(bound(0),))).locked_gpus == {uuid(0)}
+    assert plan(claim(GPU_0), found=inventory(cards=(bound(0),))).used_gpus == {uuid(0)}
 
 
 @pytest.mark.parametrize("name", [GPU_0, f"{GPU_0}-mig-1g10gb-19-0"])

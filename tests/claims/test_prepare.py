@@ -228,7 +228,7 @@ def test_failed_unprepare_keeps_the_record_and_is_retried(node: Node) -> None:
         "unprepare claim default/claim-uid-1 (UID uid-1): cannot remove the spec"
     )
     assert list(node.records.all()) == ["uid-1"]
-    node.steps.on_undo = lambda record: None
+    node.steps.on_undo = lambda ref: None
     assert (node.unprepare(claim(GPU_0)), node.files()) == (None, {})
 
 
@@ -633,7 +633,7 @@ def test_log_events_bear_the_request_and_the_claim_they_belong_to(node: Node) ->
     read = node.claims.read
     node.claims.read = lambda ref, timeout_s: (note(f"read {ref.uid}"), read(ref, timeout_s))[1]
     node.steps.on_do = lambda plan: note(f"do {plan.claim.ref.uid}")
-    node.steps.on_undo = lambda record: note(f"undo {record.ref.uid}")
+    node.steps.on_undo = lambda ref: note(f"undo {ref.uid}")
     with bound_contextvars(request_id=7):
         node.service.prepare(refs, None)
         node.service.unprepare(refs, None)

@@ -16,7 +16,6 @@ import pytest
 from dra_driver.claims.prepare import Identity
 from dra_driver.claims.waiting import WaitTimeouts
 from dra_driver.errors import ApiRejectedError, DeviceBusyError, NvmlTransientError, StateError
-from dra_driver.journal.locks import ClaimLocks
 from dra_driver.model.claim import AllocatedClaim, ClaimRef, Failed, Prepared
 from dra_driver.model.sharing import SharingRule, share_all
 from tests.fakes.preparing import Node, in_threads
@@ -101,7 +100,7 @@ def node(tmp_path: Path) -> Node:
 @pytest.fixture
 def restless(tmp_path: Path) -> Node:
     """Waiting attempts retry and query at once."""
-    return Node(tmp_path, MIXED, patience=WaitTimeouts(poll_s=0.01, recheck_s=0.01))
+    return Node(tmp_path, MIXED, patience=WaitTimeouts(recheck_s=0.01))
 
 
 @pytest.fixture
@@ -251,7 +250,7 @@ def test_holder_of_which_the_api_server_says_nothing_is_not_waited_for(
 def test_running_unprepare_is_waited_for_without_the_api_server(node: Node, calls: Calls) -> None:
     node.prepare(HOLDER)
     node.claims.current = lambda ref, timeout_s: pytest.fail("asked")  # type: ignore[method-assign]
-    with ClaimLocks(node.directory / "locks").hold("holder", 10):
+    with node.claim_locks.hold("holder", 10):
         unprepare = threading.Thread(target=lambda: node.unprepare(HOLDER))
         unprepare.start()
         eventually(lambda: node.calls.is_in_progress("unprepare", "holder"))
@@ -261,17 +260,10 @@ def test_running_unprepare_is_waited_for_without_the_api_server(node: Node, call
     unprepare.join(PATIENCE_S)
 
 
-def test_unprepare_in_the_other_instance_is_noticed(node: Node, calls: Calls) -> None:
-    leaving(node)
-    calls.waits(node, claim(GPU_0))
-    assert node.restarted().unprepare(HOLDER) is None
-    assert isinstance(calls.answer("uid-1"), Prepared)
-
-
 def test_no_lock_is_held_while_it_waits(node: Node, calls: Calls) -> None:
     leaving(node)
     calls.waits(node, claim(GPU_0))
-    with node.planning.hold([MIXED.by_name[GPU_0].gpu.uuid], 1), node.claim_locks.hold("uid-1", 1):
+    with node.planning.hold(1), node.claim_locks.hold("uid-1", 1):
         assert node.lanes.under_way() == {}
     node.unprepare(HOLDER)
     assert isinstance(calls.answer("uid-1"), Prepared)
@@ -467,7 +459,7 @@ def test_attempt_that_waits_does_not_keep_the_driver_from_stopping(
 
 def test_claims_that_swapped_devices_do_not_wait_for_each_other(tmp_path: Path) -> None:
     """The kubelet lost its state and forgot their Unprepare, and they were allocated again."""
-    node = Node(tmp_path, MIXED, patience=WaitTimeouts(poll_s=0.01, recheck_s=0.05))
+    node = Node(tmp_path, MIXED, patience=WaitTimeouts(recheck_s=0.05))
     node.prepare(claim(GPU_0, uid="x"))
     node.prepare(claim(GPU_1, uid="y"))
     swapped = [claim(GPU_1, uid="x"), claim(GPU_0, uid="y")]
@@ -546,9 +538,8 @@ def test_holder_whose_claim_is_gone_is_requested_once(
 
 @pytest.mark.parametrize("seed", range(4))
 def test_claims_at_random_are_never_given_one_device_and_end_clean(tmp_path: Path, seed: int) -> None:
-    """Four claims over two GPUs and two instances: prepared, deleted, unprepared, each in its own order."""
-    node = Node(tmp_path, inventory(h100(0), h100(1)), patience=WaitTimeouts(poll_s=0.005, recheck_s=0.02))
-    nodes = [node, node.restarted()]
+    """Four claims over two GPUs: prepared, deleted, unprepared, each in its own order."""
+    node = Node(tmp_path, inventory(h100(0), h100(1)), patience=WaitTimeouts(recheck_s=0.02))
     owners: dict[str, str] = {}
     guard = threading.Lock()
     violations: list[tuple[str, str, str]] = []
@@ -561,13 +552,12 @@ def test_claims_at_random_are_never_given_one_device_and_end_clean(tmp_path: Pat
                 if owner != uid:
                     violations.append((device, owner, uid))
 
-    def end(record: object) -> None:
+    def end(ref: ClaimRef) -> None:
         with guard:
-            for device in [name for name, uid in owners.items() if uid == record.ref.uid]:  # type: ignore[attr-defined]
+            for device in [name for name, uid in owners.items() if uid == ref.uid]:
                 del owners[device]
 
-    for instance in nodes:
-        instance.steps.on_do, instance.steps.on_undo = begin, end
+    node.steps.on_do, node.steps.on_undo = begin, end
 
     def live(number: int) -> None:
         chance = random.Random(f"{seed}/{number}")
@@ -576,7 +566,7 @@ def test_claims_at_random_are_never_given_one_device_and_end_clean(tmp_path: Pat
             devices = chance.choice([(GPU_0,), (GPU_1,), (GPU_0, GPU_1)])
             wanted = claim(*devices, uid=uid)
             node.claims.unused.discard(uid)
-            answer = chance.choice(nodes).prepare(wanted, 4.0)
+            answer = node.prepare(wanted, 4.0)
             if isinstance(answer, Failed):
                 assert "is held by" in answer.error or "has not finished" in answer.error, answer
             depart = chance.choice(["unused", "deleted", "kept"])
@@ -584,7 +574,7 @@ def test_claims_at_random_are_never_given_one_device_and_end_clean(tmp_path: Pat
                 node.claims.unused.add(uid)
             elif depart == "deleted":
                 node.claims.allocated.pop(uid, None)
-            assert chance.choice(nodes).unprepare(wanted) is None
+            assert node.unprepare(wanted) is None
 
     assert in_threads(*(lambda number=number: live(number) for number in range(4))) == [None] * 4
     assert (violations, owners, node.files()) == ([], {}, {})

@@ -307,7 +307,7 @@ class Deaths:
     """
 
     FILES = ("replace", "rename", "unlink", "rmdir", "mkdir", "link")
-    DESCRIPTORS = ("fsync", "ftruncate", "pwrite")
+    DESCRIPTORS = ("fsync",)
 
     def __init__(self) -> None:
         self.at: int | None = None

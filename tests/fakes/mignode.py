@@ -175,18 +175,18 @@ class MigNode(Journaled):
         record = self.executor.intend(plan, known)
         try:
             self.executor.change(plan, record)
-            return self.executor.finish(plan, record)
+            return self.executor.complete(plan, record)
         except Exception as error:
             if record.phase != "prepared" and not (tries_again and isinstance(error, NvmlTransientError)):
-                self.executor.end(record)
-                self.executor.clean(claim.ref.uid)
+                self.executor.remove(record.ref, record)
+                self.executor.undo_rest(claim.ref.uid)
             raise
 
     def unprepare(self, uid: str = "uid-1") -> None:
         record = self.records.get(uid)
         if record is not None:
-            self.executor.end(record)
-            self.executor.clean(uid)
+            self.executor.remove(record.ref, record)
+            self.executor.undo_rest(uid)
 
     def made(self, wanted: DynamicMigDevice) -> OwnedInstance:
         """Returns the instance of a device that was created in this boot."""

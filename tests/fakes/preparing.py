@@ -117,8 +117,8 @@ class SpecSteps:
         self._specs = specs
         self.on_do: Callable[[Plan], None] = lambda plan: None
         self.after_do: Callable[[Plan], None] = lambda plan: None
-        self.on_undo: Callable[[ClaimRecord], None] = lambda record: None
-        self.after_undo: Callable[[ClaimRecord], None] = lambda record: None
+        self.on_undo: Callable[[ClaimRef], None] = lambda ref: None
+        self.after_undo: Callable[[ClaimRef], None] = lambda ref: None
 
     def do(self, step: Step, plan: Plan) -> None:
         self.on_do(plan)
@@ -134,10 +134,10 @@ class SpecSteps:
         self._specs.write(uid, spec)
         self.after_do(plan)
 
-    def undo(self, step: Step, record: ClaimRecord) -> None:
-        self.on_undo(record)
-        self._specs.remove(record.ref.uid)
-        self.after_undo(record)
+    def undo(self, step: Step, ref: ClaimRef) -> None:
+        self.on_undo(ref)
+        self._specs.remove(ref.uid)
+        self.after_undo(ref)
 
     def in_place(self, step: Step, record: ClaimRecord) -> bool:
         return self._specs.read(record.ref.uid) is not None

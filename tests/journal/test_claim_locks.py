@@ -1,25 +1,18 @@
 from __future__ import annotations
 
-import errno
-import os
 import time
-from functools import partial
-from pathlib import Path
 
 import pytest
 
 from dra_driver.errors import RetryableError
 from dra_driver.journal import locks as claimlocks
-from dra_driver.journal.locks import ClaimLocks
-from tests.fakes.directories import names
+from dra_driver.journal.locks import ClaimLocks, PlanningLock
 from tests.fakes.preparing import in_threads
 
 
 @pytest.fixture
-def locks(tmp_path: Path) -> ClaimLocks:
-    made = ClaimLocks(tmp_path / "locks")
-    made.open()
-    return made
+def locks() -> ClaimLocks:
+    return ClaimLocks()
 
 
 def test_last_prepare_and_unprepare_of_each_claim_are_remembered(locks: ClaimLocks) -> None:
@@ -49,17 +42,14 @@ def test_calls_are_ordered_by_when_they_began(locks: ClaimLocks) -> None:
         assert guard.was_prepared_since(third), "it ended after all three"
 
 
-def test_lock_is_not_waited_for_when_the_kubelet_has_cancelled_the_call(
-    locks: ClaimLocks, tmp_path: Path
-) -> None:
-    for other in (locks, ClaimLocks(tmp_path / "locks")):
-        with other.hold("uid-1", 1):
-            is_cancelled = iter([False, False, True]).__next__
-            with (
-                pytest.raises(RetryableError, match="still prepares or unprepares"),
-                locks.hold("uid-1", 60, is_cancelled),
-            ):
-                pass
+def test_lock_is_not_waited_for_when_the_kubelet_has_cancelled_the_call(locks: ClaimLocks) -> None:
+    with locks.hold("uid-1", 1):
+        is_cancelled = iter([False, False, True]).__next__
+        with (
+            pytest.raises(RetryableError, match="still prepares or unprepares"),
+            locks.hold("uid-1", 60, is_cancelled),
+        ):
+            pass
     with locks.hold("uid-1", 1, lambda: True):
         pass
 
@@ -83,50 +73,43 @@ def test_claims_that_were_wanted_longest_ago_are_forgotten(
     assert [*locks._guards] == ["hung", "other-9"]
 
 
-def test_lock_file_is_there_before_the_disk_is_full(
-    locks: ClaimLocks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first claim of a node can be unprepared even if no file can be created any more."""
-    create = os.open
-
-    def full(path: Path, flags: int, mode: int = 0o777) -> int:
-        if flags & os.O_CREAT and not Path(path).exists():
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return create(path, flags, mode)
-
-    monkeypatch.setattr(os, "open", full)
-    for number in range(500):
-        with locks.hold(f"uid-{number}", 1):
-            pass
-    assert names(tmp_path / "locks") == ["claims.lock"]
-
-
-@pytest.mark.parametrize("same_instance", [True, False])
-def test_call_that_hangs_holds_up_no_other_claim(
-    locks: ClaimLocks, tmp_path: Path, same_instance: bool
-) -> None:
+def test_call_that_hangs_holds_up_no_other_claim(locks: ClaimLocks) -> None:
     hanging, free = "uid-1", "uid-2"
-    other = locks if same_instance else ClaimLocks(tmp_path / "locks")
     with locks.hold(hanging, 1):
-        with other.hold(free, 0):
+        with locks.hold(free, 0):
             pass
         with (
             pytest.raises(RetryableError, match=f"prepares or unprepares claim {hanging}"),
-            other.hold(hanging, 0),
+            locks.hold(hanging, 0),
         ):
             pass
-    with other.hold(hanging, 0):
+    with locks.hold(hanging, 0):
         pass
-    assert {one.wanted for one in (*locks._guards.values(), *other._guards.values())} == {0}
+    assert {one.wanted for one in locks._guards.values()} == {0}
 
 
-def test_lock_has_one_holder_at_a_time_in_and_across_instances(locks: ClaimLocks, tmp_path: Path) -> None:
-    other = ClaimLocks(tmp_path / "locks")
-    entered: list[int] = []
+def test_claim_lock_has_one_holder_at_a_time(locks: ClaimLocks) -> None:
+    inside, most = [0], [0]
 
-    def enter(number: int) -> None:
-        with (locks if number % 2 else other).hold("uid-1", 10):
-            entered.append(number)
+    def enter() -> None:
+        with locks.hold("uid-1", 10):
+            inside[0] += 1
+            most[0] = max(most[0], inside[0])
+            time.sleep(0.002)
+            inside[0] -= 1
 
-    assert in_threads(*(partial(enter, number) for number in range(8))) == [None] * 8
-    assert sorted(entered) == list(range(8))
+    assert in_threads(*[enter] * 8) == [None] * 8
+    assert most == [1]
+
+
+def test_planning_lock_is_not_waited_for_after_the_time_limit_or_a_cancellation() -> None:
+    planning = PlanningLock()
+    with planning.hold(1):
+        for timeout_s, is_cancelled in ((0.0, None), (60.0, iter([False, True]).__next__)):
+            with (
+                pytest.raises(RetryableError, match="the planning of another claim has not finished"),
+                planning.hold(timeout_s, is_cancelled),
+            ):
+                pass
+    with planning.hold(0.0):
+        pass

@@ -20,7 +20,7 @@ from dra_driver.journal.cleaner import Cleaner
 from dra_driver.journal.executor import Executor, StepDispatcher
 from dra_driver.journal.lanes import Lanes
 from dra_driver.journal.ledger import Ledger
-from dra_driver.journal.locks import GpuLocks, LockUse
+from dra_driver.journal.locks import GpuLocks
 from dra_driver.journal.records import RecordStore
 from dra_driver.journal.rules import cleanups
 from dra_driver.journal.rules.cleanups import (
@@ -31,6 +31,7 @@ from dra_driver.journal.rules.cleanups import (
     what,
     withholding,
 )
+from dra_driver.model.claim import ClaimRef
 from dra_driver.model.inventory import OfferedDevice
 from dra_driver.model.mig import Placement
 from dra_driver.model.mps import MpsDaemonSpec, MpsMember
@@ -68,7 +69,7 @@ class Tools:
     def do(self, step: Step, plan: Plan) -> None:
         self.done.append(step)
 
-    def undo(self, step: Step, record: ClaimRecord) -> None:
+    def undo(self, step: Step, ref: ClaimRef) -> None:
         if step in self.hanging:
             assert self.let_on.wait(PATIENCE_S)
         if step in self.broken:
@@ -80,7 +81,7 @@ class Tools:
 
 
 class Bench:
-    """One instance of the driver over a directory."""
+    """The driver over a directory."""
 
     def __init__(self, directory: Path, boot_id: str = BOOT) -> None:
         self.directory, self.boot_id = directory, boot_id
@@ -110,11 +111,11 @@ class Bench:
     def end(self, ended: ClaimRecord) -> None:
         """A claim is prepared and unprepared."""
         self.leave(self.prepared(ended))
-        self.executor.clean(ended.ref.uid)
+        self.executor.undo_rest(ended.ref.uid)
 
     def leave(self, ended: ClaimRecord) -> None:
         """The first half of an Unprepare."""
-        self.executor.end(ended)
+        self.executor.remove(ended.ref, ended)
 
     def clean_before(self, device: OfferedDevice) -> None:
         """As a Prepare does."""
@@ -146,7 +147,7 @@ LEDGER_0 = f"ledger/{UUID_0}.json"
 
 @pytest.fixture
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
-    monkeypatch.setattr("dra_driver.journal.cleaner._OTHER_INSTANCE_S", 0.1)
+    monkeypatch.setattr("dra_driver.journal.lanes._OTHER_PROCESS_S", 0.1)
     monkeypatch.setattr("dra_driver.journal.cleaner.CLEAN_BEFORE_S", 0.2)
     return Bench(tmp_path)
 
@@ -213,13 +214,17 @@ def test_newer_claim_makes_a_cleanup_void(bench: Bench, uid: str) -> None:
     assert {entry.claim.uid for entry in bench.ledger.entries()} == {uid}
 
 
-def test_claim_ends_though_the_other_instance_keeps_its_gpu_busy(bench: Bench) -> None:
-    made, use = bench.prepared(record(MPS)), LockUse(UUID_0, "a reset", time.monotonic(), "yesterday")
-    with bench.restarted().locks.hold({UUID_0}, 1, uses=[use]):
+def test_claim_ends_while_another_process_works_on_its_gpu(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dra_driver.journal.lanes._OTHER_PROCESS_S", PATIENCE_S)
+    monkeypatch.setattr("dra_driver.journal.executor._UNDO_WAIT_S", 0.1)
+    made = bench.prepared(record(MPS))
+    with bench.locks.hold({UUID_0}, 1):
         bench.leave(made)
-        bench.executor.clean("uid-1")
-        [cleanup] = bench.cleaner.clean_all()
-        assert cleanup.cause == f"a reset on GPU {UUID_0} began at yesterday UTC and has not finished"
+        bench.executor.undo_rest("uid-1")
+        [cleanup] = bench.cleaner.outstanding()
+        assert "the wait for another process of gpu-dra-driver on GPU" in str(cleanup.cause)
         assert bench.tools.undone == [CDI]
     assert bench.cleaner.clean_all() == []
 
@@ -252,7 +257,7 @@ def test_cleanup_whose_first_try_hangs_is_not_as_old_as_its_claim(
     monkeypatch.setattr("time.time", lambda: days_later)
     bench.tools.hanging = [MPS]
     bench.leave(made)
-    bench.executor.clean("uid-1")
+    bench.executor.undo_rest("uid-1")
     monkeypatch.setattr("time.time", lambda: days_later + 60)
     assert [one.since for one in bench.cleaner.outstanding()] == [days_later]
     bench.tools.let_on.set()
@@ -277,7 +282,7 @@ def test_full_disk_keeps_no_claim_from_ending_and_nothing_is_undone_twice(
     with monkeypatch.context() as patch:
         patch.setattr("dra_driver.base.json_store.write_atomically", refuse_write)
         bench.leave(made)
-        bench.executor.clean("uid-1")
+        bench.executor.undo_rest("uid-1")
         assert bench.tools.undone == [CDI, MPS]
         assert bench.cleaner.clean_all() == []
         assert bool(bench.cleaner._pauses) == bool(others), "the disk is not tried every second"
@@ -293,7 +298,7 @@ def test_damaged_ledger_is_written_again_from_the_prepared_claims(bench: Bench) 
     assert after.ledger.entries() == []
     assert after.cleaner.clean_all() == []
     after.leave(made)
-    after.executor.clean("uid-1")
+    after.executor.undo_rest("uid-1")
     assert after.tools.undone == [CDI, MPS, SLICE]
     assert [name.partition(".json")[2][:11] for name in after.files()] == [".unreadable"]
 
@@ -343,7 +348,7 @@ def test_claim_without_record_holds_what_the_ledger_says_until_its_spec_is_gone(
     assert bench.tools.undone == []
     bench.unrecorded = set()
     bench.leave(made)
-    bench.executor.clean("uid-1")
+    bench.executor.undo_rest("uid-1")
     assert bench.tools.undone == [CDI, MPS]
 
 
@@ -353,7 +358,7 @@ def test_mps_daemon_with_other_settings_is_stopped_for_a_claim_that_waits_for_it
     wanted = RunMps(replace(MPS.spec, multi_user=True))
     bench.records.save(replace(record(wanted, uid="uid-2"), phase="preparing"))
     bench.leave(old)
-    bench.executor.clean("uid-1")
+    bench.executor.undo_rest("uid-1")
     assert bench.tools.undone == [CDI, MPS]
     assert bench.files() == ["claims/uid-2.json"]
 
@@ -455,7 +460,7 @@ def test_claims_that_end_together_forget_nothing_of_each_other(bench: Bench) -> 
         bench.leave(one)
     assert bench.cleaner.outstanding() == [], "the undos are under way"
     for one in both:
-        bench.executor.clean(one.ref.uid)
+        bench.executor.undo_rest(one.ref.uid)
     assert len(bench.cleaner.outstanding()) == 1, "one thing is undone once"
     bench.clean()
     assert bench.tools.undone == [CDI, CDI, MPS]
@@ -470,32 +475,16 @@ def test_cleanup_left_by_two_claims_is_one_problem(bench: Bench) -> None:
     assert len(after.cleaner.outstanding()) == 2
 
 
-def test_cleanup_that_the_other_instance_has_finished_in_between_is_not_reported(bench: Bench) -> None:
-    bench.tools.broken = [MPS]
-    bench.leave(bench.prepared(record(MPS)))
-    assert bench.restarted().cleaner.clean_all() == [], "the other instance takes over"
-    bench.executor.clean("uid-1")
-    assert (bench.changes, bench.cleaner.outstanding()) == (0, [])
-
-
 def test_published_cleanups_exclude_those_being_undone(bench: Bench) -> None:
     bench.tools.hanging = [MPS]
     bench.leave(bench.prepared(record(MPS)))
-    ends = threading.Thread(target=lambda: bench.executor.clean("uid-1"))
+    ends = threading.Thread(target=lambda: bench.executor.undo_rest("uid-1"))
     ends.start()
     eventually(lambda: bool(bench.lanes.under_way()))
     assert bench.cleaner.withheld()(DEVICE_0) is None
-    other = bench.restarted()
-    assert other.cleaner.withheld()(DEVICE_0) is not None, "the other instance cannot know"
-    other.cleaner._report_changes()
-    assert other.changes == 1
     bench.tools.let_on.set()
     ends.join()
-    other.cleaner._report_changes()
-    assert other.changes == 2, "but it hears when the cleanup is gone"
-    assert other.cleaner.withheld()(DEVICE_0) is None
-    other.cleaner._report_changes()
-    assert other.changes == 2
+    assert (bench.reported.lines, bench.changes) == ([], 0)
 
 
 def test_device_stays_withheld_while_the_ledgers_cannot_be_listed(
@@ -535,9 +524,9 @@ def test_mig_device_of_an_ended_claim_is_destroyed_before_another_claim_gets_its
     """Its GPU was busy when the claim ended. The device may still contain data or processes."""
     made = CreateMig("gpu-0-mig-1g-0", UUID_0, None, 19, "1g.10gb", Placement(0, 1))
     ended = bench.prepared(record(made))
-    with bench.restarted().locks.hold({UUID_0}, 1):
+    with bench.locks.hold({UUID_0}, 1):
         bench.leave(ended)
-        bench.executor.clean("uid-1")
+        bench.executor.undo_rest("uid-1")
     [cleanup] = bench.cleaner.outstanding()
     assert cleanup.kinds == ("mig-device",)
     bench.clean_before(DEVICE_0)
@@ -570,10 +559,10 @@ def test_bug_in_one_undo_keeps_no_other_from_being_undone(
     other = SetTimeSlice(UUID_1, 1)
     undo = bench.tools.undo
 
-    def buggy(step: Step, record: ClaimRecord) -> None:
+    def buggy(step: Step, ref: ClaimRef) -> None:
         if step == MPS:
             raise ZeroDivisionError("a bug")
-        undo(step, record)
+        undo(step, ref)
 
     monkeypatch.setattr(bench.tools, "undo", buggy)
     bench.tools.broken = [other]
@@ -582,44 +571,6 @@ def test_bug_in_one_undo_keeps_no_other_from_being_undone(
     bench.tools.broken = []
     [cleanup] = bench.cleaner.clean_all()
     assert (cleanup.steps, cleanup.cause) == ((MPS,), "a bug")
-
-
-def test_leading_instance_reports_the_cleanups_that_the_other_one_makes(bench: Bench) -> None:
-    assert bench.cleaner._turn() == 5.0
-    older = bench.restarted()
-    older.tools.broken = [MPS]
-    older.end(record(MPS))
-    bench.tools.broken = [MPS]
-    before = bench.changes
-    bench.cleaner._turn()
-    assert bench.changes > before
-
-
-def test_only_the_instance_that_leads_reports_what_becomes_of_a_cleanup(bench: Bench) -> None:
-    newer = bench.restarted()
-    bench.cleaner.leads = lambda: False
-    bench.fail(MPS)
-    with capture_logs() as logs:
-        newer.cleaner._report_changes()
-        newer.clean()
-        bench.cleaner._report_changes()
-    assert [line["event"] for line in logs] == ["cleanup_pending", "cleanup_done"]
-
-
-def test_pending_cleanup_is_reported_although_the_leader_was_briefly_unknown(bench: Bench) -> None:
-    bench.leave(bench.prepared(record(MPS)))
-    after = bench.restarted()
-
-    def unknown() -> bool:
-        raise StateError("publishers cannot be listed")
-
-    after.cleaner.leads = unknown
-    with pytest.raises(StateError, match="publishers"):
-        after.cleaner._report_changes()
-    after.cleaner.leads = lambda: True
-    with capture_logs() as logs:
-        after.cleaner._report_changes()
-    assert [line["event"] for line in logs] == ["cleanup_pending"]
 
 
 # --- what others see -------------------------------------------------------------------------------
@@ -687,7 +638,7 @@ def test_daemon_that_was_not_started_after_a_reboot_withholds_nothing(
         bench.prepared(wanted)
     bench.tools.broken = [MPS]
     bench.leave(wanted)
-    bench.executor.clean("uid-1")
+    bench.executor.undo_rest("uid-1")
     assert (bench.cleaner.problems(), bench.files()) == ([], [])
 
 
@@ -701,7 +652,7 @@ def test_daemon_of_an_older_boot_is_not_stopped_where_a_claim_has_one_with_other
         assert bench.tools.undone == []
         assert [entry.claim.uid for entry in bench.ledger.entries()] == ["new"]
         bench.leave(made)
-        bench.executor.clean("new")
+        bench.executor.undo_rest("new")
         bench.tools.undone = []
 
 
@@ -728,14 +679,6 @@ def test_loop_cleans_up_as_soon_as_the_tool_is_back(bench: Bench) -> None:
         bench.tools.broken = []
         bench.found = "nvidia-smi is back"
         eventually(lambda: not bench.files())
-
-
-def test_loop_of_an_instance_that_does_not_lead_leaves_cleanups_alone(bench: Bench) -> None:
-    bench.fail(MPS)
-    bench.tools.broken, bench.tools.undone = [], []
-    follower = Cleaner(bench.ledger, bench.lanes, bench.tools, leads=lambda: False)
-    assert follower._turn() == 5.0
-    assert bench.files() == [LEDGER_0]
 
 
 class Keeps:
@@ -774,7 +717,7 @@ def test_gpu_that_hangs_holds_up_no_cleanup_of_another_gpu(bench: Bench) -> None
         eventually(lambda: bench.lanes.under_way().keys() == {UUID_0, "GPU-2"})
     eventually(lambda: (keeps.left, sorted(keeps.tried)) == (["GPU-2"], ["GPU-2", "GPU-3"]))
     assert [entry.step for entry in bench.ledger.entries()] == [MPS]
-    assert [use.what for use in bench.lanes.uses().values() if use.gpu_uuid == "GPU-2"] == [Keeps.what]
+    assert [use.what for uuid, use in bench.lanes.under_way().items() if uuid == "GPU-2"] == [Keeps.what]
     bench.tools.let_on.set()
     keeps.let_on.set()
     eventually(lambda: not bench.lanes.under_way())
@@ -807,7 +750,7 @@ def test_bug_of_a_keeper_is_logged_and_keeps_no_claim_from_ending(bench: Bench) 
     bench.cleaner.restorers, bench.cleaner.clock = [keeps], lambda: 0.0
     bench.leave(made)
     with capture_logs() as logged:
-        bench.executor.clean("uid-1")
+        bench.executor.undo_rest("uid-1")
         for _ in range(5):
             bench.cleaner._turn()
             eventually(lambda: not bench.lanes.under_way())
@@ -817,7 +760,7 @@ def test_bug_of_a_keeper_is_logged_and_keeps_no_claim_from_ending(bench: Bench) 
 
 
 def test_loop_removes_again_and_again_what_killed_writers_left(bench: Bench) -> None:
-    """The other instance of a rolling update may be killed while this one continues."""
+    """Another process, such as the MPS host, may be killed while this one continues."""
     every = count(0.0, 30.0)
     cleaner = Cleaner(
         bench.ledger,
@@ -843,7 +786,7 @@ def test_gpus_of_one_prepare_are_cleaned_in_parallel(bench: Bench, monkeypatch: 
     bench.tools.broken = []
     both, undo = threading.Barrier(2), bench.tools.undo
 
-    def beside(step: Step, of: ClaimRecord) -> None:
+    def beside(step: Step, of: ClaimRef) -> None:
         both.wait(PATIENCE_S)
         undo(step, of)
 
@@ -857,38 +800,28 @@ def test_claim_that_is_prepared_during_a_check_does_not_seem_to_have_ended(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench.prepared(record(MPS))  # because of this entry, the check reads the records
-    other, real = bench.restarted(), bench.records.all
+    real = bench.records.all
 
     def read_slowly() -> dict[str, ClaimRecord]:
         found = real()
         monkeypatch.undo()
-        other.prepared(record(SLICE, uid="uid-2"))
+        bench.prepared(record(SLICE, uid="uid-2"))
         return found
 
     monkeypatch.setattr(bench.records, "all", read_slowly)
     assert bench.ledger.left() == []
 
 
-def test_entry_that_another_instance_writes_again_is_not_lost(bench: Bench) -> None:
-    """This instance has removed an entry for the same claim and step before."""
-    other, entry = bench.restarted(), LedgerEntry(claim(GPU_0).ref, BOOT, SLICE)
-    bench.ledger.add(entry)
-    bench.ledger.change((), [entry])
-    other.ledger.add(entry)
-    assert bench.ledger.entries() == [entry]
-
-
 def test_entry_that_is_written_again_after_a_full_disk_is_not_lost(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other, entry = bench.restarted(), LedgerEntry(claim(GPU_0).ref, BOOT, SLICE)
+    entry = LedgerEntry(claim(GPU_0).ref, BOOT, SLICE)
     bench.prepared(record(MPS, uid="uid-2"))
     bench.ledger.add(entry)
     with monkeypatch.context() as full:
         full.setattr("dra_driver.base.json_store.write_atomically", refuse_write)
         with pytest.raises(StateError, match="disk is full"):
             bench.ledger.change((), [entry])
-    other.ledger.change((), [entry])
     bench.ledger.add(entry)
     assert entry in bench.ledger.entries()
 
@@ -909,7 +842,7 @@ def test_cleanup_of_a_claim_whose_first_unprepare_failed_is_shown(
         full.setattr(bench.records, "delete", refuse_write)
         with pytest.raises(StateError, match="disk is full"):
             bench.leave(made)
-    bench.restarted().leave(made)  # the other instance unprepares the claim
+    bench.records.delete("uid-1")
     assert [one.name for one in bench.cleaner.outstanding()] == ["uid-1"]
 
 

@@ -16,6 +16,7 @@ from dra_driver.journal.executor import Executor, changes_more_than_the_spec
 from dra_driver.journal.lanes import GpuUnresponsiveError, Lanes
 from dra_driver.journal.locks import GpuLocks
 from dra_driver.journal.rules.cleanups import LedgerEntry
+from dra_driver.model.claim import ClaimRef
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord, SetTimeSlice, Step, WriteCdiSpec
 from tests.fakes.samples import DRIVER, GPU_0, GPU_1, MIXED, NODE, claim, hold
@@ -56,16 +57,16 @@ class Journal:
         for entry in gone:
             self.entries.remove(entry)
 
-    def ending(self, uid: str) -> AbstractContextManager[None]:
+    def removing(self, uid: str) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def finish(self, uid: str, wait_s: float) -> None:
-        self._note("clean")
+    def undo_rest(self, uid: str, wait_s: float) -> None:
+        self._note("undo rest")
 
     def do(self, step: Step, plan: Plan) -> None:
         self._note("do")
 
-    def undo(self, step: Step, record: ClaimRecord) -> None:
+    def undo(self, step: Step, ref: ClaimRef) -> None:
         self._note("undo")
 
     def in_place(self, step: Step, record: ClaimRecord) -> bool:
@@ -92,11 +93,11 @@ def carried_out(executor: Executor, plan: Plan, known: ClaimRecord | None) -> Cl
     record = executor.intend(plan, known)
     try:
         executor.change(plan, record)
-        return executor.finish(plan, record)
+        return executor.complete(plan, record)
     except StateError:
         if record.phase != "prepared":
-            executor.end(record)
-            executor.clean(record.ref.uid)
+            executor.remove(record.ref, record)
+            executor.undo_rest(record.ref.uid)
         raise
 
 
@@ -180,7 +181,7 @@ def test_failed_step_of_a_new_claim_is_undone(executor: Executor, journal: Journ
     journal.failing["do"] = StateError("no")
     with pytest.raises(StateError, match="no"):
         carried_out(executor, planned(GPU_0), None)
-    assert journal.events == ["save preparing lightly", "do", "undo", "delete", "clean"]
+    assert journal.events == ["save preparing lightly", "do", "undo", "delete", "undo rest"]
     assert journal.kept == {}
     assert not executor._turn.locked()
 
@@ -202,7 +203,7 @@ def test_nothing_is_done_for_a_record_that_another_call_has_changed(
     meant = executor.intend(plan, None)
     for now in (None, replace(meant, steps=meant.steps[1:])):
         journal.kept = {} if now is None else {"uid-1": now}
-        for work in (executor.change, executor.finish):
+        for work in (executor.change, executor.complete):
             with pytest.raises(RetryableError, match="another call changed the claim"):
                 work(plan, meant)
     assert journal.events == ["save preparing"]
@@ -282,7 +283,7 @@ def test_nothing_is_done_when_the_intention_cannot_be_written(executor: Executor
 def test_record_stays_when_an_undo_fails(executor: Executor, journal: Journal) -> None:
     journal.failing["undo"] = StateError("no")
     with pytest.raises(StateError, match="no"):
-        executor.end(record())
+        executor.remove(record().ref, record())
     assert journal.events == ["undo"]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import threading
 import time
@@ -13,11 +12,9 @@ import pytest
 
 from dra_driver.base.deadline import time_left, until
 from dra_driver.base.file_lock import LockBusyError
-from dra_driver.journal import locks
 from dra_driver.journal.lanes import GpuUnresponsiveError, Lanes, Operation, only_writes
-from dra_driver.journal.locks import ClaimLocks, GpuLocks
-from tests.fakes.tables import tabled
-from tests.fakes.waiting import PATIENCE_S
+from dra_driver.journal.locks import GpuLocks
+from tests.fakes.waiting import PATIENCE_S, eventually
 
 A, B = "GPU-a", "GPU-b"
 
@@ -99,26 +96,9 @@ def test_gpu_is_unresponsive_until_the_operation_ends(lanes: Lanes) -> None:
     assert lanes.hanging() == {}
 
 
-def test_gpu_on_which_the_other_instance_hangs_is_unresponsive(lanes: Lanes, tmp_path: Path) -> None:
-    other, hangs = Lanes(GpuLocks(tmp_path / "locks")), Work()
-    operation = other.submit({A, B}, "the start of an MPS daemon", hangs)
-    assert hangs.begun.wait(PATIENCE_S)
-    waits = lanes.submit({A}, "what waits for the other instance", at_once)
-    found = lanes.uses()
-    assert found == other.uses()
-    assert lanes.hanging() == dict.fromkeys((A, B), ("the start of an MPS daemon", found[A].began))
-    text = f"GPU GPU-b does not respond: the start of an MPS daemon began at {found[B].since} UTC"
-    with pytest.raises(GpuUnresponsiveError, match=text):
-        lanes.refuse_unresponsive({B}, after_s=0.0)
-    hangs.let.set()
-    assert (operation.result(PATIENCE_S), waits.result(PATIENCE_S)) == ("done", "done")
-    assert lanes.hanging() == {}
-
-
 def test_operation_that_closes_nvml_starts_during_a_hang_only_if_that_is_a_kernel_write(
-    lanes: Lanes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lanes: Lanes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The instance of the hang and the other one see the same."""
     monkeypatch.setattr("dra_driver.journal.lanes.UNRESPONSIVE_AFTER_S", 0.0)
     writes, ends = Work(), Work()
 
@@ -129,51 +109,16 @@ def test_operation_that_closes_nvml_starts_during_a_hang_only_if_that_is_a_kerne
 
     requested = lanes.submit({A}, "the binding to vfio", work)
     assert writes.begun.wait(PATIENCE_S)
-    both = lanes, Lanes(GpuLocks(tmp_path / "locks"))
-    for one in both:
-        one.refuse_other_hangs(B)
-        with pytest.raises(GpuUnresponsiveError):
-            one.refuse_unresponsive({A})
+    lanes.refuse_other_hangs(B)
+    with pytest.raises(GpuUnresponsiveError):
+        lanes.refuse_unresponsive({A})
     writes.let.set()
     assert ends.begun.wait(PATIENCE_S)
-    for one in both:
-        with pytest.raises(GpuUnresponsiveError):
-            one.refuse_other_hangs(B)
-        one.refuse_other_hangs(A)
+    with pytest.raises(GpuUnresponsiveError):
+        lanes.refuse_other_hangs(B)
+    lanes.refuse_other_hangs(A)
     ends.let.set()
     assert requested.result(PATIENCE_S) == "done"
-
-
-def test_other_instance_sees_which_step_of_an_operation_is_running(lanes: Lanes, tmp_path: Path) -> None:
-    second, let = threading.Event(), threading.Event()
-
-    def steps(operation: Operation) -> str:
-        operation.set_step("the start of the MPS daemon")
-        second.set()
-        assert let.wait(PATIENCE_S)
-        return "done"
-
-    requested = lanes.submit({A, B}, "the creation of a MIG device", steps)
-    assert second.wait(PATIENCE_S)
-    found = lanes.uses()
-    assert {uuid: use.what for uuid, use in found.items()} == dict.fromkeys(
-        (A, B), "the start of the MPS daemon"
-    )
-    assert {use.gpu_uuid: use for use in GpuLocks(tmp_path / "locks").uses()} == found
-    let.set()
-    assert requested.result(PATIENCE_S) == "done"
-    assert GpuLocks(tmp_path / "locks").uses() == []
-
-
-@tabled("content")
-def test_content_of_a_killed_instances_lock_file_is_ignored(
-    lanes: Lanes, tmp_path: Path, content: str
-) -> None:
-    (tmp_path / "locks/GPU-a.lock").write_text(content)
-    (tmp_path / "locks/claims-01.lock").write_text(content)
-    assert lanes.hanging() == {}
-    lanes.refuse_unresponsive({A, B}, after_s=0.0)
-    assert lanes.submit({A}, "the next", at_once).result(PATIENCE_S) == "done"
 
 
 def test_failure_is_reported_and_frees_the_lane(lanes: Lanes) -> None:
@@ -194,12 +139,23 @@ def test_operation_has_the_deadline_of_who_asked_unless_it_bears_a_name(lanes: L
         assert lanes.submit({A}, "its own", left, once="its own").result(PATIENCE_S) == 100
 
 
-def test_the_other_instance_of_a_rolling_update_is_waited_for(lanes: Lanes, tmp_path: Path) -> None:
+def test_operation_waits_for_another_process_and_names_it_when_it_takes_too_long(
+    lanes: Lanes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with GpuLocks(tmp_path / "locks").hold({A}, 1):
-        with pytest.raises(LockBusyError, match="GPU GPU-a is busy"):
-            lanes.submit({A}, "too late", at_once, 0.05).result(PATIENCE_S)
-        waiting = lanes.submit({A}, "in time", at_once)
+        waiting = lanes.submit({A}, "the MIG device creation", at_once)
+        wait = "the wait for another process of gpu-dra-driver"
+        eventually(lambda: [one.what for one in lanes.under_way().values()] == [wait])
+        with pytest.raises(GpuUnresponsiveError, match=f"GPU GPU-a does not respond: {wait} began at "):
+            lanes.refuse_unresponsive({A}, 0.0)
     assert waiting.result(PATIENCE_S) == "done"
+    monkeypatch.setattr("dra_driver.journal.lanes._OTHER_PROCESS_S", 0.05)
+    with GpuLocks(tmp_path / "locks").hold({A}, 1):
+        late = lanes.submit({A}, "the MIG device creation", at_once)
+        with pytest.raises(
+            LockBusyError, match="another process of gpu-dra-driver still works on GPU GPU-a; "
+        ):
+            late.result(PATIENCE_S)
 
 
 def test_caller_does_the_work_when_no_thread_starts(
@@ -215,27 +171,6 @@ def test_an_operation_that_requests_more_does_not_wait_for_itself(lanes: Lanes) 
         PATIENCE_S
     )
     assert inner.result(PATIENCE_S) == "done"
-
-
-def test_listing_running_operations_opens_no_file_of_claims(
-    lanes: Lanes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    claims = ClaimLocks(tmp_path / "locks")
-    for number in range(20):
-        with claims.hold(f"claim-{number}", 5.0) as guard:
-            guard.note_prepared(0)
-    opened: list[str] = []
-    hangs = Work()
-    operation = lanes.submit({A}, "the creation of a MIG device", hangs)
-    assert hangs.begun.wait(PATIENCE_S)
-    monkeypatch.setattr(
-        locks, "open_plain", lambda path, flags: opened.append(path.name) or os.open(path, flags)
-    )
-    assert lanes.hanging().keys() == {A}
-    assert opened == [f"{A}.lock"]
-    monkeypatch.undo()
-    hangs.let.set()
-    operation.result(PATIENCE_S)
 
 
 def test_named_operation_is_queued_once_for_the_same_gpus(lanes: Lanes) -> None:

@@ -561,21 +561,18 @@ def test_mode_that_no_one_can_report_is_reported(
     assert node.state() == UNTOUCHED
 
 
-# --- two instances, start ---------------------------------------------------------------------
+# --- several claims, start --------------------------------------------------------------------
 
 
-def test_two_instances_on_one_directory_agree(node: MigNode) -> None:
-    other = node.restarted()
+def test_claims_on_one_gpu_at_the_same_time_leave_nothing(node: MigNode) -> None:
     wanted = [node.wanted("1g.10gb", start) for start in range(4)]
 
-    def churn(one: MigNode, item: Any) -> None:
+    def churn(item: Any) -> None:
         for _ in range(3):
-            one.prepare(item, uid=f"uid-{item.name}")
-            one.work_off()
-            one.unprepare(f"uid-{item.name}")
+            node.prepare(item, uid=f"uid-{item.name}")
+            node.work_off()
+            node.unprepare(f"uid-{item.name}")
 
-    answers = in_threads(
-        *(lambda one=(node, other)[i % 2], item=item: churn(one, item) for i, item in enumerate(wanted))
-    )
+    answers = in_threads(*(lambda item=item: churn(item) for item in wanted))
     assert answers == [None] * 4
-    assert (node.state(), other.state()) == (UNTOUCHED, UNTOUCHED)
+    assert node.state() == UNTOUCHED

@@ -12,7 +12,7 @@ import pytest
 
 from dra_driver.base.atomic import write_atomically
 from dra_driver.errors import ApiUnavailableError, NvmlTransientError
-from dra_driver.journal.locks import GpuLocks
+from dra_driver.journal.locks import PlanningLock
 from dra_driver.mig.layout_file import LAYOUT_FILE, LayoutFile, decode
 from dra_driver.mig.layouts import TAINTED_FIRST_S, NodeLayouts
 from dra_driver.model.gpu import Card, Gpu
@@ -37,22 +37,21 @@ THREE, TWO, ONE = 9, 14, 19
 
 
 class Layouts:
-    """One instance of the plugin with a keeper of its own."""
+    """The plugin with a keeper of its own."""
 
-    def __init__(self, node: MigNode, wanted: MigLayouts = MIXED, *, leads: bool = True) -> None:
+    def __init__(self, node: MigNode, wanted: MigLayouts = MIXED) -> None:
         self.node = node
         self.labels: dict[str, str] | Exception = {}
         self.reported: list[GpuLayout] = []
         self.scans = 0
         self.cards: tuple[Card, ...] = ()
-        self.planning = GpuLocks(node.directory / "locks", ".plan.lock")
+        self.planning = PlanningLock()
         self.keeper = NodeLayouts(
             node.context,
             node.devices,
             node.mode,
             node.lanes,
             self.planning,
-            GpuLocks(node.directory / "locks", ".layout.lock"),
             LayoutFile(node.directory / LAYOUT_FILE),
             wanted,
             labels=self._labels,
@@ -60,7 +59,6 @@ class Layouts:
                 gpus=(Gpu(uuid=node.gpu_uuid, pci_bus_id=node.machine.gpu(0).bus_id),), cards=self.cards
             ),
             is_on_demand=lambda _gpu: False,
-            leads=lambda: leads,
             rescan=self._rescan,
             on_change=self._changed,
         )
@@ -72,9 +70,9 @@ class Layouts:
 
     def _rescan(self) -> None:
         self.scans += 1
-        # Under the change lock only: a claim that is planned now gets an error that asks for a retry.
+        # A claim that is planned now gets an error that asks for a retry.
         with (
-            self.planning.hold({self.node.gpu_uuid}, 0),
+            self.planning.hold(0),
             pytest.raises(NvmlTransientError, match="is applying the node's MIG layout"),
         ):
             self.keeper.refuse_changing({self.node.gpu_uuid})
@@ -308,22 +306,6 @@ def test_the_next_instance_reports_nothing_again_and_continues_with_the_taint(no
     assert third.reported == []
 
 
-def test_only_the_instance_that_leads_acts_and_the_next_one_continues(node: MigNode) -> None:
-    old = Layouts(node)
-    old.look()
-    node.clock.pause(TAINTED_FIRST_S)
-    with node.dying_after(6), pytest.raises(Crash):
-        old.look()
-    half = node.on_gpu()
-    standing_by = Layouts(node.restarted(), leads=False)
-    standing_by.look()
-    standing_by.node.clock.pause(TAINTED_FIRST_S)
-    standing_by.look()
-    assert node.on_gpu() == half
-    assert Layouts(node.restarted()).settle().state == "applied"
-    assert profiles(node) == [THREE, ONE, ONE]
-
-
 @pytest.mark.parametrize("begin", ["mixed", "all-1g.10gb"])
 @pytest.mark.parametrize("changes", range(1, 22))
 def test_a_death_after_any_change_ends_where_an_uninterrupted_one_does(
@@ -378,7 +360,7 @@ def test_a_prepare_is_not_planned_while_its_gpu_changes(node: MigNode) -> None:
     layouts = Layouts(node)
     layouts.look()
     node.clock.pause(TAINTED_FIRST_S)
-    with layouts.planning.hold({node.gpu_uuid}, 1):
+    with layouts.planning.hold(1):
         state = layouts.look()
     assert state is not None
     assert state.state == "waiting"

@@ -246,7 +246,7 @@ def test_everything_is_undone_when_the_time_is_over(node: Node) -> None:
 def test_everything_is_undone_before_another_claim_is_waited_for(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The claim of another Prepare, such as one in the other instance of a rolling update."""
+    """The claim of another Prepare."""
     Stubborn(node, 9, 1)
     seen, wait = [], node.waiter.wait
     wanted = node.inventory.by_name[node.device("3g.40gb", 0)]

@@ -183,8 +183,8 @@ class Runner:
     def do(self, step, plan):
         self._called("do", step, plan)
 
-    def undo(self, step, record):
-        self._called("undo", step, record)
+    def undo(self, step, ref):
+        self._called("undo", step, ref)
 
     def in_place(self, step, record):
         self._called("in_place", step, record)
@@ -204,15 +204,15 @@ def test_steps_are_timed_by_kind_whether_they_fail_or_not(metrics: Metrics) -> N
     observed = StepDispatcher(runners, metrics, lambda: runner.now)
     time_slice, daemon = SetTimeSlice("GPU-1", 2), RunMps(MpsDaemonSpec(GPU_0, "GPU-1", "gpu", "GPU-1"))
     observed.do(WriteCdiSpec(), plan)
-    observed.undo(time_slice, kept)
+    observed.undo(time_slice, kept.ref)
     assert not observed.in_place(daemon, kept)
     runner.error = RetryableError("x")
     with pytest.raises(RetryableError):
         observed.do(WriteCdiSpec(), plan)
     with pytest.raises(RetryableError):
-        observed.undo(daemon, kept)
+        observed.undo(daemon, kept.ref)
     assert [call[0] for call in runner.calls] == ["do", "undo", "in_place", "do", "undo"]
-    assert runner.calls[1] == ("undo", time_slice, kept)
+    assert runner.calls[1] == ("undo", time_slice, kept.ref)
     spec, slices, other = (("write_cdi_spec", "do"), ("set_time_slice", "undo"), ("run_mps", "undo"))
     counts = by_label(metrics, "nvidia_dra_step_duration_seconds_count", "step", "action")
     assert {key: count for key, count in counts.items() if count} == {spec: 2, slices: 1, other: 1}

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -25,7 +23,6 @@ from dra_driver.app import logs
 from dra_driver.app.config_file import read_document
 from dra_driver.app.settings import config_values
 from dra_driver.base import bounded_program
-from dra_driver.base.file_lock import hold_file
 from dra_driver.cdi.directory import CdiDirectory
 from dra_driver.cdi.rules.spec import devices_of
 from dra_driver.cli.checks.runtime import read_configs
@@ -47,7 +44,6 @@ from dra_driver.host.imex import ImexChannelNodes
 from dra_driver.host.imex import settings as imex_settings
 from dra_driver.host.rooted_tree import RootedTree
 from dra_driver.host.sysfs import Sysfs
-from dra_driver.journal.locks import GpuLocks
 from dra_driver.journal.records import RECORD_FILE
 from dra_driver.kube.api_errors import ApiErrors
 from dra_driver.kube.claims import parse_allocated_claim, parse_claim_now
@@ -210,14 +206,6 @@ def record(content: bytes, _directory: Path) -> object:
         require(shown.isascii() and shown.isprintable(), f"pods {shown!r} may move a cursor")
         return found
     return None
-
-
-@target
-def lock_file(content: bytes, directory: Path) -> object:
-    """The lock file of a GPU, which says what the lock is held for. Another process holds the lock."""
-    with hold_file(directory / "GPU-0.lock", threading.Lock(), 0.0, "the lock") as descriptor:
-        os.pwrite(descriptor, content, 0)
-        return GpuLocks(directory).uses()
 
 
 @target

@@ -23,7 +23,6 @@ from tests.security.targets import TARGETS, bounded
 
 FOUND = {
     "claim": [b'{"results":[{"request":[],"driver":"","pool":"","device":""}]}', b'{"config":[{"opaque":1}]}'],
-    "lock-file": [b"[" * 5000, b'{"gpu_uuid": "GPU-0", "what": 1, "began": 1e999, "since": []}'],
     "cdi-file": [b"[" * 5000],
     "mps-record": [b"[" * 5000, b'{"version":1,"wanted":"running","process":{"pid":1e999,"start_time":1}}'],
     "mps-answer": [b"9" * 5000],

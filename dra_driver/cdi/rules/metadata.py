@@ -7,7 +7,7 @@ newest first; a reader uses the first version that it knows.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from dra_driver.cdi.rules.spec import checked_claim_uid, minimum_version
@@ -40,20 +40,26 @@ def check_names(claim: AllocatedClaim) -> None:
     """Check the names that become parts of paths. Raises: ClaimRefusedError if a name is not a valid Kubernetes
     name.
     """
-    checked_claim_uid(claim.ref.uid)
-    named = [
-        ("namespace", claim.ref.namespace, is_dns_label),
-        ("name", claim.ref.name, is_subdomain),
-        *(("request", result.base_request, is_dns_label) for result in claim.results),
-    ]
+    check_ref(claim.ref)
+    for result in claim.results:
+        _check("request", result.base_request, is_dns_label)
     if claim.pod_claim_name is not None:
-        named.append(("annotation with the pod's claim name", claim.pod_claim_name, is_dns_label))
-    for what, name, is_valid in named:
-        if not is_valid(name):
-            raise ClaimRefusedError(
-                f"the claim's {what} {name!r} cannot be part of a path, so its containers cannot get the metadata "
-                "of their devices; correct the name, or set --device-metadata off"
-            )
+        _check("annotation with the pod's claim name", claim.pod_claim_name, is_dns_label)
+
+
+def check_ref(ref: ClaimRef) -> None:
+    """Like `check_names`, for the names that become parts of directory names."""
+    checked_claim_uid(ref.uid)
+    _check("namespace", ref.namespace, is_dns_label)
+    _check("name", ref.name, is_subdomain)
+
+
+def _check(what: str, name: str, is_valid: Callable[[str], bool]) -> None:
+    if not is_valid(name):
+        raise ClaimRefusedError(
+            f"the claim's {what} {name!r} cannot be part of a path, so its containers cannot get the metadata "
+            "of their devices; correct the name, or set --device-metadata off"
+        )
 
 
 def requests_of(claim: AllocatedClaim) -> tuple[str, ...]:

@@ -68,25 +68,16 @@ class ClaimCleanup:
 
 
 @dataclass(frozen=True, slots=True)
-class RunningStep:
-    """A step that runs on a GPU, such as `creating a MIG device`, and for how many seconds."""
-
-    what: str
-    gpu_uuid: str
-    for_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class NodeClaims:
     """All claims with a record, oldest first; a sentence for each problem; the pending cleanups; the claims
-    that fail; and the running steps by claim UID.
+    that fail; and, by the UIDs of claims that are being prepared, a GPU on which an operation runs.
     """
 
     claims: tuple[PreparedClaim, ...]
     problems: tuple[str, ...] = ()
     cleanups: tuple[ClaimCleanup, ...] = ()
     failing: tuple[FailingClaim, ...] = ()
-    running: Mapping[str, RunningStep] = field(default_factory=dict)
+    running: Mapping[str, str] = field(default_factory=dict)
 
 
 Specs = Mapping[str, Sequence[str]] | None
