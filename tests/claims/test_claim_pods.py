@@ -95,12 +95,10 @@ def test_grace_time_continues_when_only_the_pods_of_a_record_changed(bench: Benc
 # --- against the kubelet ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("elsewhere", [False, True], ids=["same instance", "other instance"])
-def test_claim_that_was_unprepared_in_between_does_not_come_back(bench: Bench, elsewhere: bool) -> None:
-    other = bench.node.restarted() if elsewhere else bench.node
+def test_claim_that_was_unprepared_in_between_does_not_come_back(bench: Bench) -> None:
     bench.node.prepare(used_by(ONE, A))
     bench.node.claims.add(used_by(ONE, A, B))
-    bench.during_the_look(lambda: other.unprepare(ONE))
+    bench.during_the_look(lambda: bench.node.unprepare(ONE))
     assert bench.look() is None
     assert bench.node.files() == {}
 
@@ -126,15 +124,13 @@ def test_claim_that_is_being_unprepared_does_not_come_back(bench: Bench) -> None
     assert bench.node.files() == {}
 
 
-@pytest.mark.parametrize("elsewhere", [False, True], ids=["same instance", "other instance"])
-def test_pods_of_a_prepare_after_the_check_stay(bench: Bench, elsewhere: bool) -> None:
-    other = bench.node.restarted() if elsewhere else bench.node
+def test_pods_of_a_prepare_after_the_check_stay(bench: Bench) -> None:
     bench.node.prepare(used_by(ONE, A))
     bench.node.claims.add(used_by(ONE, A, B))
 
     def prepare_again() -> None:
-        other.unprepare(ONE)
-        other.prepare(used_by(ONE, C))
+        bench.node.unprepare(ONE)
+        bench.node.prepare(used_by(ONE, C))
 
     bench.during_the_look(prepare_again)
     assert bench.look() is None

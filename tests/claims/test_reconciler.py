@@ -439,17 +439,15 @@ def test_unprepare_of_the_kubelet_right_after_the_check_is_not_reported_as_ours(
     assert (bench.node.files(), bench.reported.recovered_claims) == ({}, [])
 
 
-@pytest.mark.parametrize("elsewhere", [False, True], ids=["same instance", "other instance"])
-def test_claim_that_is_prepared_after_the_check_is_kept(bench: Bench, elsewhere: bool) -> None:
+def test_claim_that_is_prepared_after_the_check_is_kept(bench: Bench) -> None:
     """It was allocated again, to the same device: its record is the same, and its pod starts."""
     bench.node.prepare(ONE)
     deallocate(bench)
     bench.look()
-    other = bench.node.restarted() if elsewhere else bench.node
 
     def prepared() -> None:
         bench.node.claims.deallocated.clear()
-        assert isinstance(other.prepare(ONE), Prepared)
+        assert isinstance(bench.node.prepare(ONE), Prepared)
 
     bench.during_the_look(prepared)
     bench.later()
@@ -473,38 +471,6 @@ def test_claim_whose_prepare_is_running_is_kept(bench: Bench) -> None:
         bench.node.unprepare(TWO)
         assert isinstance(answer.result(PATIENCE_S), Prepared)
     assert bench.held == ["uid-1"]
-
-
-def test_record_of_a_late_prepare_in_the_old_instance_is_undone(bench: Bench) -> None:
-    """The kubelet cancelled that Prepare and unprepared the claim by the new instance; the old one does not know."""
-    old, reading, unprepared = bench.node.restarted(), threading.Event(), threading.Event()
-    read = old.claims.read
-
-    def slowly(ref: ClaimRef, timeout_s: float) -> AllocatedClaim:
-        found = read(ref, timeout_s)
-        reading.set()
-        assert unprepared.wait(PATIENCE_S)
-        return found
-
-    def unprepare() -> object:
-        assert reading.wait(PATIENCE_S)
-        answer = bench.node.unprepare(ONE)
-        unprepared.set()
-        return answer
-
-    old.claims.read = slowly  # type: ignore[method-assign]
-    late, answer = in_threads(lambda: old.prepare(ONE), unprepare)
-    assert isinstance(late, Prepared)
-    assert (answer, bench.held) == (None, ["uid-1"])
-    old.claims.read = read  # type: ignore[method-assign]
-    bench.node.claims.unused.add("uid-1")
-    assert (bench.later(), bench.held) == (None, ["uid-1"]), "the kubelet may unprepare it"
-    forget(bench, "uid-1")
-    bench.look()
-    with bench.waiting(claim(GPU_0, uid="uid-9")) as waits:
-        bench.later()
-        assert isinstance(waits.result(PATIENCE_S), Prepared)
-    assert (bench.held, bench.reported.recovered_claims) == (["uid-9"], [("uid-1", "was deleted")])
 
 
 def test_waiting_call_gets_the_released_device(bench: Bench) -> None:

@@ -261,13 +261,6 @@ def test_running_unprepare_is_waited_for_without_the_api_server(node: Node, call
     unprepare.join(PATIENCE_S)
 
 
-def test_unprepare_in_the_other_instance_is_noticed(node: Node, calls: Calls) -> None:
-    leaving(node)
-    calls.waits(node, claim(GPU_0))
-    assert node.restarted().unprepare(HOLDER) is None
-    assert isinstance(calls.answer("uid-1"), Prepared)
-
-
 def test_no_lock_is_held_while_it_waits(node: Node, calls: Calls) -> None:
     leaving(node)
     calls.waits(node, claim(GPU_0))
@@ -439,6 +432,7 @@ def test_record_that_was_left_in_preparing_holds_its_device(node: Node) -> None:
 def test_claim_whose_record_was_lost_is_not_waited_for(node: Node) -> None:
     leaving(node)
     (node.records.directory / "holder.json").write_text("{")
+    node.records.load()
     assert "is held by claim ?/? (UID holder)" in error_of(node.prepare(claim(GPU_0)))
 
 
@@ -546,9 +540,8 @@ def test_holder_whose_claim_is_gone_is_requested_once(
 
 @pytest.mark.parametrize("seed", range(4))
 def test_claims_at_random_are_never_given_one_device_and_end_clean(tmp_path: Path, seed: int) -> None:
-    """Four claims over two GPUs and two instances: prepared, deleted, unprepared, each in its own order."""
+    """Four claims over two GPUs: prepared, deleted, unprepared, each in its own order."""
     node = Node(tmp_path, inventory(h100(0), h100(1)), patience=WaitTimeouts(poll_s=0.005, recheck_s=0.02))
-    nodes = [node, node.restarted()]
     owners: dict[str, str] = {}
     guard = threading.Lock()
     violations: list[tuple[str, str, str]] = []
@@ -566,8 +559,7 @@ def test_claims_at_random_are_never_given_one_device_and_end_clean(tmp_path: Pat
             for device in [name for name, uid in owners.items() if uid == record.ref.uid]:  # type: ignore[attr-defined]
                 del owners[device]
 
-    for instance in nodes:
-        instance.steps.on_do, instance.steps.on_undo = begin, end
+    node.steps.on_do, node.steps.on_undo = begin, end
 
     def live(number: int) -> None:
         chance = random.Random(f"{seed}/{number}")
@@ -576,7 +568,7 @@ def test_claims_at_random_are_never_given_one_device_and_end_clean(tmp_path: Pat
             devices = chance.choice([(GPU_0,), (GPU_1,), (GPU_0, GPU_1)])
             wanted = claim(*devices, uid=uid)
             node.claims.unused.discard(uid)
-            answer = chance.choice(nodes).prepare(wanted, 4.0)
+            answer = node.prepare(wanted, 4.0)
             if isinstance(answer, Failed):
                 assert "is held by" in answer.error or "has not finished" in answer.error, answer
             depart = chance.choice(["unused", "deleted", "kept"])
@@ -584,7 +576,7 @@ def test_claims_at_random_are_never_given_one_device_and_end_clean(tmp_path: Pat
                 node.claims.unused.add(uid)
             elif depart == "deleted":
                 node.claims.allocated.pop(uid, None)
-            assert chance.choice(nodes).unprepare(wanted) is None
+            assert node.unprepare(wanted) is None
 
     assert in_threads(*(lambda number=number: live(number) for number in range(4))) == [None] * 4
     assert (violations, owners, node.files()) == ([], {}, {})

@@ -333,9 +333,10 @@ def test_ledger_that_cannot_be_written_is_retried_after_pauses(
 def test_ledger_of_a_newer_release_is_not_tried(bench: Bench) -> None:
     bench.prepared(record(SLICE))
     (bench.directory / LEDGER_0).write_text('{"version": 99}')
-    after, asked = bench.restarted(), list[str]()
-    after.cleaner.tools = lambda: asked.append("tools")
+    asked = list[str]()
     with capture_logs() as logged:
+        after = bench.restarted()
+        after.cleaner.tools = lambda: asked.append("tools")
         for _ in range(3):
             after.cleaner._turn()
             eventually(lambda: not after.lanes.under_way())
@@ -481,15 +482,6 @@ def test_cleanup_left_by_two_claims_is_one_event(bench: Bench) -> None:
     assert len(after.cleaner.outstanding()) == 2
 
 
-def test_cleanup_that_the_other_instance_has_finished_in_between_is_not_reported(bench: Bench) -> None:
-    bench.tools.broken = [MPS]
-    bench.leave(bench.prepared(record(MPS)))
-    assert bench.restarted().cleaner.clean_all() == [], "the other instance takes over"
-    bench.executor.clean("uid-1")
-    assert bench.reported.lines == []
-    assert bench.cleaner.outstanding() == []
-
-
 def test_published_cleanups_exclude_those_being_undone(bench: Bench) -> None:
     bench.tools.hanging = [MPS]
     bench.leave(bench.prepared(record(MPS)))
@@ -497,17 +489,8 @@ def test_published_cleanups_exclude_those_being_undone(bench: Bench) -> None:
     ends.start()
     eventually(lambda: bool(bench.lanes.under_way()))
     assert bench.cleaner.withheld()(DEVICE_0) is None
-    other = bench.restarted()
-    assert other.cleaner.withheld()(DEVICE_0) is not None, "the other instance cannot know"
-    other.cleaner._report_changes()
-    assert other.changes == 1
     bench.tools.let_on.set()
     ends.join()
-    other.cleaner._report_changes()
-    assert other.changes == 2, "but it hears when the cleanup is gone"
-    assert other.cleaner.withheld()(DEVICE_0) is None
-    other.cleaner._report_changes()
-    assert other.changes == 2
 
 
 def test_device_stays_withheld_while_the_ledgers_cannot_be_listed(
@@ -594,28 +577,6 @@ def test_bug_in_one_undo_keeps_no_other_from_being_undone(
     bench.tools.broken = []
     [cleanup] = bench.cleaner.clean_all()
     assert (cleanup.steps, cleanup.cause) == ((MPS,), "a bug")
-
-
-def test_leading_instance_reports_the_cleanups_that_the_other_one_makes(bench: Bench) -> None:
-    assert bench.cleaner._turn() == 5.0
-    older = bench.restarted()
-    older.tools.broken = [MPS]
-    older.end(record(MPS))
-    bench.tools.broken = [MPS]
-    before = bench.changes
-    bench.cleaner._turn()
-    assert bench.changes > before
-
-
-def test_only_the_instance_that_leads_reports_what_becomes_of_a_cleanup(bench: Bench) -> None:
-    newer = bench.restarted()
-    bench.cleaner.leads = lambda: False
-    bench.fail(MPS)
-    newer.cleaner._report_changes()
-    newer.clean()
-    bench.cleaner._report_changes()
-    assert bench.reported.lines == []
-    assert [line.split()[0] for line in newer.reported.lines] == ["pending", "done"]
 
 
 def test_pending_cleanup_is_reported_although_the_leader_was_briefly_unknown(bench: Bench) -> None:
@@ -880,15 +841,6 @@ def test_claim_that_is_prepared_during_a_check_does_not_seem_to_have_ended(
     assert bench.ledger.left() == []
 
 
-def test_entry_that_another_instance_writes_again_is_not_lost(bench: Bench) -> None:
-    """This instance has removed an entry for the same claim and step before."""
-    other, entry = bench.restarted(), LedgerEntry(claim(GPU_0).ref, BOOT, SLICE)
-    bench.ledger.add(entry)
-    bench.ledger.change((), [entry])
-    other.ledger.add(entry)
-    assert bench.ledger.entries() == [entry]
-
-
 def test_entry_that_is_written_again_after_a_full_disk_is_not_lost(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -920,7 +872,7 @@ def test_cleanup_of_a_claim_whose_first_unprepare_failed_is_shown(
         full.setattr(bench.records, "delete", refuse_write)
         with pytest.raises(StateError, match="disk is full"):
             bench.leave(made)
-    bench.restarted().leave(made)  # the other instance unprepares the claim
+    bench.records.delete("uid-1")
     assert [one.name for one in bench.cleaner.outstanding()] == ["uid-1"]
 
 
