@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
@@ -98,8 +98,8 @@ class JsonStore(Generic[T]):
     renamed.
 
     `what` names a file in errors. `decode` returns the value from a file's name and content; it raises
-    NewerFormatError, or StateError that says what is wrong. Files whose name `is_name` rejects are ignored. Only one
-    thread at a time writes or removes a value.
+    NewerFormatError, or StateError that says what is wrong. Files whose name `is_name` rejects are ignored. `having`
+    finds values by their `keys`. Only one thread at a time writes or removes a value.
     """
 
     directory: Path
@@ -108,10 +108,12 @@ class JsonStore(Generic[T]):
     report: Callable[[UnreadableFile], None]
     _: KW_ONLY
     is_name: Callable[[str], bool]
+    keys: Callable[[T], Collection[str]] = lambda _value: ()
 
     def __post_init__(self) -> None:
         self._is_loaded = False
         self._values: dict[str, T] = {}
+        self._by_key: dict[str, dict[str, T]] = {}
         self._in_place: dict[str, FileInPlace] = {}
         self._aside: list[Path] = []
         self._reported: set[tuple[str, str]] = set()
@@ -145,6 +147,13 @@ class JsonStore(Generic[T]):
             if not self._is_loaded:
                 self._read_all()
             return self._values.copy()
+
+    def having(self, keys: Iterable[str]) -> dict[str, T]:
+        """Return the readable values with one of these keys, by name. Raises: StateError, like `all`."""
+        with self._lock:
+            if not self._is_loaded:
+                self._read_all()
+            return {name: value for key in sorted(keys) for name, value in self._by_key.get(key, {}).items()}
 
     def quarantined(self) -> list[Path]:
         """Return the unreadable files, renamed or still in place, as far as they were read. Reads no disk."""
@@ -186,8 +195,7 @@ class JsonStore(Generic[T]):
                 self._read(name)  # the file may be replaced, but not synced
             raise
         with self._lock:
-            self._values[name] = value
-            self._in_place.pop(name, None)
+            self._set(name, value)
 
     def remove(self, name: str, *, durable: bool) -> bool:
         """Remove the value and its file, whatever its content; returns whether the file existed.
@@ -196,8 +204,7 @@ class JsonStore(Generic[T]):
         """
         was_there = remove_file(self.path(name))
         with self._lock:
-            self._values.pop(name, None)
-            self._in_place.pop(name, None)
+            self._set(name, None)
         if was_there and durable:
             sync_removals(self.directory)
         return was_there
@@ -207,7 +214,7 @@ class JsonStore(Generic[T]):
             files = sorted(os.listdir(self.directory))  # noqa: PTH208  only names are needed
         except OSError as error:
             raise state_error(f"list the {self.what}s in", self.directory, error) from error
-        self._values, self._in_place = {}, {}
+        self._values, self._by_key, self._in_place = {}, {}, {}
         self._aside = [self.directory / file for file in files if f"{_SUFFIX}{QUARANTINE}" in file]
         for name in (file.removesuffix(_SUFFIX) for file in files if file.endswith(_SUFFIX)):
             if self.is_name(name):
@@ -218,8 +225,7 @@ class JsonStore(Generic[T]):
         try:
             value = self.decode(name, read_plain(path))
         except FileNotFoundError:
-            self._values.pop(name, None)
-            self._in_place.pop(name, None)
+            self._set(name, None)
             return
         except OSError as error:
             if error.errno not in UNREADABLE:
@@ -230,10 +236,9 @@ class JsonStore(Generic[T]):
         except StateError as error:
             reason = str(error)
         else:
-            self._values[name] = value
-            self._in_place.pop(name, None)
+            self._set(name, value)
             return
-        self._values.pop(name, None)
+        self._set(name, None)
         if newer is None and renames:
             try:
                 if (aside := set_aside(path, self.what)) is not None:
@@ -247,6 +252,18 @@ class JsonStore(Generic[T]):
         if (name, reason) not in self._reported:
             self._reported.add((name, reason))
             self.report(UnreadableFile(name, path, reason, is_newer=newer is not None))
+
+    def _set(self, name: str, value: T | None) -> None:
+        self._in_place.pop(name, None)
+        before = self._values.get(name)
+        for key in () if before is None else self.keys(before):
+            del self._by_key[key][name]
+        if value is None:
+            self._values.pop(name, None)
+            return
+        self._values[name] = value
+        for key in self.keys(value):
+            self._by_key.setdefault(key, {})[name] = value
 
 
 def _changed_at(path: Path) -> int:

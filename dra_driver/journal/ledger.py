@@ -34,7 +34,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, S
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import structlog
 
@@ -90,18 +90,6 @@ _FILE: FileFormat[Sequence[Item]] = FileFormat(
 )
 
 
-class Items(NamedTuple):
-    """The items in a ledger, and the GPUs that they change."""
-
-    all: tuple[Item, ...]
-    gpus: frozenset[str]
-
-    @classmethod
-    def of(cls, items: Sequence[Item]) -> Items:
-        """Return the items with their GPUs."""
-        return cls(tuple(items), frozenset().union(*map(_gpus, items)))
-
-
 @dataclass(eq=False)
 class Ledger:
     """The ledgers of all GPUs of a node, in `directory`. Thread-safe.
@@ -119,10 +107,10 @@ class Ledger:
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
-        self._store: JsonStore[Items] = JsonStore(
+        self._store: JsonStore[Sequence[Item]] = JsonStore(
             self.directory,
             _FILE.what,
-            lambda _name, content: Items.of(_FILE.read(content)),
+            lambda _name, content: _FILE.read(content),
             self.reader
             or log_unreadable(
                 unreadable_event="ledger_unreadable",
@@ -133,6 +121,7 @@ class Ledger:
                 "claims remain on the GPU; install the newer release again, or remove the file and reboot the node",
             ),
             is_name=lambda name: _SAFE_GPU_UUID.fullmatch(name) is not None,
+            keys=lambda items: frozenset().union(*map(_gpus, items)),
         )
         self._gone: set[Hashable] = set()
         """Removed items that may still be in the file because the disk was full: the keys of entries, and whole
@@ -224,12 +213,10 @@ class Ledger:
         counted, void = list[Item](), set[str]()
         if self.reader is not None and not self._is_there():
             return counted, void
-        ledgers = self._store.all()
-        unread = {uuid: Items.of(_known_details(found.newer)) for uuid, found in self._store.newer().items()}
+        ledgers = self._store.all() if gpus is None else self._store.having(gpus)
+        unread = {uuid: _known_details(found.newer) for uuid, found in self._store.newer().items()}
         for home, items in (ledgers | unread).items():
-            if gpus is not None and items.gpus.isdisjoint(gpus):
-                continue
-            for item in items.all:
+            for item in items:
                 if _mark(item) in gone or not counts(item, self.boot_id):
                     void |= {home} & ledgers.keys()
                 elif gpus is None or not _gpus(item).isdisjoint(gpus):
@@ -301,7 +288,7 @@ class Ledger:
         """Return the steps of prepared claims that no ledger lists, because a file was damaged. Leaves out those of a
         newer release's ledger, which may list them. Raises: StateError.
         """
-        records = self.records.all().values()
+        records = (self.records.all() if gpus is None else self.records.having(gpus)).values()
         known = {entry.key for entry in self.entries(gpus)}
         newer = self.newer()
         return [
@@ -371,8 +358,7 @@ class Ledger:
 
     def _change(self, home: str, changed: Sequence[Item], gone: Sequence[Item]) -> Mapping[Hashable, Item]:
         """Return the previously valid items by key. Raises: StateError."""
-        stored = self._store.get(home)
-        before = () if stored is None else stored.all
+        before = self._store.get(home) or ()
         gone_keys, news = set(map(_key, gone)), {_key(item): item for item in changed}
         with self._guard:
             for item in (*changed, *gone):

@@ -80,7 +80,9 @@ RECORD_FILE = FileFormat("claim record", _RECORD.decode, _RECORD.encode)
 
 
 class RecordStore(JsonStore[ClaimRecord]):
-    """Records in `directory`, named by claim UID, each as of this boot (`ClaimRecord.as_of`)."""
+    """Records in `directory`, named by claim UID, each as of this boot (`ClaimRecord.as_of`). Their keys are the UUIDs
+    of their GPUs.
+    """
 
     def __init__(
         self,
@@ -106,6 +108,7 @@ class RecordStore(JsonStore[ClaimRecord]):
                 "release again",
             ),
             is_name=is_uid,
+            keys=lambda record: record.gpu_uuids,
         )
 
     def open(self, boot_id: str) -> None:

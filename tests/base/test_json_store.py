@@ -163,6 +163,20 @@ def test_file_of_a_newer_release_is_kept_until_an_administrator_removes_it(
     assert (store.all(), store.newer(), store.problems()) == ({"old": 2}, {}, [])
 
 
+def test_values_are_found_by_their_keys(place: Path) -> None:
+    store = JsonStore(place, "value", decode, print, is_name=str.isalpha, keys=lambda value: set(str(value)))
+    for _ in range(2):
+        write(store, "a", b"12")
+        write(store, "b", b"23")
+        assert store.having("1") == {"old": 1, "a": 12}
+        assert store.having("321") == {"old": 1, "a": 12, "b": 23}
+        write(store, "a", b"3")
+        assert (store.having("1"), store.having("3")) == ({"old": 1}, {"a": 3, "b": 23})
+        store.remove("a", durable=False)
+        assert (store.having("3"), store.having("9")) == ({"b": 23}, {})
+        store.load()
+
+
 def test_caller_may_change_what_the_store_returned(store: JsonStore[int]) -> None:
     store.all().clear()
     assert store.all() == {"old": 1}
