@@ -93,9 +93,6 @@ _OWN_LIMITS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 Stamp = tuple[int, int, int]
 """Inode, size and change time in nanoseconds. A rewritten file has a different stamp."""
 
-NO_STAMP: Stamp = (0, 0, 0)
-"""The stamp of a missing file."""
-
 _CLOCK_OF_FILES = 5  # CLOCK_REALTIME_COARSE; Python's `time` module has no name for it
 _SECOND_NS = 10**9
 
@@ -281,11 +278,6 @@ stamp_of: Callable[[os.stat_result], Stamp] = attrgetter("st_ino", "st_size", "s
 """Return the stamp from a file's status."""
 
 
-def stamp_at(path: Path | str) -> Stamp:
-    """Return the stamp of the file at `path`, without following a link. Raises: OSError."""
-    return stamp_of(os.lstat(path))
-
-
 def stamp_or_none(path: Path | str) -> Stamp | None:
     """Return the stamp of the file at `path`, following links; None if the file cannot be found."""
     try:
@@ -305,17 +297,13 @@ def is_settled(time_ns: int) -> bool:
     return time_ns + tick_ns < now or time_ns > now + _SECOND_NS
 
 
-def set_aside(path: Path, what: str, stamp: Stamp) -> Path | None:
-    """Rename an unreadable file so that a person can inspect it; returns the new path.
-
-    Returns None if the file no longer has this stamp, because another process rewrote or renamed it.
+def set_aside(path: Path, what: str) -> Path | None:
+    """Rename an unreadable file so that a person can inspect it; returns the new path, or None if the file is gone.
 
     Raises: StateError, which names the file as `what`.
     """
     aside = path.with_name(f"{path.name.removesuffix(QUARANTINE)}{QUARANTINE}-{time.time_ns()}")
     try:
-        if stamp_at(path) != stamp:
-            return None
         path.rename(aside)
     except FileNotFoundError:
         return None

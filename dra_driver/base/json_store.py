@@ -1,4 +1,4 @@
-"""JSON files of one kind in a directory, shared with a second instance of the plugin during a rolling update.
+"""JSON files of one kind in a directory, kept in memory by the process that writes them.
 
 A store may skip syncing files whose content is only valid until the next boot. A power cut may damage such
 files; the first start after a boot removes the damaged ones.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
@@ -18,18 +18,13 @@ from typing import Generic, NamedTuple, TypeVar
 import structlog
 
 from dra_driver.base.atomic import (
-    NO_STAMP,
     QUARANTINE,
     UNREADABLE,
-    Stamp,
-    is_settled,
     make_directory,
     read_or_none,
     read_plain,
     remove_file,
     set_aside,
-    stamp_at,
-    stamp_of,
     state_error,
     sync_removals,
     write_atomically,
@@ -47,15 +42,12 @@ _SUFFIX = ".json"
 
 
 class FileInPlace(NamedTuple):
-    """An unreadable file that still has its name. `newer` is the error if a newer release wrote the file."""
+    """An unreadable file that still has its name. `newer` is the error if a newer release wrote the file; `since` is
+    when the file was last changed, in seconds since 1970.
+    """
 
-    stamp: Stamp
+    since: int
     newer: NewerFormatError | None
-
-    @property
-    def since(self) -> int:
-        """When the file was last changed, in seconds since 1970."""
-        return self.stamp[-1] // 10**9
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,14 +88,18 @@ def log_unreadable(
 class JsonStore(Generic[T]):
     """A directory with one value per file, keyed by file name without suffix. Thread-safe.
 
-    A second instance may write the files, so the store does not trust its cache: it parses a file again if its
-    stamp changed, and lists the directory again if the directory's time changed. An unreadable file is renamed
-    and reported once, or left in place if the disk refuses; the other files are still served. A file written by
-    a newer release has no value and is never overwritten.
+    `load` reads all files into memory. From then on, no other process writes them: a write changes the file, then
+    memory, and nothing reads the disk, except that an unreadable file in place is read again when its value is needed.
+    What is changed by hand is noticed by the next `load`. An unreadable file is renamed and reported once, or left in
+    place if the disk refuses; the other files are still served. A file written by a newer release has no value and is
+    never overwritten.
+
+    Without `load`, as in a command or for the files of another program, each call reads the disk, and no file is
+    renamed.
 
     `what` names a file in errors. `decode` returns the value from a file's name and content; it raises
-    NewerFormatError, or StateError that says what is wrong. Files whose name `is_name` rejects are ignored. With
-    `only_reads`, the store renames nothing.
+    NewerFormatError, or StateError that says what is wrong. Files whose name `is_name` rejects are ignored. `having`
+    finds values by their `keys`. Only one thread at a time writes or removes a value.
     """
 
     directory: Path
@@ -112,14 +108,16 @@ class JsonStore(Generic[T]):
     report: Callable[[UnreadableFile], None]
     _: KW_ONLY
     is_name: Callable[[str], bool]
-    only_reads: bool = False
+    keys: Callable[[T], Collection[str]] = lambda _value: ()
 
     def __post_init__(self) -> None:
-        self._parsed: dict[str, tuple[Stamp, T]] = {}
-        self._unread: dict[str, FileInPlace] = {}
-        self._listed: tuple[int, int] | None = None
-        self._values: dict[str, T] = {}  # `_values` and `_aside` come from the last listing
+        self._is_loaded = False
+        self._values: dict[str, T] = {}
+        self._by_key: dict[str, dict[str, T]] = {}
+        self._in_place: dict[str, FileInPlace] = {}
         self._aside: list[Path] = []
+        self._reported: set[tuple[str, str]] = set()
+        """The names and reasons of unreadable files in place that were reported."""
         self._lock = threading.RLock()
         self._is_closed = False
 
@@ -140,40 +138,45 @@ class JsonStore(Generic[T]):
                 f"this process has handed the {self.what}s over to another process of gpu-dra-driver"
             )
 
+    def load(self) -> None:
+        """Read all files into memory, also if they were read before. Raises: StateError."""
+        with self._lock:
+            self._is_loaded = False
+            self._read_all(renames=True)
+            self._is_loaded = True
+
     def get(self, name: str) -> T | None:
         """Return the value; None if it is missing or unreadable. Raises: StateError."""
+        self.path(name)
         with self._lock:
-            try:
-                stamp = stamp_at(self.path(name))
-            except FileNotFoundError:
-                self._forget(name)
-                return None
-            except OSError as error:
-                wrong = state_error(f"read the {self.what}", self.path(name), error)
-                if error.errno not in UNREADABLE:
-                    raise wrong from error
-                self._leave(name, NO_STAMP, str(wrong))
-                return None
-            parsed = self._parsed.get(name)
-            return parsed[1] if parsed is not None and parsed[0] == stamp else self._load(name, stamp)
+            if not self._is_loaded or name in self._in_place:
+                self._read(name)  # an administrator may have removed an unreadable file since
+            return self._values.get(name)
 
     def all(self) -> dict[str, T]:
         """Return every readable value by name. Raises: StateError if the directory cannot be listed."""
         with self._lock:
             self._refuse_closed()
-            self._list()
+            if not self._is_loaded:
+                self._read_all()
             return self._values.copy()
 
-    def quarantined(self) -> list[Path]:
-        """Return the unreadable files found by the last `all` and by `get` since then, renamed or still in
-        place.
-        """
+    def having(self, keys: Iterable[str]) -> dict[str, T]:
+        """Return the readable values with one of these keys, by name. Raises: StateError, like `all`."""
         with self._lock:
-            return sorted([*self._aside, *map(self.path, self._unread)])
+            self._refuse_closed()
+            if not self._is_loaded:
+                self._read_all()
+            return {name: value for key in sorted(keys) for name, value in self._by_key.get(key, {}).items()}
+
+    def quarantined(self) -> list[Path]:
+        """Return the unreadable files, renamed or still in place, as far as they were read. Reads no disk."""
+        with self._lock:
+            return sorted([*self._aside, *map(self.path, self._in_place)])
 
     def in_place(self) -> Mapping[str, FileInPlace]:
-        """Return the unreadable files of `quarantined` that still have their names, by name. Reads no disk."""
-        return self._unread.copy()
+        """Return the unreadable files of `quarantined` that still have their names, by name."""
+        return self._in_place.copy()
 
     def newer(self) -> Mapping[str, FileInPlace]:
         """Return the files that a newer release wrote, like `in_place`."""
@@ -189,134 +192,99 @@ class JsonStore(Generic[T]):
         return [NodeProblem("newer-files", text, f"{self.directory}/{self.what}")]
 
     def write(self, name: str, content: bytes, *, durable: bool, whole: bool) -> None:
-        """Replace the value's file, like `write_atomically`.
+        """Replace the value's file, like `write_atomically`, then the value.
 
-        Raises: StateError, also if `get` found that a newer release wrote the file, and the file is still there.
+        Raises: StateError, also if a newer release wrote the file, and the file is still there.
         """
+        path, value = self.path(name), self.decode(name, content)
         with self._lock:
-            if name in self._unread:
-                self.get(name)  # an administrator may have removed the file since
-            left = self._unread.get(name)
-            self._parsed.pop(name, None)
+            self.get(name)
+            left = self._in_place.get(name)
         if left is not None and left.newer is not None:
-            raise StateError(f"cannot write {self.path(name)}: {left.newer}")
-        write_atomically(self.path(name), content, durable=durable, whole=whole)
+            raise StateError(f"cannot write {path}: {left.newer}")
+        try:
+            write_atomically(path, content, durable=durable, whole=whole)
+        except StateError:
+            with self._lock, suppress(StateError):
+                self._read(name)  # the file may be replaced, but not synced
+            raise
+        with self._lock:
+            self._set(name, value)
 
     def remove(self, name: str, *, durable: bool) -> bool:
-        """Remove the value's file, whatever its content; returns whether it existed.
+        """Remove the value and its file, whatever its content; returns whether the file existed.
 
         `durable` makes the removal survive a power cut. Raises: StateError.
         """
         was_there = remove_file(self.path(name))
+        with self._lock:
+            self._set(name, None)
         if was_there and durable:
             sync_removals(self.directory)
         return was_there
 
-    def _list(self) -> None:
-        """Refresh all values from the directory. Raises: StateError."""
+    def _read_all(self, *, renames: bool = False) -> None:
         try:
-            status = os.stat(self.directory)  # noqa: PTH116
-            listed = (status.st_ino, status.st_mtime_ns)
-            if listed == self._listed:
-                return
-            is_last = is_settled(status.st_mtime_ns)
-            found, aside = self._found()
+            files = sorted(os.listdir(self.directory))  # noqa: PTH208  only names are needed
         except OSError as error:
             raise state_error(f"list the {self.what}s in", self.directory, error) from error
-        self._aside = aside
-        for name in (self._parsed.keys() | self._unread.keys()) - found.keys():
-            self._forget(name)
-        self._values = {}
-        for name in sorted(found):
-            value = found[name]
-            if value is None and self.is_name(name):
-                value = self.get(name)
-            if value is not None:
-                self._values[name] = value
-        # An unreadable file that is still in place may be readable next time, so list again.
-        self._listed = listed if is_last and not self._unread else None
+        self._values, self._by_key, self._in_place = {}, {}, {}
+        self._aside = [self.directory / file for file in files if f"{_SUFFIX}{QUARANTINE}" in file]
+        for name in (file.removesuffix(_SUFFIX) for file in files if file.endswith(_SUFFIX)):
+            if self.is_name(name):
+                self._read(name, renames=renames)
 
-    def _found(self) -> tuple[dict[str, T | None], list[Path]]:
-        """Return the cached value of each file by name (None: the file must be parsed), and the files that were
-        set aside.
-
-        Raises: OSError.
-        """
-        found: dict[str, T | None] = {}
-        aside = []
-        # Scan by descriptor: looking up the path of each file would be a third of the total cost.
-        descriptor = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            with os.scandir(descriptor) as entries:
-                for entry in entries:
-                    file = entry.name
-                    if file.endswith(_SUFFIX):
-                        name = file.removesuffix(_SUFFIX)
-                        parsed = self._parsed.get(name)
-                        is_known = parsed is not None and _has_stamp(entry, parsed[0])
-                        found[name] = parsed[1] if parsed is not None and is_known else None
-                    elif f"{_SUFFIX}{QUARANTINE}" in file:
-                        aside.append(self.directory / file)
-        finally:
-            os.close(descriptor)
-        return found, aside
-
-    def _forget(self, name: str) -> None:
-        self._parsed.pop(name, None)
-        self._unread.pop(name, None)
-
-    def _load(self, name: str, stamp: Stamp) -> T | None:
-        path, is_last = self.path(name), is_settled(stamp[-1])
+    def _read(self, name: str, *, renames: bool = False) -> None:
+        path, newer = self.path(name), None
         try:
             value = self.decode(name, read_plain(path))
         except FileNotFoundError:
-            return None
+            self._set(name, None)
+            return
         except OSError as error:
             if error.errno not in UNREADABLE:
                 raise state_error(f"read the {self.what}", path, error) from error
             reason = error.strerror or str(error)
         except NewerFormatError as error:
-            self._leave(name, stamp, str(error), error)
-            return None
+            reason, newer = str(error), error
         except StateError as error:
             reason = str(error)
         else:
-            self._forget(name)
-            if is_last:
-                self._parsed[name] = (stamp, value)
-            return value
-        self._set_aside(name, path, stamp, reason)
-        return None
-
-    def _set_aside(self, name: str, path: Path, stamp: Stamp, reason: str) -> None:
-        """Rename an unreadable file, so that a person can inspect it and the next value can be written."""
-        if self.only_reads:
-            self._leave(name, stamp, reason)
+            self._set(name, value)
             return
-        try:
-            aside = set_aside(path, self.what, stamp)
-        except StateError as error:
-            self._leave(name, stamp, f"{reason}; {error}")
+        self._set(name, None)
+        if newer is None and renames:
+            try:
+                if (aside := set_aside(path, self.what)) is not None:
+                    self._aside.append(aside)
+                    self.report(UnreadableFile(name, aside, reason, is_newer=False))
+            except StateError as error:
+                reason = f"{reason}; {error}"
+            else:
+                return
+        self._in_place[name] = FileInPlace(_changed_at(path), newer)
+        if (name, reason) not in self._reported:
+            self._reported.add((name, reason))
+            self.report(UnreadableFile(name, path, reason, is_newer=newer is not None))
+
+    def _set(self, name: str, value: T | None) -> None:
+        self._in_place.pop(name, None)
+        before = self._values.get(name)
+        for key in () if before is None else self.keys(before):
+            del self._by_key[key][name]
+        if value is None:
+            self._values.pop(name, None)
             return
-        self._forget(name)
-        if aside is not None:
-            self._aside.append(aside)
-            self.report(UnreadableFile(name, aside, reason, is_newer=False))
-
-    def _leave(self, name: str, stamp: Stamp, reason: str, newer: NewerFormatError | None = None) -> None:
-        """Report an unreadable file that stays in place, once for each stamp."""
-        before = self._unread.get(name)
-        self._parsed.pop(name, None)
-        self._unread[name] = FileInPlace(stamp, newer)
-        if before is None or before.stamp != stamp:
-            self.report(UnreadableFile(name, self.path(name), reason, is_newer=newer is not None))
+        self._values[name] = value
+        for key in self.keys(value):
+            self._by_key.setdefault(key, {})[name] = value
 
 
-def _has_stamp(entry: os.DirEntry[str], stamp: Stamp) -> bool:
+def _changed_at(path: Path) -> int:
     try:
-        return stamp_of(entry.stat(follow_symlinks=False)) == stamp
+        return int(path.lstat().st_ctime)
     except OSError:
-        return False  # the file is gone, or `get` reports what is wrong with it
+        return 0
 
 
 def open_directory(directory: Path, boot_id: str, torn: Callable[[str], None], *, durable: bool) -> None:

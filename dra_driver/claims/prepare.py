@@ -175,14 +175,17 @@ class ClaimPlanner:
         return inventory
 
     def _others(self, claim: AllocatedClaim, inventory: Inventory) -> Iterator[ClaimRecord]:
-        """Yield the records of the other claims, with a substitute for each record that was lost."""
-        records = self.records.all()
-        for uid, record in records.items():
+        """Yield the records of the other claims on the claim's GPUs, with a substitute for each record that was
+        lost.
+        """
+        found = [inventory.usable(result.device) for result in claim.results]
+        gpus = {device.gpu.uuid for device in found if device is not None}
+        for uid, record in (self.records.all() if None in found else self.records.having(gpus)).items():
             if uid != claim.ref.uid:
                 yield record
         if not self.records.quarantined():
             return
-        for uid, devices in self.without_record.lost(records).items():
+        for uid, devices in self.without_record.lost(self.records.all()).items():
             lost = lost_claim(uid, devices, inventory)
             if uid != claim.ref.uid and lost is not None:
                 yield lost

@@ -79,6 +79,7 @@ class HealthStore:
 
         An unreadable file is set aside and reported. Raises: StateError if the disk fails.
         """
+        self._store.load()
         found = self._store.get(self._name)
         self._written, kept = (None, None) if found is None else found
         return kept

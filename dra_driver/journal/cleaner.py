@@ -410,7 +410,9 @@ class Cleaner(BackgroundWorker):
             before, self._reported = self._reported, now
             for name in sorted(now.keys() - before.keys()):
                 one = now[name]
-                _log.warning("cleanup_pending", claim=str(one.record.ref), claim_uid=one.name, reason=one.text)
+                _log.warning(
+                    "cleanup_pending", claim=str(one.record.ref), claim_uid=one.name, reason=one.text
+                )
             for name in sorted(before.keys() - now.keys()):
                 ref = before[name].record.ref
                 _log.info("cleanup_done", claim=str(ref), claim_uid=ref.uid)

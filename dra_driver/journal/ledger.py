@@ -1,6 +1,6 @@
 """Stores a ledger for each GPU: what the plugin has set or created on that GPU.
 
-There is one JSON file per GPU, shared with the second instance of a rolling update.
+There is one JSON file per GPU.
 
     (nothing) ──written, then the step is done──▶ entry ──its claim ends──▶ pending cleanup ──undone──▶ (nothing)
 
@@ -94,9 +94,9 @@ _FILE: FileFormat[Sequence[Item]] = FileFormat(
 class Ledger:
     """The ledgers of all GPUs of a node, in `directory`. Thread-safe.
 
-    `without_record` returns the UIDs of claims that have a CDI spec and no readable record. With a `reader`,
-    the ledger is read-only, as in `RecordStore`; with `boot_id` None, every entry counts as one of this boot.
-    `clock` returns seconds.
+    `without_record` returns the UIDs of claims that have a CDI spec and no readable record. `reader` is as in
+    `RecordStore`; with it, a missing directory has no ledgers. With `boot_id` None, every entry counts as one of this
+    boot. `clock` returns seconds.
     """
 
     directory: Path
@@ -121,14 +121,12 @@ class Ledger:
                 "claims remain on the GPU; install the newer release again, or remove the file and reboot the node",
             ),
             is_name=lambda name: _SAFE_GPU_UUID.fullmatch(name) is not None,
-            only_reads=self.reader is not None,
+            keys=lambda items: frozenset().union(*map(_gpus, items)),
         )
         self._gone: set[Hashable] = set()
         """Removed items that may still be in the file because the disk was full: the keys of entries, and whole
         details.
         """
-        self._details: frozenset[Detail] = frozenset()
-        """The details found by the last read."""
         self._removed: dict[Detail, float] = {}
         """Removed details, with the time of their removal."""
         self._seen: dict[tuple[str, Step], int] = {}
@@ -136,13 +134,16 @@ class Ledger:
         self._guard = threading.Lock()
 
     def open(self) -> None:
-        """Create the directory in advance, because it could not be created on a full disk. Raises: StateError."""
+        """Create the directory in advance, because it could not be created on a full disk; remove unsynced ledgers
+        that a power cut damaged, and load the others. Raises: StateError.
+        """
         open_directory(
             self.directory,
             self.boot_id or "",
             lambda gpu_uuid: _log.info("ledger_torn", gpu_uuid=gpu_uuid),
             durable=True,
         )
+        self._store.load()
 
     def close(self) -> None:
         """See `JsonStore.close`."""
@@ -213,23 +214,17 @@ class Ledger:
         """Return the valid items, and the GPUs whose files also have void items. Raises: StateError."""
         with self._guard:
             gone = self._gone.copy()
-        counted, void, details = list[Item](), set[str](), set[Detail]()
+        counted, void = list[Item](), set[str]()
         if self.reader is not None and not self._is_there():
             return counted, void
-        ledgers = self._store.all()
+        ledgers = self._store.all() if gpus is None else self._store.having(gpus)
         unread = {uuid: _known_details(found.newer) for uuid, found in self._store.newer().items()}
         for home, items in (ledgers | unread).items():
             for item in items:
                 if _mark(item) in gone or not counts(item, self.boot_id):
                     void |= {home} & ledgers.keys()
-                    continue
-                if not isinstance(item, LedgerEntry):
-                    details.add(item)
-                if gpus is None or not _gpus(item).isdisjoint(gpus):
+                elif gpus is None or not _gpus(item).isdisjoint(gpus):
                     counted.append(item)
-        with self._guard:
-            self._removed |= dict.fromkeys(self._details - details, self.clock())
-            self._details = frozenset(details)
         return counted, void
 
     def _is_there(self) -> bool:
@@ -250,7 +245,7 @@ class Ledger:
         return [item for item in items if isinstance(item, kind)]
 
     def recently_removed(self, kind: type[D], gpu_uuid: str) -> list[D]:
-        """Return the details of a GPU that either instance has removed in the last 30 s."""
+        """Return the details of a GPU that were removed in the last 30 s."""
         limit = self.clock() - _REMEMBERED_S
         with self._guard:
             self._removed = {item: moment for item, moment in self._removed.items() if moment >= limit}
@@ -285,7 +280,6 @@ class Ledger:
         """Raises: StateError if a newer release wrote the ledger of one of these GPUs. What is set on the GPU, and what
         must be undone, is then unknown.
         """
-        self.entries(gpu_uuids)
         for uuid, unread in sorted(self.newer().items()):
             if uuid in gpu_uuids:
                 raise StateError(unread.text)
@@ -298,7 +292,7 @@ class Ledger:
         """Return the steps of prepared claims that no ledger lists, because a file was damaged. Leaves out those of a
         newer release's ledger, which may list them. Raises: StateError.
         """
-        records = self.records.all().values()
+        records = (self.records.all() if gpus is None else self.records.having(gpus)).values()
         known = {entry.key for entry in self.entries(gpus)}
         newer = self.newer()
         return [
@@ -379,7 +373,6 @@ class Ledger:
             left = [item for item in before if _mark(item) not in self._gone and counts(item, self.boot_id)]
             lost = [item for item in before if _key(item) in gone_keys and not isinstance(item, LedgerEntry)]
             self._removed |= dict.fromkeys(lost, self.clock())
-            self._details -= set(lost)
         # Undos run in the reverse order of the file, so an entry of an older boot moves to the end when its step runs
         # again.
         same = [item for item in left if news.get(_key(item), item).boot_id == item.boot_id]

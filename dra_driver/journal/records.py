@@ -1,4 +1,4 @@
-"""The claim records on disk: one JSON file for each claim, shared by both instances of a rolling update."""
+"""The claim records: one JSON file for each claim."""
 
 from __future__ import annotations
 
@@ -80,7 +80,9 @@ RECORD_FILE = FileFormat("claim record", _RECORD.decode, _RECORD.encode)
 
 
 class RecordStore(JsonStore[ClaimRecord]):
-    """Records in `directory`, named by claim UID, each as of this boot (`ClaimRecord.as_of`)."""
+    """Records in `directory`, named by claim UID, each as of this boot (`ClaimRecord.as_of`). Their keys are the UUIDs
+    of their GPUs.
+    """
 
     def __init__(
         self,
@@ -88,8 +90,7 @@ class RecordStore(JsonStore[ClaimRecord]):
         boot_id: str | None = None,
         reader: Callable[[UnreadableFile], None] | None = None,
     ) -> None:
-        """With a `reader`, the store is read-only: `reader` receives the files that cannot be read, and no file is
-        moved or changed.
+        """`reader` receives the files that cannot be read, instead of the log.
 
         Until the boot is known, records are returned as they were written.
         """
@@ -107,12 +108,11 @@ class RecordStore(JsonStore[ClaimRecord]):
                 "release again",
             ),
             is_name=is_uid,
-            only_reads=reader is not None,
+            keys=lambda record: record.gpu_uuids,
         )
 
     def open(self, boot_id: str) -> None:
-        """Create the directory. Remove temporary files of killed writers, and unsynced records that a power cut
-        damaged.
+        """Create the directory, remove unsynced records that a power cut damaged, and load the others.
 
         Raises: StateError.
         """
@@ -120,6 +120,7 @@ class RecordStore(JsonStore[ClaimRecord]):
         open_directory(
             self.directory, boot_id, lambda uid: _log.info("record_torn", claim_uid=uid), durable=True
         )
+        self.load()
 
     def prepared_kinds(self) -> Iterator[str]:
         """Yield the kind of each device of each prepared claim."""

@@ -366,12 +366,12 @@ def _of_daemon(device: str, problem: str) -> str:
 def wanted_files(
     layout: MpsLayout, tell: Callable[[UnreadableFile], None] = lambda _file: None
 ) -> JsonStore[MpsDaemonSpec]:
-    """Returns the wanted daemons by device, for a process that only reads."""
+    """Returns the wanted daemons by device, read at each call."""
     return _files(layout.wanted_directory, WANTED_FILE, tell)
 
 
 def status_files(layout: MpsLayout) -> JsonStore[MpsDaemonStatus]:
-    """Returns the host's status reports by device, for a process that only reads."""
+    """Returns the host's status reports by device, read at each call."""
     return _files(layout.statuses, STATUS_FILE, lambda _file: None)
 
 
@@ -379,7 +379,7 @@ def _files(directory: Path, kind: FileFormat[T], tell: Callable[[UnreadableFile]
     def read(_device: str, content: bytes) -> T:
         return kind.read(content)
 
-    return JsonStore(directory, kind.what, read, tell, is_name=is_device_name, only_reads=True)
+    return JsonStore(directory, kind.what, read, tell, is_name=is_device_name)
 
 
 @dataclass(frozen=True, slots=True)

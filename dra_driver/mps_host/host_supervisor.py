@@ -20,7 +20,6 @@ from dra_driver.base.atomic import (
     make_directory,
     remove_file,
     set_aside,
-    stamp_at,
     write_atomically,
 )
 from dra_driver.base.file_lock import LockBusyError, hold_file
@@ -112,6 +111,7 @@ class Supervisor:
         for path in layout.statuses.glob(f"*{SUFFIX}"):
             _free(path, Path.is_file)
         records = self._tools.records
+        records.load()
         for device, record in records.all().items():
             self._daemons[device] = Daemon(record, self._tools, recovered=True)
         for spec in self._specs(path.name.partition(".")[0] for path in records.quarantined()):
@@ -293,7 +293,7 @@ def _free(path: Path, is_right: Callable[[Path], bool]) -> None:
     Raises: StateError.
     """
     if os.path.lexists(path) and (path.is_symlink() or not is_right(path)):
-        kept = set_aside(path, "file of the MPS host", stamp_at(path))
+        kept = set_aside(path, "file of the MPS host")
         _log.warning("mps_file_set_aside", path=str(path), kept_as=str(kept))
 
 

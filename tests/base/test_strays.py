@@ -93,6 +93,7 @@ def test_stray_record_is_set_aside_and_the_claim_comes_and_goes(
     node: Node, logs: list[dict[str, Any]], stray: Callable[[Path], None]
 ) -> None:
     stray(node.records.directory / "uid-1.json")
+    node.records.load()
     assert isinstance(node.prepare(WANTED), Prepared)
     assert node.unprepare(WANTED) is None
     [aside] = node.records.quarantined()

@@ -26,6 +26,7 @@ def node(site: Site, memory_path: Path) -> KindNode:
 def lost(node: KindNode, wanted: AllocatedClaim) -> None:
     assert isinstance(node.prepare(wanted), Prepared)
     (node.records.directory / f"{wanted.ref.uid}.json").write_text("{")
+    node.records.load()
 
 
 def test_monitor_blocks_none_of_the_gpus_that_it_checks(node: KindNode, site: Site) -> None:

@@ -433,6 +433,7 @@ def test_file_of_a_claim_whose_record_is_unreadable_is_kept(node: Node, is_kept:
     steps.detachments.begin(900, wanted.ref)
     if is_kept:
         (node.directory / "claims" / f"{UID}.json").write_text("torn")
+        node.records.load()
     steps.open()
     assert (steps.detachments.now() is not None) == is_kept
 

@@ -317,6 +317,7 @@ def test_new_config_of_a_prepared_claim_is_recorded(node: Node) -> None:
 
 def spoil(node: Node, uid: str) -> None:
     (node.records.directory / f"{uid}.json").write_text("{")
+    node.records.load()
 
 
 @pytest.mark.parametrize(("held", "free"), [(GPU_0, GPU_1), (MIG_1G, MIG_3G)])
@@ -337,6 +338,14 @@ def test_claim_with_an_unreadable_record_is_prepared_again_and_unprepared(node: 
     assert node.prepare(claim(GPU_0)) == answer
     assert node.unprepare(claim(GPU_0)) is None
     assert (node.records.all(), node.specs.list()) == ({}, {})
+
+
+def test_claim_whose_record_was_removed_by_hand_is_unprepared(node: Node) -> None:
+    node.prepare(claim(GPU_0))
+    node.records.path("uid-1").unlink()
+    assert node.unprepare(claim(GPU_0)) is None
+    assert (node.records.all(), node.files()) == ({}, {})
+    assert isinstance(node.prepare(claim(GPU_0, uid="uid-2")), Prepared)
 
 
 # --- what comes over the wire --------------------------------------------------------------------

@@ -431,6 +431,7 @@ def test_record_that_was_left_in_preparing_holds_its_device(node: Node) -> None:
 def test_claim_whose_record_was_lost_is_not_waited_for(node: Node) -> None:
     leaving(node)
     (node.records.directory / "holder.json").write_text("{")
+    node.records.load()
     assert "is held by claim ?/? (UID holder)" in error_of(node.prepare(claim(GPU_0)))
 
 

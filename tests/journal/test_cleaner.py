@@ -328,9 +328,10 @@ def test_ledger_that_cannot_be_written_is_retried_after_pauses(
 def test_ledger_of_a_newer_release_is_not_tried(bench: Bench) -> None:
     bench.prepared(record(SLICE))
     (bench.directory / LEDGER_0).write_text('{"version": 99}')
-    after, asked = bench.restarted(), list[str]()
-    after.cleaner.tools = lambda: asked.append("tools")
+    asked = list[str]()
     with capture_logs() as logged:
+        after = bench.restarted()
+        after.cleaner.tools = lambda: asked.append("tools")
         for _ in range(3):
             after.cleaner._turn()
             eventually(lambda: not after.lanes.under_way())
@@ -484,7 +485,7 @@ def test_published_cleanups_exclude_those_being_undone(bench: Bench) -> None:
     assert bench.cleaner.withheld()(DEVICE_0) is None
     bench.tools.let_on.set()
     ends.join()
-    assert (bench.reported.lines, bench.changes) == ([], 0)
+    assert bench.changes == 0
 
 
 def test_device_stays_withheld_while_the_ledgers_cannot_be_listed(

@@ -49,7 +49,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def open_ledger(tmp_path: Path, clock: Clock) -> Callable[..., Ledger]:
-    """Another instance of the plugin over the same directory."""
+    """The plugin after a restart, over the same directory."""
     records = RecordStore(tmp_path / "claims")
     records.open("boot-1")
 
@@ -76,20 +76,21 @@ def details(ledger: Ledger) -> list[object]:
     return [one for kind in (OwnedInstance, OwnedMode, OwnedCard) for one in ledger.details(kind)]
 
 
-def test_detail_is_there_for_both_instances_until_it_is_removed(
+def test_detail_is_there_until_it_is_removed(
     ledger: Ledger, open_ledger: Callable[..., Ledger], file: Path
 ) -> None:
-    other, everything = open_ledger(), (ONE, TWO, MODE, CARD)
+    everything = (ONE, TWO, MODE, CARD)
     for one in everything:
         ledger.save(one)
     ledger.save(replace(ONE, uuid="MIG-2"))
     ledger.save(ONE)
-    assert set(details(other)) == set(everything)
-    assert (other.created_instance(ONE.device), other.created_instance(TWO.device)) == (ONE, None)
-    assert other.details(OwnedInstance, "GPU-9") == []
+    for known in (ledger, open_ledger()):
+        assert set(details(known)) == set(everything)
+        assert (known.created_instance(ONE.device), known.created_instance(TWO.device)) == (ONE, None)
+        assert known.details(OwnedInstance, "GPU-9") == []
     for one in everything:
-        other.remove(one)
-        other.remove(one)
+        ledger.remove(one)
+        ledger.remove(one)
     assert (details(ledger), file.exists()) == ([], False)
 
 
@@ -115,12 +116,10 @@ def test_reboot_makes_everything_void_and_the_next_write_removes_it(
     assert not file.exists()
 
 
-def test_removed_detail_is_remembered_for_some_time(
-    ledger: Ledger, open_ledger: Callable[..., Ledger], clock: Clock
-) -> None:
+def test_removed_detail_is_remembered_for_some_time(ledger: Ledger, clock: Clock) -> None:
     """A reading of the hardware may have begun before the removal."""
     here, there, old = (GpuInstance(7 + start, 19, Placement(start, 1)) for start in (0, 3, 5))
-    ours, other = LedgerOwnership(ledger), open_ledger()
+    ours = LedgerOwnership(ledger)
 
     def foreign() -> set[GpuInstance]:
         return set(ours.foreign_instances(GPU, (here, there, old)))
@@ -131,8 +130,8 @@ def test_removed_detail_is_remembered_for_some_time(
     assert (foreign(), ours.mode_is_ours(GPU)) == ({old}, True)
     ledger.remove(ONE)
     clock.now += 29
-    other.remove(TWO)
-    other.remove(MODE)
+    ledger.remove(TWO)
+    ledger.remove(MODE)
     assert (foreign(), ours.mode_is_ours(GPU)) == ({old}, True)
     clock.now += 2
     assert foreign() == {old, here}
@@ -150,6 +149,7 @@ def test_unreadable_ledger_is_set_aside_and_the_others_are_served(
     ledger.save(elsewhere)
     file.write_bytes(content)
     for _ in range(2):
+        ledger.open()
         assert (details(ledger), ledger.unreadable()) == ([elsewhere], {GPU})
     [line] = [line for line in logs if line["event"] == "ledger_unreadable"]
     assert (line["gpu_uuid"], Path(line["kept_as"]).read_bytes()) == (GPU, content)
@@ -159,6 +159,7 @@ def test_unreadable_ledger_is_set_aside_and_the_others_are_served(
 
 def test_ledger_of_a_newer_release_is_not_written_over(ledger: Ledger, file: Path) -> None:
     file.write_text('{"version": 2}')
+    ledger.open()
     assert (details(ledger), ledger.unreadable()) == ([], {GPU})
     for call in (lambda: ledger.save(CARD), lambda: ledger.change([ENTRY], ())):
         with pytest.raises(StateError, match="newer release"):

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dra_driver.base.atomic import Stamp, stamp_at, write_atomically
+from dra_driver.base.atomic import Stamp, stamp_or_none, write_atomically
 from dra_driver.base.file_lock import hold_file
 from dra_driver.base.installation import helm_set
 from dra_driver.base.json_store import UnreadableFile
@@ -664,8 +664,8 @@ def test_refusal_that_could_not_be_written_is_written_later(
             supervisor.ensure(host.spec(), 1.0)
         eventually(lambda: "gpu-2" in supervisor._unwritten)
     eventually(lambda: "stopped during its start" in text_of(host.layout.status("gpu-2")))
-    before = stamp_at(alive)
-    eventually(lambda: stamp_at(alive) != before)
+    before = stamp_or_none(alive)
+    eventually(lambda: stamp_or_none(alive) != before)
 
 
 def test_host_gives_signs_while_it_can_write_what_it_knows(
@@ -673,22 +673,22 @@ def test_host_gives_signs_while_it_can_write_what_it_knows(
 ) -> None:
     supervisor, alive = host.supervisor(sign=0.01), host.layout.alive
     supervisor.ensure(host.spec(), PATIENCE_S)
-    before = stamp_at(alive)
-    eventually(lambda: stamp_at(alive) != before)
+    before = stamp_or_none(alive)
+    eventually(lambda: stamp_or_none(alive) != before)
 
     with monkeypatch.context() as full:
         full.setattr(host_supervisor, "write_atomically", refuse_write)
         os.kill(host.daemons()[0].pid, 9)
         eventually(lambda: "gpu-2" in supervisor._unwritten)
-        signs: list[Stamp] = []
+        signs: list[Stamp | None] = []
 
         def gives_none() -> bool:
-            signs.append(stamp_at(alive))
+            signs.append(stamp_or_none(alive))
             return len(signs) > 20 and len(set(signs[-20:])) == 1
 
         eventually(gives_none)
-    before = stamp_at(alive)
-    eventually(lambda: stamp_at(alive) != before)
+    before = stamp_or_none(alive)
+    eventually(lambda: stamp_or_none(alive) != before)
     assert stat.S_IMODE(alive.stat().st_mode) == 0o600
 
 
@@ -701,7 +701,7 @@ def test_a_host_at_rest_writes_nothing(host: Host) -> None:
 
     def writes_nothing() -> bool:
         # What it has found out by now may still have to be written once.
-        seen.append((stamp_at(status), stamp_at(host.layout.record("gpu-2"))))
+        seen.append((stamp_or_none(status), stamp_or_none(host.layout.record("gpu-2"))))
         return len(seen) > 50 and len(set(seen[-50:])) == 1
 
     eventually(writes_nothing)
