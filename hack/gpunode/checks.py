@@ -20,7 +20,7 @@ import host_image
 import localcluster
 import yaml
 from localcluster import images
-from localcluster.layout import NODE_NAME, Layout
+from localcluster.layout import API_PORT, NODE_NAME, Layout
 from run import BUNDLE, Result
 
 _LIMIT_S = 300.0
@@ -193,11 +193,35 @@ class Node:
             ("inspect", ("gpu-dra-driver", "inspect", "-o", "yaml")),
         ):
             (folder / f"{name}.txt").write_text(self.in_driver(*words, check=False))
+        (folder / "cluster.txt").write_text(self.cluster())
         (folder / "metrics.txt").write_text(self.metrics())
         (folder / "slices.yaml").write_text(self.kubectl("get", "resourceslices", "-o", "yaml", check=False))
         (folder / "driver.log").write_text(
             self.kubectl("logs", "-n", _NAMESPACE, self.driver_pod(), check=False)
         )
+
+    def cluster(self) -> str:
+        """Return what `gpu-dra-driver cluster --usage` prints.
+
+        The bundle does not have the official client, which reads kubeconfigs. So the command gets a token of a
+        ServiceAccount, as in a pod.
+        """
+        account, name = self.layout.state / "account", "gpunode"
+        if not account.exists():
+            self.kubectl("create", "serviceaccount", name, "--namespace=kube-system")
+            rights = ("--clusterrole=cluster-admin", f"--serviceaccount=kube-system:{name}")
+            self.kubectl("create", "clusterrolebinding", name, *rights)
+            account.mkdir()
+            shutil.copy(self.layout.certificate("ca"), account / "ca.crt")
+        (account / "token").write_text(self.kubectl("create", "token", name, "--namespace=kube-system"))
+        # Not all variables: a kubeconfig of this machine's user would take precedence.
+        environment = {name: os.environ[name] for name in ("PATH", "PYTHONPATH", "PYTHONDONTWRITEBYTECODE")} | {
+            "HOME": str(account), "SERVICE_ACCOUNT_DIRECTORY": str(account),
+            "KUBERNETES_SERVICE_HOST": self.options.addresses.service, "KUBERNETES_SERVICE_PORT": str(API_PORT),
+        }  # fmt: skip
+        command = [sys.executable, "-m", "dra_driver.cli.main", "cluster", "--usage"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+        return done.stdout + done.stderr
 
     def metrics(self) -> str:
         path = f"/api/v1/namespaces/{_NAMESPACE}/pods/{self.driver_pod()}:8080/proxy/metrics"

@@ -49,8 +49,12 @@ def test_simulated_machine_becomes_a_node_and_is_left_as_it_was(tmp_path: Path) 
     assert len(rows) > 20
     with tarfile.open(results) as archive:
         names = archive.getnames()
+        cluster = archive.extractfile("gpu-node-results/mps/cluster.txt")
+        assert cluster is not None
+        seen_by_users = cluster.read().decode()
     for answer in ("start/doctor.txt", "start/metrics.txt", "end/slices.yaml", "kubelet-metrics.txt"):
         assert f"gpu-node-results/{answer}" in names
+    assert re.search(r"^gpu-node .*default/mps-shared-claim .*mps-a", seen_by_users, re.M), seen_by_users
     for path in OF_EVERY_CLUSTER:
         with contextlib.suppress(OSError):
             path.rmdir()  # if no other cluster uses it
