@@ -44,6 +44,7 @@ _TREES = ("hack/cluster", "hack/gpunode", "dra_driver", "examples")
 _NOT_NEEDED = shutil.ignore_patterns("__pycache__", "*.pyi", "tests", "test", "*.so.debug")
 _LEXERS = "pygments/lexers/[a-z]*.py"
 """rich imports pygments, but the plugin's commands show no program text: a megabyte of the archive."""
+_LAYOUT = str(ROOT / "hack/gpunode/layout")
 _RUN = """#!/bin/sh
 # Makes this machine a Kubernetes node for some minutes, and tries gpu-dra-driver on it; see `./run --help`.
 here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)
@@ -106,6 +107,8 @@ def _fill(stage: Path, versions: Sequence[str]) -> None:
         ("restricted", ("node", "node-restricted")),
         ("simulated-mig", ("e2e", "node", "e2e-mig")),
         ("real-mig", ("node", "e2e-mig")),
+        ("simulated-layout", ("e2e", "node", _LAYOUT)),
+        ("real-layout", ("node", _LAYOUT)),
     ):
         (stage / "objects" / f"{name}.yaml").write_text(chart.manifests(*values))
     # The machine may have no openssl. All servers listen on loopback or on a bridge of the machine's own, and the

@@ -20,7 +20,7 @@ import host_image
 import localcluster
 import yaml
 from localcluster import images
-from localcluster.layout import NODE_NAME, Layout
+from localcluster.layout import API_PORT, NODE_NAME, Layout
 from run import BUNDLE, Result
 
 _LIMIT_S = 300.0
@@ -38,6 +38,8 @@ esac
 [ -z "$refused" ] || { echo "refused: Not Supported"; exit 3; }
 exec /guarded/nvidia-smi "$@"
 """
+_LAYOUT_LABEL = "nvidia.com/mig.config"
+_CUT, _WHOLE = "gpunode-cut", "gpunode-whole"
 _UUID = re.compile(r"\b(?:GPU|MIG)-[0-9a-f-]{36}")
 Json = dict[str, Any]
 
@@ -97,14 +99,22 @@ class Node:
 
     def listed(self) -> set[str]:
         """Return the UUIDs that the host's nvidia-smi lists."""
+        return set(_UUID.findall(self._ask_smi("-L")))
+
+    def setting(self, field: str) -> dict[str, str]:
+        """Return a field of the host's nvidia-smi by the UUID of the GPU, for example `mig.mode.current`."""
+        text = self._ask_smi(f"--query-gpu=uuid,{field}", "--format=csv,noheader")
+        return {uuid: value for uuid, _, value in (line.partition(", ") for line in text.splitlines())}
+
+    def _ask_smi(self, *words: str) -> str:
         environment = os.environ | ({"GPU_DRA_SIMULATOR": str(_SIMULATOR)} if self.simulated else {})
-        done = subprocess.run([*self.smi, "-L"], capture_output=True, text=True, check=False, env=environment)
-        found = set(_UUID.findall(done.stdout))
-        if done.returncode or not found:
-            raise DiffersError(
-                f"the host's nvidia-smi -L: {(done.stdout + done.stderr).strip() or 'no output'}"
-            )
-        return found
+        done = subprocess.run(
+            [*self.smi, *words], capture_output=True, text=True, check=False, env=environment
+        )
+        if done.returncode or not _UUID.search(done.stdout):
+            said = (done.stdout + done.stderr).strip() or "no output"
+            raise DiffersError(f"the host's nvidia-smi {' '.join(words)}: {said}")
+        return done.stdout
 
     def kubectl(self, *words: str, stdin: str | None = None, check: bool = True) -> str:
         done = subprocess.run(
@@ -171,6 +181,11 @@ class Node:
         specs = [entry["spec"] for entry in self.get("resourceslices")["items"]]
         return [device for spec in specs for device in spec.get("devices", [])]
 
+    def published(self) -> set[str]:
+        """Return the UUIDs of the devices in the slices."""
+        found = (device["attributes"].get("uuid", {}).get("string") for device in self.devices())
+        return {uuid for uuid in found if uuid}
+
     def clear(self) -> None:
         """Delete all pods and claims of the checks, and wait until the plugin has undone their claims."""
         for kind in ("pods", "resourceclaims", "resourceclaimtemplates"):
@@ -193,11 +208,35 @@ class Node:
             ("inspect", ("gpu-dra-driver", "inspect", "-o", "yaml")),
         ):
             (folder / f"{name}.txt").write_text(self.in_driver(*words, check=False))
+        (folder / "cluster.txt").write_text(self.cluster())
         (folder / "metrics.txt").write_text(self.metrics())
         (folder / "slices.yaml").write_text(self.kubectl("get", "resourceslices", "-o", "yaml", check=False))
         (folder / "driver.log").write_text(
             self.kubectl("logs", "-n", _NAMESPACE, self.driver_pod(), check=False)
         )
+
+    def cluster(self) -> str:
+        """Return what `gpu-dra-driver cluster --usage` prints.
+
+        The bundle does not have the official client, which reads kubeconfigs. So the command gets a token of a
+        ServiceAccount, as in a pod.
+        """
+        account, name = self.layout.state / "account", "gpunode"
+        if not account.exists():
+            self.kubectl("create", "serviceaccount", name, "--namespace=kube-system")
+            rights = ("--clusterrole=cluster-admin", f"--serviceaccount=kube-system:{name}")
+            self.kubectl("create", "clusterrolebinding", name, *rights)
+            account.mkdir()
+            shutil.copy(self.layout.certificate("ca"), account / "ca.crt")
+        (account / "token").write_text(self.kubectl("create", "token", name, "--namespace=kube-system"))
+        # Not all variables: a kubeconfig of this machine's user would take precedence.
+        environment = {name: os.environ[name] for name in ("PATH", "PYTHONPATH", "PYTHONDONTWRITEBYTECODE")} | {
+            "HOME": str(account), "SERVICE_ACCOUNT_DIRECTORY": str(account),
+            "KUBERNETES_SERVICE_HOST": self.options.addresses.service, "KUBERNETES_SERVICE_PORT": str(API_PORT),
+        }  # fmt: skip
+        command = [sys.executable, "-m", "dra_driver.cli.main", "cluster", "--usage"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+        return done.stdout + done.stderr
 
     def metrics(self) -> str:
         path = f"/api/v1/namespaces/{_NAMESPACE}/pods/{self.driver_pod()}:8080/proxy/metrics"
@@ -253,9 +292,7 @@ def plugin(node: Node) -> str:
 
 def devices_of_the_slices(node: Node) -> str:
     """each GPU that nvidia-smi lists is a device"""
-    published = {
-        device["attributes"]["uuid"]["string"] for device in node.devices() if "uuid" in device["attributes"]
-    }
+    published = node.published()
     node.save("start")
     if not published >= node.listed() or not published:
         raise DiffersError(f"published {sorted(published)}, nvidia-smi lists {sorted(node.listed())}")
@@ -294,8 +331,7 @@ def shared_claim(node: Node) -> str:
 
 def mps(node: Node) -> str:
     """two pods with one claim see the same GPU, and have the same MPS daemon"""
-    if not node.simulated and shutil.which("nvidia-cuda-mps-control") is None:
-        raise SkippedError("this machine has no nvidia-cuda-mps-control")
+    _need_mps(node)
     outputs = node.run(node.example("mps-shared-claim"))
     seen = {one_uuid(text) for text in outputs.values()}
     pipes = {line for text in outputs.values() for line in text.splitlines() if "PIPE_DIRECTORY" in line}
@@ -303,6 +339,23 @@ def mps(node: Node) -> str:
         raise DiffersError(f"{sorted(seen)}, {sorted(pipes)}")
     node.save("mps")
     return f"{seen.pop()}, {pipes.pop()}"
+
+
+def compute_mode(node: Node) -> str:
+    """MPS makes the claim's GPU exclusive to one process while a pod runs; afterwards it has its former compute mode"""
+    if not node.changes:
+        raise SkippedError("sets the GPU's compute mode, which needs --change-settings")
+    _need_mps(node)
+    before = node.setting("compute_mode")
+    uuid = one_uuid(node.run(node.example("mps-shared-claim"))["mps-a"])
+    if before[uuid] == "[N/A]":
+        raise SkippedError(f"{uuid} has no compute mode")
+    during = node.setting("compute_mode")
+    if during != before | {uuid: "Exclusive_Process"}:
+        raise DiffersError(f"the claim's GPU is {uuid}; before: {before}; while the pod runs: {during}")
+    node.clear()
+    node.wait(f"{uuid} is not {before[uuid]} again", lambda: node.setting("compute_mode") == before)
+    return f"{uuid}: {before[uuid]}, then {during[uuid]}, then {before[uuid]}"
 
 
 def mps_limits(node: Node) -> str:
@@ -351,16 +404,50 @@ def time_slices(node: Node) -> str:
     return f"{seen.pop()}; {doctor(node)}"
 
 
+def mig_layout(node: Node) -> str:
+    """a layout partitions one GPU, a pod gets a MIG device, and another layout makes the GPU whole again"""
+    if not node.changes:
+        raise SkippedError("sets MIG mode, which needs --change-settings")
+    before, modes = node.listed(), node.setting("mig.mode.current")
+    places = node.setting("pci.bus_id")
+    first = min(places, key=places.__getitem__)
+    if modes[first] != "Disabled":
+        raise SkippedError(f"the MIG mode of {first} is {modes[first]}; only Disabled can be restored")
+    if node.setting("compute_cap")[first].startswith("8."):
+        raise SkippedError(f"{first} changes its MIG mode only with a reset")
+    profile = _smallest_profile(node)
+    _install(node, "simulated-layout" if node.simulated else "real-layout", layouts=_layouts(profile))
+    try:
+        _set_layout(node, _CUT)
+        _wait_for_layout(
+            node, f"no two devices {profile} on {first}", lambda: len(_static(node, profile)) == 2
+        )
+        uuid = _run_mig(
+            node, "static-mig", selector=f'device.attributes["gpu.nvidia.com"].profile == "{profile}"'
+        )
+        node.save("layout")
+        if uuid not in _static(node, profile) or uuid not in node.listed():
+            raise DiffersError(f"the pod has {uuid}, the slices have {sorted(_static(node, profile))}")
+        if (during := node.setting("mig.mode.current")) != modes | {first: "Enabled"}:
+            raise DiffersError(f"MIG mode before: {modes}; with the layout: {during}")
+    finally:
+        node.clear()
+        _set_layout(node, _WHOLE)
+        _wait_for_layout(
+            node, f"{first} is not whole again",
+            lambda: (node.setting("mig.mode.current"), node.listed(), node.published()) == (modes, before, before),
+        )  # fmt: skip
+        node.kubectl("label", "node", NODE_NAME, f"{_LAYOUT_LABEL}-")
+    return f"2 x {profile} on {first}: {uuid}"
+
+
 def mig_on_demand(node: Node) -> str:
     """a pod gets a MIG device, which is gone after the pod"""
     if not node.changes:
         raise SkippedError("sets MIG mode, which needs --change-settings")
     _install(node, "simulated-mig" if node.simulated else "real-mig")
     profiles = node.wait("no MIG device was published", lambda: sorted(_profiles(node)))
-    objects = node.example("mig-on-demand")
-    request = objects[0]["spec"]["spec"]["devices"]["requests"][0]["exactly"]
-    request["deviceClassName"] = f"mig-{profiles[0]}.nvidia.com"
-    uuid = one_uuid(node.run(objects)["mig-on-demand"].partition("MIG ")[2])
+    uuid = _run_mig(node, "mig-on-demand", device_class=f"mig-{profiles[0]}.nvidia.com")
     node.clear()
     node.wait(f"MIG device {uuid} is still there", lambda: uuid not in node.listed())
     return f"{profiles[0]}: {uuid}"
@@ -499,9 +586,9 @@ def restricted_profile(node: Node) -> str:
 
 CHECKS: tuple[Callable[[Node], str], ...] = (
     control_plane_and_kubelet, image, plugin, devices_of_the_slices, one_gpu, no_claim, cuda_program,
-    shared_claim, mps, mps_limits, usage_by_pod, time_slices, admin_access, extended_resource, user_namespace,
-    eight_replacements, plugin_killed, rolling_update, kubelet_restarted, invalid_address, doctor, gpu_check,
-    restricted_profile, mig_on_demand,
+    shared_claim, mps, compute_mode, mps_limits, usage_by_pod, time_slices, admin_access, extended_resource,
+    user_namespace, eight_replacements, plugin_killed, rolling_update, kubelet_restarted, invalid_address, doctor,
+    gpu_check, restricted_profile, mig_layout, mig_on_demand,
 )  # fmt: skip
 NEEDED = (control_plane_and_kubelet, image, plugin)
 """Without these, no other check can run."""
@@ -527,9 +614,15 @@ def processes_of(words: str) -> Iterator[int]:
             continue
 
 
-def _install(node: Node, objects: str) -> None:
-    """Apply the chart's objects, with the guard over the plugin's nvidia-smi unless settings may change."""
+def _install(node: Node, objects: str, layouts: Json | None = None) -> None:
+    """Apply the chart's objects, with the guard over the plugin's nvidia-smi unless settings may change.
+
+    `layouts` is the section migLayouts of the plugin's configuration file.
+    """
     found = [one for one in yaml.safe_load_all((BUNDLE / f"objects/{objects}.yaml").read_text()) if one]
+    for one in found:
+        if one["kind"] == "ConfigMap" and layouts is not None:
+            one["data"]["config.yaml"] = yaml.safe_dump({"migLayouts": layouts})
     if not node.changes:
         guard = node.layout.state / "guard"
         guard.write_text(_GUARD)
@@ -547,6 +640,11 @@ def _put_guard(spec: Json, guard: Path, smi: Path, simulated: bool) -> None:
         spec["volumes"].append({"name": name, "hostPath": {"path": str(path), "type": "File"}})
         for container in spec["containers"]:
             container["volumeMounts"].append({"name": name, "mountPath": place, "readOnly": True})
+
+
+def _need_mps(node: Node) -> None:
+    if not node.simulated and shutil.which("nvidia-cuda-mps-control") is None:
+        raise SkippedError("this machine has no nvidia-cuda-mps-control")
 
 
 def _cuda(node: Node, *arguments: str) -> str:
@@ -568,6 +666,56 @@ def _put_program(one: Json, *arguments: str) -> None:
     [main] = one["spec"]["containers"]
     main |= {"image": host_image.NAME, "imagePullPolicy": "Never",
              "command": [str(host_image.PYTHON), "-c", program, *arguments]}  # fmt: skip
+
+
+def _layouts(profile: str) -> Json:
+    """Return two layouts for the first GPU, of which the node's label names one: two MIG devices, or none."""
+    cut = {"devices": [0], "mig-enabled": True, "mig-devices": {profile: 2}}
+    configuration = {
+        "version": "v1",
+        "mig-configs": {_CUT: [cut], _WHOLE: [{"devices": [0], "mig-enabled": False}]},
+    }
+    return {"fromLabel": True, "configuration": configuration}
+
+
+def _set_layout(node: Node, name: str) -> None:
+    node.kubectl("label", "--overwrite", "node", NODE_NAME, f"{_LAYOUT_LABEL}={name}")
+
+
+def _wait_for_layout(node: Node, complaint: str, check: Callable[[], bool]) -> None:
+    """Wait for what a layout brings. If it does not come, add what the plugin last reported about layouts."""
+    try:
+        node.wait(complaint, check)
+    except DiffersError as error:
+        events = node.get("events", "-A", "--sort-by=.lastTimestamp")["items"]
+        said = [one["message"] for one in events if one["reason"].startswith("MigLayout")]
+        raise DiffersError(f"{error}; {said[-1] if said else 'the plugin reported no event'}") from error
+
+
+def _static(node: Node, profile: str) -> set[str]:
+    """Return the UUIDs of the devices in the slices with this MIG profile."""
+    found = (device["attributes"] for device in node.devices())
+    return {one["uuid"]["string"] for one in found if one.get("profile", {}).get("string") == profile}
+
+
+def _run_mig(node: Node, example: str, *, device_class: str = "", selector: str = "") -> str:
+    """Run an example with another DeviceClass or selector, and return the UUID of the pod's MIG device."""
+    objects = node.example(example)
+    request = objects[0]["spec"]["spec"]["devices"]["requests"][0]["exactly"]
+    if device_class:
+        request["deviceClassName"] = device_class
+    if selector:
+        request["selectors"] = [{"cel": {"expression": selector}}]
+    return one_uuid(node.run(objects)[example].partition("MIG ")[2])
+
+
+def _smallest_profile(node: Node) -> str:
+    """Return the first of the MIG profiles for which the plugin has a DeviceClass, such as `1g.10gb`."""
+    text = node.in_driver("gpu-dra-driver", "device-classes")
+    found = re.search(r"^ +name: mig-(\d+g\.\d+gb)\.nvidia\.com$", text, re.M)
+    if not found:
+        raise SkippedError("no GPU of this machine has a MIG profile")
+    return found[1]
 
 
 def _profiles(node: Node) -> set[str]:

@@ -105,8 +105,12 @@ def _run_apart(logs: Path, parsed: argparse.Namespace) -> list[Result]:
     """Ask what the machine allows, run the checks in namespaces of their own, and compare before and after."""
     settings = _settings(parsed.simulate)
     absent = [path for path in (Path("/etc/cdi"), Path("/var/log/containers")) if not path.exists()]
-    # Variables of tests would change the simulated machine.
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("SIMULATE")}
+    # Variables of tests would change the simulated machine, and no proxy reaches the cluster.
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("SIMULATE") and not name.lower().endswith("_proxy")
+    }
     environment = inherited | {
         "XDG_CACHE_HOME": str(BUNDLE / "cache"),
         "PATH": f"{os.environ['PATH']}:{BUNDLE / 'bin'}",

@@ -46,11 +46,17 @@ def test_simulated_machine_becomes_a_node_and_is_left_as_it_was(tmp_path: Path) 
         r"^(ok|skipped|differs) +[\d.]+  ([a-z ]+?)  ", done.stdout.partition("RESULT")[2], re.M
     )
     assert {what for verdict, what in rows if verdict == "skipped"} == REAL_ONLY
+    assert {("ok", "compute mode"), ("ok", "mig layout"), ("ok", "mig on demand")} <= set(rows)
     assert len(rows) > 20
     with tarfile.open(results) as archive:
         names = archive.getnames()
-    for answer in ("start/doctor.txt", "start/metrics.txt", "end/slices.yaml", "kubelet-metrics.txt"):
+        cluster = archive.extractfile("gpu-node-results/mps/cluster.txt")
+        assert cluster is not None
+        seen_by_users = cluster.read().decode()
+    answers = ("start/doctor.txt", "start/metrics.txt", "layout/inspect.txt", "end/slices.yaml")
+    for answer in (*answers, "kubelet-metrics.txt"):
         assert f"gpu-node-results/{answer}" in names
+    assert re.search(r"^gpu-node .*default/mps-shared-claim .*mps-a", seen_by_users, re.M), seen_by_users
     for path in OF_EVERY_CLUSTER:
         with contextlib.suppress(OSError):
             path.rmdir()  # if no other cluster uses it

@@ -7,6 +7,7 @@ or when this program is stopped, all processes in the namespaces are killed, and
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -17,9 +18,12 @@ from pathlib import Path
 
 from localcluster import host, processes, shell
 from localcluster.layout import CDI_DIRECTORIES, CONTAINER_LOG_LINKS
+from localcluster.shell import ClusterError
 
-_NAMESPACES = ("--mount", "--net", "--pid", "--ipc", "--cgroup", "--fork", "--kill-child", "--mount-proc")
+_NAMESPACES = ("--mount", "--net", "--pid", "--ipc", "--fork", "--kill-child", "--mount-proc")
 _JOIN = 'for group; do shift; [ "$group" = -- ] && break; echo $$ >"$group/cgroup.procs"; done; exec "$@"'
+_BELOW = "init"
+"""The control group v2 of the first processes, below the root of their namespace."""
 _NO_CONTROLLERS = ("rw", "ro", "xattr")
 _LIBRARY = Path("/var/lib")
 _OWN_BELOW_LIBRARY = ("cni", "gpu-dra-cluster", "gpu-dra-simulator", "kubelet")
@@ -46,8 +50,10 @@ def run(argv: Sequence[str]) -> int:
             path.mkdir(exist_ok=True)
         for group in groups:
             _make_group(group)
-        # The root of a cgroup namespace is the group of the process that creates it.
-        command = ["bash", "-euc", _JOIN, "join", *map(str, groups), "--", "unshare", *_NAMESPACES, *inside]
+        # The root of a cgroup namespace is the group of the process that creates it. A cgroup v2 group that contains
+        # processes cannot delegate controllers, so the process leaves this root before it starts others.
+        below = [path for group in groups if (path := group / _BELOW).exists()]
+        command = [*_joined(groups), "unshare", "--cgroup", *_joined(below), "unshare", *_NAMESPACES, *inside]
         with subprocess.Popen(command) as process:
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, lambda _number, _frame: process.kill())
@@ -59,6 +65,11 @@ def run(argv: Sequence[str]) -> int:
             host.remove_if_empty(path)
 
 
+def _joined(groups: Sequence[Path]) -> list[str]:
+    """Return the words to put before a command, so that it runs in these control groups."""
+    return ["bash", "-euc", _JOIN, "join", *map(str, groups), "--"]
+
+
 def begin(argv: Sequence[str]) -> None:
     """Prepare the new namespaces for a cluster, then replace this process with the command."""
     hierarchies = _hierarchies()
@@ -68,10 +79,8 @@ def begin(argv: Sequence[str]) -> None:
     for hierarchy in hierarchies:
         hierarchy.point.mkdir(parents=True, exist_ok=True)
         _mount(hierarchy.kind, hierarchy.point, hierarchy.options)
-    if [hierarchy.kind for hierarchy in hierarchies] == ["cgroup2"]:
-        # A group that contains processes cannot delegate controllers to its children.
-        (hierarchies[0].point / "init").mkdir()
-        (hierarchies[0].point / "init" / "cgroup.procs").write_text("0")
+        # From now on, systemd cannot take a controller away from the group above.
+        _delegate(hierarchy.point)
     for path in (Path("/run"), *_EMPTIED):
         _mount("tmpfs", path)
     _own_library()
@@ -115,13 +124,39 @@ def _make_group(group: Path) -> None:
     A new cgroup v1 group has no CPUs and no memory nodes, and a new cgroup v2 group has only the controllers that its
     parent delegates.
     """
-    if (group.parent / "cgroup.controllers").exists():
-        controllers = (group.parent / "cgroup.controllers").read_text().split()
-        (group.parent / "cgroup.subtree_control").write_text(" ".join(f"+{name}" for name in controllers))
+    _delegate(group.parent)
     group.mkdir()
+    if (group / "cgroup.controllers").exists():
+        (group / _BELOW).mkdir()
     for name in ("cpuset.cpus", "cpuset.mems"):
         if (group / name).exists() and not (group / "cgroup.controllers").exists():
             (group / name).write_text((group.parent / name).read_text())
+
+
+def _delegate(group: Path) -> None:
+    """Let the children of a cgroup v2 group use all its controllers. Does nothing for cgroup v1.
+
+    Only the root of the machine's hierarchy can do that while it contains processes: that root is /sys/fs/cgroup on a
+    host with systemd, whatever the group of this process is. Raises: ClusterError if the group is another one, such
+    as that of a container, and contains processes.
+    """
+    if not (group / "cgroup.controllers").exists():
+        return
+    delegated = (group / "cgroup.subtree_control").read_text().split()
+    missing = [name for name in (group / "cgroup.controllers").read_text().split() if name not in delegated]
+    if not missing:
+        return
+    try:
+        (group / "cgroup.subtree_control").write_text(" ".join(f"+{name}" for name in missing))
+    except OSError as error:
+        if error.errno != errno.EBUSY:
+            raise
+        raise ClusterError(
+            f"The control group {group} contains processes and is not the root of the machine's hierarchy, so "
+            f"groups below it get no {', '.join(missing)}. Run this outside of containers, or move the processes: "
+            f"mkdir {group}/others; for pid in $(cat {group}/cgroup.procs); do echo $pid >{group}/others/cgroup.procs; "
+            "done"
+        ) from error
 
 
 def _mount(kind: str, point: Path, options: str = "rw") -> None:
