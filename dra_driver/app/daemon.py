@@ -84,6 +84,8 @@ _TURN_S = 0.2
 """How often to look whether another process asks for the work, or has handed it over."""
 _CALLS_S = 8.0
 """How long calls in progress may take when another process asks for the work. Waiting ones end after five seconds."""
+_STEPS_S = 3.0
+"""How long steps on GPUs may still take after the calls have ended. One that hangs goes on alone."""
 _LATE_S = 45.0
 _SCAN_S = 2.0
 _PLUGIN = "kubelet_plugin"
@@ -137,8 +139,7 @@ class Driver:
         """Create the parts for the files on disk, which the next instance also uses."""
         settings, directory = self.settings, self._plugin_dir
         self.records = RecordStore(directory / "claims")
-        self._gpu_locks = GpuLocks(directory / "locks")
-        self.lanes = Lanes(self._gpu_locks)
+        self.lanes = Lanes(GpuLocks(directory / "locks"))
         self.planning = PlanningLock()
         self.claim_locks = ClaimLocks()
         self._specs = CdiDirectory(Path(settings.cdi_root), settings.driver_name)
@@ -450,7 +451,7 @@ class Driver:
     def _open_state(self) -> None:
         self._read_state()
         refuse_other_names(self.settings.device_names, self.ledger.known_records())
-        self._gpu_locks.open()
+        self.lanes.open()
         self._specs.create()
         self._metadata_files.create()
         self._maintenance.open()
@@ -461,7 +462,9 @@ class Driver:
         self.passthrough.open()
 
     def _close_state(self) -> None:
-        """Make every later use of the records and the ledgers fail, such as that of a step that hangs."""
+        """End the steps on GPUs, and make every later use of the records and the ledgers fail."""
+        if not self.lanes.close(_STEPS_S):
+            _log.warning("steps_left_behind", gpu_uuids=sorted(self.lanes.under_way()))
         self.records.close()
         self.ledger.close()
 

@@ -19,11 +19,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager
 from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, TypeVar
 
 import structlog
@@ -43,7 +44,9 @@ _OTHER_PROCESS_S = 30.0
 """How long an operation waits for another process to finish with the GPU. A program that a killed plugin has left may
 take half of that.
 """
+_CHECK_OTHERS_S = 0.5
 _WAIT = "the wait for another process of gpu-dra-driver"
+_OF_OTHERS = "other processes"
 
 
 class GpuUnresponsiveError(RetryableError):
@@ -115,6 +118,23 @@ class Lanes:
         self._waiting: list[Operation] = []
         self._under_way: dict[str, Operation] = {}  # by the UUID of the GPU
 
+    def open(self) -> None:
+        """Make each GPU busy on which another process still works: a program that a killed plugin has left, or a step
+        that hangs in a process that has handed the node over. Raises: StateError.
+        """
+        self._locks.open()
+        for gpu_uuid in self._locks.held():
+            self.submit({gpu_uuid}, _WAIT, partial(self._wait_for_others, gpu_uuid), once=_OF_OTHERS)
+
+    def close(self, wait_s: float) -> bool:
+        """Start no more of the submitted operations. Return whether all running ones have ended within `wait_s`."""
+        with self._guard:
+            waiting, self._waiting = self._waiting, []
+        for operation in waiting:
+            operation.future.cancel()
+        running = {operation.future for operation in self.under_way().values()}
+        return not wait(running, wait_s).not_done
+
     def submit(
         self,
         gpu_uuids: Collection[str],
@@ -175,6 +195,11 @@ class Lanes:
         needs_nvml = {uuid for uuid, one in self.under_way().items() if not one.only_writes}
         self.refuse_unresponsive(needs_nvml - {gpu_uuid})
 
+    def _wait_for_others(self, gpu_uuid: str, operation: Operation) -> None:
+        operation.only_writes = True  # it is no NVML call of this process
+        while self._locks.is_held(gpu_uuid):
+            time.sleep(_CHECK_OTHERS_S)
+
     def _ready(self) -> list[Operation]:
         """Remove and return the operations that can start now, in order of submission. The caller holds the
         guard.
@@ -222,6 +247,8 @@ class Lanes:
 
     def _run_locked(self, operation: Operation) -> Any:
         _operation.set(operation)
+        if operation.once == _OF_OTHERS:
+            return operation.work(operation)
         with ExitStack() as held:
             try:
                 held.enter_context(self._locks.hold(operation.gpu_uuids, 0.0))

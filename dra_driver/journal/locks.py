@@ -69,6 +69,12 @@ class GpuLocks:
         """Whether a process works on the GPU. Raises: StateError."""
         return is_locked(self._file(gpu_uuid))
 
+    def held(self) -> list[str]:
+        """Return the UUIDs of the GPUs on which a process works. Raises: StateError."""
+        return [
+            uuid for path in sorted(self._directory.glob("GPU-*.lock")) if self.is_held(uuid := path.stem)
+        ]
+
     def _held(self, uuid: str, deadline: float) -> AbstractContextManager[int]:
         busy = f"another process of gpu-dra-driver still works on GPU {uuid}; if this lasts, drain and reboot the node"
         return hold_file(self._file(uuid), threading.Lock(), deadline, busy)

@@ -99,12 +99,9 @@ def test_an_operation_that_does_not_end_makes_its_gpu_unresponsive(
     eventually(lambda: note not in driver.probes.notes())
 
 
-def test_gpu_on_which_the_older_instance_hangs_is_tainted_by_the_newer_one(
-    make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("dra_driver.health.rules.state.UNRESPONSIVE_AFTER_S", 0)
-    node = make_node()
-    hangs = "TimeSliceSteps.do = lambda *_: threading.Event().wait(60)"
+def test_gpu_on_which_a_process_hangs_that_has_handed_over_is_tainted(make_node: Callable[..., Node]) -> None:
+    node, address = make_node(), own_address()
+    hangs = "TimeSliceSteps.do = lambda *_: threading.Event().wait(600)"
     before = f"import threading\nfrom dra_driver.sharing.steps import TimeSliceSteps\n{hangs}"
     older = node.spawn(before=before, POD_UID="older")
     node.wait_devices(8)
@@ -117,10 +114,10 @@ def test_gpu_on_which_the_older_instance_hangs_is_tainted_by_the_newer_one(
     with ThreadPoolExecutor() as calls:
         calls.submit(node.prepare, ref)
         eventually(node.records)
-        newer = node.start_driver(pod_uid="newer")
-        eventually(newer.leadership.is_ours)
+        at_once = "import dra_driver.health.rules.state as state\nstate.UNRESPONSIVE_AFTER_S = 0"
+        node.spawn(before=at_once, POD_UID="newer", HTTP_ENDPOINT=address)
         eventually(lambda: tainted()[wanted] == ["gpu.nvidia.com/unresponsive"])
         assert tainted()[other] == []
-        eventually(lambda: any("the time slice change" in note for note in newer.probes.notes()))
+        page(address, "/readyz", "the wait for another process of gpu-dra-driver")
         older.kill()
-    eventually(lambda: tainted()[wanted] == [])
+        eventually(lambda: tainted()[wanted] == [])
