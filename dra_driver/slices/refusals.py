@@ -114,6 +114,8 @@ class RefusedEntries:
                 new.append(entry["name"])
             elif known.before == entry:
                 known.before = None
+            else:
+                known.error = error
         self._is_complete = self._is_complete and not rejected
         if new:
             _log.warning("slice_refused", entries=new, reason=str(error), next_try_in_s=_FIRST_S)

@@ -800,6 +800,9 @@ def test_refused_slice_waits_no_longer_than_its_status_allows(status: int, longe
         assert entries.publishable(pool).slices == (SliceContent(),), "the pool is not complete yet"
         entries.stored(SliceContent(), is_complete=True)
     assert (waits[:3], max(waits)) == ([1, 2, 4], longest_s)
+    assert entries.publishable(pool) == pool
+    assert entries.refused(pool.slices[0], [], ApiRejectedError("still not", status=status))
+    assert entries.problem == "a: missing or out of date in the slices: still not"
 
 
 def test_server_names_the_device_that_it_rejects(connect: Callable[..., ApiClient]) -> None:
