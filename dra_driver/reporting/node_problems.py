@@ -177,6 +177,7 @@ ProblemSource = Callable[[], Iterable[NodeProblem] | None]
 """Returns the current problems. A source that only does something regularly returns None."""
 
 _ANSWER_S = 5.0
+"""Sources return within milliseconds, unless the disk, the kernel or the machine is in trouble."""
 
 
 class Checks:
@@ -236,6 +237,7 @@ class Checks:
 
 
 _TURN_S = 2.0
+_LAST_WRITE_S = 1.0
 _WRITE_AGAIN_S = 60.0
 """Some texts count seconds and change every time; such changes are written once a minute."""
 _LONGEST_EVENT = 1000
@@ -320,6 +322,7 @@ class NodeProblems(BackgroundWorker):
     def stop(self) -> bool:
         """Stops, and lets other processes see that this one has stopped."""
         has_ended = super().stop()
+        self._writing.result(_LAST_WRITE_S)  # a later write would replace the file of the next process
         self._mark.release()
         return has_ended
 
