@@ -12,7 +12,7 @@ import pytest
 from dra_driver.model.claim import Failed
 from dra_driver.model.record import SetTimeSlice
 from tests.fakes.waiting import PATIENCE_S, eventually
-from tests.integration.conftest import Json, Node, poll_all, sliced
+from tests.integration.conftest import Json, Node, own_address, page, poll_all, sliced
 
 
 def reported(node: Node, reason: str) -> list[str]:
