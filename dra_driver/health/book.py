@@ -72,7 +72,6 @@ class HealthBook:
     def __post_init__(self) -> None:
         self._guard = threading.Lock()
         self._states: HealthStates = {}
-        self._kept: KeptHealth | None = None
         self._logged = ""
         self._warned: set[str | None] = set()
         self._answers: dict[str, tuple[int, float]] = {}  # when each GPU last answered, on both clocks
@@ -202,17 +201,16 @@ class HealthBook:
         """Write the file if its content has changed. Returns the seconds until the next call."""
         self._take_serviced()
         known = tuple(sorted(uuid for uuid in tuple(self._answers) if self.is_fresh(uuid)))
-        kept = KeptHealth(self.boot_id, self.driver_version, tuple(self._states.values()), known)
-        if kept == self._kept:
-            return _WRITE_AGAIN_S
         try:
-            self.store.save(kept)
+            self.store.save(
+                KeptHealth(self.boot_id, self.driver_version, tuple(self._states.values()), known)
+            )
         except StateError as error:
             if str(error) != self._logged:
                 _log.error("health_not_kept", reason=str(error))
             self._logged = str(error)
         else:
-            self._kept, self._logged = kept, ""
+            self._logged = ""
         return _WRITE_AGAIN_S
 
     def _take_serviced(self) -> None:
