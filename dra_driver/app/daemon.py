@@ -69,7 +69,14 @@ from dra_driver.model.record import (
     WriteDeviceMetadata,
 )
 from dra_driver.mps_host.host_files import MpsHostFiles, mps_layout
-from dra_driver.reporting.http import HttpEndpoint, Probes, json_page, metrics_page, problems_page
+from dra_driver.reporting.http import (
+    HttpEndpoint,
+    Probes,
+    json_page,
+    metrics_page,
+    problems_page,
+    while_working,
+)
 from dra_driver.reporting.metrics import Metrics
 from dra_driver.reporting.node_problems import DiskWatch, NodeProblems, ProblemSource
 from dra_driver.reporting.reporter import Reports
@@ -176,7 +183,7 @@ class Driver:
             planning=self.planning,
             lost_devices=self._without_record.lost_devices,
             labels=self._labels.now,
-            is_worker=lambda: self._works,
+            is_worker=self._is_working,
             on_inventory=self._inventory_changed,
             on_hardware=self._hardware_changed,
             on_mig=self._mig_changed,
@@ -435,11 +442,13 @@ class Driver:
                 problems_page(self.probes.liveness),
                 problems_page(self.probes.startup),
                 problems_page(self.probes.readiness, self.probes.notes),
-                json_page(self.node_problems.as_json),
+                while_working(self._is_working, json_page(self.node_problems.as_json)),
             )
             served = dict(zip(PROBE_PATHS, pages, strict=True))
             if self.settings.metrics_path != "off":
-                served[self.settings.metrics_path] = metrics_page(self.metrics.registry, lambda: self._works)
+                served[self.settings.metrics_path] = while_working(
+                    self._is_working, metrics_page(self.metrics.registry)
+                )
             http = HttpEndpoint(self.settings.http_endpoint, served)
             yield Part("http", http.start, http.stop, stands_by=True)
 
@@ -569,6 +578,9 @@ class Driver:
                 part.stop()
             except Exception:  # noqa: BLE001  the other parts must be stopped too
                 _log.exception("stop_failed", part=part.name)
+
+    def _is_working(self) -> bool:
+        return self._works
 
     def idles(self) -> str | None:
         """Return why this process does not work on the node; None if it does."""

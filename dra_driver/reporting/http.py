@@ -78,12 +78,15 @@ def json_page(document: Callable[[], bytes]) -> Page:
     return lambda: Response(200, "application/json", document())
 
 
-def metrics_page(registry: CollectorRegistry, works: Callable[[], bool]) -> Page:
-    """Returns the page that Prometheus scrapes. It has no values if `works` returns False, because then another process
-    has those of the node.
-    """
+def metrics_page(registry: CollectorRegistry) -> Page:
+    """Returns the page that Prometheus scrapes."""
     encode, content_type = choose_encoder("")
-    return lambda: Response(200, content_type, encode(registry)) if works() else _IDLE
+    return lambda: Response(200, content_type, encode(registry))
+
+
+def while_working(works: Callable[[], bool], page: Page) -> Page:
+    """Returns the page, with status 503 while `works` returns False: then another process knows about the node."""
+    return lambda: page() if works() else _IDLE
 
 
 _TEXT = "text/plain; charset=utf-8"
