@@ -61,6 +61,8 @@ def crowded(node: Node, few: int, many: int, count: int) -> tuple[list[float], l
     fill(many)
     more_prepared, more_unprepared = single_prepares(node, count)
     (node.plugin_dir / "claims" / f"{others[0].uid}.json").write_text("{")
+    node.end()
+    node.start()  # the daemon reads records only at its start
     spoiled, _ = single_prepares(node, count)
     for ref in others[:-few]:
         node.unprepare(ref)
