@@ -28,7 +28,7 @@ from dra_driver.claims.gpu_processes import GpuProcesses
 from dra_driver.claims.lifecycle import ClaimLifecycle
 from dra_driver.claims.prepare import Identity
 from dra_driver.claims.specs_without_record import SpecsWithoutRecord
-from dra_driver.errors import DraDriverError, FatalError, StateError
+from dra_driver.errors import FatalError, StateError
 from dra_driver.health.gpu_health import GpuHealth
 from dra_driver.health.rules.taints import TaintPolicy
 from dra_driver.health.rules.xids import XidPolicy
@@ -89,13 +89,14 @@ _REGISTRATION_S = 0.3
 """The maximum wait for the registration. A running kubelet registers the plugin faster."""
 _TURN_S = 0.2
 """How often to look whether another process asks for the work, or has handed it over."""
+_LOCK_FAILED_S = 10.0
 _CALLS_S = 8.0
 """How long calls in progress may take when another process asks for the work. Waiting ones end after five seconds."""
 _STEPS_S = 3.0
 """How long steps on GPUs may still take after the calls have ended. One that hangs goes on alone."""
 _LATE_S = 45.0
 _SCAN_S = 2.0
-_PLUGIN = "kubelet_plugin"
+_PLUGIN, _HTTP = "kubelet_plugin", "http"
 
 
 class Part(NamedTuple):
@@ -124,7 +125,7 @@ class Driver:
         self.boot_id = self._host.this_boot()
         self._stopped = threading.Event()
         self._registered = threading.Event()
-        self._fatal: DraDriverError | None = None
+        self._fatal: Exception | None = None
         self._running: list[Part] = []
         self._works = self._has_handed_over = self.starts_again = False
         self._asked_at: float | None = None
@@ -450,7 +451,12 @@ class Driver:
                     self._is_working, metrics_page(self.metrics.registry)
                 )
             http = HttpEndpoint(self.settings.http_endpoint, served)
-            yield Part("http", http.start, http.stop, stands_by=True)
+            yield Part(_HTTP, http.start, http.stop, stands_by=True)
+        yield Part("started", self._log_start)
+
+    def _log_start(self) -> None:
+        names = self.settings.driver_name, self.settings.node_name
+        _log.info("driver_started", driver=names[0], node=names[1], pid=os.getpid())
 
     def _open_client(self) -> None:
         """Open the API client after registration, because its import would delay the kubelet's first calls."""
@@ -488,8 +494,9 @@ class Driver:
         StateError, FatalError, after stopping every part.
         """
         try:
-            if self._worker.take():
-                self._work()
+            self._works = self._worker.take()
+            if self._works:
+                self._start(self._parts)
             else:
                 _log.info("stands_by", pid=os.getpid())
                 self._read_state()
@@ -499,42 +506,45 @@ class Driver:
             self.stop()
             raise
 
-    def _work(self) -> None:
-        self._works = True
-        self._start(part for part in self._parts if part not in self._running)
-        _log.info(
-            "driver_started", driver=self.settings.driver_name, node=self.settings.node_name, pid=os.getpid()
-        )
-
     def _start(self, parts: Iterable[Part]) -> None:
         for part in parts:
-            self._running.append(part)
-            part.start()
+            if part not in self._running:
+                self._running.append(part)
+                part.start()
 
     def _turn(self) -> float:
         """Take the work over or hand it over, if it is time to; returns the seconds until the next look."""
-        if self._has_handed_over:
-            if self._worker.take():  # no newer process is left
-                self.starts_again = True
-                self._stopped.set()
-        elif not self._works:
-            self._stand_by()
-        elif self._worker.is_asked():
-            self._hand_over()
+        try:
+            if self._works:
+                if self._worker.is_asked():
+                    self._hand_over()
+            elif self._has_handed_over:
+                if self._worker.take():  # no newer process is left
+                    self.starts_again = True
+                    self._stopped.set()
+            else:
+                self._stand_by()
+        except StateError as error:
+            _log.warning("worker_unknown", reason=str(error))
+            return _LOCK_FAILED_S
         return _TURN_S
 
     def _stand_by(self) -> None:
         if self._registered.is_set():
             self._worker.ask()
             self._asked_at = self._asked_at or time.monotonic()
-        elif self.discovery.has_scanned and not any(part.name == _PLUGIN for part in self._running):
+        elif self.discovery.has_scanned:
             # From its registration on, the kubelet sends this process all calls.
-            self._start(part for part in self._parts if part.name == _PLUGIN)
+            self._start_or_die(part for part in self._parts if part.name == _PLUGIN)
         if self._worker.take():
-            try:
-                self._work()
-            except DraDriverError as error:
-                self._die(error)
+            self._works = True
+            self._start_or_die(self._parts)
+
+    def _start_or_die(self, parts: Iterable[Part]) -> None:
+        try:
+            self._start(parts)
+        except Exception as error:  # noqa: BLE001  raised by `wait`
+            self._die(error)
 
     def _hand_over(self) -> None:
         """Stop everything that changes something, except a step that hangs, and let the newer process work."""
@@ -544,10 +554,13 @@ class Driver:
             _log.warning("calls_left_behind", reason=f"they have not ended within {_CALLS_S:.0f} s")
         self._works, self._has_handed_over = False, True
         self.health.stream.stop()
-        kept = [part for part in self._running if part.stands_by and part.stop != self.discovery.stop]
+        kept = [part for part in self._running if part.name in (_PLUGIN, _HTTP)]
         ending, self._running = [part for part in self._running if part not in kept], kept
         self._stop(ending)
-        self._worker.release()
+        self._worker.close()
+        self._admission.end()
+        # A kubelet that is restarted must not register this process again.
+        self._plugin.withdraw()
         _log.info("handed_over", seconds=round(time.monotonic() - began, 3))
 
     def stop(self) -> None:
@@ -600,7 +613,7 @@ class Driver:
         """Make `wait` raise this error."""
         self._die(error)
 
-    def _die(self, error: DraDriverError) -> None:
+    def _die(self, error: Exception) -> None:
         self._fatal = error
         self._stopped.set()
 
@@ -614,7 +627,7 @@ class Driver:
 
     def wait(self) -> None:
         """Block until `end`, a fatal error, or the end of a newer process after which this node needs a new `Driver`
-        (`starts_again`). Raises: DraDriverError.
+        (`starts_again`). Raises: the error.
         """
         self._stopped.wait()
         if self._fatal is not None:

@@ -80,13 +80,8 @@ class WorkerLock:
         with self._guard:
             return any(not offset % 2 for offset in self._others(self._number * 2 + 2))
 
-    def release(self) -> None:
-        """Stop working; the caller changes nothing on the node any more. Raises: StateError."""
-        with self._guard:
-            self._lock(self._number * 2 + 1, fcntl.F_UNLCK)
-
     def close(self) -> None:
-        """Stop working and asking. Safe to call twice."""
+        """Stop working and asking: the caller changes nothing on the node any more. Safe to call twice."""
         with self._guard:
             descriptor, self._descriptor = self._descriptor, None
             if descriptor is not None:

@@ -158,6 +158,13 @@ class KubeletPlugin:
                 self._health.stop()
         self._guard.stop()
 
+    def withdraw(self) -> None:
+        """Removes the sockets, so that the kubelet calls another process of this plugin. Probes are still answered."""
+        self._stopping.set()
+        with self._stop_lock:
+            self._dra.stop(_REGISTRAR_GRACE_S)
+            self._registration.stop(_REGISTRAR_GRACE_S)
+
     def _registration_problems(self) -> list[NodeProblem]:
         if self._started_at is None or self.stopping:
             return []

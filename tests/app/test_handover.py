@@ -56,7 +56,7 @@ def test_newer_process_that_asks_works_when_the_older_one_has_handed_over(node: 
     newer.ask()
     assert older.is_asked()
     assert not newer.take()
-    older.release()
+    older.close()
     assert not older.take(), "a newer one asks"
     assert newer.take()
     assert not newer.is_asked()
@@ -78,7 +78,7 @@ def test_of_three_processes_the_newest_works(node: Node) -> None:
     assert oldest.take()
     middle.ask()
     newest.ask()
-    oldest.release()
+    oldest.close()
     assert not middle.take()
     assert newest.take()
     newest.close()
@@ -93,7 +93,7 @@ def test_two_processes_that_start_at_the_same_time_do_not_both_work(node: Node) 
             assert sum(pool.map(WorkerLock.take, ones)) <= 1
         assert sum(one.take() for one in ones) == 1
         for one in ones:
-            one.release()
+            one.close()
 
 
 def test_process_that_was_killed_and_hangs_in_the_kernel_does_not_count(node: Node) -> None:
