@@ -46,7 +46,7 @@ _SECONDS = re.compile(r"\b\d+ s\b")
 _VARIES = re.compile(
     r" \(for \w+\)| \(UID [0-9a-f-]+\)| \(GPU-[0-9a-f-]+\)"
     r"|(?<=GPU-[0-9a-f]{8})-[0-9a-f-]{27}|\[[-0-9: ]+ Control \d+\] "
-    r"|unmonitored:None, |(?<=claim_)[0-9a-f-]{36}|(?<=claims-)\d+"
+    r"|unmonitored:None, |(?<=claim_)[0-9a-f-]{36}|(?<=/claims/)[0-9a-f-]{36}"
 )
 
 
