@@ -39,7 +39,7 @@ from dra_driver.host.processes import any_runs, is_of_the_host, origin, sees_all
 from dra_driver.host.sysfs import Sysfs
 from dra_driver.inventory.maintenance_step import MaintenanceSteps
 from dra_driver.inventory.rules.gpu_names import refuse_other_names
-from dra_driver.journal.cleaner import Cleaner
+from dra_driver.journal.cleaner import RETRY_FILE, Cleaner
 from dra_driver.journal.executor import Executor, StepDispatcher
 from dra_driver.journal.lanes import Lanes
 from dra_driver.journal.ledger import DIRECTORY as LEDGER
@@ -278,7 +278,9 @@ class Driver:
             self.lanes,
             self._steps,
             self._cleanups_changed,
-            partial(tools_seen, programs, self._mps_layout.lock, self._host, detachments),
+            partial(
+                tools_seen, programs, self._mps_layout.lock, directory / RETRY_FILE, self._host, detachments
+            ),
             (self._time_slices, self._gpus.mig_mode),
             temporary_files(directory, Path(settings.cdi_root), settings.driver_name),
         )

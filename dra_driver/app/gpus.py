@@ -142,14 +142,20 @@ class NodeGpus:
 
 
 def tools_seen(
-    programs: InstalledPrograms, mps_lock: Path, host: Sysfs, detachments: Detachments
+    programs: InstalledPrograms, mps_lock: Path, request: Path, host: Sysfs, detachments: Detachments
 ) -> Hashable:
     """Return a value that changes when nvidia-smi, the MPS host or the NVIDIA driver appears, disappears or is
-    replaced, and when NVML may be opened again.
+    replaced, when NVML may be opened again, and when a command has written the file `request`.
     """
     try:
         smi = programs().paths.get(SMI_PROGRAM)
     except StateError:
         smi = None
     stamp = None if smi is None else stamp_or_none(smi)
-    return stamp, stamp_or_none(mps_lock), host.loaded_driver(), detachments.detached() is None
+    return (
+        stamp,
+        stamp_or_none(mps_lock),
+        stamp_or_none(request),
+        host.loaded_driver(),
+        detachments.detached() is None,
+    )

@@ -6,6 +6,7 @@ It does not wait for a call that hangs.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
@@ -13,7 +14,9 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
+from dra_driver.app.handover import WorkerLock
 from dra_driver.app.settings import Settings
+from dra_driver.base.atomic import write_atomically
 from dra_driver.base.threads import BoundedCall
 from dra_driver.cdi.directory import CdiDirectory
 from dra_driver.claims.specs_without_record import SpecsWithoutRecord
@@ -33,7 +36,7 @@ from dra_driver.host.driver_programs import InstalledPrograms, NvidiaSmi
 from dra_driver.host.processes import origin
 from dra_driver.host.sysfs import Sysfs
 from dra_driver.inventory.detachment import nvml_pause
-from dra_driver.journal.cleaner import Cleaner
+from dra_driver.journal.cleaner import RETRY_FILE, Cleaner
 from dra_driver.journal.executor import StepDispatcher
 from dra_driver.journal.lanes import Lanes
 from dra_driver.journal.ledger import DIRECTORY as LEDGER
@@ -54,6 +57,10 @@ from dra_driver.nvml.mig_reading import gpu_handle
 from dra_driver.nvml.usage_source import read_load, with_utilisation
 from dra_driver.passthrough.steps import VfioSteps, nvml_wait_s
 from dra_driver.sharing.steps import MpsSteps, TimeSliceSteps
+
+_RETRIED_WITHIN_S = 15.0
+"""The plugin sees the request within a second; an undo may take longer."""
+_LOOK_EVERY_S = 0.3
 
 
 @dataclass(eq=False)
@@ -188,7 +195,8 @@ def _running(state: NodeState, locks: GpuLocks) -> Mapping[str, str]:
 
 
 def pending_cleanup(settings: Settings, *, now: bool) -> tuple[Sequence[PendingCleanup], Sequence[str]]:
-    """Return the pending cleanups and read errors. With `now`, all cleanups are retried first.
+    """Return the pending cleanups and read errors. With `now`, all cleanups are retried first: by the plugin, or by
+    this process if no plugin works on the node.
 
     Raises: StateError if this process lacks the permissions to retry them.
     """
@@ -196,6 +204,21 @@ def pending_cleanup(settings: Settings, *, now: bool) -> tuple[Sequence[PendingC
     state = machine.state()
     if not now or not state.cleanups:
         return state.cleanups, state.faults
+    lock = WorkerLock(directory)
+    with closing(lock):
+        if lock.take():
+            return _cleaned(machine, settings), state.faults
+    write_atomically(directory / RETRY_FILE, b"", durable=False)
+    until = time.monotonic() + _RETRIED_WITHIN_S
+    while state.cleanups and time.monotonic() < until:
+        time.sleep(_LOOK_EVERY_S)
+        state = machine.state()
+    return state.cleanups, state.faults
+
+
+def _cleaned(machine: CommandMachine, settings: Settings) -> Sequence[PendingCleanup]:
+    """Retry all cleanups in this process; return what is left."""
+    directory = settings.plugin_directory
     boot = machine.sysfs.this_boot()
     records = RecordStore(directory / "claims", boot)
     programs = InstalledPrograms(machine.paths.driver_root, directory / "host.lib")
@@ -224,5 +247,4 @@ def pending_cleanup(settings: Settings, *, now: bool) -> tuple[Sequence[PendingC
         }
     )
     with closing(nvml.session):
-        left = Cleaner(ledger, lanes, runner).clean_all()
-    return left, state.faults
+        return Cleaner(ledger, lanes, runner).clean_all()

@@ -57,6 +57,8 @@ CLEAN_BEFORE_S = 8.0
 _CLEAN_AGAIN_S = 0.5
 """The pause before a Prepare retries a failed undo."""
 _ALL_S = 30.0
+RETRY_FILE = "cleanup-now"
+"""A command writes this file in the plugin's directory, so that the plugin retries all pending cleanup."""
 _CHECK_EVERY_S = 5.0
 """How often the loop checks for cleanups, if nothing wakes it."""
 _TOOLS_EVERY_S = 1.0

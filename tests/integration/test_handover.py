@@ -123,7 +123,9 @@ def test_daemon_that_crashes_after_it_has_asked_does_not_stop_the_older_one(
     node = make_node()
     started(node, 1, POD_UID="older")
     node.wait_devices(8)
-    crash = "import os\nfrom dra_driver.app.daemon import Driver\nDriver._open_state = lambda _self: os._exit(3)"
+    crash = (
+        "import os\nfrom dra_driver.app.daemon import Driver\nDriver._open_state = lambda _self: os._exit(3)"
+    )
     for number in range(2):
         assert node.spawn(POD_UID=f"newer-{number}", before=crash).wait(PATIENCE_S) == 3
         eventually(lambda: any(one.connected for one in node.kubelet.instances(DRIVER)))

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import forked_commands
+import pytest
 
 from dra_driver.model import units
 from dra_driver.model.claim import ClaimRef, Prepared
@@ -211,6 +212,19 @@ def test_command_gives_a_card_back_where_no_daemon_runs(make_node: Callable[...,
     assert (done.returncode, done.stdout) == (0, "no pending cleanup found\n"), f"{done.stdout} {done.stderr}"
     assert driver_of(node, uuid) == "nvidia"
     assert node.machine.gpu(uuid).persistence == 1
+
+
+def test_command_has_the_running_daemon_give_a_card_back(
+    make_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the command, it would only try again after a while."""
+    node, uuid = with_a_machine_that_runs_on(make_node)
+    monkeypatch.setattr(node.driver.cleaner, "_is_due", lambda gpus, _busy: not node.driver.cleaner._pauses)
+    node.machine.release_gpu(uuid)
+    options = ["--kubelet-plugins-directory-path", "--cdi-root", "--simulate", "--simulator-dir"]
+    done = forked_commands.run(["cleanup", *node.flags(options), "--now"], env=dict(os.environ))
+    assert (done.returncode, done.stdout) == (0, "no pending cleanup found\n"), f"{done.stdout} {done.stderr}"
+    assert driver_of(node, uuid) == "nvidia"
 
 
 def test_gpu_with_mig_devices_on_demand_goes_to_a_virtual_machine_when_they_are_gone(
