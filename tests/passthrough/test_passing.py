@@ -186,15 +186,6 @@ def test_two_calls_of_one_claim_converge(node: KindNode, site: Site) -> None:
     assert len(node.ledger.details(OwnedCard)) == 1
 
 
-def test_two_instances_converge(node: KindNode, site: Site) -> None:
-    untouched, other = node.state(), node.again()
-    one, two = in_threads(lambda: node.prepare(wanted(site)), lambda: other.prepare(wanted(site)))
-    assert isinstance(one, Prepared), one
-    assert one == two
-    assert other.unprepare(wanted(site)) is None
-    assert node.state() == untouched
-
-
 def test_card_that_an_administrator_has_bound_gets_no_step_and_stays_bound(
     node: KindNode, site: Site, memory_path: Path
 ) -> None:
