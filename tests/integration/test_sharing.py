@@ -233,6 +233,7 @@ def test_daemon_stays_while_a_claim_with_an_unreadable_record_uses_it(shared: Ca
     node.ready(second)
     record = node.plugin_dir / "claims" / f"{first.uid}.json"
     record.write_text("broken")
+    node.restart_driver(sharing=share_all(SharingRule("shares", 4, enforce="mps")))
     node.must_unprepare(second)
     assert list((node.plugin_dir / "mps" / device / "pipe").glob("*.pid")), "the first claim's pod uses it"
     node.must_unprepare(first)

@@ -116,8 +116,9 @@ def test_driver_that_vanishes_midway_leaves_a_cleanup(node: MigNode, small) -> N
     node.machine.clear_faults()
     node.machine.load_driver()
     node.simulated.session.reopen()
-    node.restarted().work_off()
-    assert node.state() == UNTOUCHED
+    following = node.restarted()
+    following.work_off()
+    assert following.state() == UNTOUCHED
 
 
 def test_step_is_done_within_one_operation_of_nvml(node: MigNode, small) -> None:
@@ -477,6 +478,7 @@ def test_after_a_reboot_nothing_of_the_old_boot_is_taken_for_ours(
 def test_unreadable_ledger_makes_its_instance_foreign(node: MigNode, small, tmp_path: Path) -> None:
     node.prepare(small)
     (tmp_path / "ledger" / f"{node.gpu_uuid}.json").write_text("{")
+    node.ledger.open()
     node.unprepare()
     node.work_off()
     assert node.on_gpu() == (True, [ONE_G_AT_3])
@@ -564,7 +566,7 @@ def test_mode_that_no_one_can_report_is_reported(
 # --- several claims, start --------------------------------------------------------------------
 
 
-def test_claims_on_one_gpu_at_the_same_time_leave_nothing(node: MigNode) -> None:
+def test_devices_of_one_gpu_come_and_go_in_parallel(node: MigNode) -> None:
     wanted = [node.wanted("1g.10gb", start) for start in range(4)]
 
     def churn(item: Any) -> None:
@@ -573,6 +575,5 @@ def test_claims_on_one_gpu_at_the_same_time_leave_nothing(node: MigNode) -> None
             node.work_off()
             node.unprepare(f"uid-{item.name}")
 
-    answers = in_threads(*(lambda item=item: churn(item) for item in wanted))
-    assert answers == [None] * 4
+    assert in_threads(*(lambda item=item: churn(item) for item in wanted)) == [None] * 4
     assert node.state() == UNTOUCHED

@@ -297,9 +297,10 @@ def test_the_next_instance_reports_nothing_again_and_continues_with_the_taint(no
     hold(node)
     first = Layouts(node)
     waiting = first.settle()
-    second = Layouts(node.restarted())
+    following = node.restarted()
+    second = Layouts(following)
     assert second.keeper.states() == {node.gpu_uuid: waiting}
-    node.records.delete("uid-1")
+    following.records.delete("uid-1")
     assert second.settle().state == "applied"
     third = Layouts(node.restarted())
     third.settle()
@@ -376,6 +377,7 @@ def test_gpu_whose_ledger_a_newer_release_wrote_is_not_cut(node: MigNode) -> Non
     [ledger] = (node.directory / "ledger").glob("*.json")
     document = json.loads(ledger.read_text()) | {"version": 2, "release": "9.0.0"}
     write_atomically(ledger, json.dumps(document).encode())
+    node.ledger.open()
     layouts.label("other")
     state = layouts.settle()
     assert (state.state, slots(node)) == ("waiting", before)
@@ -389,4 +391,5 @@ def test_mig_mode_in_the_ledger_of_a_newer_release_is_not_left(node: MigNode) ->
     assert node.mode.gpus() == {node.gpu_uuid}
     [ledger] = (node.directory / "ledger").glob("*.json")
     write_atomically(ledger, json.dumps(json.loads(ledger.read_text()) | {"version": 2}).encode())
+    node.ledger.open()
     assert (node.ledger.details(OwnedMode), node.mode.gpus()) == ([mode], set())
