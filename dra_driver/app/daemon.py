@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import structlog
 
@@ -51,6 +51,7 @@ from dra_driver.kube.client import ApiClient
 from dra_driver.kube.cluster import node_uid
 from dra_driver.kube.endpoint import Endpoint
 from dra_driver.kube.watch import NodeLabels
+from dra_driver.kubelet.pb.dra_health_v1_pb2 import NodeWatchResourcesResponse
 from dra_driver.kubelet.plugin import KubeletPlugin, PluginSettings
 from dra_driver.kubelet.registration import RegistrationStatus
 from dra_driver.mig.mode import MigAction
@@ -71,6 +72,7 @@ from dra_driver.model.record import (
 from dra_driver.mps_host.host_files import MpsHostFiles, mps_layout
 from dra_driver.reporting.http import (
     HttpEndpoint,
+    Idle,
     Probes,
     json_page,
     metrics_page,
@@ -344,7 +346,7 @@ class Driver:
             ),
             self._admission,
             self,
-            self.health.stream.watch,
+            self._watch_health,
         )
         disks = [DiskWatch(path, write_atomically) for path in (directory, Path(settings.cdi_root))]
         self.node_problems = NodeProblems(
@@ -372,7 +374,7 @@ class Driver:
             directory,
             lambda: publisher.has_pool,
         )
-        self.probes = Probes(self._plugin, self.discovery, publisher, self.node_problems.notes, self.idles)
+        self.probes = Probes(self._plugin, self.discovery, publisher, self.node_problems.notes, self.idle)
 
     def _register_metrics(self) -> None:
         """Register the sources of the metrics' values."""
@@ -597,19 +599,30 @@ class Driver:
     def _is_working(self) -> bool:
         return self._works
 
-    def idles(self) -> str | None:
+    def _watch_health(self, request: Any, context: Any) -> Iterator[NodeWatchResourcesResponse]:
+        """See `HealthStream.watch`. Nothing is known before this process works."""
+        while context.is_active() and not self._admission.is_open:
+            if self._stopped.wait(_TURN_S):
+                return
+        yield from self.health.stream.watch(request, context)
+
+    def idle(self) -> Idle | None:
         """Return why this process does not work on the node; None if it does."""
         if self._works:
             return None
         if self._has_handed_over:
-            return "this process has handed the node over to a newer process of gpu-dra-driver"
+            # Kubernetes must not delete its pod until the newer one is ready.
+            text = "this process has handed the node over to a newer process of gpu-dra-driver"
+            return Idle(text, is_fault=False)
         waited_s = 0.0 if self._asked_at is None else time.monotonic() - self._asked_at
         if waited_s < _LATE_S:
-            return "this process waits until another process of gpu-dra-driver hands the node over"
-        return (
-            f"another process of gpu-dra-driver has not handed this node over for {waited_s:.0f} s; see the log of its "
-            "pod, and delete that pod"
-        )
+            text = "this process waits until another process of gpu-dra-driver hands the node over"
+        else:
+            text = (
+                f"another process of gpu-dra-driver has not handed this node over for {waited_s:.0f} s; see the log of "
+                "its pod, and delete that pod"
+            )
+        return Idle(text, is_fault=True)
 
     def plugin_died(self, error: FatalError) -> None:
         """Make `wait` raise this error."""

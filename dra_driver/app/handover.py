@@ -140,7 +140,7 @@ class Admission:
     def __init__(self, calls: ClaimCalls) -> None:
         self._calls = calls
         self._turn = threading.Condition()
-        self._is_open = self._is_over = False
+        self.is_open = self._is_over = False
         self._inside = 0
 
     def prepare(
@@ -158,13 +158,13 @@ class Admission:
     def open(self) -> None:
         """Let calls in."""
         with self._turn:
-            self._is_open = True
+            self.is_open = True
             self._turn.notify_all()
 
     def close(self, wait_s: float) -> bool:
         """Let no more calls in. Return whether all calls in progress have ended within `wait_s` seconds."""
         with self._turn:
-            self._is_open = False
+            self.is_open = False
             return self._turn.wait_for(lambda: not self._inside, wait_s)
 
     def end(self) -> None:
@@ -190,7 +190,7 @@ class Admission:
     @contextmanager
     def _inside_of(self, call: KubeletCall) -> Iterator[None]:
         with self._turn:
-            while not self._is_open:
+            while not self.is_open:
                 try:
                     left = call.left()
                 except RetryableError as error:

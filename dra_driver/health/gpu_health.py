@@ -84,8 +84,7 @@ class HealthStream:
         context.add_callback(self._wake)
         while context.is_active() and not self._stopped:
             seen = self._changes
-            if seen:  # otherwise nothing is known yet
-                yield self.snapshot()
+            yield self.snapshot()
             with self._turn:
                 self._turn.wait_for(partial(self._is_due, seen, context), _RESEND_S)
 

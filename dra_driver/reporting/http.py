@@ -235,11 +235,18 @@ _NOT_REGISTERED = (
 _STOPPING = "gpu-dra-driver is stopping; another instance takes over, or the pod starts again"
 
 
+class Idle(NamedTuple):
+    """Why a process does not work on the node. A fault keeps a rolling update from continuing."""
+
+    text: str
+    is_fault: bool
+
+
 @dataclass(eq=False)
 class Probes:
     """Results of the kubelet's probes over gRPC and HTTP: lists of sentences, empty if all is well.
 
-    `problems` returns a sentence for each problem of the node; these sentences are only notes. `idles` returns why this
+    `problems` returns a sentence for each problem of the node; these sentences are only notes. `idle` returns why this
     process does not work on the node; None if it does.
     """
 
@@ -247,7 +254,7 @@ class Probes:
     discovery: Discovery
     publisher: Publisher
     problems: Callable[[], Sequence[str]]
-    idles: Callable[[], str | None] = lambda: None
+    idle: Callable[[], Idle | None] = lambda: None
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
@@ -263,12 +270,11 @@ class Probes:
 
     def readiness(self) -> list[str]:
         """Returns why a rolling update must not continue with the next node."""
-        idles = self.idles()
-        faults = (
-            [idles]
-            if idles is not None
-            else [*self._registration_faults(), *self._device_faults()[0], *self._slice_faults()[0]]
-        )
+        idle = self.idle()
+        if idle is not None:
+            faults = [idle.text] if idle.is_fault else []
+        else:
+            faults = [*self._registration_faults(), *self._device_faults()[0], *self._slice_faults()[0]]
         self._log_changes(faults)
         return faults
 
@@ -278,9 +284,9 @@ class Probes:
 
     def notes(self) -> list[str]:
         """Returns the problems of this node that do not fail a probe, one sentence each."""
-        failing = self.readiness()
-        if self.idles() is not None:
-            return []
+        failing, idle = self.readiness(), self.idle()
+        if idle is not None:
+            return [] if idle.is_fault else [idle.text]
         found = dict.fromkeys([*self._device_faults()[1], *self._slice_faults()[1], *self.problems()])
         return [note for note in found if note not in failing]
 

@@ -26,10 +26,10 @@ NvmlSession._open_counted = lambda self: (time.sleep(3), open_at_once(self))
 """
 
 
-def started(node: Node, count: int, **environment: str) -> Any:
-    """The process of a daemon that the kubelet has registered."""
-    process = node.spawn(**environment)
-    node.kubelet.wait_registered(DRIVER, count=count)
+def started(node: Node, name: str, **environment: str) -> Any:
+    """The process of a daemon that the kubelet has registered, in a pod of this name."""
+    process = node.spawn(POD_UID=name, **environment)
+    eventually(lambda: any(name in one.endpoint.name for one in node.kubelet.instances(DRIVER)))
     return process
 
 
@@ -47,9 +47,9 @@ def prepared(node: Node, name: str) -> None:
 
 def test_newer_daemon_takes_over_and_no_call_is_lost(make_node: Callable[..., Node]) -> None:
     node = make_node()
-    older = started(node, 1, POD_UID="older")
+    older = started(node, "older")
     node.wait_devices(8)
-    refs = [node.claim(f"claim-{number}") for number in range(7)]
+    refs, published = [node.claim(f"claim-{number}") for number in range(7)], node.slices()
     with ThreadPoolExecutor() as pool:
 
         def life(ref: Any) -> list[Any]:
@@ -60,24 +60,24 @@ def test_newer_daemon_takes_over_and_no_call_is_lost(make_node: Callable[..., No
             return answers
 
         lives = [pool.submit(life, ref) for ref in refs]
-        started(node, 2, POD_UID="newer")
+        started(node, "newer")
         answers = [answer for one in lives for answer in one.result(PATIENCE_S)]
     assert [answer for answer in answers if isinstance(answer, Failed)] == []
     older.terminate()
     assert older.wait(PATIENCE_S) == 0
-    assert (node.records(), node.specs(), len(node.slices())) == ([], [], 1)
+    assert (node.records(), node.specs(), node.slices()) == ([], [], published)
     prepared(node, "afterwards")
 
 
 def test_daemon_is_registered_when_it_has_opened_nvml(make_node: Callable[..., Node]) -> None:
     """Opening NVML on a large machine takes seconds; the worker serves meanwhile."""
     node = make_node()
-    started(node, 1, POD_UID="older")
+    started(node, "older")
     node.wait_devices(8)
     began = time.monotonic()
     node.spawn(POD_UID="newer", before=SLOW_NVML)
     ref = node.claim("one")
-    while len(node.kubelet.instances(DRIVER)) < 2:
+    while not any("newer" in one.endpoint.name for one in node.kubelet.instances(DRIVER)):
         node.ready(ref)
         node.must_unprepare(ref)
     assert time.monotonic() - began > 3
@@ -89,9 +89,9 @@ def test_older_daemon_works_again_when_the_newer_one_has_ended(
     make_node: Callable[..., Node], ending: signal.Signals
 ) -> None:
     node = make_node()
-    started(node, 1, POD_UID="older")
+    started(node, "older")
     node.wait_devices(8)
-    newer = started(node, 2, POD_UID="newer")
+    newer = started(node, "newer")
     ref = node.claim("one")
     answer = node.ready(ref)
     newer.send_signal(ending)
@@ -104,7 +104,7 @@ def test_older_daemon_works_again_when_the_newer_one_has_ended(
 
 def test_of_three_daemons_the_newest_works(make_node: Callable[..., Node]) -> None:
     node = make_node()
-    processes = [started(node, number + 1, POD_UID=f"pod-{number}") for number in range(3)]
+    processes = [started(node, f"pod-{number}") for number in range(3)]
     node.wait_devices(8)
     ref = node.claim("one")
     answer = node.ready(ref)
@@ -113,15 +113,14 @@ def test_of_three_daemons_the_newest_works(make_node: Callable[..., Node]) -> No
     assert node.ready(ref) == answer
     processes[2].terminate()
     assert processes[2].wait(PATIENCE_S) == 0
-    eventually(lambda: len(node.kubelet.instances(DRIVER)) == 1)
-    eventually(lambda: isinstance(node.prepare(ref)[ref.uid], Prepared))
+    eventually(lambda: isinstance(answer_soon(node, ref), Prepared))
 
 
 def test_daemon_that_crashes_after_it_has_asked_does_not_stop_the_older_one(
     make_node: Callable[..., Node],
 ) -> None:
     node = make_node()
-    started(node, 1, POD_UID="older")
+    started(node, "older")
     node.wait_devices(8)
     crash = (
         "import os\nfrom dra_driver.app.daemon import Driver\nDriver._open_state = lambda _self: os._exit(3)"
@@ -137,14 +136,14 @@ def test_gpu_whose_step_hangs_is_not_a_reason_to_keep_the_node(make_node: Callab
     node = make_node()
     hangs = "TimeSliceSteps.do = lambda *_: threading.Event().wait(600)"
     before = f"import threading\nfrom dra_driver.sharing.steps import TimeSliceSteps\n{hangs}"
-    started(node, 1, POD_UID="older", before=before)
+    started(node, "older", before=before)
     node.wait_devices(8)
     first, second = (device["name"] for device in node.devices()[:2])
     hanging = node.allocated_by_hand("one", first, config=sliced("Long"))
     with ThreadPoolExecutor() as pool:
         answer = pool.submit(node.prepare, hanging)
         eventually(node.records)
-        started(node, 2, POD_UID="newer")
+        started(node, "newer")
         node.ready(node.allocated_by_hand("two", second, config=sliced("Long")))
         node.stop()
         answer.exception(PATIENCE_S)
@@ -154,7 +153,7 @@ def test_daemon_that_gets_no_answer_from_the_worker_is_not_ready_and_says_so(
     make_node: Callable[..., Node],
 ) -> None:
     node = make_node()
-    older = started(node, 1, POD_UID="older")
+    older = started(node, "older")
     node.wait_devices(8)
     os.kill(older.pid, signal.SIGSTOP)
     address = own_address()
@@ -163,5 +162,23 @@ def test_daemon_that_gets_no_answer_from_the_worker_is_not_ready_and_says_so(
 
     assert "has not handed this node over for" in page(address, "/readyz", "not handed")
     os.kill(older.pid, signal.SIGCONT)
-    node.kubelet.wait_registered(DRIVER, count=2)
+    node.kubelet.wait_registered(DRIVER, count=1)
+    prepared(node, "one")
+
+
+def test_daemon_that_has_handed_over_stays_ready_and_has_no_socket(make_node: Callable[..., Node]) -> None:
+    """Otherwise Kubernetes deletes its pod while the new one is not ready, and a restarted kubelet calls it."""
+    node, address = make_node(), own_address()
+    started(node, "older", HTTP_ENDPOINT=address)
+    node.wait_devices(8)
+    node.spawn(POD_UID="newer")
+    said = page(address, "/readyz", "has handed the node over")
+    assert said.startswith("ok\n")
+    assert page(address, "/healthz", "") == "ok\n"
+    assert page(address, "/problems", "").startswith("another process of gpu-dra-driver works")
+    node.kubelet.wait_registered(DRIVER, count=1)
+    node.kubelet.restart()
+    [left] = node.kubelet.wait_registered(DRIVER, count=1)
+    assert "newer" in left.endpoint.name
+    node.wait_devices(8)
     prepared(node, "one")

@@ -52,27 +52,6 @@ def test_run_serves_until_sigterm_and_leaves_no_socket(make_node: Callable[..., 
     assert len(node.slices()) == 1, "slices stay over a restart"
 
 
-def test_rolling_update_answers_throughout_and_writes_no_slice(make_node: Callable[..., Node]) -> None:
-    node = make_node()
-    old = node.spawn(POD_UID="older")
-    node.kubelet.wait_registered(DRIVER)
-    node.wait_devices(8)
-    published, ref = node.slices(), node.claim("running")
-    answer = node.ready(ref)
-    new = node.spawn(POD_UID="newer")
-    node.kubelet.wait_registered(DRIVER, count=2)
-    for ending, left in ((old, 1), (new, 0)):
-        assert node.ready(ref) == answer
-        ending.terminate()
-        assert ending.wait(PATIENCE_S) == 0
-        node.kubelet.wait_registered(DRIVER, count=left)
-    node.spawn(POD_UID="older")
-    node.kubelet.wait_registered(DRIVER)
-    assert node.ready(ref) == answer
-    node.must_unprepare(ref)
-    assert node.slices() == published, "also one after the other, within the kubelet's patience"
-
-
 def test_signals_switch_debug_events_and_show_stacks(make_node: Callable[..., Node]) -> None:
     node = make_node()
     process = node.spawn(LOG_LEVEL="info")
