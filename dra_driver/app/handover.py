@@ -30,12 +30,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from dra_driver.base.atomic import make_directory, open_plain, state_error
+from dra_driver.base.atomic import open_plain, state_error
 from dra_driver.base.file_lock import LOCK_LAYOUT, byte_lock
 from dra_driver.claims.calls import ANSWER_BEFORE_S, KubeletCall
 from dra_driver.errors import RetryableError, StateError
 from dra_driver.host.processes import sees_all_processes, start_time
 from dra_driver.kubelet.dra import ClaimCalls
+from dra_driver.kubelet.sockets import ensure_plugin_dir
 from dra_driver.model.claim import ClaimRef, Failed, PrepareOutcome, UnprepareOutcome
 
 _FILE = "worker.lock"
@@ -89,7 +90,7 @@ class WorkerLock:
 
     def _file(self) -> int:
         if self._descriptor is None:
-            make_directory(self._path.parent, 0o700)
+            ensure_plugin_dir(self._path.parent)
             try:
                 self._descriptor = open_plain(self._path, os.O_RDWR | os.O_CREAT)
             except OSError as error:

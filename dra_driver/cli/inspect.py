@@ -209,7 +209,7 @@ def _kept_taints(
     notes = [
         f"{uuid}: withdrawn for maintenance claim {one.name}, {one.text}" for uuid, one in serviced.items()
     ]
-    if not plugin_runs(settings.plugin_directory):
+    if any(entry.reasons for entry in states.values()) and not plugin_runs(settings.plugin_directory):
         notes.append(
             "gpu-dra-driver is not running on this node, so the health of the GPUs is unknown; devices have the taints "
             "of the health that it saved last"

@@ -121,6 +121,12 @@ class Node(PlaygroundNode):
         self._processes.append(process)
         return process
 
+    def stand_by(self, **environment: str) -> Any:
+        """Start a daemon that no kubelet finds, so it stands by beside the one that works."""
+        registry = self.root / "elsewhere"
+        registry.mkdir()
+        return self.spawn(KUBELET_REGISTRAR_DIRECTORY_PATH=str(registry), POD_UID="newer", **environment)
+
     @property
     def machine_flags(self) -> list[str]:
         """With which a command finds the node's machine and the plugin's files."""

@@ -231,8 +231,7 @@ def test_mode_is_switched_next_to_a_process_that_stands_by(make_node: Callable[.
     """It has NVML open too, so it is a client of every GPU."""
     node = make_node()
     node.running(8 * PER_GPU, dynamic_mig=True, pod_uid="older")
-    stays = "from dra_driver.app.daemon import Driver\nDriver._stand_by = lambda self: None"
-    node.spawn(DYNAMIC_MIG="true", POD_UID="newer", before=stays)
+    node.stand_by(DYNAMIC_MIG="true")
     eventually(lambda: len(node.machine.clients(with_own=True)) == 2)
     ref = node.allocated_by_hand("one", named(node, "1g.10gb", 0))
     node.ready(ref)

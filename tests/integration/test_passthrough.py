@@ -252,12 +252,9 @@ def test_gpu_with_mig_devices_on_demand_goes_to_a_virtual_machine_when_they_are_
     node.ready(node.allocated_by_hand("again", small))
 
 
-def test_other_instance_of_a_rolling_update_closes_nvml_too(make_node: Callable[..., Node]) -> None:
-    node = without_virtual_functions(make_node)
-    node.spawn(PASSTHROUGH="true", POD_UID="older")
-    node.wait_devices(16)
-    node.start_driver(passthrough=True, pod_uid="newer")
-    eventually(lambda: node.driver.discovery.unavailable() is None)
+def test_process_that_stands_by_closes_nvml_too(make_node: Callable[..., Node]) -> None:
+    node = without_virtual_functions(make_node).running(16, passthrough=True, pod_uid="older")
+    node.stand_by(PASSTHROUGH="true")
     eventually(lambda: len(node.machine.clients(with_own=True)) == 2)
     _, passed = named(node, 6)
     uuid = node.machine.gpu(6).uuid
