@@ -10,6 +10,7 @@ import uuid
 from pathlib import Path
 
 import pytest
+from localcluster import host
 
 from tests.fakes.waiting import PATIENCE_S
 
@@ -82,3 +83,17 @@ def _read(file: Path) -> bytes:
         return file.read_bytes()
     except OSError:
         return b""  # it exited in between
+
+
+def test_no_other_cluster_removes_a_directory_that_is_in_use_there() -> None:
+    """The removal would detach what is mounted there."""
+    program = (
+        "import os; print(flush=True); os.listdir('/etc/cdi'); input(); print(os.path.ismount('/etc/cdi'))"
+    )
+    command = [sys.executable, str(CLUSTER), "apart", sys.executable, "-c", program]
+    first = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert first.stdout is not None
+    first.stdout.readline()
+    host.remove_if_empty(Path("/etc/cdi"))
+    said, _ = first.communicate("\n", timeout=PATIENCE_S)
+    assert said == "True\n"

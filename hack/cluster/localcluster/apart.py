@@ -54,7 +54,7 @@ def run(argv: Sequence[str]) -> int:
         # processes cannot delegate controllers, so the process leaves this root before it starts others.
         below = [path for group in groups if (path := group / _BELOW).exists()]
         command = [*_joined(groups), "unshare", "--cgroup", *_joined(below), "unshare", *_NAMESPACES, *inside]
-        with subprocess.Popen(command) as process:
+        with host.kept(_EMPTIED), subprocess.Popen(command) as process:
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, lambda _number, _frame: process.kill())
             return process.wait()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -157,15 +159,36 @@ def _remove_log_links(layout: Layout) -> None:
             link.unlink()
 
 
+@contextmanager
+def kept(directories: Iterable[Path]) -> Iterator[None]:
+    """Keep `remove_if_empty` of all processes from removing these directories.
+
+    An isolated cluster has a mount there, which the removal would detach, although nobody else sees the mount.
+    """
+    with ExitStack() as held:
+        for directory in directories:
+            descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+            held.callback(os.close, descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+        yield
+
+
 def remove_if_empty(directory: Path) -> None:
-    """Remove a directory, unless another program has put files into it."""
+    """Remove a directory, unless another program has put files into it, or an isolated cluster keeps it."""
     try:
-        directory.rmdir()
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     except FileNotFoundError:
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        directory.rmdir()
+    except BlockingIOError:
         return
     except OSError as error:
         if error.errno != errno.ENOTEMPTY:
             raise
+    finally:
+        os.close(descriptor)
 
 
 def _cdi_specs() -> list[Path]:
