@@ -135,7 +135,7 @@ def test_claims_of_every_kind_are_prepared_and_undone(restricted: Cluster) -> No
 
 WITHOUT: dict[str, tuple[str, str]] = {
     "plugins-registry": ("terminated", "kubelet registry directory /var/lib/kubelet/plugins_registry"),
-    "plugins": ("terminated", "cannot create the directory /var/lib/kubelet/plugins/"),
+    "plugins": ("terminated", "cannot create the plugin directory /var/lib/kubelet/plugins/"),
     "cdi": ("terminated", "cannot create the directory /var/run/cdi"),
     "api-token": ("terminated", "/token cannot be read: No such file or directory"),
     "driver-root": (
