@@ -77,7 +77,7 @@ def test_only_root_reads_state_and_only_root_writes_anything(spawn: Callable[...
                 assert mode == (0o700 if path.is_dir() else 0o600), (name, oct(mode))
                 found["private"].add(path.name)
     # All kinds were checked: records, ledger, locks, sockets; specs and metadata.
-    assert {"claims", "ledger", "publishers", "dra.sock", f"{DRIVER}-reg.sock"} <= found["private"]
+    assert {"claims", "ledger", "worker.lock", "dra.sock", f"{DRIVER}-reg.sock"} <= found["private"]
     assert any(name.endswith(".lock") for name in found["private"])
     assert sum(name.endswith(".json") for name in found["private"]) > 4
     assert "metadata.json" in found["for all"]
