@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -268,13 +267,10 @@ def test_nvml_that_does_not_close_is_retried_and_the_gpu_stays_withdrawn(
     assert states(node) == {"reset": "active"}
 
 
-def test_two_instances_close_nvml_for_a_claim_and_open_it_again(
-    node: Node, make_node: Callable[..., Node]
-) -> None:
-    """As in a rolling update: the newer one is a process of its own."""
+def test_process_that_stands_by_closes_nvml_for_a_claim_and_opens_it_again(node: Node) -> None:
     before = names(node)
-    node.spawn(POD_UID="pod-newer")
-    eventually(lambda: len(node.kubelet.instances(DRIVER)) == 2)
+    node.stand_by()
+    eventually(lambda: len(node.machine.clients(with_own=True)) == 2)
     ref = maintenance(node, "reset", before[3])
     eventually(lambda: isinstance(node.prepare(ref)[ref.uid], Prepared))
     assert not node.driver._gpus.detachments.is_nvml_open()
@@ -282,6 +278,7 @@ def test_two_instances_close_nvml_for_a_claim_and_open_it_again(
     node.must_unprepare(ref)
     eventually(lambda: node.driver.discovery.unavailable() is None)
     node.wait_devices(8)
+    eventually(lambda: len(node.machine.clients(with_own=True)) == 2)
 
 
 def test_health_and_time_slices_are_those_of_before_and_nothing_is_made_up(

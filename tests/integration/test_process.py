@@ -141,7 +141,7 @@ def test_password_of_the_proxy_leaves_the_daemon_only_to_the_proxy(
         outcome = node.kubelet.prepare(DRIVER, [ref], timeout_s=10)[ref.uid]
         assert isinstance(outcome, Failed)
         shown = {"prepare": outcome.error, "problems": page(address, "/problems", "407")}
-        shown |= {path: page(address, path, "") for path in ("/readyz", "/metrics")}
+        shown |= {path: page(address, path, part) for path, part in (("/readyz", "407"), ("/metrics", ""))}
         process.send_signal(signal.SIGTERM)
         shown["log"] = process.communicate(timeout=30)[1].decode()
     for sink, text in shown.items():

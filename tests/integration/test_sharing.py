@@ -62,9 +62,9 @@ def snapshot(node: Node) -> dict[str, bytes]:
         str(path.relative_to(node.root)): _content(path) if path.is_file() else b"directory"
         for top in (node.plugin_dir, node.cdi)
         for path in sorted(top.rglob("*"))
-        if path.parent.name not in ("locks", "publishers")
+        if path.parent.name != "locks"
         and "host." not in str(path)
-        and path.name not in ("mps", "publishers")
+        and path.name != "mps"
         and not any(name in path.name for name in ("health.json", "problems.json"))
     }
     processes = {
