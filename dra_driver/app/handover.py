@@ -1,10 +1,10 @@
 """One process works on a node. A newer process takes the work over, as in a rolling update.
 
-    stands by ──no other process works, none newer asks──▶ works ──a newer one asks──▶ hands over ──▶ handed over
-       └─ the kubelet has registered it: it asks                                                          │
-    a new start ◀──no newer process is left───────────────────────────────────────────────────────────────┘
+    standby ──no other process works, none newer asks──▶ works ──a newer one asks──▶ hands over ──▶ handed over
+       └─ the kubelet has registered it: it asks                                                        │
+    a new start ◀──no newer process is left─────────────────────────────────────────────────────────────┘
 
-A process that stands by has NVML open and is registered, so the kubelet sends it all new calls; they wait. The worker
+A standby process has NVML open and is registered, so the kubelet sends it all new calls; they wait. The worker
 sees that it was asked, lets no more calls in, ends those in progress, and stops for good everything that writes. Calls
 that last longer, such as one that hangs on a GPU, fail when they next use a record.
 
@@ -14,7 +14,7 @@ killed process whose thread hangs in the kernel keeps its locks, but does not co
 
 | A crash … | leaves | next |
 |---|---|---|
-| of the worker | no lock | the newest process that stands by works, or the next start |
+| of the worker | no lock | the newest standby process works, or the next start |
 | of a process that asks, before it works | a worker that hands over or has handed over | that one starts anew |
 | of a process that asks, when it works | as above | as above, with the records on disk |
 """
@@ -135,7 +135,7 @@ class WorkerLock:
 
 class Admission:
     """Lets the kubelet's calls in while this process works on the node. Calls that come earlier or later wait; if
-    their time is nearly over, the kubelet is told to retry.
+    their time is nearly over, they fail with an error that the kubelet retries.
     """
 
     def __init__(self, calls: ClaimCalls) -> None:

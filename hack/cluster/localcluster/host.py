@@ -163,7 +163,7 @@ def _remove_log_links(layout: Layout) -> None:
 def kept(directories: Iterable[Path]) -> Iterator[None]:
     """Keep `remove_if_empty` of all processes from removing these directories.
 
-    An isolated cluster has a mount there, which the removal would detach, although nobody else sees the mount.
+    An isolated cluster has a mount there, which the removal would detach; other processes cannot see this mount.
     """
     with ExitStack() as held:
         for directory in directories:
