@@ -183,7 +183,7 @@ def lacking_commands(nvidia: Programs) -> set[str]:
             if any("Unknown command" in line for line in lines)
         }
     finally:
-        control.stop_processes()
+        control.stop_processes(None)
         shutil.rmtree(top)
 
 

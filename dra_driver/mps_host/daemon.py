@@ -256,7 +256,7 @@ class Daemon:
     def _find_running(self) -> ProcessId | None:
         """Returns the running daemon: the recorded process, or one that was started but not recorded."""
         recorded = self._recorded()
-        if recorded is not None and processes.is_control_daemon(recorded, self.directories.pipe):
+        if recorded is not None and processes.is_alive(recorded):
             return recorded
         users = processes.users_of(self.directories.pipe)
         return next(
@@ -393,7 +393,7 @@ class Daemon:
         recorded = self._recorded()
         if recorded is not None and not processes.is_alive(recorded):
             processes.reap(recorded.pid)
-        self._control.stop_processes()
+        self._control.stop_processes(recorded)
 
     def _restore_gpus(self) -> None:
         """Restores the compute modes. A GPU that does not respond does not affect the others.

@@ -229,24 +229,31 @@ class DaemonControl:
             raise BusyError(f"the MPS daemon did not answer {asked[0]!r}: it was busy with another program")
         return lines[:-1]
 
-    def stop_processes(self) -> None:
+    def stop_processes(self, started: ProcessId | None) -> None:
         """Stops the control daemon and its servers: first with `quit`, then by signal. Can be repeated.
 
-        Raises: RetryableError; StateError if this process can open no files now.
+        `started` is the last daemon that was started. `users_of` does not find it while the kernel still loads its
+        program, which takes longer on a busy node. Raises: RetryableError; StateError if this process can open no
+        files now.
         """
-        users, patience_s = processes.users_of(self.directories.pipe), self.timings.patience
+        patience_s = self.timings.patience
+
+        def running() -> set[ProcessId]:
+            own = {started} if started is not None and processes.is_alive(started) else set()
+            return own.union(processes.users_of(self.directories.pipe))
+
+        users = running()
         if not users:
             return
         if any(processes.is_control_daemon(user, self.directories.pipe) for user in users):
             with suppress(RetryableError):
                 self._pass(("quit",), patience_s)
                 processes.wait_gone(users, patience_s)
-        processes.end(processes.users_of(self.directories.pipe), patience_s)
+        processes.end(running(), patience_s)
         for user in users:
             processes.reap(user.pid)
-        left = processes.users_of(self.directories.pipe)
-        if left:
-            numbers = ", ".join(str(process.pid) for process in left)
+        if left := running():
+            numbers = ", ".join(str(process.pid) for process in sorted(left))
             raise RetryableError(f"MPS processes of {self.directories.pipe} do not stop: {numbers}")
 
     def _pass(self, questions: Sequence[str], timeout_s: float) -> list[str]:

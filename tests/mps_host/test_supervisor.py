@@ -665,16 +665,32 @@ def test_devices_start_at_the_same_time(host, monkeypatch):
     assert [status.state for status in supervisor.status()] == ["ready"] * 4
 
 
+def spawn_sleep():
+    """A process without the environment of a daemon, as each has until the kernel has loaded its program."""
+    return processes.spawn(["/bin/sleep", "600"], {}, Path(os.devnull))
+
+
+def test_daemon_whose_program_is_still_being_loaded_is_stopped(host, monkeypatch):
+    started = []
+    monkeypatch.setattr(DaemonControl, "start", lambda _: started.append(spawn_sleep()) or started[-1])
+    host.supervisor()
+    plugin = MpsHostFiles(host.layout)
+    with pytest.raises(RetryableError, match="did not start"):
+        plugin.ensure(host.spec(), 0.1)
+    eventually(lambda: started)
+    plugin.stop("gpu-2", PATIENCE_S)
+    assert not processes.is_alive(started[0])
+    host.assert_nothing_left()
+
+
 def test_many_cycles_leave_nothing(host, monkeypatch):
     """Without programs, which would take minutes: files, threads, descriptors and objects."""
-    child = processes.identify(os.getpid())
-    monkeypatch.setattr(processes, "is_control_daemon", lambda *_: False)
     monkeypatch.setattr(processes, "users_of", lambda _: ())
     monkeypatch.setattr("dra_driver.mps_host.host_files.is_control_daemon", lambda *_: True)
 
     def start(control):
         Path(control.directories.pipe, "control").touch()
-        return child
+        return spawn_sleep()
 
     monkeypatch.setattr(DaemonControl, "start", start)
     monkeypatch.setattr(DaemonControl, "query_once", lambda *_, timeout_s: ["100.0"])
