@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -11,8 +12,18 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import DAEMONSET, NAMESPACE, SLOW_S, WORKLOAD, Cluster, Json, pods_of, wait_for
-from tests.e2e.test_pods import BURST
+from tests.e2e.conftest import (
+    DAEMONSET,
+    NAMESPACE,
+    SLOW_S,
+    WORKLOAD,
+    Cluster,
+    Json,
+    container,
+    pods_of,
+    wait_for,
+)
+from tests.e2e.test_pods import BURST, metrics_of_kubelet
 from tests.e2e.test_slices import versions
 from tests.fakes.json_stream import json_documents
 
@@ -193,6 +204,49 @@ def test_a_version_that_publishes_other_content_takes_over_once(updating: Cluste
         made = changes()
     assert [one["type"] for one in made] == ["MODIFIED"] * slices
     assert versions(updating).keys() == settled.keys()
+
+
+STREAM = 64
+
+
+def failed_operations(cluster: Cluster) -> float:
+    """How many Prepares and Unprepares of pods have failed, as the kubelet counts them."""
+    text = metrics_of_kubelet(cluster)
+    pattern = r'^dra_operations_duration_seconds_count\{[^}]*is_error="true"[^}]*\} (\S+)'
+    return sum(map(float, re.findall(pattern, text, re.MULTILINE)))
+
+
+def test_no_call_fails_in_an_update_under_a_stream_of_pods(updating: Cluster) -> None:
+    """Eight pods at a time, each of which ends at once and makes room for the next one."""
+    [made] = pods_of("burst", "stream", image=WORKLOAD)
+    made["spec"]["containers"] = [container("main", "gpu", command="nvidia-smi -L")]
+    counts = {"completions": STREAM, "parallelism": 8, "backoffLimit": 0}
+    job: Json = {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": "stream", "namespace": "default"},
+    }
+    job["spec"] = {**counts, "template": {"spec": made["spec"]}}
+
+    def ended() -> int:
+        status = updating.get("job", "stream", "-n", "default").get("status", {})
+        assert "failed" not in status, updating.kubectl("describe", "job", "stream", "-n", "default")
+        return int(status.get("succeeded", 0))
+
+    failed = failed_operations(updating)
+    updating.apply([job])
+    try:
+        wait_for("the first pods to have ended", lambda: ended() >= 8)
+        updating.roll_out()
+        before = ended()
+        print(f"{before} of {STREAM} pods had ended after the update")
+        assert before < STREAM, "the stream of pods ended before the update"
+        wait_for("all pods to have ended", lambda: ended() == STREAM)
+        wait_for("all claims to be unprepared", lambda: not updating.leftovers())
+    finally:
+        updating.kubectl("delete", "job", "stream", "-n", "default", "--timeout=300s")
+    assert failed_operations(updating) == failed
+    assert "dra_operations_duration_seconds_count{" in metrics_of_kubelet(updating)
 
 
 def test_restarts_of_the_kubelet_in_the_middle_of_an_update(updating: Cluster) -> None:
