@@ -97,14 +97,15 @@ class JsonStore(Generic[T]):
     Without `load`, as in a command or for the files of another program, each call reads the disk, and no file is
     renamed.
 
-    `what` names a file in errors. `decode` returns the value from a file's name and content; it raises
-    NewerFormatError, or StateError that says what is wrong. Files whose name `is_name` rejects are ignored. `having`
-    finds values by their `keys`. Only one thread at a time writes or removes a value.
+    `what` names a file in errors. `encode` returns a file's content, and `decode` the value from a file's name and
+    content; it raises NewerFormatError, or StateError that says what is wrong. Files whose name `is_name` rejects are
+    ignored. `having` finds values by their `keys`. Only one thread at a time writes or removes a value.
     """
 
     directory: Path
     what: str
     decode: Callable[[str, bytes], T]
+    encode: Callable[[T], bytes]
     report: Callable[[UnreadableFile], None]
     _: KW_ONLY
     is_name: Callable[[str], bool]
@@ -191,19 +192,19 @@ class JsonStore(Generic[T]):
         text = f"gpu-dra-driver cannot use {files} in {self.directory}: {newer[min(newer)].newer}"
         return [NodeProblem("newer-files", text, f"{self.directory}/{self.what}")]
 
-    def write(self, name: str, content: bytes, *, durable: bool, whole: bool) -> None:
+    def write(self, name: str, value: T, *, durable: bool, whole: bool) -> None:
         """Replace the value's file, like `write_atomically`, then the value.
 
         Raises: StateError, also if a newer release wrote the file, and the file is still there.
         """
-        path, value = self.path(name), self.decode(name, content)
+        path = self.path(name)
         with self._lock:
             self.get(name)
             left = self._in_place.get(name)
         if left is not None and left.newer is not None:
             raise StateError(f"cannot write {path}: {left.newer}")
         try:
-            write_atomically(path, content, durable=durable, whole=whole)
+            write_atomically(path, self.encode(value), durable=durable, whole=whole)
         except StateError:
             with self._lock, suppress(StateError):
                 self._read(name)  # the file may be replaced, but not synced

@@ -59,6 +59,7 @@ class HealthStore:
             path.parent,
             _HEALTH_FILE.what,
             lambda _, content: (content, decode(content)),
+            lambda written: written[0],
             log_unreadable(
                 unreadable_event="health_unreadable",
                 name="file",
@@ -88,7 +89,7 @@ class HealthStore:
         """Write the file if its content would change. Raises: StateError."""
         content = encode(kept)
         if content != self._written:
-            self._store.write(self._name, content, durable=False, whole=True)
+            self._store.write(self._name, (content, kept), durable=False, whole=True)
             self._written = content
 
 

@@ -111,6 +111,7 @@ class Ledger:
             self.directory,
             _FILE.what,
             lambda _name, content: _FILE.read(content),
+            _FILE.write,
             self.reader
             or log_unreadable(
                 unreadable_event="ledger_unreadable",
@@ -389,7 +390,7 @@ class Ledger:
             return
         # Items that a reboot undoes need not be synced.
         lasts = any(isinstance(item, LedgerEntry) and isinstance(item.step, RunMps) for item in items)
-        self._store.write(home, _FILE.write(items), durable=lasts, whole=lasts)
+        self._store.write(home, items, durable=lasts, whole=lasts)
 
 
 def _key(item: Item) -> Hashable:

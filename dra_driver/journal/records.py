@@ -99,6 +99,7 @@ class RecordStore(JsonStore[ClaimRecord]):
             directory,
             RECORD_FILE.what,
             self._decode,
+            RECORD_FILE.write,
             reader
             or log_unreadable(
                 unreadable_event="record_unreadable",
@@ -135,7 +136,7 @@ class RecordStore(JsonStore[ClaimRecord]):
         one. With neither, a power cut may leave a damaged file, which the first `open` of the next boot removes.
         Raises: StateError.
         """
-        self.write(record.ref.uid, RECORD_FILE.write(record), durable=durable, whole=whole)
+        self.write(record.ref.uid, record, durable=durable, whole=whole)
 
     def delete(self, uid: str) -> bool:
         """Remove a claim's record durably; returns whether it existed. Raises: StateError."""

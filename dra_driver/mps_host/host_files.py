@@ -316,7 +316,7 @@ class MpsHostFiles:
             )
         if found != spec:
             # If a power failure damages the file, the next Prepare finds no daemon and writes the file again.
-            self._wanted.write(device, WANTED_FILE.write(spec), durable=False, whole=True)
+            self._wanted.write(device, spec, durable=False, whole=True)
 
     def _refusal(self, device: str) -> str | None:
         """Returns why the start of a wanted daemon failed; None while the host may still start it."""
@@ -379,7 +379,7 @@ def _files(directory: Path, kind: FileFormat[T], tell: Callable[[UnreadableFile]
     def read(_device: str, content: bytes) -> T:
         return kind.read(content)
 
-    return JsonStore(directory, kind.what, read, tell, is_name=is_device_name)
+    return JsonStore(directory, kind.what, read, kind.write, tell, is_name=is_device_name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -524,7 +524,9 @@ class DaemonRecords(JsonStore[DaemonRecord]):
             remedy="the MPS host finds the daemon again without its record; inspect the file, then remove it",
             newer="the MPS host neither starts nor stops the daemon; install the newer release of the MPS host again",
         )
-        super().__init__(layout.root, RECORD_FILE.what, _decode_record, tell, is_name=is_device_name)
+        super().__init__(
+            layout.root, RECORD_FILE.what, _decode_record, RECORD_FILE.write, tell, is_name=is_device_name
+        )
         self._layout = layout
 
     def refuse_newer(self, device: str) -> None:
@@ -538,7 +540,7 @@ class DaemonRecords(JsonStore[DaemonRecord]):
 
     def save(self, record: DaemonRecord) -> None:
         """Replaces the record, synced to disk. Raises: StateError."""
-        self.write(record.spec.device, RECORD_FILE.write(record), durable=True, whole=True)
+        self.write(record.spec.device, record, durable=True, whole=True)
 
     def forget(self, device: str) -> None:
         """Removes the record; does nothing if there is none. Raises: StateError.

@@ -31,8 +31,12 @@ def decode(_name: str, content: bytes) -> int:
     return int(content)
 
 
+def encode(value: int) -> bytes:
+    return str(value).encode()
+
+
 def store_at(place: Path, report: Callable[[UnreadableFile], None] = print) -> JsonStore[int]:
-    return JsonStore(place, "value", decode, report, is_name=str.isalpha)
+    return JsonStore(place, "value", decode, encode, report, is_name=str.isalpha)
 
 
 @pytest.fixture
@@ -49,12 +53,12 @@ def fails(code: int) -> Callable[..., None]:
     return fail
 
 
-def write(store: JsonStore[int], name: str, content: bytes, *, durable: bool = False) -> None:
-    store.write(name, content, durable=durable, whole=False)
+def write(store: JsonStore[int], name: str, value: int, *, durable: bool = False) -> None:
+    store.write(name, value, durable=durable, whole=False)
 
 
 def test_loaded_store_reads_no_disk(store: JsonStore[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    write(store, "new", b"2")
+    write(store, "new", 2)
     for where, name in ((json_store, "read_plain"), (os, "listdir"), (os, "stat"), (os, "lstat")):
         monkeypatch.setattr(where, name, pytest.fail)
     assert (store.get("old"), store.get("other"), store.all()) == (1, None, {"old": 1, "new": 2})
@@ -97,12 +101,12 @@ def test_failed_write_leaves_the_value_of_the_file(
         with monkeypatch.context() as disk:
             disk.setattr(os, "write", fails(errno.ENOSPC))
             with pytest.raises(StateError, match="the disk is full"):
-                write(store, name, b"2", durable=durable)
+                write(store, name, 2, durable=durable)
     assert store.all() == store_at(place).all() == {"old": 1}
     with monkeypatch.context() as disk:
         disk.setattr(atomic, "sync_directory", fails(errno.EIO))
         with pytest.raises(StateError):
-            write(store, "old", b"2", durable=True)
+            write(store, "old", 2, durable=True)
     assert store.all() == store_at(place).all() == {"old": 2}, "the file was replaced, but not synced"
 
 
@@ -144,7 +148,7 @@ def test_unreadable_file_is_renamed_and_reported_by_load_only(place: Path) -> No
         [UnreadableFile("old", aside, "it is not a number", is_newer=False)],
         [aside.name],
     )
-    write(store, "old", b"2")
+    write(store, "old", 2)
     assert (store.all(), store.quarantined()) == ({"old": 2}, [aside])
 
 
@@ -155,22 +159,24 @@ def test_file_of_a_newer_release_is_kept_until_an_administrator_removes_it(
     store.load()
     for _ in range(2):
         with pytest.raises(StateError, match=r"cannot write .*: a newer release wrote it"):
-            write(store, "old", b"2")
+            write(store, "old", 2)
     assert (store.all(), list(store.newer()), len(store.problems())) == ({}, ["old"], 1)
     assert (place / "old.json").read_text() == "newer"
     (place / "old.json").unlink()
-    write(store, "old", b"2")
+    write(store, "old", 2)
     assert (store.all(), store.newer(), store.problems()) == ({"old": 2}, {}, [])
 
 
 def test_values_are_found_by_their_keys(place: Path) -> None:
-    store = JsonStore(place, "value", decode, print, is_name=str.isalpha, keys=lambda value: set(str(value)))
+    store = JsonStore(
+        place, "value", decode, encode, print, is_name=str.isalpha, keys=lambda value: set(str(value))
+    )
     for _ in range(2):
-        write(store, "a", b"12")
-        write(store, "b", b"23")
+        write(store, "a", 12)
+        write(store, "b", 23)
         assert store.having("1") == {"old": 1, "a": 12}
         assert store.having("321") == {"old": 1, "a": 12, "b": 23}
-        write(store, "a", b"3")
+        write(store, "a", 3)
         assert (store.having("1"), store.having("3")) == ({"old": 1}, {"a": 3, "b": 23})
         store.remove("a", durable=False)
         assert (store.having("3"), store.having("9")) == ({"b": 23}, {})

@@ -514,6 +514,7 @@ def test_instance_that_publishes_nothing_is_reported_once(bench: Bench) -> None:
 def test_claim_of_an_older_boot_makes_no_cleanup_void(bench: Bench) -> None:
     """Its own step did not survive the reboot, so its Unprepare undoes nothing."""
     bench.records.save(record(SLICE, uid="old", boot_id="boot-0"))
+    bench.records.load()
     bench.ledger.add(LedgerEntry(claim(uid="old").ref, "boot-0", SLICE))
     bench.fail(SLICE)
     assert len(bench.cleaner.clean_all()) == 1

@@ -169,7 +169,8 @@ def test_record_of_an_earlier_boot_is_not_prepared(store: RecordStore) -> None:
     again.open("boot-2")
     assert again.get("uid-1") == replace(ONE, phase="preparing")
     assert store.get("uid-1") == ONE
-    again.save(replace(ONE, prepared_at="2026-01-01T00:00:00+00:00"))
+    store.save(replace(ONE, prepared_at="2026-01-01T00:00:00+00:00"))
+    again.load()
     assert again.get("uid-1") == replace(ONE, phase="preparing"), "the time is that of a Prepare that is void"
     unfinished = replace(TWO, phase="preparing")
     again.save(unfinished)
