@@ -128,16 +128,16 @@ class JsonStore(Generic[T]):
 
     def path(self, name: str) -> Path:
         """Return the path of the value's file. Raises: StateError if `is_name` rejects the name, or after `close`."""
-        self._refuse_closed()
-        if not self.is_name(name):
-            raise StateError(f"{name!r} is not a valid file name, so the {self.what} is rejected")
+        self._refuse(name)
         return self.directory / f"{name}{_SUFFIX}"
 
-    def _refuse_closed(self) -> None:
+    def _refuse(self, name: str | None = None) -> None:
         if self._is_closed:
             raise StateError(
                 f"this process has handed the {self.what}s over to another process of gpu-dra-driver"
             )
+        if name is not None and not self.is_name(name):
+            raise StateError(f"{name!r} is not a valid file name, so the {self.what} is rejected")
 
     def load(self) -> None:
         """Read all files into memory, also if they were read before. Raises: StateError."""
@@ -148,7 +148,7 @@ class JsonStore(Generic[T]):
 
     def get(self, name: str) -> T | None:
         """Return the value; None if it is missing or unreadable. Raises: StateError."""
-        self.path(name)
+        self._refuse(name)
         with self._lock:
             if not self._is_loaded or name in self._in_place:
                 self._read(name)  # an administrator may have removed an unreadable file since
@@ -157,7 +157,7 @@ class JsonStore(Generic[T]):
     def all(self) -> dict[str, T]:
         """Return every readable value by name. Raises: StateError if the directory cannot be listed."""
         with self._lock:
-            self._refuse_closed()
+            self._refuse()
             if not self._is_loaded:
                 self._read_all()
             return self._values.copy()
@@ -165,7 +165,7 @@ class JsonStore(Generic[T]):
     def having(self, keys: Iterable[str]) -> dict[str, T]:
         """Return the readable values with one of these keys, by name. Raises: StateError, like `all`."""
         with self._lock:
-            self._refuse_closed()
+            self._refuse()
             if not self._is_loaded:
                 self._read_all()
             return {name: value for key in sorted(keys) for name, value in self._by_key.get(key, {}).items()}

@@ -78,7 +78,7 @@ _WATCHED = (
 )  # fmt: skip
 
 
-_FRESH_S = 0.05
+_FRESH_S = 1.0
 """How long a check stays valid, so that pods that start together share one. If the toolkit is replaced within this
 time, their containers fail anyway.
 """
