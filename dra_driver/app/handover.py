@@ -38,11 +38,12 @@ from dra_driver.host.processes import sees_all_processes, start_time
 from dra_driver.kubelet.dra import ClaimCalls
 from dra_driver.kubelet.sockets import ensure_plugin_dir
 from dra_driver.model.claim import ClaimRef, Failed, PrepareOutcome, UnprepareOutcome
+from dra_driver.reporting.node_problems import WORKER_LOCK
 
-_FILE = "worker.lock"
 _PID_BITS = 22
 """Linux has no larger PIDs."""
-_LAST = 2**62
+_FIRST, _LAST = 4, 2**62
+"""The bytes of processes. Byte 0 is `WORKER_LOCK`'s own."""
 _CHECK_S = 0.5
 
 _Outcome = TypeVar("_Outcome")
@@ -52,7 +53,7 @@ class WorkerLock:
     """The right to work on a node, for one process at a time. Thread-safe."""
 
     def __init__(self, directory: Path, proc: str = "/proc") -> None:
-        self._path, self._proc = directory / _FILE, proc
+        self._path, self._proc = directory / WORKER_LOCK, proc
         self._sees_all = sees_all_processes(proc)
         pid = os.getpid()
         self._number = ((start_time(proc, pid) or 0) << _PID_BITS | pid) << 1 | self._sees_all
@@ -67,11 +68,11 @@ class WorkerLock:
     def take(self) -> bool:
         """Work from now on, if no other process does and no newer one asks; return whether. Raises: StateError."""
         with self._guard:
-            if any(offset % 2 or offset > self._number * 2 for offset in self._others(0)):
+            if any(offset % 2 or offset > self._number * 2 for offset in self._others(_FIRST)):
                 return False
             # Of two processes that do this at the same time, at least one sees the other's lock.
             self._lock(self._number * 2 + 1)
-            if not any(offset % 2 for offset in self._others(0)):
+            if not any(offset % 2 for offset in self._others(_FIRST)):
                 return True
             self._lock(self._number * 2 + 1, fcntl.F_UNLCK)
             return False

@@ -33,7 +33,7 @@ from dra_driver.mig.layout_file import decode as decode_layouts
 from dra_driver.model.ids import split_address
 from dra_driver.model.mig import GpuLayout, OwnedInstance, OwnedMode
 from dra_driver.model.problems import NodeProblem, ProblemCode
-from dra_driver.reporting.node_problems import RUNNING_LOCK, Reported, read_problems
+from dra_driver.reporting.node_problems import WORKER_LOCK, Reported, read_problems
 from dra_driver.reporting.node_problems import decode as decode_problems
 
 _ANSWER_S = 0.5
@@ -53,7 +53,7 @@ def is_only_simulated(settings: Settings) -> bool:
 def plugin_runs(directory: Path) -> bool:
     """Whether the plugin is running; False if this cannot be determined. `directory` is the plugin's."""
     try:
-        return UseMark(directory / RUNNING_LOCK).is_held()
+        return UseMark(directory / WORKER_LOCK).is_held()
     except StateError:
         return False
 

@@ -5,7 +5,7 @@ source returns it and ends when none does. Each change is logged, and most becom
 notes, the metric `nvidia_dra_problems`, the page `/problems` and the file `problems.json`, which `top` reads,
 show the results of the last turn.
 
-This process holds `running.lock` while it lives, so that readers know whether `problems.json` is kept up to date.
+This process holds a lock while it lives, so that readers know whether `problems.json` is kept up to date.
 The JSON file exists only while there are problems or failing claims.
 
 `DiskWatch` is a source: it detects a directory that cannot be written, before a claim needs it.
@@ -122,7 +122,8 @@ def _refusal(directory: Path) -> str | None:
 
 
 PROBLEMS_FILE: Final = "problems.json"
-RUNNING_LOCK: Final = "running.lock"
+WORKER_LOCK: Final = "worker.lock"
+"""Each process of the plugin locks byte 0 while it lives. `app/handover.py` uses the bytes from 4 on."""
 
 
 class Reported(NamedTuple):
@@ -147,7 +148,7 @@ def read_problems(directory: Path) -> tuple[bool, Reported]:
 
     Raises: StateError if either cannot be read.
     """
-    runs = UseMark(directory / RUNNING_LOCK).is_held()
+    runs = UseMark(directory / WORKER_LOCK).is_held()
     content = read_or_none(directory / PROBLEMS_FILE)
     return runs, Reported() if content is None else decode(content)
 
@@ -305,7 +306,7 @@ class NodeProblems(BackgroundWorker):
         self._written: tuple[Reported, float] | None = None
         self._inherited: tuple[NodeProblem, ...] = ()  # problems of the previous process
         self._path = self.directory / PROBLEMS_FILE
-        self._mark = UseMark(self.directory / RUNNING_LOCK)
+        self._mark = UseMark(self.directory / WORKER_LOCK)
         self._to_write = Reported()
         self._writing = BoundedCall("the file of problems", self._write)
         super().__init__("node-problems", self.turn)

@@ -31,7 +31,7 @@ def test_nvml_that_hangs_is_reported_with_the_likely_cause(
 ) -> None:
     for name, seconds in {"_HANGS_S": 0.01, "_WAKES_S": 0.02, "SIMULATED_S": 0.03}.items():
         monkeypatch.setattr(machine, name, seconds)
-    mark, gate = UseMark(tmp_path / "running.lock"), threading.Event()
+    mark, gate = UseMark(tmp_path / "worker.lock"), threading.Event()
     if is_running:
         mark.hold()
     settings: Any = SimpleNamespace(simulate=simulate, plugin_directory=tmp_path)

@@ -242,7 +242,7 @@ def look(machine: Machine, memory_path: Path) -> Iterator[Look]:
 @pytest.fixture
 def plugin_lives(memory_path: Path) -> Iterator[None]:
     """A plugin that is running, and has not answered yet."""
-    lock = memory_path / DRIVER / "running.lock"
+    lock = memory_path / DRIVER / "worker.lock"
     lock.parent.mkdir()
     lock.touch()
     mark = UseMark(lock)
@@ -509,12 +509,12 @@ def test_problems_of_the_plugin_come_from_the_plugin_then_from_its_file(tmp_path
         return NodeProblem(code, f"{code} here", since=7)
 
     (tmp_path / "problems.json").write_bytes(encode_problems(Reported((problem("disk-not-writable"),)), 9))
-    (tmp_path / "running.lock").touch()
+    (tmp_path / "worker.lock").touch()
     page = json_page(lambda: encode_problems(Reported((problem("foreign-driver"),)), 9))
     endpoint = HttpEndpoint("localhost:0", {"/problems": page})
     endpoint.start()
     address = f"localhost:{endpoint.port}"
-    mark = UseMark(tmp_path / "running.lock")
+    mark = UseMark(tmp_path / "worker.lock")
     mark.hold()
     try:
         assert plugin_problems(tmp_path, address).problems == (problem("foreign-driver"),)

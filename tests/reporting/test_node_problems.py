@@ -229,7 +229,7 @@ def test_file_of_an_earlier_process_goes_when_nothing_is_wrong(bench: Bench) -> 
 
 
 def test_reader_knows_whether_a_process_runs(bench: Bench) -> None:
-    assert not UseMark(bench.directory / "running.lock").is_held()
+    assert not UseMark(bench.directory / "worker.lock").is_held()
     bench.made.start()
     assert read_problems(bench.directory)[0]
     bench.made.stop()
