@@ -27,6 +27,7 @@ from measurements import (
     cpu_of_scrapes,
     crowded,
     growth_over_cycles,
+    hand_overs,
     idle,
     parallel_prepares,
     shares,
@@ -99,6 +100,11 @@ def measure(runs: int, cycles: int) -> list[Row]:
             rows.append(Row(f"files left after {cycles} cycles", [files], "", 0))
             rows.append(Row(f"additional descriptors after {cycles} cycles", [growth.descriptors], "", 0))
             rows.append(Row(f"additional threads after {cycles} cycles", [growth.threads], "", 0))
+    for what, delay_s, most in (("hand-over", 0.0, 0.5), ("  NVML takes 2 s to open", 2.0, 3.0)):
+        with tempfile.TemporaryDirectory(prefix="gpu-dra-bench-") as scratch, Node(Path(scratch)) as node:
+            if delay_s:
+                node.machine.set_fault("nvmlInit*", delay_s=delay_s)
+            rows.append(Row(f"{what}: registered -> first Prepare", hand_overs(node, runs), "s", most))
     cold: list[float] = []
     warm: list[float] = []
     for _ in range(runs):

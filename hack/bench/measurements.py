@@ -19,6 +19,7 @@ from dra_driver.model.claim import ClaimRef
 _PROFILE = "1g.10gb"
 _MAX_DEVICES = 56
 
+_OLD_ENDS_S = 60.0
 _WORKERS_LEAVE_S = 12.0
 """Worker threads of the gRPC server stay for ten seconds after their last call."""
 
@@ -102,6 +103,23 @@ def wipes(node: Node, count: int) -> list[float]:
         started = time.monotonic()
         wait_for(lambda: len(node.devices()) == GPUS)
         took.append(time.monotonic() - started)
+    return took
+
+
+def hand_overs(node: Node, count: int) -> list[float]:
+    """Return the seconds from a newer daemon's registration with the kubelet until its first Prepare is answered, as in
+    a rolling update. It can answer when the older one has handed the node over.
+    """
+    name = node.devices()[0]["name"]
+    took: list[float] = []
+    for number in range(count):
+        ref, old = node.add_claim(name), node.process
+        node.begin(f"update-{number}")
+        took.append(node.prepare(ref) / 1000)
+        node.unprepare(ref)
+        if old is not None:
+            old.terminate()
+            old.wait(_OLD_ENDS_S)
     return took
 
 

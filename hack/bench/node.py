@@ -54,6 +54,19 @@ class DaemonNode(PlaygroundNode):
         self.process = self.start_daemon(*flags, log=self.log)
         self.kubelet.wait_registered(DRIVER)
 
+    def begin(self, pod_uid: str) -> None:
+        """Start one more daemon, in a pod of its own, and wait until it is registered with the kubelet."""
+        flags = ("--log-level", "warning", *self.more, "--pod-uid", pod_uid)
+        daemon = self.process = self.start_daemon(*flags, log=self.log)
+
+        def is_registered() -> bool:
+            if daemon.poll() is not None:
+                raise RuntimeError(f"the daemon of {pod_uid} exited with {daemon.returncode}")
+            instances = self.kubelet.instances(DRIVER)
+            return any(pod_uid in one.socket.name and one.connected for one in instances)
+
+        wait_for(is_registered, what=f"the daemon of {pod_uid}")
+
     def end(self) -> None:
         """Stop the daemon with SIGTERM, like a kubelet."""
         self._stop(signal.SIGTERM)

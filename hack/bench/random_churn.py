@@ -57,16 +57,11 @@ class RandomNode(SoakNode):
         if not self._pods:  # later, another thread stops and starts the MPS host
             self.start_mps_host()
         self._pods += 1
-        uid = f"pod-{self._pods}"
-        self.process = self.start_daemon("--log-level", "warning", *self.more, "--pod-uid", uid, log=self.log)
-        self.daemons.append(self.process)
-
-        def is_registered() -> bool:
-            if self.daemons[-1].poll() is not None:
-                raise RuntimeError(f"the daemon of {uid} exited with {self.daemons[-1].returncode}")
-            return any(uid in one.socket.name and one.connected for one in self.kubelet.instances(DRIVER))
-
-        wait_for(is_registered, every_s=0.02, what=f"the daemon of {uid}")
+        try:
+            self.begin(f"pod-{self._pods}")
+        finally:
+            if self.process is not None and self.process not in self.daemons:
+                self.daemons.append(self.process)
         self.changed_at = time.monotonic()
 
     def finish(self, daemon: subprocess.Popen[bytes], how: signal.Signals) -> None:
