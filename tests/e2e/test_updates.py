@@ -206,7 +206,7 @@ def test_a_version_that_publishes_other_content_takes_over_once(updating: Cluste
     assert versions(updating).keys() == settled.keys()
 
 
-STREAM = 64
+STREAM = 48
 
 
 def failed_operations(cluster: Cluster) -> float:
