@@ -7,8 +7,8 @@ any point.
 | directories, tmpfs | the directories too | continues | removes them too |
 | compute modes of all GPUs recorded | the modes in the record | continues, and keeps the modes | removes all |
 | GPUs exclusive, in parallel | some GPUs exclusive | makes the other GPUs exclusive | restores exclusive GPUs |
-| daemon started | a daemon without a recorded process | finds it by its pipe directory | stops it |
-| process recorded, limits set | everything | finds it ready | stops it |
+| daemon started | everything | finds it by its pipe directory, and sets the limits | stops it |
+| limits set | everything | the same | stops it |
 
 | Step of a stop | A crash after it leaves | The next host, if the daemon is still unwanted |
 |---|---|---|
@@ -82,7 +82,6 @@ class HostTools:
     make_capability_nodes: Callable[[], None]
     labels: SelinuxLabels
     timings: Timings
-    boot_id: str = field(default_factory=processes.boot_id)
     closing: threading.Event = field(default_factory=threading.Event)
 
     @cached_property
@@ -108,6 +107,8 @@ class Daemon:
         self._tools = tools
         self._refuse = refuse
         self._record = record
+        self._process: ProcessId | None = None
+        """The last control daemon that this process started or found."""
         self._established = recovered
         self._lock = threading.Lock()
         self.directories = tools.layout.directories(record.spec.device)
@@ -223,7 +224,7 @@ class Daemon:
         started = time.monotonic()
         self._show("starting", problem=self.status.problem)
         self._write(self._record)
-        process = self._find_running()
+        process = self._process = self._find_running()
         adopted = process is not None
         if adopted:
             self._keep_gpus_exclusive()
@@ -233,9 +234,7 @@ class Daemon:
             self._make_directories()
             self._make_gpus_exclusive_in_time(deadline)
             self._clear_pipes()
-            process = self._start()
-        if process != self._record.process or self._record.boot_id != self._tools.boot_id:
-            self._write(replace(self._record, process=process, boot_id=self._tools.boot_id))
+            process = self._process = self._start()
         try:
             self._control.wait_ready(
                 process, partial(self._tools.layout.is_unwanted, self._record.spec.device)
@@ -254,17 +253,13 @@ class Daemon:
         )
 
     def _find_running(self) -> ProcessId | None:
-        """Returns the running daemon: the recorded process, or one that was started but not recorded."""
-        recorded = self._recorded()
-        if recorded is not None and processes.is_alive(recorded):
-            return recorded
+        """Returns the running daemon: the last one of this process, or one that an earlier MPS host started."""
+        if self._process is not None and processes.is_alive(self._process):
+            return self._process
         users = processes.users_of(self.directories.pipe)
         return next(
             (user for user in users if processes.is_control_daemon(user, self.directories.pipe)), None
         )
-
-    def _recorded(self) -> ProcessId | None:
-        return self._record.process if self._record.boot_id == self._tools.boot_id else None
 
     def _make_directories(self) -> None:
         tools, paths = self._tools, self.directories
@@ -387,13 +382,12 @@ class Daemon:
         self._restore_gpus()
         remove_directory(self._tools, spec.device)
         self._tools.records.forget(spec.device)
-        self._record = DaemonRecord(spec, self._tools.boot_id)
+        self._record = DaemonRecord(spec)
 
     def _stop_processes(self) -> None:
-        recorded = self._recorded()
-        if recorded is not None and not processes.is_alive(recorded):
-            processes.reap(recorded.pid)
-        self._control.stop_processes(recorded)
+        if self._process is not None and not processes.is_alive(self._process):
+            processes.reap(self._process.pid)
+        self._control.stop_processes(self._process)
 
     def _restore_gpus(self) -> None:
         """Restores the compute modes. A GPU that does not respond does not affect the others.
@@ -415,12 +409,11 @@ class Daemon:
 
     def _is_up(self) -> bool:
         """Whether a daemon that became ready is still running."""
-        process = self._record.process
+        process = self._process
         return self.status.state in ("ready", "fault") and process is not None and processes.is_alive(process)
 
     def _died(self, now: float) -> None:
-        process = self._record.process
-        code = None if process is None else processes.reap(process.pid)
+        code = None if self._process is None else processes.reap(self._process.pid)
         if time.time() - self.status.since > self._tools.timings.calm:
             self._backoff.reset()
         problem = (

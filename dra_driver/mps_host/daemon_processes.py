@@ -33,14 +33,6 @@ class ProcessId:
     start_time: int
 
 
-def boot_id() -> str:
-    """Returns the kernel's ID of this boot. Raises: StateError if it cannot be read."""
-    found = _read(f"{_PROC}/sys/kernel/random/boot_id").decode().strip()
-    if not found:
-        raise StateError(f"cannot read the ID of this boot from {_PROC}/sys/kernel/random/boot_id")
-    return found
-
-
 def identify(pid: int) -> ProcessId | None:
     """Returns the process that currently has this PID; None if there is none or it is a zombie. Raises: StateError if
     this process can open no files now.

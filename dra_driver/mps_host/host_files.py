@@ -82,7 +82,7 @@ from dra_driver.model.mps import (
 from dra_driver.model.problems import NodeProblem
 from dra_driver.model.units import counted
 from dra_driver.mps_host.daemon_control import check_spec
-from dra_driver.mps_host.daemon_processes import ProcessId, identify, is_control_daemon, users_of
+from dra_driver.mps_host.daemon_processes import identify, is_control_daemon, users_of
 
 _log = structlog.get_logger(__name__)
 
@@ -499,14 +499,9 @@ def _checked(device: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class DaemonRecord:
-    """The host's record of a daemon. `process` is the last one started, in boot `boot_id`.
-
-    `modes_before` has the compute modes to restore, by GPU UUID.
-    """
+    """The host's record of a daemon. `modes_before` has the compute modes to restore, by GPU UUID."""
 
     spec: MpsDaemonSpec
-    boot_id: str
-    process: ProcessId | None = None
     modes_before: Mapping[str, int] = field(default_factory=dict)
 
 

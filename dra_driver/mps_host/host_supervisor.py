@@ -149,7 +149,7 @@ class Supervisor:
         gpus = spec.gpu_uuids if spec.kind == "gpu" else ()
         modes_of = ", ".join(gpus) or None
         _log.warning("mps_daemon_without_record", device=spec.device, compute_mode_of=modes_of)
-        record = DaemonRecord(spec, self._tools.boot_id, modes_before=dict.fromkeys(gpus, DEFAULT))
+        record = DaemonRecord(spec, dict.fromkeys(gpus, DEFAULT))
         return Daemon(record, self._tools, recovered=True)
 
     # --- what shall run ------------------------------------------------------------------------
@@ -188,9 +188,9 @@ class Supervisor:
         self._list_failure = None
         for device, spec in wanted.items():
             if device not in self._daemons and not self._is_busy(device):
-                record = DaemonRecord(spec, self._tools.boot_id)
-                daemon = Daemon(record, self._tools, refuse=partial(self._refuse_overlap, spec))
-                self._daemons[device] = daemon
+                daemon = self._daemons[device] = Daemon(
+                    DaemonRecord(spec), self._tools, refuse=partial(self._refuse_overlap, spec)
+                )
                 self._attend(device, daemon.keep)
         unread = {path.name.removesuffix(SUFFIX) for path in self._wanted.quarantined()}
         for device, daemon in self._daemons.items():

@@ -276,10 +276,10 @@ def test_log_with_a_hole_is_left_alone(tmp_path):
 
 def test_records_there_and_back(tmp_path):
     records = DaemonRecords(MpsLayout(tmp_path))
-    full = DaemonRecord(SPEC, "boot", ProcessId(1, 2), {"GPU-1": 0})
+    full = DaemonRecord(SPEC, {"GPU-1": 0})
     records.save(full)
     assert DaemonRecords(MpsLayout(tmp_path)).all() == {"gpu-1": full}
-    bare = DaemonRecord(SPEC, "other boot")
+    bare = DaemonRecord(SPEC)
     records.save(bare)
     assert DaemonRecords(MpsLayout(tmp_path)).all() == {"gpu-1": bare}
     (tmp_path / "gpu-1.json.unreadable-1").touch()
@@ -294,7 +294,7 @@ def test_records_are_written_and_removed_for_good(tmp_path, monkeypatch):
         os, "fsync", lambda descriptor: synced.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
     )
     records = DaemonRecords(MpsLayout(tmp_path))
-    records.save(DaemonRecord(SPEC, "boot"))
+    records.save(DaemonRecord(SPEC))
     assert [name.endswith(".tmp") for name in synced] == [True, False]
     assert synced[1] == tmp_path.name
     synced.clear()
