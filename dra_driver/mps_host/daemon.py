@@ -3,10 +3,9 @@ any point.
 
 | Step of a start | A crash after it leaves | The next host | A stop |
 |---|---|---|---|
-| record | a record | continues | removes it |
-| directories, tmpfs | the directories too | continues | removes them too |
-| compute modes of all GPUs recorded | the modes in the record | continues, and keeps the modes | removes all |
+| record, with the compute modes of all GPUs | a record | continues, and keeps the modes | removes it |
 | GPUs exclusive, in parallel | some GPUs exclusive | makes the other GPUs exclusive | restores exclusive GPUs |
+| directories, tmpfs | the directories too | continues | removes them too |
 | daemon started | everything | finds it by its pipe directory, and sets the limits | stops it |
 | limits set | everything | the same | stops it |
 
@@ -223,16 +222,15 @@ class Daemon:
         self._refuse()
         started = time.monotonic()
         self._show("starting", problem=self.status.problem)
-        self._write(self._record)
         process = self._process = self._find_running()
         adopted = process is not None
         if adopted:
             self._keep_gpus_exclusive()
         if process is None:
+            self._make_gpus_exclusive_in_time(deadline)
             if self._record.spec.kind == "mig":
                 self._tools.make_capability_nodes()
             self._make_directories()
-            self._make_gpus_exclusive_in_time(deadline)
             self._clear_pipes()
             process = self._process = self._start()
         try:
@@ -241,7 +239,7 @@ class Daemon:
             )
             self._control.apply_limits()
         except DraDriverError:
-            self._stop_processes()
+            self._control.stop_processes(self._process)
             raise
         self._established = True
         self._show("ready", pid=process.pid)
@@ -281,7 +279,7 @@ class Daemon:
             tools.labels.label(shared)
 
     def _make_gpus_exclusive(self, *, again: bool = False) -> None:
-        """Makes each GPU exclusive to MPS. Records the earlier modes on disk before it changes the first one.
+        """Makes each GPU exclusive to MPS. Writes the record, with the earlier modes, before it changes the first one.
 
         `again` is for a running daemon: a GPU reset or driver reload sets the default mode, which is then corrected;
         any other mode was set on purpose and is kept. With `again`, a GPU that does not respond does not affect the
@@ -298,9 +296,9 @@ class Daemon:
             for uuid, mode in found.items()
             if mode is not None and mode != EXCLUSIVE_PROCESS and not (again and mode != DEFAULT)
         }
-        known = self._record.modes_before
-        if not known.keys() >= wrong.keys():
-            self._write(replace(self._record, modes_before={**wrong, **known}))
+        self._write(replace(self._record, modes_before={**wrong, **self._record.modes_before}))
+        if not again and tools.layout.is_unwanted(spec.device):
+            raise StartCancelledError("a stop of the daemon was requested")
 
         def make_exclusive(uuid: str) -> None:
             tools.compute_mode.set(uuid, EXCLUSIVE_PROCESS)
@@ -378,16 +376,11 @@ class Daemon:
     def _take_down(self) -> None:
         spec = self._record.spec
         self._tools.records.refuse_newer(spec.device)
-        self._stop_processes()
+        self._control.stop_processes(self._process)
         self._restore_gpus()
         remove_directory(self._tools, spec.device)
         self._tools.records.forget(spec.device)
         self._record = DaemonRecord(spec)
-
-    def _stop_processes(self) -> None:
-        if self._process is not None and not processes.is_alive(self._process):
-            processes.reap(self._process.pid)
-        self._control.stop_processes(self._process)
 
     def _restore_gpus(self) -> None:
         """Restores the compute modes. A GPU that does not respond does not affect the others.
