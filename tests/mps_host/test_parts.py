@@ -114,7 +114,6 @@ def test_a_process_is_known_by_its_start_time():
     assert own is not None
     assert processes.is_alive(own)
     assert not processes.is_alive(ProcessId(own.pid, own.start_time + 1))
-    assert processes.open_handle(ProcessId(own.pid, 1)) is None
     assert processes.identify(2**22 + 1) is None
 
 
@@ -152,11 +151,11 @@ def test_process_that_may_be_another_one_gets_no_signal(monkeypatch, refused):
                 patch.setattr(processes, "open", refuse, raising=False)
             else:
                 patch.setattr(os, "pidfd_open", refuse)
-            for call in (partial(processes.send_signal, number=signal.SIGKILL), processes.open_handle):
-                with pytest.raises(StateError, match=f"cannot read /proc/{own.pid}.*: Too many open files"):
-                    call(earlier)
+            with pytest.raises(StateError, match=f"cannot read /proc/{own.pid}.*: Too many open files"):
+                processes.send_signal(earlier, signal.SIGKILL)
             with pytest.raises(StateError):
                 processes.end([earlier], 60.0)
+        processes.send_signal(earlier, signal.SIGKILL)
         assert len([*Path("/proc/self/fd").iterdir()]) == before
     assert stranger.returncode == 0, "it ended by itself"
 
