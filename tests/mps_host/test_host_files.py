@@ -662,7 +662,7 @@ def test_refusal_that_could_not_be_written_is_written_later(
         full.setattr(host_supervisor, "write_atomically", refuse_write)
         with pytest.raises(RetryableError, match="did not start the MPS daemon of gpu-2 within"):
             supervisor.ensure(host.spec(), 1.0)
-        eventually(lambda: "gpu-2" in supervisor._unwritten)
+        eventually(lambda: not supervisor._is_written)
     eventually(lambda: "stopped during its start" in text_of(host.layout.status("gpu-2")))
     before = stamp_or_none(alive)
     eventually(lambda: stamp_or_none(alive) != before)
@@ -679,7 +679,7 @@ def test_host_gives_signs_while_it_can_write_what_it_knows(
     with monkeypatch.context() as full:
         full.setattr(host_supervisor, "write_atomically", refuse_write)
         os.kill(host.daemons()[0].pid, 9)
-        eventually(lambda: "gpu-2" in supervisor._unwritten)
+        eventually(lambda: not supervisor._is_written)
         signs: list[Stamp | None] = []
 
         def gives_none() -> bool:
