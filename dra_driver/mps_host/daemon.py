@@ -3,12 +3,11 @@ any point.
 
 | Step of a start | A crash after it leaves | The next host | A stop |
 |---|---|---|---|
-| record | a record | continues | removes it |
-| directories, tmpfs | the directories too | continues | removes them too |
-| compute modes of all GPUs recorded | the modes in the record | continues, and keeps the modes | removes all |
+| record, with the compute modes of all GPUs | a record | continues, and keeps the modes | removes it |
 | GPUs exclusive, in parallel | some GPUs exclusive | makes the other GPUs exclusive | restores exclusive GPUs |
-| daemon started | a daemon without a recorded process | finds it by its pipe directory | stops it |
-| process recorded, limits set | everything | finds it ready | stops it |
+| directories, tmpfs | the directories too | continues | removes them too |
+| daemon started | everything | finds it by its pipe directory, and sets the limits | stops it |
+| limits set | everything | the same | stops it |
 
 | Step of a stop | A crash after it leaves | The next host, if the daemon is still unwanted |
 |---|---|---|
@@ -82,7 +81,6 @@ class HostTools:
     make_capability_nodes: Callable[[], None]
     labels: SelinuxLabels
     timings: Timings
-    boot_id: str = field(default_factory=processes.boot_id)
     closing: threading.Event = field(default_factory=threading.Event)
 
     @cached_property
@@ -108,6 +106,8 @@ class Daemon:
         self._tools = tools
         self._refuse = refuse
         self._record = record
+        self._process: ProcessId | None = None
+        """The last control daemon that this process started or found."""
         self._established = recovered
         self._lock = threading.Lock()
         self.directories = tools.layout.directories(record.spec.device)
@@ -222,27 +222,24 @@ class Daemon:
         self._refuse()
         started = time.monotonic()
         self._show("starting", problem=self.status.problem)
-        self._write(self._record)
-        process = self._find_running()
+        process = self._process = self._find_running()
         adopted = process is not None
         if adopted:
             self._keep_gpus_exclusive()
         if process is None:
+            self._make_gpus_exclusive_in_time(deadline)
             if self._record.spec.kind == "mig":
                 self._tools.make_capability_nodes()
             self._make_directories()
-            self._make_gpus_exclusive_in_time(deadline)
             self._clear_pipes()
-            process = self._start()
-        if process != self._record.process or self._record.boot_id != self._tools.boot_id:
-            self._write(replace(self._record, process=process, boot_id=self._tools.boot_id))
+            process = self._process = self._start()
         try:
             self._control.wait_ready(
                 process, partial(self._tools.layout.is_unwanted, self._record.spec.device)
             )
             self._control.apply_limits()
         except DraDriverError:
-            self._stop_processes()
+            self._control.stop_processes(self._process)
             raise
         self._established = True
         self._show("ready", pid=process.pid)
@@ -254,17 +251,13 @@ class Daemon:
         )
 
     def _find_running(self) -> ProcessId | None:
-        """Returns the running daemon: the recorded process, or one that was started but not recorded."""
-        recorded = self._recorded()
-        if recorded is not None and processes.is_alive(recorded):
-            return recorded
+        """Returns the running daemon: the last one of this process, or one that an earlier MPS host started."""
+        if self._process is not None and processes.is_alive(self._process):
+            return self._process
         users = processes.users_of(self.directories.pipe)
         return next(
             (user for user in users if processes.is_control_daemon(user, self.directories.pipe)), None
         )
-
-    def _recorded(self) -> ProcessId | None:
-        return self._record.process if self._record.boot_id == self._tools.boot_id else None
 
     def _make_directories(self) -> None:
         tools, paths = self._tools, self.directories
@@ -286,7 +279,7 @@ class Daemon:
             tools.labels.label(shared)
 
     def _make_gpus_exclusive(self, *, again: bool = False) -> None:
-        """Makes each GPU exclusive to MPS. Records the earlier modes on disk before it changes the first one.
+        """Makes each GPU exclusive to MPS. Writes the record, with the earlier modes, before it changes the first one.
 
         `again` is for a running daemon: a GPU reset or driver reload sets the default mode, which is then corrected;
         any other mode was set on purpose and is kept. With `again`, a GPU that does not respond does not affect the
@@ -303,9 +296,9 @@ class Daemon:
             for uuid, mode in found.items()
             if mode is not None and mode != EXCLUSIVE_PROCESS and not (again and mode != DEFAULT)
         }
-        known = self._record.modes_before
-        if not known.keys() >= wrong.keys():
-            self._write(replace(self._record, modes_before={**wrong, **known}))
+        self._write(replace(self._record, modes_before={**wrong, **self._record.modes_before}))
+        if not again and tools.layout.is_unwanted(spec.device):
+            raise StartCancelledError("a stop of the daemon was requested")
 
         def make_exclusive(uuid: str) -> None:
             tools.compute_mode.set(uuid, EXCLUSIVE_PROCESS)
@@ -383,17 +376,11 @@ class Daemon:
     def _take_down(self) -> None:
         spec = self._record.spec
         self._tools.records.refuse_newer(spec.device)
-        self._stop_processes()
+        self._control.stop_processes(self._process)
         self._restore_gpus()
         remove_directory(self._tools, spec.device)
         self._tools.records.forget(spec.device)
-        self._record = DaemonRecord(spec, self._tools.boot_id)
-
-    def _stop_processes(self) -> None:
-        recorded = self._recorded()
-        if recorded is not None and not processes.is_alive(recorded):
-            processes.reap(recorded.pid)
-        self._control.stop_processes(recorded)
+        self._record = DaemonRecord(spec)
 
     def _restore_gpus(self) -> None:
         """Restores the compute modes. A GPU that does not respond does not affect the others.
@@ -415,12 +402,11 @@ class Daemon:
 
     def _is_up(self) -> bool:
         """Whether a daemon that became ready is still running."""
-        process = self._record.process
+        process = self._process
         return self.status.state in ("ready", "fault") and process is not None and processes.is_alive(process)
 
     def _died(self, now: float) -> None:
-        process = self._record.process
-        code = None if process is None else processes.reap(process.pid)
+        code = None if self._process is None else processes.reap(self._process.pid)
         if time.time() - self.status.since > self._tools.timings.calm:
             self._backoff.reset()
         problem = (

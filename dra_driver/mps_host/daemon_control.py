@@ -243,15 +243,13 @@ class DaemonControl:
             return own.union(processes.users_of(self.directories.pipe))
 
         users = running()
-        if not users:
-            return
         if any(processes.is_control_daemon(user, self.directories.pipe) for user in users):
             with suppress(RetryableError):
                 self._pass(("quit",), patience_s)
                 processes.wait_gone(users, patience_s)
         processes.end(running(), patience_s)
-        for user in users:
-            processes.reap(user.pid)
+        if started is not None:
+            processes.reap(started.pid)
         if left := running():
             numbers = ", ".join(str(process.pid) for process in sorted(left))
             raise RetryableError(f"MPS processes of {self.directories.pipe} do not stop: {numbers}")

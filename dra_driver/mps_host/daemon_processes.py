@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -22,7 +21,7 @@ _START_TIME_FIELD = 19  # position after the command name, which ends with ")"
 _THREADS_FIELD = 17
 _GONE = "ZX"
 _ENDING = "D"
-_POLL_MS = 200
+_POLL_S = 0.01
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -31,14 +30,6 @@ class ProcessId:
 
     pid: int
     start_time: int
-
-
-def boot_id() -> str:
-    """Returns the kernel's ID of this boot. Raises: StateError if it cannot be read."""
-    found = _read(f"{_PROC}/sys/kernel/random/boot_id").decode().strip()
-    if not found:
-        raise StateError(f"cannot read the ID of this boot from {_PROC}/sys/kernel/random/boot_id")
-    return found
 
 
 def identify(pid: int) -> ProcessId | None:
@@ -91,52 +82,41 @@ def reap(pid: int) -> int | None:
     return None
 
 
-def open_handle(process: ProcessId) -> int | None:
-    """Returns a descriptor that becomes readable when the process exits; None if it has exited. The caller
-    closes it. Raises: StateError if this process can open no files now.
+def send_signal(process: ProcessId, number: signal.Signals) -> None:
+    """Sends a signal to exactly this process; does nothing if it has exited. Raises: StateError if this process can
+    open no files now.
     """
     try:
         handle = os.pidfd_open(process.pid)
     except OSError as error:
         refuse_own_limit(f"{_PROC}/{process.pid}", error)
-        return None
-    is_same = False
-    try:
-        # Checked after opening, so the descriptor is certainly for this process.
-        is_same = identify(process.pid) == process
-    finally:
-        if not is_same:
-            os.close(handle)
-    return handle if is_same else None
-
-
-def send_signal(process: ProcessId, number: signal.Signals) -> None:
-    """Sends a signal to exactly this process; does nothing if it has exited. Raises: the errors of `open_handle`."""
-    handle = open_handle(process)
-    if handle is None:
         return
     try:
-        with suppress(ProcessLookupError):
-            signal.pidfd_send_signal(handle, number)
+        # Checked after opening, so the descriptor is certainly for this process.
+        if identify(process.pid) == process:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(handle, number)
     finally:
         os.close(handle)
 
 
 def wait_gone(processes: Iterable[ProcessId], timeout_s: float) -> tuple[ProcessId, ...]:
     """Waits until all processes have exited, and returns those that have not exited in time. Reaps children of this
-    process. Raises: the errors of `open_handle`.
+    process. Raises: the errors of `identify`.
     """
-    deadline = time.monotonic() + timeout_s
-    left = tuple(processes)
-    for process in left:
-        _wait_one(process, deadline)
-        reap(process.pid)
-    return tuple(process for process in left if is_alive(process))
+    deadline, left = time.monotonic() + timeout_s, tuple(processes)
+    while True:
+        for process in left:
+            reap(process.pid)
+        left = tuple(process for process in left if identify(process.pid) == process)
+        if not left or time.monotonic() >= deadline:
+            return left
+        time.sleep(_POLL_S)
 
 
 def end(processes: Collection[ProcessId], patience_s: float) -> None:
     """Sends SIGTERM, and SIGKILL to processes that have not exited after `patience_s` seconds. Raises: the errors of
-    `open_handle`.
+    `send_signal`.
     """
     for number in (signal.SIGTERM, signal.SIGKILL):
         for process in processes:
@@ -248,20 +228,6 @@ def _stat(pid: int) -> tuple[str, int]:
     if state == "Z" and int(parts[_THREADS_FIELD]) > 1:
         state = _ENDING
     return state, int(parts[_START_TIME_FIELD])
-
-
-def _wait_one(process: ProcessId, deadline: float) -> None:
-    handle = open_handle(process)
-    if handle is None:
-        return
-    try:
-        poller = select.poll()
-        poller.register(handle, select.POLLIN)
-        while not poller.poll(_POLL_MS):
-            if time.monotonic() >= deadline:
-                return
-    finally:
-        os.close(handle)
 
 
 def _read(path: str) -> bytes:

@@ -82,7 +82,7 @@ from dra_driver.model.mps import (
 from dra_driver.model.problems import NodeProblem
 from dra_driver.model.units import counted
 from dra_driver.mps_host.daemon_control import check_spec
-from dra_driver.mps_host.daemon_processes import ProcessId, identify, is_control_daemon, users_of
+from dra_driver.mps_host.daemon_processes import identify, is_control_daemon, users_of
 
 _log = structlog.get_logger(__name__)
 
@@ -162,11 +162,7 @@ class MpsHostFiles:
         check_spec(spec)
         self._layout.refuse_long_path(spec.device)
         deadline = time.monotonic() + timeout_s
-        try:
-            self._await_host(deadline)
-        except NoMpsHostError:
-            self._missed_at = self._clock()
-            raise
+        self._await_host(deadline)
         if self._refusal(spec.device) is not None:
             self.stop(spec.device, timeout_s)  # so that the host retries at once
         self._want(spec)
@@ -278,7 +274,7 @@ class MpsHostFiles:
     def is_in_use(self) -> bool:
         """Whether any daemon has a wanted file or a status file."""
         return any(
-            is_device_name(path.name.removesuffix(SUFFIX))
+            is_dns_label(path.name.removesuffix(SUFFIX))
             for directory in (self._layout.wanted_directory, self._layout.statuses)
             for path in directory.glob(f"*{SUFFIX}")
         )
@@ -321,10 +317,9 @@ class MpsHostFiles:
     def _refusal(self, device: str) -> str | None:
         """Returns why the start of a wanted daemon failed; None while the host may still start it."""
         status = self._statuses.get(device)
-        has_none = (
-            status is not None and status.state == "failed" and not self._layout.record(device).exists()
-        )
-        return status.problem if status is not None and has_none else None
+        if status is None or status.state != "failed" or self._layout.record(device).exists():
+            return None
+        return status.problem
 
     def _serves(self, status: MpsDaemonStatus) -> bool:
         """Whether the process in the status still runs, as far as this process can see."""
@@ -339,6 +334,7 @@ class MpsHostFiles:
         deadline = min(deadline, time.monotonic() + self._wait_s)
         while (problem := self.host_problem()) is not None:
             if time.monotonic() >= deadline:
+                self._missed_at = self._clock()
                 raise NoMpsHostError(problem)
             time.sleep(_POLL_S)
 
@@ -379,7 +375,7 @@ def _files(directory: Path, kind: FileFormat[T], tell: Callable[[UnreadableFile]
     def read(_device: str, content: bytes) -> T:
         return kind.read(content)
 
-    return JsonStore(directory, kind.what, read, kind.write, tell, is_name=is_device_name)
+    return JsonStore(directory, kind.what, read, kind.write, tell, is_name=is_dns_label)
 
 
 @dataclass(frozen=True, slots=True)
@@ -486,27 +482,17 @@ def mps_layout(plugin_directory: Path) -> MpsLayout:
     return MpsLayout(plugin_directory / "mps")
 
 
-def is_device_name(name: str) -> bool:
-    """Whether the name is valid as a device name."""
-    return is_dns_label(name)
-
-
 def _checked(device: str) -> str:
-    if not is_device_name(device):
+    if not is_dns_label(device):
         raise PermanentError(f"{device!r} is not a device name: it must be a DNS label")
     return device
 
 
 @dataclass(frozen=True, slots=True)
 class DaemonRecord:
-    """The host's record of a daemon. `process` is the last one started, in boot `boot_id`.
-
-    `modes_before` has the compute modes to restore, by GPU UUID.
-    """
+    """The host's record of a daemon. `modes_before` has the compute modes to restore, by GPU UUID."""
 
     spec: MpsDaemonSpec
-    boot_id: str
-    process: ProcessId | None = None
     modes_before: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -525,7 +511,7 @@ class DaemonRecords(JsonStore[DaemonRecord]):
             newer="the MPS host neither starts nor stops the daemon; install the newer release of the MPS host again",
         )
         super().__init__(
-            layout.root, RECORD_FILE.what, _decode_record, RECORD_FILE.write, tell, is_name=is_device_name
+            layout.root, RECORD_FILE.what, _decode_record, RECORD_FILE.write, tell, is_name=is_dns_label
         )
         self._layout = layout
 

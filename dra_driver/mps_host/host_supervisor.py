@@ -25,6 +25,7 @@ from dra_driver.base.atomic import (
 from dra_driver.base.file_lock import LockBusyError, hold_file
 from dra_driver.base.json_store import UnreadableFile
 from dra_driver.errors import FatalError, RetryableError, StateError
+from dra_driver.model.ids import is_dns_label
 from dra_driver.model.mps import MpsDaemonSpec, MpsDaemonStatus
 from dra_driver.mps_host import daemon_processes as processes
 from dra_driver.mps_host.daemon import Daemon, HostTools
@@ -34,7 +35,6 @@ from dra_driver.mps_host.host_files import (
     STATUS_FILE,
     SUFFIX,
     DaemonRecord,
-    is_device_name,
     status_files,
     wanted_files,
 )
@@ -56,7 +56,8 @@ class Supervisor:
         self._published: dict[str, MpsDaemonStatus] = {}
         self._list_failure: str | None = None
         """Why the wanted daemons cannot be listed."""
-        self._unwritten: set[str] = set()
+        self._is_written = True
+        """Whether the last check could write every status."""
         self._publishing = threading.Lock()
         self._workers: dict[str, threading.Thread] = {}
         self._watch: threading.Thread | None = None
@@ -130,7 +131,7 @@ class Supervisor:
         """Returns the specs of these daemons, and of all daemons with a wanted file or status file, as far as they
         are known without the host's records.
         """
-        found = {device: MpsDaemonSpec(device, "", "mig", "") for device in filter(is_device_name, devices)}
+        found = {device: MpsDaemonSpec(device, "", "mig", "") for device in filter(is_dns_label, devices)}
         with suppress(StateError):
             found |= self._wanted.all()
         return (
@@ -149,7 +150,7 @@ class Supervisor:
         gpus = spec.gpu_uuids if spec.kind == "gpu" else ()
         modes_of = ", ".join(gpus) or None
         _log.warning("mps_daemon_without_record", device=spec.device, compute_mode_of=modes_of)
-        record = DaemonRecord(spec, self._tools.boot_id, modes_before=dict.fromkeys(gpus, DEFAULT))
+        record = DaemonRecord(spec, dict.fromkeys(gpus, DEFAULT))
         return Daemon(record, self._tools, recovered=True)
 
     # --- what shall run ------------------------------------------------------------------------
@@ -163,13 +164,13 @@ class Supervisor:
             if now >= tick_at:
                 tick_at = now + timings.tick
                 self._tick(now)
-            if now >= sign_at and not self._unwritten:
+            if now >= sign_at and self._is_written:
                 sign_at = now + timings.sign
                 self._touch_alive()
             if now >= probe_at:
                 probe_at = now + timings.probe
                 self._work("probe", partial(_probe_all, [*self._daemons.values()]))
-            self._tools.closing.wait(timings.look if self._daemons or self._unwritten else timings.idle)
+            self._tools.closing.wait(timings.look if self._daemons or self._published else timings.idle)
 
     def _look(self) -> None:
         """Starts wanted daemons, and stops daemons that are not wanted or have a different spec."""
@@ -188,9 +189,9 @@ class Supervisor:
         self._list_failure = None
         for device, spec in wanted.items():
             if device not in self._daemons and not self._is_busy(device):
-                record = DaemonRecord(spec, self._tools.boot_id)
-                daemon = Daemon(record, self._tools, refuse=partial(self._refuse_overlap, spec))
-                self._daemons[device] = daemon
+                daemon = self._daemons[device] = Daemon(
+                    DaemonRecord(spec), self._tools, refuse=partial(self._refuse_overlap, spec)
+                )
                 self._attend(device, daemon.keep)
         unread = {path.name.removesuffix(SUFFIX) for path in self._wanted.quarantined()}
         for device, daemon in self._daemons.items():
@@ -213,8 +214,7 @@ class Supervisor:
         for device, daemon in self._daemons.items():
             if daemon.needs_attention(now):
                 self._attend(device, daemon.keep)
-        for device in {*self._daemons, *self._unwritten}:
-            self._publish(device)
+        self._is_written = all([self._publish(device) for device in {*self._daemons, *self._published}])
 
     def _touch_alive(self) -> None:
         """Shows the plugin that this host is running. Ignores failures, because the plugin then notices that the
@@ -254,10 +254,8 @@ class Supervisor:
                     write_atomically(self._layout.status(device), content, durable=False, whole=False)
                     self._published[device] = status
             except StateError as error:
-                self._unwritten.add(device)
                 _log.warning("mps_status_not_written", device=device, reason=str(error))
                 return False
-            self._unwritten.discard(device)
             return True
 
     # --- threads -------------------------------------------------------------------------------

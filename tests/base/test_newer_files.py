@@ -162,7 +162,7 @@ def use_daemon_records(plugin: Path) -> None:
     assert records.all() == {}
     for use in (
         partial(records.refuse_newer, MPS.device),
-        partial(records.save, DaemonRecord(MPS, "boot-1")),
+        partial(records.save, DaemonRecord(MPS)),
     ):
         with REFUSED:
             use()
@@ -208,7 +208,7 @@ ROWS = {
     "lock file": Row("mps/host.lock", None, use_lock),
     "MPS daemon request": Row("mps/host.wanted/gpu-1.json", MPS, use_wanted),
     "MPS status file": Row("mps/host.status/gpu-1.json", MpsDaemonStatus("gpu-1", "ready", MPS), use_status),
-    "MPS record": Row("mps/gpu-1.json", DaemonRecord(MPS, "boot-1"), use_daemon_records),
+    "MPS record": Row("mps/gpu-1.json", DaemonRecord(MPS), use_daemon_records),
     "list of problems": Row(
         "problems.json",
         (Reported((), (FailingClaim(REF, "prepare", 1, 2, 3, "it fails"),)), 5),

@@ -49,7 +49,6 @@ from dra_driver.model.record import (
 )
 from dra_driver.model.sharing import GpuSelector, SharingEntry, SharingPolicy, SharingRule
 from dra_driver.mps_host.daemon_compute_mode import DEFAULT, EXCLUSIVE_PROCESS
-from dra_driver.mps_host.daemon_processes import ProcessId
 from dra_driver.mps_host.host_files import DaemonRecord, DaemonRecords, mps_layout
 from dra_driver.nvml.gpu_users import PersistenceModes
 from dra_driver.nvml.mig_changes import MigHardware
@@ -266,16 +265,15 @@ class TimeSliceSettings:
 class RecordedMpsHost:
     """The MPS host as the plugin sees it: a daemon is its record file, and a GPU's compute mode."""
 
-    def __init__(self, site: Site, plugin_directory: Path, boot_id: str) -> None:
+    def __init__(self, site: Site, plugin_directory: Path) -> None:
         self._site = site
         self._layout = mps_layout(plugin_directory)
         self._layout.root.mkdir(parents=True, exist_ok=True)
         self._records = DaemonRecords(self._layout)
-        self._boot_id = boot_id
 
     def runs(self, spec: MpsDaemonSpec) -> bool:
         known = self.daemons().get(spec.device)
-        return known is not None and (known.spec, known.boot_id) == (spec, self._boot_id)
+        return known is not None and known.spec == spec
 
     def daemons(self) -> Mapping[str, DaemonRecord]:
         found = self._records.all()
@@ -286,9 +284,9 @@ class RecordedMpsHost:
         known = self.daemons().get(spec.device)
         if known is not None and known.spec.uuid == spec.uuid and known.spec != spec:
             raise PermanentError(f"the MPS daemon of {spec.device} runs with different settings")
-        if known is None or known.spec != spec or known.boot_id != self._boot_id:
+        if known is None or known.spec != spec:
             before = dict.fromkeys(spec.gpu_uuids, DEFAULT) if spec.kind == "gpu" else {}
-            self._records.save(DaemonRecord(spec, self._boot_id, ProcessId(4242, 99), before))
+            self._records.save(DaemonRecord(spec, before))
         for gpu_uuid in spec.gpu_uuids if spec.kind == "gpu" else ():
             self._site.machine.set_compute_mode(gpu_uuid, EXCLUSIVE_PROCESS)
         return MpsDaemonStatus(spec.device, "ready", spec)
@@ -400,7 +398,7 @@ class KindNode(Journaled):
         self.specs.create()
         self.metadata_files = MetadataFiles(plugin, directory / "cdi", DRIVER)
         self.metadata_files.create()
-        self.mps = RecordedMpsHost(site, plugin, boot_id)
+        self.mps = RecordedMpsHost(site, plugin)
         context = MigContext(
             self.deaths.effects_of(MigHardware(nullcontext)),
             self.ledger,

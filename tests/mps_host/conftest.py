@@ -124,7 +124,7 @@ class MpsHost:
         running = (
             path
             for path in self.layout.statuses.iterdir()
-            if '"state":"failed"' not in text_of(path).replace(": ", ":")
+            if (text := text_of(path)) and '"state":"failed"' not in text.replace(": ", ":")
         )
         names = [path.name for path in (*self.layout.root.iterdir(), *running)]
         return sorted(name for name in names if name not in own and QUARANTINE not in name)

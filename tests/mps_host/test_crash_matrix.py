@@ -104,7 +104,7 @@ def spec_of(host, several):
 
 @pytest.mark.parametrize(
     ("several", "last", "steps"),
-    [(False, 10, steps) for steps in range(1, 12)] + [(True, 12, steps) for steps in range(1, 14)],
+    [(False, 8, steps) for steps in range(1, 10)] + [(True, 10, steps) for steps in range(1, 12)],
 )
 def test_a_start_that_was_cut_off_is_completed(host, several, last, steps):
     spec = replace(spec_of(host, several), default_active_thread_percentage=50)

@@ -27,6 +27,7 @@ from dra_driver.model.problems import NodeProblem
 from dra_driver.model.schema import JsonObject
 from dra_driver.mps_host import daemon as daemon_module
 from dra_driver.mps_host import host_supervisor
+from dra_driver.mps_host.daemon_compute_mode import ComputeMode
 from dra_driver.mps_host.daemon_control import DaemonControl
 from dra_driver.mps_host.daemon_processes import end
 from dra_driver.mps_host.host_files import (
@@ -506,12 +507,13 @@ def refuse_write(path: Path, content: bytes, **how: bool) -> None:
     raise StateError("the disk is full")
 
 
-def test_start_that_is_withdrawn_before_the_host_has_a_record_leaves_no_daemon(
+def test_start_that_is_withdrawn_before_the_host_has_a_record_changes_nothing(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The plugin finds no trace, and forgets the daemon, while the host is about to write its record."""
     supervisor, spec, save = host.supervisor(), host.spec(), DaemonRecords.save
     withdrawn: list[str] = []
+    changed: list[object] = []
 
     def withdraw_and_save(records: DaemonRecords, record: DaemonRecord) -> None:
         if not withdrawn:
@@ -520,10 +522,12 @@ def test_start_that_is_withdrawn_before_the_host_has_a_record_leaves_no_daemon(
         save(records, record)
 
     monkeypatch.setattr(DaemonRecords, "save", withdraw_and_save)
+    monkeypatch.setattr(ComputeMode, "set", lambda *given: changed.append(given))
     with pytest.raises(RetryableError, match="did not start"):
         supervisor.ensure(spec, 1)
     assert withdrawn == ["gpu-2"]
     eventually(lambda: not host.layout.has_traces("gpu-2"))
+    assert changed == []
     host.assert_nothing_left()
 
 
@@ -662,7 +666,7 @@ def test_refusal_that_could_not_be_written_is_written_later(
         full.setattr(host_supervisor, "write_atomically", refuse_write)
         with pytest.raises(RetryableError, match="did not start the MPS daemon of gpu-2 within"):
             supervisor.ensure(host.spec(), 1.0)
-        eventually(lambda: "gpu-2" in supervisor._unwritten)
+        eventually(lambda: not supervisor._is_written)
     eventually(lambda: "stopped during its start" in text_of(host.layout.status("gpu-2")))
     before = stamp_or_none(alive)
     eventually(lambda: stamp_or_none(alive) != before)
@@ -679,7 +683,7 @@ def test_host_gives_signs_while_it_can_write_what_it_knows(
     with monkeypatch.context() as full:
         full.setattr(host_supervisor, "write_atomically", refuse_write)
         os.kill(host.daemons()[0].pid, 9)
-        eventually(lambda: "gpu-2" in supervisor._unwritten)
+        eventually(lambda: not supervisor._is_written)
         signs: list[Stamp | None] = []
 
         def gives_none() -> bool:

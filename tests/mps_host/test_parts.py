@@ -114,7 +114,6 @@ def test_a_process_is_known_by_its_start_time():
     assert own is not None
     assert processes.is_alive(own)
     assert not processes.is_alive(ProcessId(own.pid, own.start_time + 1))
-    assert processes.open_handle(ProcessId(own.pid, 1)) is None
     assert processes.identify(2**22 + 1) is None
 
 
@@ -152,11 +151,11 @@ def test_process_that_may_be_another_one_gets_no_signal(monkeypatch, refused):
                 patch.setattr(processes, "open", refuse, raising=False)
             else:
                 patch.setattr(os, "pidfd_open", refuse)
-            for call in (partial(processes.send_signal, number=signal.SIGKILL), processes.open_handle):
-                with pytest.raises(StateError, match=f"cannot read /proc/{own.pid}.*: Too many open files"):
-                    call(earlier)
+            with pytest.raises(StateError, match=f"cannot read /proc/{own.pid}.*: Too many open files"):
+                processes.send_signal(earlier, signal.SIGKILL)
             with pytest.raises(StateError):
                 processes.end([earlier], 60.0)
+        processes.send_signal(earlier, signal.SIGKILL)
         assert len([*Path("/proc/self/fd").iterdir()]) == before
     assert stranger.returncode == 0, "it ended by itself"
 
@@ -276,10 +275,10 @@ def test_log_with_a_hole_is_left_alone(tmp_path):
 
 def test_records_there_and_back(tmp_path):
     records = DaemonRecords(MpsLayout(tmp_path))
-    full = DaemonRecord(SPEC, "boot", ProcessId(1, 2), {"GPU-1": 0})
+    full = DaemonRecord(SPEC, {"GPU-1": 0})
     records.save(full)
     assert DaemonRecords(MpsLayout(tmp_path)).all() == {"gpu-1": full}
-    bare = DaemonRecord(SPEC, "other boot")
+    bare = DaemonRecord(SPEC)
     records.save(bare)
     assert DaemonRecords(MpsLayout(tmp_path)).all() == {"gpu-1": bare}
     (tmp_path / "gpu-1.json.unreadable-1").touch()
@@ -294,7 +293,7 @@ def test_records_are_written_and_removed_for_good(tmp_path, monkeypatch):
         os, "fsync", lambda descriptor: synced.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
     )
     records = DaemonRecords(MpsLayout(tmp_path))
-    records.save(DaemonRecord(SPEC, "boot"))
+    records.save(DaemonRecord(SPEC))
     assert [name.endswith(".tmp") for name in synced] == [True, False]
     assert synced[1] == tmp_path.name
     synced.clear()

@@ -11,6 +11,7 @@ import pytest
 from playground.node import MpsHostProcess
 
 from dra_driver.errors import RetryableError
+from dra_driver.host.sysfs import Sysfs
 from dra_driver.inventory.detachment import Detachments
 from dra_driver.mps_host import daemon_processes as processes
 from dra_driver.mps_host.host_files import MpsHostFiles, mps_layout
@@ -57,7 +58,7 @@ def test_a_host_leaves_its_daemons_and_the_next_one_takes_them_over(host, comman
 
 def test_a_host_obeys_the_detachment_of_its_plugin_directory(host, command, layout, tmp_path):
     process = MpsHostProcess(command, layout, tmp_path / "log")
-    detachments = Detachments(layout.root.parent, processes.boot_id())
+    detachments = Detachments(layout.root.parent, Sysfs().this_boot())
     try:
         client = MpsHostFiles(layout)
         detachments.begin(3600)

@@ -426,21 +426,6 @@ def test_a_lost_gpu_does_not_hold_up_the_stop(host):
         host.machine.set_compute_mode(host.machine.gpu(4).uuid, 0)
 
 
-def test_a_foreign_process_of_the_recorded_number_is_never_touched(host):
-    supervisor = host.supervisor()
-    status = supervisor.ensure(host.spec(), PATIENCE_S)
-    supervisor.close()
-    os.kill(status.pid, signal.SIGKILL)
-    with subprocess.Popen(["sleep", "60"]) as foreign:
-        record = host.layout.record("gpu-2")
-        text = record.read_text().replace(f'"pid":{status.pid}', f'"pid":{foreign.pid}')
-        record.write_text(text)
-        host.supervisor().stop("gpu-2", PATIENCE_S)
-        assert foreign.poll() is None
-        foreign.kill()
-    host.assert_nothing_left()
-
-
 # --- host processes come and go ------------------------------------------------------------------
 
 
@@ -631,7 +616,7 @@ def test_after_a_reboot_everything_is_made_again(host):
     os.kill(first.pid, signal.SIGKILL)
     host.tools.mounter.unmount(Path(host.layout.directories("gpu-2").shm))
     host.machine.set_compute_mode(first.spec.uuid, 0)
-    new = host.supervisor(boot_id="the next boot")
+    new = host.supervisor()
     eventually(lambda: new.status()[0].state == "ready")
     assert host.compute_mode() == EXCLUSIVE_PROCESS
     assert is_tmpfs(Path(host.layout.directories("gpu-2").shm)) is IS_ROOT
@@ -806,8 +791,7 @@ def test_daemon_that_a_wrapper_starts_slowly_is_ended_while_it_starts(host, tmp_
     first = host.supervisor()
     with pytest.raises(RetryableError, match="did not start"):
         first.ensure(host.spec(), 0.1)
-    eventually(lambda: '"pid"' in text_of(host.layout.record("gpu-2")))
-    found = host.tools.records.get("gpu-2").process
+    [found] = eventually(host.daemons)
     if way == "by the next host":
         first.close()
         host.supervisor()
