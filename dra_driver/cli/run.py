@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import signal
 import threading
 from argparse import Namespace
@@ -40,9 +41,13 @@ def run(given: Namespace) -> None:
     # Otherwise the C library creates a heap for each thread, which costs 2 MiB.
     ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 2)
     settings = resolve(vars(given), given.config)
+    # Modules stay, so searching them for garbage only costs time: a tenth of the start, and 50 ms in each full search.
+    gc.disable()
     from dra_driver.app.daemon import Driver
     from dra_driver.app.logs import configure_logs, watch_signals
 
+    gc.freeze()
+    gc.enable()
     level = "debug" if given.log_level is None and (given.verbosity or 0) >= 5 else settings.log_level
     logs = configure_logs(level, settings.log_format)
     logs.log_crashes()
