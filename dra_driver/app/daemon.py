@@ -96,6 +96,8 @@ _CALLS_S = 8.0
 """How long calls in progress may take when another process asks for the work. Waiting ones end after five seconds."""
 _STEPS_S = 3.0
 """How long steps on GPUs may still take after the calls have ended. One that hangs goes on alone."""
+_HAND_OVER_S = 15.0
+"""How long a hand-over may take in all."""
 _LATE_S = 45.0
 _SCAN_S = 2.0
 _PLUGIN, _HTTP = "kubelet_plugin", "http"
@@ -129,7 +131,7 @@ class Driver:
         self._registered = threading.Event()
         self._fatal: Exception | None = None
         self._running: list[Part] = []
-        self._works = self._has_handed_over = self.starts_again = False
+        self._works = self._stood_by = self._has_handed_over = self._was_ready = self.starts_again = False
         self._asked_at: float | None = None
         self._turns = BackgroundWorker("handover", self._turn, lambda _: _TURN_S)
         self._make_state()
@@ -469,7 +471,7 @@ class Driver:
 
     def _open_state(self) -> None:
         self._read_state()
-        refuse_other_names(self.settings.device_names, self.ledger.known_records())
+        self._refuse_other_names()
         self.lanes.open()
         self._specs.create()
         self._metadata_files.create()
@@ -480,6 +482,9 @@ class Driver:
         self.ledger.open()
         self.passthrough.open()
 
+    def _refuse_other_names(self) -> None:
+        refuse_other_names(self.settings.device_names, self.ledger.known_records())
+
     def _close_state(self) -> None:
         """End the steps on GPUs, and make every later use of the records and the ledgers fail."""
         if not self.lanes.close(_STEPS_S):
@@ -488,7 +493,7 @@ class Driver:
         self.ledger.close()
 
     def _admit(self) -> None:
-        if self._asked_at is not None:
+        if self._stood_by:
             # Another process may have changed GPUs since this one last read them.
             self.discovery.scan_now(_SCAN_S)
         self._admission.open()
@@ -502,8 +507,10 @@ class Driver:
             if self._works:
                 self._start(self._parts)
             else:
+                self._stood_by = True
                 _log.info("stands_by", pid=os.getpid())
                 self._read_state()
+                self._refuse_other_names()
                 self._start(part for part in self._parts if part.stands_by and part.name != _PLUGIN)
             self._turns.start()
         except BaseException:
@@ -543,6 +550,10 @@ class Driver:
         if self._worker.take():
             self._works = True
             self._start_or_die(self._parts)
+            if self._fatal is None:
+                # What changed while this process stood by had no effect.
+                self._hardware_changed()
+                self._inventory_changed()
 
     def _start_or_die(self, parts: Iterable[Part]) -> None:
         try:
@@ -551,8 +562,24 @@ class Driver:
             self._die(error)
 
     def _hand_over(self) -> None:
-        """Stop everything that changes something, except a step that hangs, and let the newer process work."""
-        began = time.monotonic()
+        """Stop everything that changes something, except a step that hangs, and let the newer process work.
+
+        If that fails or takes too long, this process ends, which releases its right to work.
+        """
+        began, self._was_ready = time.monotonic(), self.is_ready()
+        late = FatalError(f"this process could not hand the node over within {_HAND_OVER_S:.0f} s")
+        limit = threading.Timer(_HAND_OVER_S, self._die, [late])
+        limit.daemon = True
+        limit.start()
+        try:
+            self._release()
+        except Exception as error:  # noqa: BLE001  raised by `wait`
+            self._die(error)
+        finally:
+            limit.cancel()
+        _log.info("handed_over", seconds=round(time.monotonic() - began, 3))
+
+    def _release(self) -> None:
         self.claims.waiter.stop()
         if not self._admission.close(_CALLS_S):
             _log.warning("calls_left_behind", reason=f"they have not ended within {_CALLS_S:.0f} s")
@@ -565,21 +592,21 @@ class Driver:
         self._admission.end()
         # A kubelet that is restarted must not register this process again.
         self._plugin.withdraw()
-        _log.info("handed_over", seconds=round(time.monotonic() - began, 3))
 
     def stop(self) -> None:
         """Stop the kubelet's side first, then the other parts in reverse order. Safe to call twice.
 
         Calls in progress finish, sockets are removed, slices and records stay.
         """
-        self._turns.stop()
+        has_ended = self._turns.stop()
         # These come before the server, because it waits for streams and calls to end.
         self.health.stream.stop()
         self.claims.waiter.stop()
         self._admission.end()
         self._plugin.stop(_CALLS_S if self._is_asked() else None)
         self._stop(self._running)
-        self._worker.close()
+        if has_ended:  # otherwise the end of the process releases the right to work
+            self._worker.close()
         self._stopped.set()
 
     def _is_asked(self) -> bool:
@@ -609,11 +636,12 @@ class Driver:
     def idle(self) -> Idle | None:
         """Return why this process does not work on the node; None if it does."""
         if self._works:
-            return None
+            is_starting = self._stood_by and not self._admission.is_open
+            return Idle("this process starts to work on the node", is_fault=True) if is_starting else None
         if self._has_handed_over:
             # Kubernetes must not delete its pod until the newer one is ready.
             text = "this process has handed the node over to a newer process of gpu-dra-driver"
-            return Idle(text, is_fault=False)
+            return Idle(text, is_fault=not self._was_ready)
         waited_s = 0.0 if self._asked_at is None else time.monotonic() - self._asked_at
         if waited_s < _LATE_S:
             text = "this process waits until another process of gpu-dra-driver hands the node over"

@@ -7,7 +7,7 @@ It does not wait for a call that hangs.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -205,9 +205,12 @@ def pending_cleanup(settings: Settings, *, now: bool) -> tuple[Sequence[PendingC
     if not now or not state.cleanups:
         return state.cleanups, state.faults
     lock = WorkerLock(directory)
-    with closing(lock):
-        if lock.take():
-            return _cleaned(machine, settings), state.faults
+    if lock.take():
+        left, hanging = _cleaned(machine, settings)
+        if not hanging:  # otherwise the end of this process releases it
+            lock.close()
+        return left, state.faults
+    lock.close()
     write_atomically(directory / RETRY_FILE, b"", durable=False)
     until = time.monotonic() + _RETRIED_WITHIN_S
     while state.cleanups and time.monotonic() < until:
@@ -216,8 +219,8 @@ def pending_cleanup(settings: Settings, *, now: bool) -> tuple[Sequence[PendingC
     return state.cleanups, state.faults
 
 
-def _cleaned(machine: CommandMachine, settings: Settings) -> Sequence[PendingCleanup]:
-    """Retry all cleanups in this process; return what is left."""
+def _cleaned(machine: CommandMachine, settings: Settings) -> tuple[Sequence[PendingCleanup], Collection[str]]:
+    """Retry all cleanups in this process; return what is left, and the GPUs on which a step still runs."""
     directory = settings.plugin_directory
     boot = machine.sysfs.this_boot()
     records = RecordStore(directory / "claims", boot)
@@ -247,4 +250,4 @@ def _cleaned(machine: CommandMachine, settings: Settings) -> Sequence[PendingCle
         }
     )
     with closing(nvml.session):
-        return Cleaner(ledger, lanes, runner).clean_all()
+        return Cleaner(ledger, lanes, runner).clean_all(), lanes.under_way()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import partial
@@ -32,7 +33,8 @@ driver requests it, and MPS daemons and servers, which stop with their claims.
 _OWN_NAMES = ("gpu-dra-driver", "dra_driver")
 _INITIAL_PID_NAMESPACE = "pid:[4026531836]"
 """The host's PID namespace: its number is the same on every Linux kernel."""
-_START_TIME = 18
+_FLAGS, _START_TIME = 5, 18
+_EXITING = 0x4
 """The position of the start time in `stat`, counted after the state."""
 
 
@@ -176,7 +178,16 @@ def start_time(proc: str, pid: int) -> int | None:
     StateError if this process cannot read it now.
     """
     state, *fields = _text(f"{proc}/{pid}/stat").rpartition(")")[2].split() or ["X"]
-    return int(fields[_START_TIME]) if state not in "ZX" and len(fields) > _START_TIME else None
+    if state in "ZX" or len(fields) <= _START_TIME or int(fields[_FLAGS]) & _EXITING:
+        return None
+    return None if state == "D" and _is_killed(proc, pid) else int(fields[_START_TIME])
+
+
+def _is_killed(proc: str, pid: int) -> bool:
+    """Whether SIGKILL waits for the first thread of a process, which will never leave the kernel again."""
+    lines = _text(f"{proc}/{pid}/status").splitlines()
+    pending = next((line.split()[1] for line in lines if line.startswith("SigPnd:")), "0")
+    return bool(int(pending, 16) & 1 << signal.SIGKILL - 1)
 
 
 def _cgroups(proc: str, pid: int) -> str:

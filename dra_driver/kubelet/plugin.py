@@ -97,9 +97,7 @@ class KubeletPlugin:
         self._registration = SocketServer("registration", self.sockets.registrar, self.registrar.methods())
         self.liveness = Liveness(self._dial_self)
         self._health = (
-            HealthServer(
-                settings.health_address, self.liveness, lambda: not self.stopping and owner.is_ready()
-            )
+            HealthServer(settings.health_address, self.liveness, owner.is_ready)
             if settings.health_address
             else None
         )
@@ -188,7 +186,8 @@ class KubeletPlugin:
         return self._dra.fault() or self._registration.fault()
 
     def _dial_self(self) -> str | None:
-        return None if self.stopping else dial(self.sockets.registrar)
+        is_served = self._started_at is not None and not self.stopping
+        return dial(self.sockets.registrar) if is_served else None
 
     def _watch_sockets(self) -> float:
         if self._guard.pause(self.settings.guard_s):

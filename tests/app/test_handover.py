@@ -7,12 +7,15 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from dra_driver.app.daemon import Driver, Part
 from dra_driver.app.handover import Admission, WorkerLock
+from dra_driver.base.threads import BackgroundWorker
 from dra_driver.model.claim import ClaimRef, Failed, Prepared
-from tests.fakes.waiting import PATIENCE_S
+from tests.fakes.waiting import PATIENCE_S, eventually
 
 HOST, CONTAINER = "pid:[4026531836]", "pid:[4026532999]"
 CLAIM = ClaimRef("default", "one", "uid-1")
@@ -111,6 +114,27 @@ def test_process_of_a_hidden_pid_namespace_counts_as_long_as_it_has_its_locks(no
     assert not following.take()
 
 
+def test_process_that_ends_while_it_hands_over_has_the_right_to_work_until_its_end(node: Node) -> None:
+    """What it stops may still write."""
+    driver, newer, is_slow = Driver.__new__(Driver), node.process(200), threading.Event()
+    stub = SimpleNamespace(stop=no, withdraw=no, is_ready=no)
+    vars(driver).update(
+        health=SimpleNamespace(stream=stub), claims=SimpleNamespace(waiter=stub), probes=stub, _plugin=stub,
+        _worker=node.process(100), _admission=Admission(Calls()), _stopped=threading.Event(), _fatal=None,
+        _works=True, _has_handed_over=False, _running=[Part("reconciler", stop=lambda: is_slow.wait(PATIENCE_S))],
+    )  # fmt: skip
+    driver._turns = BackgroundWorker("handover", driver._turn, lambda _: 0.0)
+    driver._turns.join_s = 0.01
+    assert driver._worker.take()
+    newer.ask()
+    driver._turns.start()
+    eventually(lambda: driver._has_handed_over)
+    driver.stop()
+    assert not newer.take()
+    is_slow.set()
+    eventually(newer.take)
+
+
 class Calls:
     """What the kubelet's calls reach."""
 
@@ -128,7 +152,7 @@ class Calls:
         return dict.fromkeys([ref.uid for ref in claims])
 
 
-def no() -> bool:
+def no(*_: object) -> bool:
     return False
 
 

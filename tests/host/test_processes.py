@@ -153,6 +153,25 @@ def test_programs_that_keep_a_gpu_open(tmp_path: Path) -> None:
     assert gpu_users(str(tmp_path / "no proc"), []) is None
 
 
+@pytest.mark.parametrize(
+    ("state", "flags", "pending", "is_there"),
+    [
+        pytest.param("S", 0x400, 0x100, True, id="sleeps, and will see the signal"),
+        pytest.param("D", 0x400, 0x4002, True, id="waits for the disk"),
+        pytest.param("D", 0x400, 0x4100, False, id="hangs in the kernel, and was killed"),
+        pytest.param("D", 0x404, 0, False, id="hangs while it exits"),
+        pytest.param("Z", 0x404, 0, False, id="other threads hang"),
+    ],
+)
+def test_killed_process_that_hangs_in_the_kernel_has_ended(
+    state: str, flags: int, pending: int, is_there: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "4711").mkdir()
+    (tmp_path / "4711/stat").write_text(f"4711 (a) b) {state} 1 1 1 0 -1 {flags} {'0 ' * 12}77 0 0")
+    (tmp_path / "4711/status").write_text(f"Name:\ta\nSigPnd:\t{pending:016x}\nShdPnd:\t0\n")
+    assert start_time(str(tmp_path), 4711) == (77 if is_there else None)
+
+
 ZEROS = "0" * 64
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -147,6 +148,68 @@ def test_gpu_whose_step_hangs_is_not_a_reason_to_keep_the_node(make_node: Callab
         node.ready(node.allocated_by_hand("two", second, config=sliced("Long")))
         node.stop()
         answer.exception(PATIENCE_S)
+
+
+def test_hand_over_that_hangs_ends_the_process(make_node: Callable[..., Node]) -> None:
+    """Then the kernel releases its right to work."""
+    node = make_node()
+    before = """
+import threading
+import dra_driver.app.daemon as daemon
+from dra_driver.nvml.health_source import HealthSource
+daemon._HAND_OVER_S = 0.5
+HealthSource.close = lambda self: threading.Event().wait(600)
+"""
+    older = started(node, "older", before=before)
+    node.wait_devices(8)
+    prepared(node, "one")
+    started(node, "newer")
+    prepared(node, "two")
+    assert older.wait(PATIENCE_S)
+
+
+def test_newer_daemon_restores_what_the_older_one_lost(
+    make_node: Callable[..., Node], tmp_path: Path
+) -> None:
+    """For example time slices after a reload of the NVIDIA driver."""
+    node, mark = make_node(), tmp_path / "mark"
+    before = f"""
+from pathlib import Path
+from dra_driver.sharing.steps import TimeSliceSteps
+TimeSliceSteps.driver_reloaded = lambda _self: Path({str(mark)!r}).touch()
+"""
+    started(node, "older")
+    node.wait_devices(8)
+    started(node, "newer", before=before)
+    prepared(node, "one")
+    eventually(mark.exists)
+
+
+def test_daemon_that_was_not_ready_is_not_ready_after_it_has_handed_over(
+    make_node: Callable[..., Node],
+) -> None:
+    """Otherwise a bad release would be rolled out to the next node when its predecessor starts again."""
+    node, address = make_node(), own_address()
+    before = """
+from dra_driver.slices.publisher import Publisher
+Publisher.wait_published = lambda *_: False
+Publisher.problem = "bad release"
+"""
+    started(node, "bad", before=before, HTTP_ENDPOINT=address)
+    page(address, "/readyz", "bad release")
+    started(node, "restarted")
+    prepared(node, "one")
+    assert not page(address, "/readyz", "has handed the node over").startswith("ok")
+
+
+def test_daemon_that_stands_by_while_nvml_hangs_is_not_restarted(make_node: Callable[..., Node]) -> None:
+    node, address = make_node(), own_address()
+    started(node, "older")
+    hangs = "NvmlSession._open_counted = lambda _self: threading.Event().wait(600)"
+    before = f"import threading\nfrom dra_driver.nvml.session import NvmlSession\n{hangs}"
+    node.spawn(POD_UID="newer", before=before, HTTP_ENDPOINT=address)
+    assert not page(address, "/readyz", "").startswith("ok")
+    assert [page(address, path, "") for path in ("/startupz", "/healthz")] == ["ok\n", "ok\n"]
 
 
 def test_daemon_that_gets_no_answer_from_the_worker_is_not_ready_and_says_so(
