@@ -8,7 +8,7 @@ from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dra_driver.app.settings import DOCUMENT, Flag, config_values
 from dra_driver.cli.flags import (
@@ -84,66 +84,59 @@ def validate(given: Namespace) -> int:
         raise InvalidConfigError(f"there are no documents in {', '.join(given.files)}")
     if not given.server and (given.kubeconfig or given.context):
         raise InvalidConfigError("--kubeconfig and --context need --server; add it, or remove them")
-    machines, driver, evicting, faults, sentence = _machines(
-        documents, vars(given), given.config, given.simulate
-    )
+    configured, faults = configured_among(documents)
+    tried = _machines(configured, vars(given), given.config, given.simulate)
     cluster, namespace = None, given.namespace
     if given.server:
         cluster, namespace = _cluster(documents, given.kubeconfig, given.context, namespace)
     reports = check_documents(
-        documents, driver, machines, faults, cluster, namespace or DEFAULT_NAMESPACE, evicting
+        documents,
+        tried.driver,
+        tried.machines,
+        faults,
+        cluster,
+        namespace or DEFAULT_NAMESPACE,
+        tried.evicting,
     )
-    _print(reports, sentence, cluster, given.output, is_colored=given.color.is_on())
+    _print(reports, tried.sentence, cluster, given.output, is_colored=given.color.is_on())
     if any(report.faults for report in reports):
         return 1
     return EXIT_NOT_READ if cluster is not None and cluster.problem else 0
 
 
-def _machines(
-    documents: Sequence[Document],
-    given: Mapping[str, Any],
-    config: Path | None,
-    simulate: Sequence[str] | None,
-) -> tuple[list[MachineFit], str, Sequence[str], Mapping[int, Sequence[str]], str]:
-    """Return the machines to check against, the driver's name, the keys of taints that the plugin sets with the effect
-    NoExecute, faults of configuration files, and a sentence about the machines.
+class _Tried(NamedTuple):
+    """The machines to check against, a sentence about them, the driver's name, and the keys of taints that the plugin
+    sets with the effect NoExecute.
     """
-    names: list[str | None] = [*simulate] if simulate else [None]
-    if len(set(names)) > 1 and given["simulator_dir"] is not None:
+
+    machines: Sequence[MachineFit]
+    sentence: str
+    driver: str
+    evicting: Sequence[str]
+
+
+def _machines(
+    configured: JsonObject, given: Mapping[str, Any], config: Path | None, simulate: Sequence[str] | None
+) -> _Tried:
+    names: list[str | None] = [*dict.fromkeys(simulate or ())] or [None]
+    if len(names) > 1 and given["simulator_dir"] is not None:
         raise InvalidConfigError("--simulator-dir is the directory of one machine; use --simulate once")
-    configured, faults = configured_among(documents)
     stated = {name: value for name, value in given.items() if value is not None and name != "simulate"}
     found: list[MachineFit] = []
-    sentence, driver = "", ""
-    evicting: list[str] = []
-    for name in dict.fromkeys(names):
+    for name in names:
         own = {} if name is None else {"simulate": name}
         with scratch_settings("validate", configured | stated | own, config) as settings:
             machine, sentence = answered(settings, partial(machine_to_try, CommandMachine(settings)))
-            driver = settings.driver_name
-            evicting = [
-                PREFIX + key for key, effect in settings.taint_effects.items() if effect == "NoExecute"
-            ]
-        if machine is not None:
-            found.append(machine)
+        found += [] if machine is None else [machine]
     if not found:
-        return [], driver, evicting, faults, f"fit not checked, because {sentence}"
-    if len(found) == 1:
-        return (
-            found,
-            driver,
-            evicting,
-            faults,
-            f"checked against {found[0].name} with all devices free ({sentence})",
-        )
-    listed = ", ".join(f"{one.name} ({counted(len(one.devices), 'device')})" for one in found)
-    return (
-        found,
-        driver,
-        evicting,
-        faults,
-        f"checked against {listed}, each on its own and with all devices free",
-    )
+        sentence = f"fit not checked, because {sentence}"
+    elif len(found) == 1:
+        sentence = f"checked against {found[0].name} with all devices free ({sentence})"
+    else:
+        listed = ", ".join(f"{one.name} ({counted(len(one.devices), 'device')})" for one in found)
+        sentence = f"checked against {listed}, each on its own and with all devices free"
+    evicting = [PREFIX + key for key, effect in settings.taint_effects.items() if effect == "NoExecute"]
+    return _Tried(found, sentence, settings.driver_name, evicting)
 
 
 def _cluster(
