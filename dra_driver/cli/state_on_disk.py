@@ -192,13 +192,13 @@ def read_claims(state: NodeState, settings: Settings, now: datetime) -> NodeClai
     claims = prepared_claims(state, specs, step_kind, now)
     problems += [
         f"{file} was set aside because gpu-dra-driver could not use it; inspect it, then remove it"
-        for file in set_aside_files(settings.plugin_directory, Path(settings.cdi_root), settings.driver_name)
+        for file in set_aside_files(settings)
     ]
     problems += contradictions(state, specs, claims)
     return NodeClaims(claims, tuple(problems), tuple(map(shown, state.cleanups)))
 
 
-def set_aside_files(plugin_directory: Path, cdi_root: Path | None, driver: str) -> list[Path]:
+def set_aside_files(settings: Settings) -> list[Path]:
     """Return the files that gpu-dra-driver renamed because they were unreadable, or had the name of one of its
     files.
 
@@ -206,9 +206,9 @@ def set_aside_files(plugin_directory: Path, cdi_root: Path | None, driver: str) 
     """
     found: list[Path] = []
     places = ["", "claims", LEDGER, "locks", "mps", f"{METADATA}/*/*"]
-    globs = [(plugin_directory, f"{place}/*{QUARANTINE}*".lstrip("/")) for place in places]
-    if cdi_root is not None:
-        globs.append((cdi_root, f"*{driver}*{QUARANTINE}-*"))  # other programs have files there
+    globs = [(settings.plugin_directory, f"{place}/*{QUARANTINE}*".lstrip("/")) for place in places]
+    # Other programs have files there.
+    globs.append((Path(settings.cdi_root), f"*{settings.driver_name}*{QUARANTINE}-*"))
     for directory, pattern in globs:
         with suppress(OSError):
             found += sorted(directory.glob(pattern))
