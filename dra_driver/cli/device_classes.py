@@ -7,8 +7,11 @@ from argparse import Namespace
 from dataclasses import replace
 
 from dra_driver.cli.flags import SIMULATE_SEVERAL, of_run
+from dra_driver.cli.inspect import possible_profiles
 from dra_driver.cli.output import OUTPUT, Output, print_objects
 from dra_driver.cli.scratch import scratch_settings
+from dra_driver.cli.validation.rules.classes import mig_classes
+from dra_driver.errors import NotSupportedError
 from dra_driver.model.ids import printable
 from dra_driver.model.schema import Choice, JsonObject
 
@@ -25,10 +28,6 @@ def device_classes(given: Namespace) -> None:
     mig-PROFILE.nvidia.com matches all MIG devices of that profile. Pods can also request such a device without a
     claim, through the extended resource nvidia.com/mig-PROFILE.
     """
-    from dra_driver.cli.inspect import possible_profiles
-    from dra_driver.cli.validation.rules.classes import mig_classes
-    from dra_driver.errors import NotSupportedError
-
     names: set[str] = set()
     without: list[str] = []
     driver = ""

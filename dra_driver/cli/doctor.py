@@ -10,11 +10,10 @@ from contextlib import closing
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
-from typing import TYPE_CHECKING
 
 from dra_driver.app.settings import Settings
 from dra_driver.base.threads import bounded
-from dra_driver.cli.checks.check import Check, Shared
+from dra_driver.cli.checks.check import BOUND_S, Check, Outcome, Shared, folded, run_checks
 from dra_driver.cli.checks.cluster import ClusterChecks
 from dra_driver.cli.checks.driver import DriverChecks
 from dra_driver.cli.checks.kubelet import KubeletChecks
@@ -24,6 +23,7 @@ from dra_driver.cli.flags import of_run
 from dra_driver.cli.machine import SIMULATED_S, CommandMachine
 from dra_driver.cli.node import NodeSnapshot
 from dra_driver.cli.output import COLOR, OUTPUT, Output, answer, colored, hanging
+from dra_driver.cli.rules.findings import verified
 from dra_driver.cli.rules.node_view import NodeView, NvmlFacts, node_view
 from dra_driver.cli.scratch import scratch_settings
 from dra_driver.cli.state_on_disk import is_only_simulated, plugin_problems, plugin_runs, read_claims
@@ -32,10 +32,6 @@ from dra_driver.kube.client import ApiClient
 from dra_driver.kube.endpoint import load_endpoint
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.units import counted
-
-if TYPE_CHECKING:
-    from dra_driver.cli.checks.check import Outcome
-
 
 FLAGS = (
     OUTPUT,
@@ -66,8 +62,6 @@ def doctor(given: Namespace) -> int:
     the pod of gpu-dra-driver (`kubectl exec`), where it has the right settings, or on the node with the flags of
     `run`. Exit code 0: no check fails, 1: at least one check fails.
     """
-    from dra_driver.cli.checks.check import BOUND_S, run_checks
-
     with scratch_settings("doctor", vars(given), given.config) as settings:
         bound_s = SIMULATED_S if is_only_simulated(settings) else BOUND_S
         outcomes = run_checks(doctor_checks(settings), bound_s)
@@ -80,9 +74,6 @@ _LAST = ("OK", "SKIP", "WARN", "FAIL")
 
 
 def _print(outcomes: Sequence[Outcome], output: Output, *, is_colored: bool) -> None:
-    from dra_driver.cli.checks.check import folded
-    from dra_driver.cli.rules.findings import verified
-
     found = Counter(outcome.finding.status for outcome in outcomes)
     counts = {status: found[status] for status in ("OK", "WARN", "FAIL", "SKIP")}
 

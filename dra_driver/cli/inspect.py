@@ -25,7 +25,7 @@ from dra_driver.cli.rules.mig_map import GpuMap, gpu_maps, waiting_for_mig_mode
 from dra_driver.cli.rules.node_state import NodeState, Ownership
 from dra_driver.cli.scratch import scratch_settings
 from dra_driver.cli.state_on_disk import plugin_runs
-from dra_driver.errors import StateError
+from dra_driver.errors import InvalidConfigError, NotSupportedError, NvmlUnavailableError, StateError
 from dra_driver.health.rules.taints import TaintPolicy, device_taints, instances_by_device, withdrawals
 from dra_driver.host.driver_root import DriverRoot
 from dra_driver.host.imex import ImexChannelNodes
@@ -73,8 +73,6 @@ def inspect(given: Namespace) -> None:
     devices, their claims, and the free room. Identical unused GPUs share a drawing, and their MIG devices on demand
     share rows. Read errors go to standard error.
     """
-    from dra_driver.errors import InvalidConfigError, NotSupportedError, NvmlUnavailableError
-
     output, mig = given.output, given.mig
     if mig and not output.is_for_people:
         raise InvalidConfigError(f"--mig cannot be combined with -o {output}")

@@ -8,7 +8,7 @@ from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from dra_driver.app.settings import DOCUMENT, Flag, config_values
 from dra_driver.cli.flags import (
@@ -23,19 +23,18 @@ from dra_driver.cli.inspect import OwnershipUnknownError, slices_to_publish
 from dra_driver.cli.machine import CommandMachine, answered
 from dra_driver.cli.output import COLOR, OUTPUT, Output, answer, colored, hanging
 from dra_driver.cli.scratch import scratch_settings
-from dra_driver.cli.validation.documents import Document
+from dra_driver.cli.validation.cluster_objects import ClusterObjects, read_cluster, references
+from dra_driver.cli.validation.documents import Document, read_documents
 from dra_driver.cli.validation.machine_fit import MachineFit
+from dra_driver.cli.validation.manifest_check import DEFAULT_NAMESPACE, DocumentReport, check_documents
 from dra_driver.cli.validation.rules.layout_trial import MigGpu
 from dra_driver.errors import DraDriverError, InvalidConfigError, NvmlUnavailableError
 from dra_driver.health.rules.taints import PREFIX
+from dra_driver.kube.endpoint import load_endpoint
 from dra_driver.mig.rules.layouts import layout_gpus
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.schema import JsonObject
 from dra_driver.model.units import counted
-
-if TYPE_CHECKING:
-    from dra_driver.cli.validation.cluster_objects import ClusterObjects
-    from dra_driver.cli.validation.manifest_check import DocumentReport
 
 EXIT_NOT_READ = 3
 """No faults were found, but the cluster could not be read."""
@@ -76,9 +75,6 @@ def validate(given: Namespace) -> int:
     devices free: a simulated machine, or this node with the configuration from --config or from the files. Exit code
     0: no fault, 1: faults, 2: wrong usage, 3: no fault found, but the cluster could not be read.
     """
-    from dra_driver.cli.validation.documents import read_documents
-    from dra_driver.cli.validation.manifest_check import DEFAULT_NAMESPACE, check_documents
-
     documents = list(read_documents(given.files, DOCUMENT.fields))
     if not documents:
         raise InvalidConfigError(f"there are no documents in {', '.join(given.files)}")
@@ -142,9 +138,6 @@ def _machines(
 def _cluster(
     documents: Sequence[Document], kubeconfig: str | None, context: str | None, namespace: str | None
 ) -> tuple[ClusterObjects, str]:
-    from dra_driver.cli.validation.cluster_objects import read_cluster, references
-    from dra_driver.kube.endpoint import load_endpoint
-
     endpoint = load_endpoint(kubeconfig or usual_kubeconfig(), context=context)
     used = namespace or endpoint.namespace
     return read_cluster(endpoint, references(documents, used)), used
