@@ -9,12 +9,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from datetime import UTC, datetime
-from pathlib import Path
-from typing import TYPE_CHECKING
+from functools import partial
 
 from dra_driver.app.settings import Settings
 from dra_driver.base.threads import bounded
-from dra_driver.cli.checks.check import Check, Shared
+from dra_driver.cli.checks.check import BOUND_S, Check, Outcome, Shared, folded, run_checks
 from dra_driver.cli.checks.cluster import ClusterChecks
 from dra_driver.cli.checks.driver import DriverChecks
 from dra_driver.cli.checks.kubelet import KubeletChecks
@@ -24,19 +23,15 @@ from dra_driver.cli.flags import of_run
 from dra_driver.cli.machine import SIMULATED_S, CommandMachine
 from dra_driver.cli.node import NodeSnapshot
 from dra_driver.cli.output import COLOR, OUTPUT, Output, answer, colored, hanging
+from dra_driver.cli.rules.findings import verified
 from dra_driver.cli.rules.node_view import NodeView, NvmlFacts, node_view
 from dra_driver.cli.scratch import scratch_settings
 from dra_driver.cli.state_on_disk import is_only_simulated, plugin_problems, plugin_runs, read_claims
-from dra_driver.health.rules.taints import TaintPolicy
 from dra_driver.host.processes import gpu_users
 from dra_driver.kube.client import ApiClient
 from dra_driver.kube.endpoint import load_endpoint
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.units import counted
-
-if TYPE_CHECKING:
-    from dra_driver.cli.checks.check import Outcome
-
 
 FLAGS = (
     OUTPUT,
@@ -67,8 +62,6 @@ def doctor(given: Namespace) -> int:
     the pod of gpu-dra-driver (`kubectl exec`), where it has the right settings, or on the node with the flags of
     `run`. Exit code 0: no check fails, 1: at least one check fails.
     """
-    from dra_driver.cli.checks.check import BOUND_S, run_checks
-
     with scratch_settings("doctor", vars(given), given.config) as settings:
         bound_s = SIMULATED_S if is_only_simulated(settings) else BOUND_S
         outcomes = run_checks(doctor_checks(settings), bound_s)
@@ -81,9 +74,6 @@ _LAST = ("OK", "SKIP", "WARN", "FAIL")
 
 
 def _print(outcomes: Sequence[Outcome], output: Output, *, is_colored: bool) -> None:
-    from dra_driver.cli.checks.check import folded
-    from dra_driver.cli.rules.findings import verified
-
     found = Counter(outcome.finding.status for outcome in outcomes)
     counts = {status: found[status] for status in ("OK", "WARN", "FAIL", "SKIP")}
 
@@ -141,18 +131,13 @@ def doctor_checks(settings: Settings) -> list[Check]:
         machine.nodes,
         inventory,
         Shared(view).get,
-        settings.nvidia_cdi_hook_path,
-        settings.dynamic_mig,
+        settings,
         lambda: gpu_users(
             "/proc",
             {pod.uid for one in state.get().records for pod in one.claim.pods or ()},
             # /proc lists the host's processes, whose GPUs are not those of a simulated machine.
             None if settings.simulate is None else os.path.realpath(machine.paths.host_driver_root),
         ),
-        settings.extra_devices,
-        settings.passthrough,
-        TaintPolicy(dict(settings.taint_effects)),
-        settings.node_name,
     )
     passthrough = PassthroughChecks(
         machine.vfio,
@@ -160,30 +145,14 @@ def doctor_checks(settings: Settings) -> list[Check]:
         state.get,
         settings.for_virtual_machines is not None,
     )
-    kubelet = KubeletChecks(
-        settings.driver_name,
-        Path(settings.kubelet_registrar_directory_path),
-        Path(settings.kubelet_plugins_directory_path),
-        state.get,
-        Path(settings.cdi_root),
-        None
-        if is_only_simulated(settings)
-        else lambda: plugin_problems(settings.plugin_directory, settings.http_endpoint),
-    )
+    reported = partial(plugin_problems, settings.plugin_directory, settings.http_endpoint)
+    kubelet = KubeletChecks(settings, state.get, None if is_only_simulated(settings) else reported)
     cluster = ClusterChecks(
-        Shared(lambda: _api_client(settings)),
-        settings.driver_name,
-        settings.node_name,
-        settings.dynamic_mig,
-        sharing=bool(settings.sharing.entries),
-        mig_layouts=settings.mig_layouts.is_on,
+        Shared(lambda: ApiClient(load_endpoint(settings.kubeconfig), timeout_s=_API_TIMEOUT_S)),
+        settings,
         configured=settings.kubeconfig is not None or in_pod,
         claims=lambda: [record.ref for record in state.get().records],
         has_gpus=lambda: bool(machine.sysfs.gpus()),
     )
     checks = [*driver.all(), *passthrough.all()]
     return [*checks, *RuntimeChecks(settings.cdi_root, host).all(), *kubelet.all(), *cluster.all()]
-
-
-def _api_client(settings: Settings) -> ApiClient:
-    return ApiClient(load_endpoint(settings.kubeconfig), timeout_s=_API_TIMEOUT_S)

@@ -51,7 +51,7 @@ from dra_driver.model.mps import MpsDaemonStatus
 from dra_driver.model.problems import NodeProblem
 from dra_driver.model.record import BindVfio, RunMps, SetTimeSlice
 from dra_driver.mps_host.host_files import MpsHostFiles, mps_layout
-from dra_driver.nvml.gpu_users import read_gpu_processes
+from dra_driver.nvml.gpu_users import PersistenceModes, read_gpu_processes
 from dra_driver.nvml.health_polls import read_health
 from dra_driver.nvml.mig_reading import gpu_handle
 from dra_driver.nvml.usage_source import read_load, with_utilisation
@@ -228,8 +228,6 @@ def _cleaned(machine: CommandMachine, settings: Settings) -> tuple[Sequence[Pend
     smi = NvidiaSmi(programs, machine.detachments.using_nvml)
     without_record = SpecsWithoutRecord(records, CdiDirectory(Path(settings.cdi_root), settings.driver_name))
     ledger = Ledger(directory / LEDGER, records, boot, without_record.uids)
-    from dra_driver.nvml.gpu_users import PersistenceModes
-
     nvml, lanes = machine.nvml_reader(machine.is_on_demand), Lanes(GpuLocks(directory / "locks"))
     vfio = VfioSteps(
         machine.vfio,

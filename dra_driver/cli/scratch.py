@@ -16,12 +16,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from dra_driver.app.logs import configure_logs
+from dra_driver.app.settings import DEFAULT_SIMULATOR_DIR, Settings, resolve
 from dra_driver.errors import FatalError
-
-if TYPE_CHECKING:
-    from dra_driver.app.settings import Settings
 
 
 @contextmanager
@@ -107,9 +106,6 @@ def scratch_settings(
     By default the node has the name of this machine. A simulated machine without a directory of its own is kept in a
     new one, without saved state of the plugin. Raises: like `resolve`; FatalError.
     """
-    from dra_driver.app.logs import configure_logs
-    from dra_driver.app.settings import resolve
-
     configure_logs(log_level, "console")
     settings = resolve(given, config, {"node_name": this_machine()})
     if settings.simulate is None or settings.simulator_dir is not None:
@@ -127,9 +123,6 @@ def node_settings(given: Namespace) -> Settings:
 
     Raises: like `resolve`; StateError if the simulated machine does not exist.
     """
-    from dra_driver.app.logs import configure_logs
-    from dra_driver.app.settings import DEFAULT_SIMULATOR_DIR, resolve
-
     configure_logs("critical", "console")
     settings = resolve(vars(given), given.config, {"node_name": "this-node"})
     if settings.simulate is None:

@@ -31,7 +31,7 @@ from dra_driver.journal.records import RecordStore, step_kind
 from dra_driver.mig.layout_file import LAYOUT_FILE
 from dra_driver.mig.layout_file import decode as decode_layouts
 from dra_driver.model.ids import split_address
-from dra_driver.model.mig import GpuLayout, OwnedInstance, OwnedMode
+from dra_driver.model.mig import GpuLayout, OwnedInstance
 from dra_driver.model.problems import NodeProblem, ProblemCode
 from dra_driver.reporting.node_problems import WORKER_LOCK, Reported, read_problems
 from dra_driver.reporting.node_problems import decode as decode_problems
@@ -123,7 +123,6 @@ def read_state(
     of_claims = _read(lambda: list(records.all().values()), claims, faults)
     ledger_faults: list[str] = []
     owned = _read(lambda: ledger.details(OwnedInstance), ledgers, ledger_faults)
-    modes = [] if ledger_faults else _read(lambda: ledger.details(OwnedMode), ledgers, ledger_faults)
     cleanups = [] if ledger_faults else _read(ledger.pending, ledgers, ledger_faults)
     faults += ledger_faults
     health, notes = _read_health(plugin_directory / HEALTH_FILE, boot_id)
@@ -142,7 +141,6 @@ def read_state(
         tuple(faults),
         notes,
         layouts,
-        frozenset(mode.gpu_uuid for mode in modes if mode.boot_id == boot_id),
         next(iter(ledger_faults), None),
         detachments.maintenances(of_claims),
     )
@@ -192,13 +190,13 @@ def read_claims(state: NodeState, settings: Settings, now: datetime) -> NodeClai
     claims = prepared_claims(state, specs, step_kind, now)
     problems += [
         f"{file} was set aside because gpu-dra-driver could not use it; inspect it, then remove it"
-        for file in set_aside_files(settings.plugin_directory, Path(settings.cdi_root), settings.driver_name)
+        for file in set_aside_files(settings)
     ]
     problems += contradictions(state, specs, claims)
     return NodeClaims(claims, tuple(problems), tuple(map(shown, state.cleanups)))
 
 
-def set_aside_files(plugin_directory: Path, cdi_root: Path | None, driver: str) -> list[Path]:
+def set_aside_files(settings: Settings) -> list[Path]:
     """Return the files that gpu-dra-driver renamed because they were unreadable, or had the name of one of its
     files.
 
@@ -206,9 +204,9 @@ def set_aside_files(plugin_directory: Path, cdi_root: Path | None, driver: str) 
     """
     found: list[Path] = []
     places = ["", "claims", LEDGER, "locks", "mps", f"{METADATA}/*/*"]
-    globs = [(plugin_directory, f"{place}/*{QUARANTINE}*".lstrip("/")) for place in places]
-    if cdi_root is not None:
-        globs.append((cdi_root, f"*{driver}*{QUARANTINE}-*"))  # other programs have files there
+    globs = [(settings.plugin_directory, f"{place}/*{QUARANTINE}*".lstrip("/")) for place in places]
+    # Other programs have files there.
+    globs.append((Path(settings.cdi_root), f"*{settings.driver_name}*{QUARANTINE}-*"))
     for directory, pattern in globs:
         with suppress(OSError):
             found += sorted(directory.glob(pattern))

@@ -8,7 +8,7 @@ from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 from dra_driver.app.settings import DOCUMENT, Flag, config_values
 from dra_driver.cli.flags import (
@@ -23,19 +23,18 @@ from dra_driver.cli.inspect import OwnershipUnknownError, slices_to_publish
 from dra_driver.cli.machine import CommandMachine, answered
 from dra_driver.cli.output import COLOR, OUTPUT, Output, answer, colored, hanging
 from dra_driver.cli.scratch import scratch_settings
-from dra_driver.cli.validation.documents import Document
+from dra_driver.cli.validation.cluster_objects import ClusterObjects, read_cluster, references
+from dra_driver.cli.validation.documents import Document, read_documents
 from dra_driver.cli.validation.machine_fit import MachineFit
+from dra_driver.cli.validation.manifest_check import DEFAULT_NAMESPACE, DocumentReport, check_documents
 from dra_driver.cli.validation.rules.layout_trial import MigGpu
 from dra_driver.errors import DraDriverError, InvalidConfigError, NvmlUnavailableError
 from dra_driver.health.rules.taints import PREFIX
+from dra_driver.kube.endpoint import load_endpoint
 from dra_driver.mig.rules.layouts import layout_gpus
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.schema import JsonObject
 from dra_driver.model.units import counted
-
-if TYPE_CHECKING:
-    from dra_driver.cli.validation.cluster_objects import ClusterObjects
-    from dra_driver.cli.validation.manifest_check import DocumentReport
 
 EXIT_NOT_READ = 3
 """No faults were found, but the cluster could not be read."""
@@ -76,82 +75,69 @@ def validate(given: Namespace) -> int:
     devices free: a simulated machine, or this node with the configuration from --config or from the files. Exit code
     0: no fault, 1: faults, 2: wrong usage, 3: no fault found, but the cluster could not be read.
     """
-    from dra_driver.cli.validation.documents import read_documents
-    from dra_driver.cli.validation.manifest_check import DEFAULT_NAMESPACE, check_documents
-
     documents = list(read_documents(given.files, DOCUMENT.fields))
     if not documents:
         raise InvalidConfigError(f"there are no documents in {', '.join(given.files)}")
     if not given.server and (given.kubeconfig or given.context):
         raise InvalidConfigError("--kubeconfig and --context need --server; add it, or remove them")
-    machines, driver, evicting, faults, sentence = _machines(
-        documents, vars(given), given.config, given.simulate
-    )
+    configured, faults = configured_among(documents)
+    tried = _machines(configured, vars(given), given.config, given.simulate)
     cluster, namespace = None, given.namespace
     if given.server:
         cluster, namespace = _cluster(documents, given.kubeconfig, given.context, namespace)
     reports = check_documents(
-        documents, driver, machines, faults, cluster, namespace or DEFAULT_NAMESPACE, evicting
+        documents,
+        tried.driver,
+        tried.machines,
+        faults,
+        cluster,
+        namespace or DEFAULT_NAMESPACE,
+        tried.evicting,
     )
-    _print(reports, sentence, cluster, given.output, is_colored=given.color.is_on())
+    _print(reports, tried.sentence, cluster, given.output, is_colored=given.color.is_on())
     if any(report.faults for report in reports):
         return 1
     return EXIT_NOT_READ if cluster is not None and cluster.problem else 0
 
 
-def _machines(
-    documents: Sequence[Document],
-    given: Mapping[str, Any],
-    config: Path | None,
-    simulate: Sequence[str] | None,
-) -> tuple[list[MachineFit], str, Sequence[str], Mapping[int, Sequence[str]], str]:
-    """Return the machines to check against, the driver's name, the keys of taints that the plugin sets with the effect
-    NoExecute, faults of configuration files, and a sentence about the machines.
+class _Tried(NamedTuple):
+    """The machines to check against, a sentence about them, the driver's name, and the keys of taints that the plugin
+    sets with the effect NoExecute.
     """
-    names: list[str | None] = [*simulate] if simulate else [None]
-    if len(set(names)) > 1 and given["simulator_dir"] is not None:
+
+    machines: Sequence[MachineFit]
+    sentence: str
+    driver: str
+    evicting: Sequence[str]
+
+
+def _machines(
+    configured: JsonObject, given: Mapping[str, Any], config: Path | None, simulate: Sequence[str] | None
+) -> _Tried:
+    names: list[str | None] = [*dict.fromkeys(simulate or ())] or [None]
+    if len(names) > 1 and given["simulator_dir"] is not None:
         raise InvalidConfigError("--simulator-dir is the directory of one machine; use --simulate once")
-    configured, faults = configured_among(documents)
     stated = {name: value for name, value in given.items() if value is not None and name != "simulate"}
     found: list[MachineFit] = []
-    sentence, driver = "", ""
-    evicting: list[str] = []
-    for name in dict.fromkeys(names):
+    for name in names:
         own = {} if name is None else {"simulate": name}
         with scratch_settings("validate", configured | stated | own, config) as settings:
             machine, sentence = answered(settings, partial(machine_to_try, CommandMachine(settings)))
-            driver = settings.driver_name
-            evicting = [
-                PREFIX + key for key, effect in settings.taint_effects.items() if effect == "NoExecute"
-            ]
-        if machine is not None:
-            found.append(machine)
+        found += [] if machine is None else [machine]
     if not found:
-        return [], driver, evicting, faults, f"fit not checked, because {sentence}"
-    if len(found) == 1:
-        return (
-            found,
-            driver,
-            evicting,
-            faults,
-            f"checked against {found[0].name} with all devices free ({sentence})",
-        )
-    listed = ", ".join(f"{one.name} ({counted(len(one.devices), 'device')})" for one in found)
-    return (
-        found,
-        driver,
-        evicting,
-        faults,
-        f"checked against {listed}, each on its own and with all devices free",
-    )
+        sentence = f"fit not checked, because {sentence}"
+    elif len(found) == 1:
+        sentence = f"checked against {found[0].name} with all devices free ({sentence})"
+    else:
+        listed = ", ".join(f"{one.name} ({counted(len(one.devices), 'device')})" for one in found)
+        sentence = f"checked against {listed}, each on its own and with all devices free"
+    evicting = [PREFIX + key for key, effect in settings.taint_effects.items() if effect == "NoExecute"]
+    return _Tried(found, sentence, settings.driver_name, evicting)
 
 
 def _cluster(
     documents: Sequence[Document], kubeconfig: str | None, context: str | None, namespace: str | None
 ) -> tuple[ClusterObjects, str]:
-    from dra_driver.cli.validation.cluster_objects import read_cluster, references
-    from dra_driver.kube.endpoint import load_endpoint
-
     endpoint = load_endpoint(kubeconfig or usual_kubeconfig(), context=context)
     used = namespace or endpoint.namespace
     return read_cluster(endpoint, references(documents, used)), used

@@ -64,22 +64,15 @@ def any_runs(proc: str, pod_uids: Collection[str]) -> bool | None:
     `pod_uids` is empty.
     """
     with suppress(StateError):
-        return _any_runs(proc, pod_uids)
+        pids = _all_processes(proc) if pod_uids else None
+        shows_pods = False
+        for pid in pids or ():
+            text = _cgroups(proc, pid)
+            if _is_of_pods(text, pod_uids):
+                return True
+            shows_pods = shows_pods or _POD.search(text) is not None
+        return False if shows_pods else None
     return None
-
-
-def _any_runs(proc: str, pod_uids: Collection[str]) -> bool | None:
-    """Raises: StateError."""
-    pids = _all_processes(proc) if pod_uids else None
-    if pids is None:
-        return None
-    shows_pods = False
-    for pid in pids:
-        text = _cgroups(proc, pid)
-        if _is_of_pods(text, pod_uids):
-            return True
-        shows_pods = shows_pods or _POD.search(text) is not None
-    return False if shows_pods else None
 
 
 def gpu_users(proc: str, pod_uids: Collection[str], below: str | None = None) -> list[str] | None:
@@ -90,18 +83,11 @@ def gpu_users(proc: str, pod_uids: Collection[str], below: str | None = None) ->
     is a root directory as this process sees it; with it, only device files in that root's `/dev` count. Returns None
     if this process does not see all processes. Raises: StateError if this process cannot read them now.
     """
-    pids = _all_processes(proc)
-    if pids is None:
-        return None
-    found = []
-    for pid in pids:
-        name = _text(f"{proc}/{pid}/comm").strip()
-        if name in _ALWAYS_THERE or not _has_open(proc, pid, partial(_is_gpu_node, below)):
-            continue
-        if _is_of_this_driver(proc, pid) or _is_of_pods(_cgroups(proc, pid), pod_uids):
-            continue
-        found.append(f"{name or 'a program'} (process {pid})")
-    return found
+    return _users(
+        proc,
+        partial(_is_gpu_node, below),
+        lambda pid, name: _may_stay(proc, pid, name) or _is_of_pods(_cgroups(proc, pid), pod_uids),
+    )
 
 
 def users_of(proc: str, nodes: Collection[str], *, others_only: bool = False) -> list[str] | None:
@@ -110,21 +96,30 @@ def users_of(proc: str, nodes: Collection[str], *, others_only: bool = False) ->
     With `others_only`, gpu-dra-driver and programs that must run on every node are left out. Raises: StateError if
     this process cannot read the processes now.
     """
+    # In another mount namespace the same node may have a longer path.
+    ends = tuple(nodes)
+    return _users(
+        proc,
+        lambda file: file.endswith(ends),
+        lambda pid, name: others_only and _may_stay(proc, pid, name),
+    )
+
+
+def _users(
+    proc: str, is_wanted: Callable[[str], bool], is_left_out: Callable[[int, str], bool]
+) -> list[str] | None:
+    """Return the programs that have a wanted file open; `is_left_out` gets the process ID and the program's name."""
     pids = _all_processes(proc)
     if pids is None:
         return None
-    # In another mount namespace the same node may have a longer path.
-    ends = tuple(nodes)
-    users = {
-        pid: _text(f"{proc}/{pid}/comm").strip()
-        for pid in pids
-        if _has_open(proc, pid, lambda file: file.endswith(ends))
-    }
+    users = {pid: _text(f"{proc}/{pid}/comm").strip() for pid in pids if _has_open(proc, pid, is_wanted)}
     return [
-        f"{name or 'a program'} (process {pid})"
-        for pid, name in users.items()
-        if not (others_only and (name in _ALWAYS_THERE or _is_of_this_driver(proc, pid)))
+        f"{name or 'a program'} (process {pid})" for pid, name in users.items() if not is_left_out(pid, name)
     ]
+
+
+def _may_stay(proc: str, pid: int, name: str) -> bool:
+    return name in _ALWAYS_THERE or _is_of_this_driver(proc, pid)
 
 
 def _is_gpu_node(below: str | None, file: str) -> bool:

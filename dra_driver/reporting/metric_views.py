@@ -14,6 +14,7 @@ from functools import partial
 from typing import get_args
 
 import structlog
+from prometheus_client import Counter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -36,45 +37,7 @@ from dra_driver.reporting.rules.claim_usage import DeviceUse, NodeUse, PodUse, m
 _log = structlog.get_logger(__name__)
 
 _WITHIN_S = 1.0
-CAUSES = ("error", "timeout")
-
-Read = Callable[[], Iterable[Metric]]
-
-
-class Readings(Collector):
-    """Sources by name, each called in a separate thread. `failed` is called for each source that fails or is late,
-    with the name of the source and one of `CAUSES`.
-    """
-
-    def __init__(self, failed: Callable[[str, str], None], *, within_s: float = _WITHIN_S) -> None:
-        """`within_s` is how long a scrape waits for all sources together."""
-        self._failed = failed
-        self._within_s = within_s
-        self._turn = threading.Lock()
-        self._calls: dict[str, BoundedCall[tuple[Metric, ...]]] = {}
-
-    def add(self, name: str, read: Read) -> None:
-        """Registers `read`, which may read files or call another process, for every scrape."""
-        self._calls[name] = BoundedCall(name, lambda: tuple(read()))
-
-    def collect(self) -> Sequence[Metric]:
-        """Returns the metrics of all sources that answer in time. Concurrent scrapes take turns."""
-        with self._turn:
-            calls = self._calls.copy()
-            # Do not wait for these sources: an earlier scrape already has.
-            late = {name for name, call in calls.items() if call.is_running}
-            for call in calls.values():
-                call.start()
-            end, found = time.monotonic() + self._within_s, list[Metric]()
-            for name, call in calls.items():
-                families, problem = call.result(0.0 if name in late else max(0.0, end - time.monotonic()))
-                if problem is not None:
-                    _log.debug("metrics_not_read", source=name, reason=problem)
-                    self._failed(name, "timeout" if call.is_running else "error")
-                else:
-                    found += families or ()
-            return found
-
+_CAUSES = ("error", "timeout")
 
 _PREPARED_TYPES = ("gpu", "mig", "vfio", "unknown")
 _OFFERED_TYPES = ("gpu", "mig", "possible_mig")
@@ -143,15 +106,38 @@ _OF_DEVICES: Mapping[str, tuple[str, Callable[[DeviceUse, GpuLoad], float | None
 each claim is unknown."""
 
 
-class Views:
-    """Registers what a scrape reads; call each method once."""
+class Views(Collector):
+    """Sources of metrics by name, each called in a separate thread; call each method that adds one once.
 
-    def __init__(self, driver: str, node: str, readings: Readings, added: Callable[[str], None]) -> None:
-        """`added` is called with the name of each source."""
+    `errors` counts the sources that fail or are late in a scrape, by driver, source and cause.
+    """
+
+    def __init__(self, driver: str, node: str, errors: Counter, *, within_s: float = _WITHIN_S) -> None:
+        """`within_s` is how long a scrape waits for all sources together."""
         self._driver = driver
         self._node = node
-        self._readings = readings
-        self._added = added
+        self._errors = errors
+        self._within_s = within_s
+        self._turn = threading.Lock()
+        self._calls: dict[str, BoundedCall[tuple[Metric, ...]]] = {}
+
+    def collect(self) -> Sequence[Metric]:
+        """Returns the metrics of all sources that answer in time. Concurrent scrapes take turns."""
+        with self._turn:
+            calls = self._calls.copy()
+            # Do not wait for these sources: an earlier scrape already has.
+            late = {name for name, call in calls.items() if call.is_running}
+            for call in calls.values():
+                call.start()
+            end, found = time.monotonic() + self._within_s, list[Metric]()
+            for name, call in calls.items():
+                families, problem = call.result(0.0 if name in late else max(0.0, end - time.monotonic()))
+                if problem is not None:
+                    _log.debug("metrics_not_read", source=name, reason=problem)
+                    self._errors.labels(self._driver, name, "timeout" if call.is_running else "error").inc()
+                else:
+                    found += families or ()
+            return found
 
     def prepared_devices(self, kinds: Callable[[], Iterable[str]]) -> None:
         """The types of prepared devices, from the records, so that the counts are correct after a restart."""
@@ -303,14 +289,13 @@ class Views:
         """The number of events and claim statuses by outcome."""
 
         def read() -> Iterator[Metric]:
-            family = CounterMetricFamily(
+            yield _family(
+                CounterMetricFamily,
                 "nvidia_dra_notices",
                 "Events and claim statuses: accepted (`written`), refused (`failed`) or `dropped`.",
-                labels=("driver", "outcome"),
+                ("driver", "outcome"),
+                {(self._driver, outcome): count for outcome, count in counts().items()},
             )
-            for outcome, count in counts().items():
-                family.add_metric((self._driver, outcome), count)
-            yield family
 
         self._add("notices", read)
 
@@ -404,18 +389,20 @@ class Views:
         yield self._gauge("mig_severity", instances)
         yield self._gauge("gpu_reason", reasons)
         yield self._gauge("gpu_monitored", {(uuid,): is_fresh for uuid, is_fresh in fresh.items()})
-        xids = CounterMetricFamily(
+        counts = health.history.xid_counts().items()
+        yield _family(
+            CounterMetricFamily,
             "nvidia_dra_gpu_xids",
             "Xid errors of the GPU since the plugin's start.",
-            labels=("driver", "uuid", "xid"),
+            ("driver", "uuid", "xid"),
+            {(self._driver, uuid, str(number)): count for (uuid, number), count in counts},
         )
-        for (uuid, number), count in health.history.xid_counts().items():
-            xids.add_metric((self._driver, uuid, str(number)), count)
-        yield xids
 
-    def _add(self, source: str, read: Read) -> None:
-        self._added(source)
-        self._readings.add(source, read)
+    def _add(self, source: str, read: Callable[[], Iterable[Metric]]) -> None:
+        """Registers `read`, which may read files or call another process, for every scrape."""
+        for cause in _CAUSES:
+            self._errors.labels(self._driver, source, cause)
+        self._calls[source] = BoundedCall(source, lambda: tuple(read()))
 
     def _show_tally(
         self,
@@ -442,11 +429,20 @@ class Views:
         return _gauge(f"nvidia_dra_{name}", text, ("driver", *labels), named)
 
 
-def _gauge(name: str, text: str, labels: tuple[str, ...], samples: Samples) -> Metric:
-    family = GaugeMetricFamily(name, text, labels=labels)
+def _family(
+    kind: type[GaugeMetricFamily | CounterMetricFamily],
+    name: str,
+    text: str,
+    labels: tuple[str, ...],
+    samples: Samples,
+) -> Metric:
+    family = kind(name, text, labels=labels)
     for values, value in samples.items():
         family.add_metric(values, float(value))
     return family
+
+
+_gauge = partial(_family, GaugeMetricFamily)
 
 
 def _names(pods: Pods) -> Sequence[str]:

@@ -29,7 +29,7 @@ from dra_driver.errors import (
     StateError,
 )
 from dra_driver.model.record import Step
-from dra_driver.reporting.metric_views import CAUSES, Readings, Views
+from dra_driver.reporting.metric_views import Views
 
 _REASONS: tuple[tuple[type[Exception], str], ...] = (
     (ApiUnavailableError, "api_unavailable"),
@@ -57,7 +57,8 @@ _DURATION_BUCKETS = (0.002, 0.005, 0.01, 0.025, *(0.05 * 2**n for n in range(10)
 _STEP_BUCKETS = (0.001, 0.005, 0.02, 0.1, 0.5, 2.0, 10.0, 30.0, 45.0)
 _WAIT_BUCKETS = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0)
 _LAG_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0)
-_OPERATIONS = ("prepare", "unprepare")
+Operation = Literal["prepare", "unprepare"]
+_OPERATIONS = get_args(Operation)
 _MIG_ACTIONS = ("create", "destroy", "mode-on", "mode-off")
 _STEP_ACTIONS = ("do", "undo")
 _NO_ANSWER = "none"
@@ -112,17 +113,16 @@ class Metrics:
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         self._driver = driver
-        self._unread = Counter(
+        errors = Counter(
             "nvidia_dra_scrape_errors",
             "Sources whose metrics were missing in a scrape.",
             ("driver", "source", "cause"),
             registry=None,
         )
-        readings = Readings(lambda source, cause: self._unread.labels(driver, source, cause).inc())
+        self.show = Views(driver, node, errors)
         # Registered first, so that a scrape shows its own errors.
-        self.registry.register(readings)
-        self.registry.register(self._unread)
-        self.show = Views(driver, node, readings, self._source_added)
+        self.registry.register(self.show)
+        self.registry.register(errors)
         self._counts = {
             name: self._shown(Counter, name, text, labels) for name, (text, labels) in _COUNTERS.items()
         }
@@ -141,13 +141,13 @@ class Metrics:
         GCCollector(registry=self.registry)
         self.show.prepared_devices(prepared)
 
-    def prepared(self, duration_s: float, error: Exception | None) -> None:
-        """A claim's Prepare ended."""
-        self._ended("prepare", duration_s, error)
-
-    def unprepared(self, duration_s: float, error: Exception | None) -> None:
-        """A claim's Unprepare ended."""
-        self._ended("unprepare", duration_s, error)
+    def ended(self, operation: Operation, duration_s: float, error: Exception | None = None) -> None:
+        """A claim's Prepare or Unprepare ended."""
+        self._durations["request_duration_seconds"].labels(self._driver, operation).observe(duration_s)
+        if error is None:
+            self._counts["requests"].labels(self._driver, operation).inc()
+        else:
+            self._counts[f"node_{operation}_errors"].labels(self._driver, reason_of(error)).inc()
 
     def waited(self, duration_s: float) -> None:
         """A Prepare that waited for a device has ended, with or without success."""
@@ -185,7 +185,7 @@ class Metrics:
         ).inc()
 
     @contextmanager
-    def in_flight(self, operation: str) -> Iterator[None]:
+    def in_flight(self, operation: Operation) -> Iterator[None]:
         """Counts a gRPC call from its arrival to its response."""
         gauge = self._inflight.labels(self._driver, operation)
         gauge.inc()
@@ -193,17 +193,6 @@ class Metrics:
             yield
         finally:
             gauge.dec()
-
-    def _ended(self, operation: str, duration_s: float, error: Exception | None) -> None:
-        self._durations["request_duration_seconds"].labels(self._driver, operation).observe(duration_s)
-        if error is None:
-            self._counts["requests"].labels(self._driver, operation).inc()
-        else:
-            self._counts[f"node_{operation}_errors"].labels(self._driver, reason_of(error)).inc()
-
-    def _source_added(self, source: str) -> None:
-        for cause in CAUSES:
-            self._unread.labels(self._driver, source, cause)
 
     def _shown(
         self, kind: Callable[..., _Shown], name: str, text: str, labels: Mapping[str, Sequence[str]]

@@ -33,7 +33,7 @@ from dra_driver.base.atomic import (
     state_error,
     write_atomically,
 )
-from dra_driver.base.fields import Codec, FileFormat
+from dra_driver.base.fields import NUMBER, TEXT, Codec, FileFormat, list_of, required
 from dra_driver.base.file_lock import UseMark
 from dra_driver.base.threads import BackgroundWorker, BoundedCall
 from dra_driver.errors import DraDriverError, StateError
@@ -44,7 +44,6 @@ from dra_driver.model.problems import (
     NodeProblem,
     ProblemCode,
 )
-from dra_driver.model.schema import JsonObject
 from dra_driver.reporting.event_recorder import EventRecorder
 from dra_driver.reporting.failing_claims import FailingClaims
 
@@ -153,25 +152,23 @@ def read_problems(directory: Path) -> tuple[bool, Reported]:
     return runs, Reported() if content is None else decode(content)
 
 
-def _decoded(fields: JsonObject) -> tuple[Reported, int]:
-    problems = (
-        NodeProblem(one["problem"], one["text"], one["subject"], since=int(one["since"]))
-        for one in fields["problems"]
-    )
-    return Reported(tuple(problems), tuple(map(_FAILING.decode, fields["failingClaims"]))), int(fields["at"])
-
-
-def _encoded(report: tuple[Reported, int]) -> JsonObject:
-    reported, at = report
-    listed = [
-        {"problem": one.code, "subject": one.subject, "text": one.text, "since": one.since}
-        for one in reported.problems
-    ]
-    return {"at": at, "problems": listed, "failingClaims": [*map(_FAILING.encode, reported.failing)]}
-
-
-_FAILING = Codec(FailingClaim)
-_FILE = FileFormat("list of problems", _decoded, _encoded)
+_PROBLEM = Codec(
+    NodeProblem,
+    code=required(TEXT, "problem"),
+    subject=required(TEXT),
+    claims=None,
+    since=required(NUMBER),
+)
+_REPORTED = Codec(
+    Reported,
+    problems=required(list_of(_PROBLEM.kind)),
+    failing=required(list_of(Codec(FailingClaim).kind), "failingClaims"),
+)
+_FILE: FileFormat[tuple[Reported, int]] = FileFormat(
+    "list of problems",
+    lambda document: (_REPORTED.decode(document), int(document["at"])),
+    lambda report: {"at": report[1], **_REPORTED.encode(report[0])},
+)
 
 
 ProblemSource = Callable[[], Iterable[NodeProblem] | None]

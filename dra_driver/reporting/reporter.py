@@ -31,7 +31,7 @@ from dra_driver.mps_host.host_files import MpsHostFiles
 from dra_driver.reporting.claim_status import ClaimHealthReporter, ClaimStatusReporter
 from dra_driver.reporting.event_recorder import EventRecorder
 from dra_driver.reporting.failing_claims import FailingClaims
-from dra_driver.reporting.metrics import Metrics
+from dra_driver.reporting.metrics import Metrics, Operation
 from dra_driver.sharing.rules.client_limits import notes_of
 from dra_driver.sharing.rules.modes import advice_on_requests
 
@@ -103,16 +103,14 @@ class Reporter:
     failing: FailingClaims
 
     @contextmanager
-    def in_flight(
-        self, action: Literal["prepare", "unprepare"], claims: Sequence[ClaimRef]
-    ) -> Iterator[None]:
+    def in_flight(self, action: Operation, claims: Sequence[ClaimRef]) -> Iterator[None]:
         """Counts a kubelet call from its arrival to its response."""
         with self.metrics.in_flight(action), self.failing.preparing(claims if action == "prepare" else ()):
             yield
 
     def prepared(self, ref: ClaimRef, duration_s: float, record: ClaimRecord | None) -> None:
         """A claim is prepared."""
-        self.metrics.prepared(duration_s, None)
+        self.metrics.ended("prepare", duration_s)
         self.failing.succeeded(ref)
         if record is None:
             return
@@ -123,7 +121,7 @@ class Reporter:
 
     def unprepared(self, ref: ClaimRef, duration_s: float, record: ClaimRecord | None) -> None:
         """A claim is no longer prepared, or never was. The API server removes its status with the allocation."""
-        self.metrics.unprepared(duration_s, None)
+        self.metrics.ended("unprepare", duration_s)
         self.failing.succeeded(ref)
         self.statuses.forget(ref)
         if record is not None and record.maintenance is not None and record.phase == "prepared":
@@ -150,21 +148,13 @@ class Reporter:
         self.recorder.node_event("ClaimStillInUse", f"Claim {ref} {text}", warning=True)
 
     def failed(
-        self,
-        action: Literal["prepare", "unprepare"],
-        ref: ClaimRef,
-        duration_s: float,
-        error: Exception,
-        text: str,
+        self, action: Operation, ref: ClaimRef, duration_s: float, error: Exception, text: str
     ) -> None:
         """A claim could not be prepared or unprepared; the cause is reported on the claim and its pods."""
         self.failing.failed(action, ref, text.partition(f"(UID {ref.uid}): ")[2] or text)
-        if action == "prepare":
-            self.metrics.prepared(duration_s, error)
-            self.recorder.claim_event(ref, "PrepareFailed", text, warning=True)
-        else:
-            self.metrics.unprepared(duration_s, error)
-            self.recorder.claim_event(ref, "UnprepareFailed", text, warning=True)
+        self.metrics.ended(action, duration_s, error)
+        reason: EventReason = "PrepareFailed" if action == "prepare" else "UnprepareFailed"
+        self.recorder.claim_event(ref, reason, text, warning=True)
 
     def mig_changed(
         self, action: MigAction, subject: str, duration_s: float, error: Exception | None

@@ -54,8 +54,7 @@ class Usage:
 
     def __post_init__(self) -> None:
         self._turn = threading.Lock()
-        self._calls: dict[GpuAddress, BoundedCall[GpuUse]] = {}
-        self._reads: dict[GpuAddress, Callable[[], GpuUse]] = {}
+        self._hanging: dict[GpuAddress, BoundedCall[GpuUse]] = {}
 
     def look(self) -> NodeUse:
         """Returns the current usage of all GPUs. Raises: StateError if the records cannot be read."""
@@ -97,28 +96,20 @@ class Usage:
         """Returns the usage of the GPUs that answer in time, by UUID. `read_of` returns a function that reads
         a GPU.
         """
-        wanted = [GpuAddress(gpu.uuid, gpu.pci_bus_id) for gpu in inventory.gpus]
         with self._turn:
             end = time.monotonic() + self.within_s
-            calls = {gpu: call for gpu, call in self._calls.items() if gpu in wanted or call.is_running}
-            asked: dict[str, BoundedCall[GpuUse]] = {}
-            for gpu in wanted:
-                call = calls.setdefault(
-                    gpu, BoundedCall(f"NVML (usage of GPU {gpu.uuid})", partial(self._read_one, gpu))
-                )
-                if not call.is_running:
-                    self._reads[gpu] = read_of(gpu)
+            hanging = {gpu: call for gpu, call in self._hanging.items() if call.is_running}
+            asked: dict[GpuAddress, BoundedCall[GpuUse]] = {}
+            for gpu in (GpuAddress(gpu.uuid, gpu.pci_bus_id) for gpu in inventory.gpus):
+                if gpu not in hanging:
+                    call = asked[gpu] = BoundedCall(f"NVML (usage of GPU {gpu.uuid})", read_of(gpu))
                     call.start()
                     call.result(_APART_S)
-                    asked[gpu.uuid] = call
-            self._calls = calls
-            answers = {uuid: call.result(max(0.0, end - time.monotonic()))[0] for uuid, call in asked.items()}
-            return {
-                uuid: use for uuid, use in answers.items() if use is not None and not asked[uuid].is_running
+            answers = {
+                gpu.uuid: call.result(max(0.0, end - time.monotonic()))[0] for gpu, call in asked.items()
             }
-
-    def _read_one(self, gpu: GpuAddress) -> GpuUse:
-        return self._reads[gpu]()
+            self._hanging = hanging | asked
+            return {uuid: use for uuid, use in answers.items() if use is not None}
 
 
 def _unclaimed(

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import structlog
 
-from dra_driver.base.backoff import Backoff
+from dra_driver.base.backoff import Backoff, TokenBucket
 from dra_driver.base.installation import apply_again
 from dra_driver.base.threads import BackgroundWorker
 from dra_driver.errors import ApiUnavailableError, DraDriverError
@@ -39,7 +39,7 @@ from dra_driver.slices.rules.diff import (
     slice_index,
     without_fields,
 )
-from dra_driver.slices.rules.other_writers import OtherWriters, WritePacing
+from dra_driver.slices.rules.other_writers import OtherWriters
 
 _log = structlog.get_logger(__name__)
 
@@ -51,6 +51,12 @@ _PROBLEM_AFTER_S = 30.0
 """A shorter failure is not reported as a problem of the node."""
 
 _NOT_YET = "slices have not been published yet"
+_PROMPT_ANSWERS = 10
+"""Immediate rewrites after others change our slices; a restarted kubelet, for example, deletes them."""
+_ANSWER_EVERY_S = 30.0
+"""The average time between later rewrites, so that a conflict does not overload the API server."""
+_CALM_AFTER_S = 60.0
+"""How long after a write more changes are expected soon."""
 _CONTESTED_S = 60.0
 """How long the other program must be quiet, which is longer than our longest wait."""
 _CONTESTED = "another program keeps changing the slices of this node; find it and remove it"
@@ -113,7 +119,8 @@ class Publisher:
         self._delete_again_at = 0.0
         self._delete_backoff = Backoff(_BACKOFF_FIRST_S, _BACKOFF_MOST_S)
         self._refused = RefusedEntries()
-        self._pacing = WritePacing()
+        self._answers = TokenBucket(1 / _ANSWER_EVERY_S, _PROMPT_ANSWERS)
+        self._written: tuple[Pool | None, float] = None, -math.inf  # the last pool that was written, and when
         self._contested_at = -math.inf
         self._other_writers = OtherWriters(FIELD_MANAGER)
         self._existing: list[JsonObject] = []
@@ -235,7 +242,7 @@ class Publisher:
         owner = known or self.node.owner()
         pool = self._refused.publishable(self._wanted(inventory, owner))
         changes = self._changes(pool, owner)
-        if changes and self._pacing.lately(time.monotonic()):
+        if changes and time.monotonic() - self._written[1] < _CALM_AFTER_S:
             self._worker.pause(_QUIET_AFTER_WRITE_S)
             changes = self._changes(pool, owner)
         if changes.creates and known is not None:
@@ -246,7 +253,6 @@ class Publisher:
         self._owner = owner
         if not changes:
             self._other_writers.settled(self._existing)
-            self._pacing.not_needed()
             if self._refused.stored(*pool.slices, is_complete=True):
                 self.mark_dirty()
         else:
@@ -280,11 +286,11 @@ class Publisher:
         return without_fields(pool, support.missing)
 
     def _is_held_back(self, pool: Pool) -> bool:
-        """Whether the write must wait, so that a conflict with another writer does not overload the API
-        server.
+        """Whether the write must wait. A write of an unchanged pool reverts a change by another writer; our own
+        changes never wait.
         """
         now = time.monotonic()
-        wait_s = self._pacing.wait_s(pool, now)
+        wait_s = self._answers.ready_at(now) - now if pool == self._written[0] else 0.0
         if wait_s <= 0:
             return False
         self._contested_at = now
@@ -341,7 +347,9 @@ class Publisher:
         if not written and not deleted:
             return
         ended = time.monotonic()
-        self._pacing.wrote(pool, ended)
+        if pool == self._written[0]:
+            self._answers.take(ended)
+        self._written = pool, ended
         if self._behind_since is not None:
             self.observer.published(ended - self._behind_since)
         _log.info(

@@ -20,6 +20,7 @@ import pytest
 import yaml
 from playground.apiserver.server import PlaygroundApiServer
 
+from dra_driver.app.settings import Settings
 from dra_driver.base.file_lock import hold_file
 from dra_driver.cli.checks.check import BOUND_S, Check, Outcome, Shared, folded, not_written, run_checks
 from dra_driver.cli.checks.cluster import ClusterChecks, required_permissions
@@ -45,13 +46,14 @@ from dra_driver.kubelet.grpc_server import unary
 from dra_driver.kubelet.pb import cri_v1_pb2
 from dra_driver.model.claim import AllocatedClaim, ClaimRef
 from dra_driver.model.gpu import UnreadyFabric
-from dra_driver.model.host import DeviceNode, ExtraDevices
+from dra_driver.model.host import DeviceNode
 from dra_driver.model.inventory import DiscoveryFault, Inventory
-from dra_driver.model.mig import Partitioning, Placement
+from dra_driver.model.mig import MigLayouts, Partitioning, Placement
 from dra_driver.model.mps import MpsDaemonSpec
 from dra_driver.model.problems import FailingClaim, NodeProblem, ProblemCode
 from dra_driver.model.record import ClaimRecord, CreateMig, SetTimeSlice, Step
 from dra_driver.model.remedies import reset
+from dra_driver.model.sharing import SharingRule, share_all
 from dra_driver.mps_host.host_files import WANTED_FILE, mps_layout
 from dra_driver.reporting.node_problems import Reported
 from dra_driver.simulator import SimulatedDeviceNodes
@@ -75,6 +77,10 @@ HEALTHY = NodeView(
     "",
     gpus=tuple(SeenGpu(f"gpu-{number}", f"GPU-{number}", health="ok") for number in range(8)),
 )
+
+
+def settings(**more: Any) -> Settings:
+    return Settings(node_name=NODE, driver_name=DRIVER, **more)
 
 
 def says(finding: Finding, status: str, *parts: str) -> None:
@@ -240,7 +246,8 @@ class Host:
         nodes = more.pop("nodes", SimulatedDeviceNodes(self.node.machine.host_root))
         paths = replace(self.node.paths, **more.pop("paths", {}))
         node_view = more.pop("node_view", lambda: HEALTHY)
-        return DriverChecks(paths, nodes, Shared(read), node_view, **more)
+        users = more.pop("gpu_users", lambda: None)
+        return DriverChecks(paths, nodes, Shared(read), node_view, settings(**more), users)
 
 
 @pytest.fixture
@@ -355,7 +362,7 @@ def tray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
 
 def test_imex_in_order(assert_golden: CompareFinding, tray: Host) -> None:
     def requested(**more: Any) -> Finding:
-        checks = tray.checks(extra_devices=ExtraDevices(imex=0), **more)
+        checks = tray.checks(imex_channel=0, **more)
         [look] = [check.look for check in checks.all() if check.name == "IMEX"]
         return look()
 
@@ -363,9 +370,9 @@ def test_imex_in_order(assert_golden: CompareFinding, tray: Host) -> None:
     first, *others = tray.inventory.gpus
     one_outside = replace(tray.inventory, gpus=(replace(first, fabric=None), *others))
     assert_golden(requested(inventory=one_outside))
-    assert_golden(tray.checks(extra_devices=ExtraDevices(imex="all")).imex())
+    assert_golden(tray.checks(imex_channel="all").imex())
     tray.node.machine.set_system(imex="ready", imex_channels=5000)
-    assert_golden(tray.checks(extra_devices=ExtraDevices(imex="all")).imex())
+    assert_golden(tray.checks(imex_channel="all").imex())
     assert "IMEX" not in [check.name for check in tray.checks().all()]
 
 
@@ -374,25 +381,23 @@ def test_imex_that_claims_would_wait_for(
     tray: Host, state: str, channels: int, parts: tuple[str, ...]
 ) -> None:
     tray.node.machine.set_system(imex=state, imex_channels=channels)
-    says(tray.checks(extra_devices=ExtraDevices(imex=2)).imex(), "FAIL", *parts)
+    says(tray.checks(imex_channel=2).imex(), "FAIL", *parts)
 
 
 def test_imex_with_a_fabric_that_claims_would_wait_for(assert_golden: CompareFinding, tray: Host) -> None:
     first, *others = tray.inventory.gpus
     unready = replace(first, fabric=None, unready_fabric=UnreadyFabric("pending", "it is in progress"))
     assert_golden(
-        tray.checks(
-            extra_devices=ExtraDevices(imex=0), inventory=replace(tray.inventory, gpus=(unready, *others))
-        ).imex()
+        tray.checks(imex_channel=0, inventory=replace(tray.inventory, gpus=(unready, *others))).imex()
     )
 
 
 def test_imex_without_a_fabric(assert_golden: CompareFinding, host: Host) -> None:
-    assert_golden(host.checks(extra_devices=ExtraDevices(imex=0)).imex())
+    assert_golden(host.checks(imex_channel=0).imex())
 
 
 def test_checks_that_need_nvml_are_skipped_without_it(host: Host) -> None:
-    checks = host.checks(NvmlUnavailableError("away; x"), extra_devices=ExtraDevices(imex=0))
+    checks = host.checks(NvmlUnavailableError("away; x"), imex_channel=0)
     names = ("GPU processes", "IMEX", "MIG mode", "GPU memory")
     found = [one.finding for one in run_checks(checks.all()) if one.check in names]
     assert found == [skip("not checked without NVML")] * 4
@@ -401,9 +406,7 @@ def test_checks_that_need_nvml_are_skipped_without_it(host: Host) -> None:
 def test_host_devices_that_are_missing(assert_golden: CompareFinding, host: Host) -> None:
     def requested(*kinds: Any) -> Finding:
         [look] = [
-            check.look
-            for check in host.checks(extra_devices=ExtraDevices(host_devices=kinds)).all()
-            if check.name == "host devices"
+            check.look for check in host.checks(host_devices=kinds).all() if check.name == "host devices"
         ]
         return look()
 
@@ -526,12 +529,12 @@ def test_mig_mode_without_devices(assert_golden: CompareFinding, host: Host) -> 
     empty = replace(host.inventory, gpus=(replace(first, mig_enabled=True), *rest))
     checks = host.checks(empty)
     assert_golden(checks.mig_mode())
-    assert_golden(replace(checks, dynamic_mig=True).mig_mode())
+    assert_golden(replace(checks, settings=settings(dynamic_mig=True)).mig_mode())
 
 
 def test_the_hook_that_was_requested(assert_golden: CompareFinding, host: Host, tmp_path: Path) -> None:
     root = host.node.paths.driver_root
-    assert_golden(host.checks(hook=f"{root}/opt/hook").cdi_hook())
+    assert_golden(host.checks(nvidia_cdi_hook_path=f"{root}/opt/hook").cdi_hook())
     (tmp_path / "usr/bin").mkdir(parents=True)
     hook = tmp_path / "usr/bin/nvidia-cdi-hook"
     hook.write_text("#!/bin/sh\nprintf 'COMMANDS:\\n   create-symlinks x\\n   enable-cuda-compat y\\n'\n")
@@ -628,8 +631,12 @@ def test_a_file_in_the_place_of_the_cdi_directory(assert_golden: CompareFinding,
 
 
 def checks_of(root: Path) -> KubeletChecks:
-    state = root / "plugins" / DRIVER
-    return KubeletChecks(DRIVER, root / "reg", root / "plugins", lambda: read_state(state))
+    of_root = settings(
+        cdi_root=str(root / "cdi"),
+        kubelet_registrar_directory_path=str(root / "reg"),
+        kubelet_plugins_directory_path=str(root / "plugins"),
+    )
+    return KubeletChecks(of_root, lambda: read_state(of_root.plugin_directory))
 
 
 @pytest.fixture
@@ -650,35 +657,34 @@ def listen(stack: ExitStack, path: Path) -> None:
 
 def test_the_kubelets_directories(assert_golden: CompareFinding, kubelet: KubeletChecks) -> None:
     assert_golden(kubelet.directories())
-    away = replace(kubelet, registry=kubelet.registry / "x")
-    assert_golden(away.directories())
-    assert_golden(replace(kubelet, plugins=kubelet.plugins / "x").directories())
+    for name in ("kubelet_registrar_directory_path", "kubelet_plugins_directory_path"):
+        elsewhere = replace(kubelet.settings, **{name: f"{getattr(kubelet.settings, name)}/x"})
+        assert_golden(replace(kubelet, settings=elsewhere).directories())
 
 
 def test_records(assert_golden: CompareFinding, kubelet: KubeletChecks) -> None:
     assert_golden(kubelet.records())
-    store = RecordStore(kubelet.state / "claims")
+    store = RecordStore(kubelet.settings.plugin_directory / "claims")
     store.open("boot-1")
     for number, phase in enumerate(("prepared", "preparing")):
         ref = ClaimRef("ns", f"c{number}", f"uid-{number}")
         store.save(ClaimRecord(AllocatedClaim(ref, ()), phase, "boot", (), ()))  # type: ignore[arg-type]
     assert_golden(kubelet.records())
-    (kubelet.state / "claims/uid-9.json.unreadable-1").write_text("x")
+    (kubelet.settings.plugin_directory / "claims/uid-9.json.unreadable-1").write_text("x")
     assert_golden(kubelet.records())
-    cdi = kubelet.plugins.parent / "cdi"
+    cdi = Path(kubelet.settings.cdi_root)
     for place, name in (
         (cdi, f"k8s.{DRIVER}-claim_uid-1.yaml"),
         (cdi, "k8s.other.example.com-claim_uid-1.json"),
-        (kubelet.state, "health.json"),
-        (kubelet.state / "locks", "GPU-1.lock"),
-        (kubelet.state / "ledger", "GPU-1.json"),
-        (kubelet.state / "mps", "gpu-1.json"),
-        (kubelet.state / "dra-device-metadata/ns_c1/gpu", "metadata.json"),
+        (kubelet.settings.plugin_directory, "health.json"),
+        (kubelet.settings.plugin_directory / "locks", "GPU-1.lock"),
+        (kubelet.settings.plugin_directory / "ledger", "GPU-1.json"),
+        (kubelet.settings.plugin_directory / "mps", "gpu-1.json"),
+        (kubelet.settings.plugin_directory / "dra-device-metadata/ns_c1/gpu", "metadata.json"),
     ):
         (place / f"{name}.unreadable-1").mkdir(parents=True)
-    kubelet = replace(kubelet, cdi=cdi)
     assert_golden(kubelet.records())
-    broken = kubelet.state / "claims/uid-8.json"
+    broken = kubelet.settings.plugin_directory / "claims/uid-8.json"
     broken.write_text("x")
     assert_golden(kubelet.records())
     assert broken.read_text() == "x"
@@ -689,7 +695,7 @@ def test_cleanup_and_layout_are_not_known_when_a_file_cannot_be_read(
     kubelet: KubeletChecks, file: str
 ) -> None:
     assert (kubelet.cleanup().status, kubelet.mig_layout().status) == ("OK", "OK")
-    path = kubelet.state / file
+    path = kubelet.settings.plugin_directory / file
     path.parent.mkdir(exist_ok=True)
     path.write_text("x")
     text = "not known, because some of the plugin's files cannot be read: see `records`"
@@ -720,7 +726,7 @@ def test_pending_cleanup_fails_if_it_withholds_a_device(
 
 
 def test_records_of_a_boot_that_is_not_known_are_not_called_prepared(kubelet: KubeletChecks) -> None:
-    store = RecordStore(kubelet.state / "claims")
+    store = RecordStore(kubelet.settings.plugin_directory / "claims")
     store.open("boot-1")
     store.save(ClaimRecord(AllocatedClaim(ClaimRef("ns", "c", "uid-1"), ()), "prepared", "boot-1", (), ()))
     assert kubelet.records() == warn(
@@ -731,7 +737,7 @@ def test_records_of_a_boot_that_is_not_known_are_not_called_prepared(kubelet: Ku
 
 def test_the_mps_host(assert_golden: CompareFinding, kubelet: KubeletChecks) -> None:
     assert_golden(kubelet.mps_host())
-    layout = mps_layout(kubelet.state)
+    layout = mps_layout(kubelet.settings.plugin_directory)
     for directory in (layout.wanted_directory, layout.statuses):
         directory.mkdir(parents=True)
     layout.lock.touch()
@@ -785,7 +791,7 @@ def answers() -> Answers:
 
 @pytest.fixture
 def cluster(answers: Answers) -> ClusterChecks:
-    return ClusterChecks(Shared(lambda: answers), DRIVER, NODE)  # type: ignore[arg-type, return-value]
+    return ClusterChecks(Shared(lambda: answers), settings())  # type: ignore[arg-type, return-value]
 
 
 @tabled("is_served", "status", "parts")
@@ -817,7 +823,7 @@ def test_permissions(assert_golden: CompareFinding, cluster: ClusterChecks, answ
     answers.denied = {"confine drivers"}
     assert_golden(cluster.permissions())
     answers.denied = {"watch nodes"}
-    assert_golden(replace(cluster, mig_layouts=True).permissions())
+    assert_golden(replace(cluster, settings=settings(mig_layouts=MigLayouts(from_label=True))).permissions())
 
 
 def test_checked_permissions_are_exactly_those_of_the_cluster_role(
@@ -898,14 +904,14 @@ def server() -> Iterator[PlaygroundApiServer]:
 def against(server: PlaygroundApiServer, directory: Path, **more: Any) -> ClusterChecks:
     server.write_kubeconfig(directory / "kubeconfig")
     client = ApiClient(load_endpoint(directory / "kubeconfig"))
-    return ClusterChecks(Shared(lambda: client), DRIVER, NODE, **more)
+    return ClusterChecks(Shared(lambda: client), settings(), **more)
 
 
 def test_api_server_that_is_slow_is_a_warning_with_its_address(tmp_path: Path) -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as silent:
         address = f"http://127.0.0.1:{silent.getsockname()[1]}"
         client = ApiClient(Endpoint(server=address), timeout_s=0.2)
-        found = ClusterChecks(Shared(lambda: client), DRIVER, NODE).api_server()
+        found = ClusterChecks(Shared(lambda: client), settings()).api_server()
     says(found, "WARN", f"{address} did not answer in time", "/readyz")
 
 
@@ -943,7 +949,9 @@ def test_feature_gates(
 ) -> None:
     with PlaygroundApiServer(gates=dict.fromkeys(off, False)) as server:
         server.add("nodes", {"metadata": {"name": NODE}})
-        says(against(server, tmp_path, **options).feature_gates(), status, *parts)
+        shared = {"sharing": share_all(SharingRule("shares", 4))} if options.pop("sharing", False) else {}
+        checks = replace(against(server, tmp_path), settings=settings(**options, **shared))
+        says(checks.feature_gates(), status, *parts)
         assert server.writes() == []
         assert server.objects("deviceclasses") == []
 
@@ -993,7 +1001,7 @@ def test_findings_fail_if_pods_get_no_devices_and_otherwise_warn(tmp_path: Path)
         ),
         (claim,),
     )
-    checks = KubeletChecks(DRIVER, tmp_path, tmp_path, NodeState, None, lambda: reported)
+    checks = KubeletChecks(settings(), NodeState, lambda: reported)
     found = checks.plugin()
     assert [(one.status, one.seen) for one in found] == [
         ("FAIL", "Prepare of claim ml/train fails (tried 3 times): no room"),
@@ -1020,7 +1028,7 @@ def test_findings_fail_if_pods_get_no_devices_and_otherwise_warn(tmp_path: Path)
 def test_file_of_a_newer_release_keeps_pods_away_unless_it_has_only_health(tmp_path: Path) -> None:
     def status(problem: NodeProblem) -> str:
         reported = Reported((problem,), ())
-        return KubeletChecks(DRIVER, tmp_path, tmp_path, NodeState, None, lambda: reported).plugin()[0].status
+        return KubeletChecks(settings(), NodeState, lambda: reported).plugin()[0].status
 
     file = tmp_path / "health.json"
     file.write_text('{"version": 99}')

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from dra_driver.app.settings import Settings
 from dra_driver.cli.checks.check import Shared
 from dra_driver.cli.checks.driver import DriverChecks
 from dra_driver.cli.checks.passthrough import PassthroughChecks
@@ -131,8 +132,8 @@ def driver_checks(host: Host, *, passthrough: bool, users: Callable[[], list[str
         host.nodes,
         Shared(host.simulated.discover),
         lambda: NodeView("node-a", "gpu.nvidia.com", ""),
-        gpu_users=users,
-        passthrough=passthrough,
+        Settings(node_name="node-a", passthrough=passthrough),
+        users,
     )
 
 

@@ -20,7 +20,7 @@ from dra_driver.journal.executor import StepDispatcher
 from dra_driver.model.claim import AllocatedClaim, ClaimRef, PodRef
 from dra_driver.model.mps import MpsDaemonSpec
 from dra_driver.model.record import ClaimRecord, RunMps, SetTimeSlice, Step, WriteCdiSpec
-from dra_driver.reporting.metrics import Metrics, reason_of, step_label
+from dra_driver.reporting.metrics import Metrics, Operation, reason_of, step_label
 from tests.fakes.samples import DRIVER, GPU_0, MIXED, NODE, claim, hold, record
 from tests.fakes.scrapes import (
     DOCUMENT,
@@ -79,9 +79,9 @@ def test_buckets_hold_those_of_the_incumbent(metrics: Metrics) -> None:
 
 
 def test_success_is_counted_and_timed(metrics: Metrics) -> None:
-    metrics.prepared(0.004, None)
-    metrics.prepared(0.2, None)
-    metrics.unprepared(1.0, None)
+    metrics.ended("prepare", 0.004)
+    metrics.ended("prepare", 0.2)
+    metrics.ended("unprepare", 1.0)
     assert value(metrics, "nvidia_dra_requests_total", driver=DRIVER, operation="prepare") == 2
     assert value(metrics, "nvidia_dra_requests_total", driver=DRIVER, operation="unprepare") == 1
     seconds = value(metrics, "nvidia_dra_request_duration_seconds_sum", driver=DRIVER, operation="prepare")
@@ -95,8 +95,8 @@ def test_failure_is_counted_by_its_cause_and_not_as_a_request(
     more = {"status": 403} if name == "ApiRejectedError" else {}
     error = getattr(errors, name, ValueError)("x", **more)
     assert reason_of(error) == reason
-    metrics.prepared(0.1, error)
-    metrics.unprepared(0.1, error)
+    metrics.ended("prepare", 0.1, error)
+    metrics.ended("unprepare", 0.1, error)
     for operation in ("prepare", "unprepare"):
         name = f"nvidia_dra_node_{operation}_errors_total"
         assert value(metrics, name, driver=DRIVER, error_type=reason) == 1
@@ -125,7 +125,7 @@ def test_prepared_devices_are_those_of_the_records_at_each_scrape(metrics: Metri
 
 def test_two_drivers_in_one_process_do_not_meet() -> None:
     first, second = Metrics("a", NODE, list), Metrics("b", NODE, list)
-    first.prepared(0.1, None)
+    first.ended("prepare", 0.1)
     assert value(second, "nvidia_dra_requests_total", driver="b", operation="prepare") == 0
 
 
@@ -234,9 +234,9 @@ OPEN = {
 
 def test_both_formats_say_the_same() -> None:
     metrics = complete_metrics()
-    for observe in (metrics.prepared, metrics.unprepared):
-        observe(0.1, None)
-        observe(0.1, ValueError())
+    for operation in get_args(Operation):
+        metrics.ended(operation, 0.1)
+        metrics.ended(operation, 0.1, ValueError())
     metrics.waited(1)
     metrics.published(1)
     texts = generate_latest(metrics.registry).decode(), generate_openmetrics(metrics.registry).decode()

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from prometheus_client import Counter
 
 from dra_driver.base.threads import run_in_parallel
 from dra_driver.errors import StateError
@@ -18,7 +19,7 @@ from dra_driver.model.inventory import DiscoveryFault, Inventory
 from dra_driver.model.maintenance import Maintenance
 from dra_driver.model.mig import Partitioning, PlacedProfile, Placement
 from dra_driver.model.record import ClaimRecord
-from dra_driver.reporting.metric_views import Readings, Views
+from dra_driver.reporting.metric_views import Views
 from dra_driver.reporting.metrics import Metrics
 from tests.fakes.samples import (
     DRIVER,
@@ -344,10 +345,17 @@ def test_source_that_fails_costs_its_own_metrics_only_and_is_counted(metrics: Me
     assert counted["readiness", "error"] == counted["claims", "timeout"] == 0
 
 
+def errors() -> Counter:
+    return Counter("nvidia_dra_scrape_errors", "", ("driver", "source", "cause"), registry=None)
+
+
 def test_source_that_hangs_is_left_out_asked_once_and_reported_when_it_answers() -> None:
-    release, requested, failed = threading.Event(), [], []
-    readings = Readings(lambda *what: failed.append(what), within_s=0.2)
-    views = Views(DRIVER, NODE, readings, lambda source: None)
+    release, requested, failed = threading.Event(), [], errors()
+    views = Views(DRIVER, NODE, failed, within_s=0.2)
+
+    def failures() -> dict[tuple[str, str], float]:
+        samples = [one for family in failed.collect() for one in family.samples if one.value]
+        return {(one.labels["source"], one.labels["cause"]): one.value for one in samples}
 
     def states() -> list[str]:
         requested.append(threading.current_thread())
@@ -357,19 +365,19 @@ def test_source_that_hangs_is_left_out_asked_once_and_reported_when_it_answers()
     views.mps(states)
     views.value("readiness", "ready", lambda: True)
     for times in (1, 2, 3):
-        assert [family.name for family in readings.collect()] == ["nvidia_dra_ready"]
-        assert failed == [("mps", "timeout")] * times
+        assert [family.name for family in views.collect()] == ["nvidia_dra_ready"]
+        assert failures() == {("mps", "timeout"): times}
     assert len(requested) == 1
     release.set()
     requested[0].join(PATIENCE_S)
-    patient = Readings(lambda *what: failed.append(what), within_s=10)
-    Views(DRIVER, NODE, patient, lambda source: None).mps(states)
+    patient = Views(DRIVER, NODE, failed, within_s=10)
+    patient.mps(states)
     assert [family.name for family in patient.collect()] == ["nvidia_dra_mps_daemons"]
-    assert len(failed) == 3
+    assert failures() == {("mps", "timeout"): 3}
 
 
 def test_scrapes_at_the_same_time_are_all_answered() -> None:
-    readings = Readings(lambda *what: None, within_s=10)
-    Views(DRIVER, NODE, readings, lambda source: None).mps(lambda: ["ready"])
-    answers = run_in_parallel([lambda: [family.name for family in readings.collect()]] * 3, 3)
+    views = Views(DRIVER, NODE, errors(), within_s=10)
+    views.mps(lambda: ["ready"])
+    answers = run_in_parallel([lambda: [family.name for family in views.collect()]] * 3, 3)
     assert [answer.result() for answer in answers] == [["nvidia_dra_mps_daemons"]] * 3

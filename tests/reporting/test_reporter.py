@@ -50,9 +50,7 @@ class Listener:
         self.states.append((devices, written))
         self.firsts.append(is_first)
 
-    def prepared(self, duration_s, error): ...
-
-    def unprepared(self, duration_s, error): ...
+    def ended(self, operation, duration_s, error=None): ...
 
     def mig_changed(self, action, duration_s, error):
         self.counted.append((action, duration_s, error))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from playground.apiserver import PlaygroundApiServer
 
+from dra_driver.base.backoff import TokenBucket
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError
 from dra_driver.kube.client import ApiClient
 from dra_driver.kube.slices import SliceCache
@@ -20,10 +21,8 @@ from dra_driver.slices import api_support, refusals
 from dra_driver.slices import publisher as module
 from dra_driver.slices.api_support import Support
 from dra_driver.slices.refusals import RefusedEntries
-from dra_driver.slices.rules import other_writers
 from dra_driver.slices.rules.build import Pool, SliceContent, Taints, untainted
 from dra_driver.slices.rules.diff import SHARES_GATE, TAINTS_GATE, Owner, slice_changes
-from dra_driver.slices.rules.other_writers import WritePacing
 from tests.fakes.clock import Clock
 from tests.fakes.samples import DRIVER, GPU_0, GPU_1, GPU_2, MIXED, NODE, h100, inventory
 from tests.fakes.slices import FakeSlices, RecordedCalls, publisher_of, support_of
@@ -337,63 +336,10 @@ def test_backoff_has_an_end_and_starts_over_after_success(bench: Bench) -> None:
     assert any(requested <= 0.12 for requested in waits.requested)
 
 
-def gaps(pace: WritePacing, times: int, rival_s: float, start: float = 0.0) -> tuple[list[float], float]:
-    """Returns the wait before each of our answers to someone who reverts each `rival_s` later, and the time
-    after.
-    """
-    now, waits = start, []
-    for _ in range(times):
-        now += rival_s
-        waits.append(pace.wait_s(MANY, now))
-        now += waits[-1]
-        assert pace.wait_s(MANY, now) == 0, "it is due when it said"
-        pace.wrote(MANY, now)
-    return waits, now
-
-
-MANY, OTHER = Pool("node-a", (SliceContent(),)), Pool("node-a", (SliceContent(), SliceContent()))
-
-
-@pytest.mark.parametrize("rival_s", [0.001, 3.0, 30.0, 59.0])
-def test_answers_to_a_rival_become_rarer_and_stay_rare(rival_s: float) -> None:
-    pace = WritePacing()
-    pace.wrote(MANY, 0.0)
-    waits, _ = gaps(pace, 30, rival_s)
-    assert waits == pytest.approx([0] * 10 + [1, 2, 4, 8, 16] + [30] * 15)
-
-
-def test_answers_are_prompt_again_after_a_calm_minute() -> None:
-    pace = WritePacing()
-    pace.wrote(MANY, 0.0)
-    _, now = gaps(pace, 20, 0.1)
-    assert pace.contested
-    waits, _ = gaps(pace, 1, 61.0, now)
-    assert waits == [0]
-
-
-def test_own_change_does_not_wait_for_a_rival() -> None:
-    pace = WritePacing()
-    pace.wrote(MANY, 0.0)
-    _, now = gaps(pace, 20, 0.1)
-    assert pace.wait_s(OTHER, now + 0.1) == 0
-    pace.wrote(OTHER, now + 0.1)
-    assert pace.wait_s(OTHER, now + 0.2) == pytest.approx(30), "the rival is still there"
-
-
-def test_wait_ends_when_the_rival_puts_things_right() -> None:
-    pace = WritePacing()
-    pace.wrote(MANY, 0.0)
-    _, now = gaps(pace, 20, 0.1)
-    assert pace.wait_s(MANY, now + 1) == pytest.approx(30)
-    assert pace.wait_s(MANY, now + 11) == pytest.approx(20)
-    pace.not_needed()
-    assert pace.wait_s(MANY, now + 12) == pytest.approx(30)
-
-
 def test_rival_is_answered_rarely_but_own_changes_go_out(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(other_writers, "_PROMPT_ANSWERS", 3)
+    bench.publisher._answers = TokenBucket(1 / 30, 3)
     monkeypatch.setattr(module, "_QUIET_AFTER_WRITE_S", 0.001)
 
     def spoil(obj: dict) -> dict:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from dra_driver.app.settings import Settings
 from dra_driver.base.installation import apply_again, helm_set
 from dra_driver.cli.checks.admission import MARK_RESOURCE, MARK_VERB, AdmissionProof
 from dra_driver.cli.checks.check import Check, Shared
@@ -51,14 +52,20 @@ class ClusterChecks:
     """
 
     client: Shared[ApiClient]
-    driver: str
-    node: str
-    dynamic_mig: bool = False
-    sharing: bool = False
-    mig_layouts: bool = False
+    settings: Settings
     configured: bool = True
     claims: Callable[[], Sequence[ClaimRef]] = tuple
     has_gpus: Callable[[], bool] = lambda: True
+
+    @property
+    def driver(self) -> str:
+        """The driver's name."""
+        return self.settings.driver_name
+
+    @property
+    def node(self) -> str:
+        """The name of this node."""
+        return self.settings.node_name
 
     def api_server(self) -> Finding:
         """Check that the API server answers and serves resource.k8s.io."""
@@ -86,7 +93,7 @@ class ClusterChecks:
 
     def permissions(self) -> Finding:
         """Check the permissions of gpu-dra-driver."""
-        needed = required_permissions(self.driver, mig_layouts=self.mig_layouts)
+        needed = required_permissions(self.driver, mig_layouts=self.settings.mig_layouts.is_on)
         client = self.client.get()
         denied = [wanted for wanted in needed if not is_allowed(client, wanted)]
         hard = [str(permission) for permission in denied if not permission.optional]
@@ -194,10 +201,10 @@ class ClusterChecks:
         support = ask_support(client, owner, Support(), partitions=True)
         problem = support.no_partitions
         off = set(support.missing) | (set() if problem is None else {PARTITIONS_GATE})
-        if problem is not None and self.dynamic_mig:
+        if problem is not None and self.settings.dynamic_mig:
             why, _, remedy = problem.rpartition("; ")
             return fail(f"--dynamic-mig does nothing: {why}", remedy)
-        if SHARES_GATE in off and self.sharing:
+        if SHARES_GATE in off and self.settings.sharing.entries:
             return fail(
                 f"{SHARES_GATE} is off, so claims cannot share devices as configured",
                 f"use Kubernetes 1.36, or --feature-gates={SHARES_GATE}=true for API server, scheduler and kubelet",

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from dra_driver.app.settings import Settings
 from dra_driver.base.installation import helm_set
 from dra_driver.base.threads import NotAnsweredError
 from dra_driver.cli.checks.check import Check, Look, Shared
@@ -22,7 +23,7 @@ from dra_driver.errors import (
     NvmlUnavailableError,
     RetryableError,
 )
-from dra_driver.health.rules.taints import DEFAULT_POLICY, TaintPolicy
+from dra_driver.health.rules.taints import TaintPolicy
 from dra_driver.host.device_nodes import DevCharLinks, DeviceNodeReader, DevRoot, HostDeviceFinder
 from dra_driver.host.driver_programs import InstalledPrograms
 from dra_driver.host.driver_root import find_nvml_library
@@ -37,8 +38,6 @@ from dra_driver.model.host import (
     HOST_DEVICE_NODES,
     HOST_DEVICE_REMEDIES,
     MAX_IMEX_CHANNELS,
-    NO_EXTRA_DEVICES,
-    ExtraDevices,
     HostPaths,
     ImexChannels,
     PciFunction,
@@ -60,20 +59,16 @@ class _NotKnownError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class DriverChecks:
-    """Checks one host. `inventory` raises NVML's errors, and has MIG profiles; `node_view` returns `top`'s data."""
+    """Checks one host. `inventory` raises NVML's errors, and has MIG profiles; `node_view` returns `top`'s data.
+    `gpu_users` returns programs that have a GPU open, except those of gpu-dra-driver and claims; None if unknown.
+    """
 
     paths: HostPaths
     nodes: DeviceNodeReader
     inventory: Shared[Inventory]
     node_view: Callable[[], NodeView]
-    hook: str | None = None
-    dynamic_mig: bool = False
+    settings: Settings
     gpu_users: Callable[[], Sequence[str] | None] = lambda: None
-    """Returns programs that have a GPU open, except those of gpu-dra-driver and claims; None if unknown."""
-    extra_devices: ExtraDevices = NO_EXTRA_DEVICES
-    passthrough: bool = False
-    taints: TaintPolicy = DEFAULT_POLICY
-    node: str = "NODE"
 
     def gpus_on_the_bus(self) -> Finding:
         """Check that there are GPUs, and that they are bound to the NVIDIA driver."""
@@ -106,7 +101,7 @@ class DriverChecks:
                 f"not bound to a driver: {named(unbound)}",
                 "run `modprobe nvidia` on the node; if that fails, `dmesg | grep -i nvrm` shows why",
             )
-        if passed and self.passthrough:
+        if passed and self.settings.passthrough:
             return ok(f"{len(functions)} on the PCI bus, {len(passed)} bound to vfio for virtual machines")
         if passed:
             return warn(
@@ -184,7 +179,9 @@ class DriverChecks:
             seen = str(error).partition("; ")[0]
             if isinstance(error, NotAnsweredError):
                 # nvidia-smi would hang too.
-                return fail(seen, f"`dmesg | grep -i nvrm` on the node shows why; {reboot(self.node)}")
+                return fail(
+                    seen, f"`dmesg | grep -i nvrm` on the node shows why; {reboot(self.settings.node_name)}"
+                )
             return fail(seen, "run `nvidia-smi` on the node; if it fails, `dmesg | grep -i nvrm` shows why")
         loaded = self._loaded_version()
         version = inventory.versions.driver
@@ -213,7 +210,8 @@ class DriverChecks:
     def health(self) -> list[Finding]:
         """Check the health of every GPU and MIG device."""
         inventory = self.inventory.or_none()
-        found = health_findings(self.node_view(), has_nvml=inventory is not None, policy=self.taints)
+        policy = TaintPolicy(dict(self.settings.taint_effects))
+        found = health_findings(self.node_view(), has_nvml=inventory is not None, policy=policy)
         gpus = () if inventory is None else inventory.gpus
         dark = [gpu.pci_bus_id or gpu.uuid for gpu in gpus if gpu.nvlink_links == 0 and not gpu.mig_enabled]
         if len(dark) > 1:
@@ -276,7 +274,7 @@ class DriverChecks:
         inventory = self._known()
         on = [gpu for gpu in inventory.gpus if gpu.mig_enabled]
         empty = {gpu.uuid: gpu.pci_bus_id or gpu.uuid for gpu in on if not gpu.mig_devices}
-        if empty and not self.dynamic_mig:
+        if empty and not self.settings.dynamic_mig:
             cut = next((gpu.partitioning for gpu in on if gpu.uuid in empty), None)
             placed = cut.profiles if cut is not None else ()
             smallest = min((one.profile for one in placed), key=lambda one: one.memory_mib, default=None)
@@ -295,7 +293,7 @@ class DriverChecks:
 
     def gpu_agents(self) -> Finding:
         """Check for programs that keep GPUs open, which blocks MIG mode changes and passthrough."""
-        if not self.dynamic_mig and not self.passthrough:
+        if not self.settings.dynamic_mig and not self.settings.passthrough:
             return skip("only checked with MIG on demand or passthrough")
         users = self.gpu_users()
         if users is None:
@@ -305,13 +303,13 @@ class DriverChecks:
                 "no virtual machine can get these GPUs",
                 "do not run these programs on nodes with virtual machines",
             )
-            if self.dynamic_mig:
+            if self.settings.dynamic_mig:
                 hinders = "the NVIDIA driver cannot switch MIG mode"
                 cure = "switch MIG mode on at boot, before these programs start"
-            page = "mig" if self.dynamic_mig else "passthrough"
+            page = "mig" if self.settings.dynamic_mig else "passthrough"
             inventory = self.inventory.or_none() or Inventory()
             modes = {gpu.mig_enabled for gpu in inventory.gpus if gpu.partitioning is not None}
-            if self.dynamic_mig and modes == {True}:
+            if self.settings.dynamic_mig and modes == {True}:
                 return ok(f"these programs keep GPUs open, but MIG mode is on already: {named(users)}")
             return fail(
                 f"these programs keep GPUs open, so {hinders}: {named(users)}",
@@ -321,7 +319,7 @@ class DriverChecks:
 
     def imex(self) -> Finding:
         """Check that claims for GPUs in an NVLink fabric get their IMEX channel."""
-        wanted = self.extra_devices.imex
+        wanted = self.settings.extra_devices.imex
         if wanted is None:
             return skip("claims get no IMEX channels")
         inventory = self._known()
@@ -378,7 +376,7 @@ class DriverChecks:
 
     def host_devices(self) -> Finding:
         """Check that the host has the extra devices that every claim should get."""
-        kinds = self.extra_devices.host_devices
+        kinds = self.settings.extra_devices.host_devices
         finder = HostDeviceFinder(self.paths, nodes=self.nodes)
         missing = [kind for kind in kinds if not finder.find(kind).nodes]
         if missing:
@@ -392,7 +390,7 @@ class DriverChecks:
     def cdi_hook(self) -> Finding:
         """Check nvidia-cdi-hook, which creates the links to libraries in containers."""
         try:
-            hook = HookFinder(self.paths, self.hook).find()
+            hook = HookFinder(self.paths, self.settings.nvidia_cdi_hook_path).find()
         except RetryableError as error:
             seen, _, remedy = str(error).partition(": ")
             return fail(seen, remedy)
@@ -463,8 +461,8 @@ class DriverChecks:
             "GPU processes": self.gpu_processes,
             "MIG mode": self.mig_mode,
             "GPU agents": self.gpu_agents,
-            "IMEX": None if self.extra_devices.imex is None else self.imex,
-            "host devices": self.host_devices if self.extra_devices.host_devices else None,
+            "IMEX": None if self.settings.extra_devices.imex is None else self.imex,
+            "host devices": self.host_devices if self.settings.extra_devices.host_devices else None,
             "nvidia-cdi-hook": self.cdi_hook,
             "persistence": self.persistence,
             "GPU memory": self.gpu_memory,
@@ -479,7 +477,7 @@ class DriverChecks:
             except _NotKnownError:
                 found = skip("not checked without NVML")
             gpus = self._sysfs.gpus()
-            if self.passthrough and gpus and len(self._under_vfio(gpus)) == len(gpus):
+            if self.settings.passthrough and gpus and len(self._under_vfio(gpus)) == len(gpus):
                 return skip("every GPU of this node is bound to vfio")
             is_ok = isinstance(found, Finding) and found.status == "OK"
             return found if is_ok or gpus else skip("no NVIDIA GPU on the PCI bus")

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from dra_driver.app.settings import Settings
 from dra_driver.base.file_lock import is_locked
 from dra_driver.base.installation import logs
 from dra_driver.cli.checks.check import Check, not_written, of_text
@@ -31,22 +32,13 @@ _UNREAD = "not known, because some of the plugin's files cannot be read: see `re
 class KubeletChecks:
     """Checks the kubelet's side of a node.
 
-    `registry` is the kubelet's plugin registry, `plugins` its plugin directory, `driver` the driver's name.
-    `node_state` reads the plugin's files, and `cdi` is the directory of CDI specs. `reported` queries the plugin for
-    its problems; None if no plugin can be running.
+    `node_state` reads the plugin's files. `reported` queries the plugin for its problems; None if no plugin can be
+    running.
     """
 
-    driver: str
-    registry: Path
-    plugins: Path
+    settings: Settings
     node_state: Callable[[], NodeState]
-    cdi: Path | None = None
     reported: Callable[[], Reported] | None = None
-
-    @property
-    def state(self) -> Path:
-        """The plugin's directory."""
-        return self.plugins / self.driver
 
     def plugin(self) -> list[Finding]:
         """Check the problems that the plugin reports, and the claims that fail."""
@@ -74,9 +66,11 @@ class KubeletChecks:
     def directories(self) -> Finding:
         """Check that the kubelet's directories are writable."""
         # A pod without privileges has only its own plugin directory mounted.
-        plugins = self.state if self.state.is_dir() else self.plugins
+        state = self.settings.plugin_directory
+        registry = Path(self.settings.kubelet_registrar_directory_path)
+        plugins = state if state.is_dir() else state.parent
         for path, flag in (
-            (self.registry, "--kubelet-registrar-directory-path"),
+            (registry, "--kubelet-registrar-directory-path"),
             (plugins, "--kubelet-plugins-directory-path"),
         ):
             if not path.is_dir():
@@ -87,7 +81,7 @@ class KubeletChecks:
             problem = not_written(path)
             if problem is not None:
                 return problem
-        return ok(f"gpu-dra-driver can write to {self.registry} and {plugins}")
+        return ok(f"gpu-dra-driver can write to {registry} and {plugins}")
 
     def records(self) -> Finding:
         """Check that the records are readable."""
@@ -98,7 +92,7 @@ class KubeletChecks:
                 state.faults[0] + more,
                 "see `gpu-dra-driver claims`; the plugin renames unreadable files, except those of a newer release",
             )
-        aside = set_aside_files(self.state, self.cdi, self.driver)
+        aside = set_aside_files(self.settings)
         if aside:
             places = sorted({str(path.parent) for path in aside})
             return warn(
@@ -146,7 +140,7 @@ class KubeletChecks:
 
     def mps_host(self) -> Finding:
         """Check that the MPS host runs and has applied its desired state. MPS claims wait for it."""
-        layout = mps_layout(self.state)
+        layout = mps_layout(self.settings.plugin_directory)
         if not layout.lock.exists():
             return ok(
                 "the MPS host has never run on this node; only MPS claims need it (chart value mps.enabled)"

@@ -12,7 +12,6 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
@@ -70,10 +69,7 @@ def shares_of(claim: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str, str], 
 
 def amount_of(text: Any) -> Fraction:
     """Return the value of a quantity that the API server has accepted. Raises: InvalidConfigError."""
-    return _parsed(str(text))
-
-
-_parsed = lru_cache(maxsize=4096)(parse_quantity)
+    return parse_quantity(str(text))
 
 
 def _amount_of(wanted: str | None, entry: Mapping[str, Any]) -> str | None:

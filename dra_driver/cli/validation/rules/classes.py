@@ -67,15 +67,7 @@ def _mig_class(profile: str, label: str, driver: str) -> JsonObject:
         f'"profile" in {attributes}',
         f'{attributes}.profile == "{profile}"',
     )
-    return {
-        "apiVersion": "resource.k8s.io/v1",
-        "kind": "DeviceClass",
-        "metadata": {"name": f"mig-{label}.{_DOMAIN}"},
-        "spec": {
-            "selectors": [{"cel": {"expression": " &&\n".join(terms)}}],
-            "extendedResourceName": f"{_DOMAIN}/mig-{label}",
-        },
-    }
+    return _class(f"mig-{label}.{_DOMAIN}", " &&\n".join(terms), resource=f"{_DOMAIN}/mig-{label}")
 
 
 API_VERSION = "resource.k8s.io/v1"

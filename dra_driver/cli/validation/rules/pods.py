@@ -92,21 +92,32 @@ def pod_faults(spec: JsonObject, path: str) -> list[FieldFault]:
 
 def _resource_faults(spec: JsonObject, path: str) -> Iterator[FieldFault]:
     """Yield the faults of extended resources, such as nvidia.com/gpu, that the API server would refuse."""
+    for place, container in _containers(spec):
+        resources = container.get("resources") or {}
+        limits, requests = resources.get("limits") or {}, resources.get("requests") or {}
+        for kind, amounts in (("requests", requests), ("limits", limits)):
+            for name, wanted in amounts.items():
+                here = f"{path}.{place}.resources.{kind}.{name}"
+                if "/" not in str(name):
+                    yield from _not_standard(str(name), here)
+                elif not _is_whole(wanted):
+                    text = f"{wanted!r} is not a whole number; a device cannot be divided"
+                    yield FieldFault(here, text)
+                elif kind == "requests" and str(limits.get(name)) != str(wanted):
+                    text = "an extended resource needs a limit that is equal to the request"
+                    yield FieldFault(here, f"{text}; write it under limits alone")
+
+
+def _containers(spec: JsonObject) -> Iterator[tuple[str, JsonObject]]:
+    """Yield the init containers and containers of a pod, each with its path, such as `containers[0]`."""
     for place in _PLACES:
         for number, container in enumerate(spec.get(place) or ()):
-            resources = container.get("resources") or {}
-            limits, requests = resources.get("limits") or {}, resources.get("requests") or {}
-            for kind, amounts in (("requests", requests), ("limits", limits)):
-                for name, wanted in amounts.items():
-                    here = f"{path}.{place}[{number}].resources.{kind}.{name}"
-                    if "/" not in str(name):
-                        yield from _not_standard(str(name), here)
-                    elif not _is_whole(wanted):
-                        text = f"{wanted!r} is not a whole number; a device cannot be divided"
-                        yield FieldFault(here, text)
-                    elif kind == "requests" and str(limits.get(name)) != str(wanted):
-                        text = "an extended resource needs a limit that is equal to the request"
-                        yield FieldFault(here, f"{text}; write it under limits alone")
+            yield f"{place}[{number}]", container
+
+
+def _claims_in(container: JsonObject) -> Sequence[JsonObject]:
+    """Return the claims that a container of a valid pod uses."""
+    return (container.get("resources") or {}).get("claims") or ()
 
 
 def _not_standard(name: str, path: str) -> Iterator[FieldFault]:
@@ -144,7 +155,7 @@ def with_claims_once(spec: JsonObject) -> JsonObject:
 
     def renamed(container: JsonObject) -> JsonObject:
         resources = container.get("resources") or {}
-        claims = [used | {"name": same[used["name"]]} for used in resources.get("claims") or ()]
+        claims = [used | {"name": same[used["name"]]} for used in _claims_in(container)]
         return container | {"resources": resources | {"claims": claims}}
 
     containers = {place: list(map(renamed, spec[place])) for place in _PLACES if spec.get(place)}
@@ -238,11 +249,10 @@ def mps_hints(
     `claims` has the result of `mps_requests` for each entry of `resourceClaims`, and `extended` that of the claim for
     extended resources.
     """
-    containers = [container for place in _PLACES for container in spec.get(place) or ()]
-    for index, container in enumerate(containers):
+    for index, (_, container) in enumerate(_containers(spec)):
         used = {
             f"the request {name} of claim {one['name']}": uses
-            for one in (container.get("resources") or {}).get("claims") or ()
+            for one in _claims_in(container)
             for name, uses in claims.get(one["name"], {}).items()
             if one.get("request") in (None, "", name)
         }
@@ -260,26 +270,24 @@ def mps_hints(
 def trap_hints(spec: JsonObject, entry: str, *, uses_mps: bool) -> Iterator[str]:
     """Yield known pitfalls of containers, in a valid pod, that use this entry of `resourceClaims`."""
     users = set()
-    for place in _PLACES:
-        for container in spec.get(place) or ():
-            claims = (container.get("resources") or {}).get("claims") or ()
-            if entry not in [one["name"] for one in claims]:
-                continue
-            who = f"container {container.get('name')}"
-            user = (container.get("securityContext") or spec.get("securityContext") or {}).get("runAsUser")
-            users |= {user} if place == "containers" else set()
-            for mount in container.get("volumeMounts") or () if uses_mps else ():
-                if isinstance(mount, dict) and str(mount.get("mountPath")).rstrip("/") == "/dev/shm":  # noqa: S108
-                    yield (
-                        f"{who}: the claim {entry} uses MPS, whose /dev/shm hides the volume {mount.get('name')} that "
-                        "the container mounts there; remove the volume"
-                    )
-            for variable in container.get("env") or ():
-                if isinstance(variable, dict) and variable.get("name") == "NVIDIA_VISIBLE_DEVICES":
-                    yield (
-                        f"{who}: NVIDIA_VISIBLE_DEVICES={variable.get('value')} gives the container other GPUs than "
-                        "its claim if NVIDIA's container runtime is the default; remove the variable"
-                    )
+    for place, container in _containers(spec):
+        if entry not in [one["name"] for one in _claims_in(container)]:
+            continue
+        who = f"container {container.get('name')}"
+        user = (container.get("securityContext") or spec.get("securityContext") or {}).get("runAsUser")
+        users |= {user} if place.startswith("containers") else set()
+        for mount in container.get("volumeMounts") or () if uses_mps else ():
+            if isinstance(mount, dict) and str(mount.get("mountPath")).rstrip("/") == "/dev/shm":  # noqa: S108
+                yield (
+                    f"{who}: the claim {entry} uses MPS, whose /dev/shm hides the volume {mount.get('name')} that "
+                    "the container mounts there; remove the volume"
+                )
+        for variable in container.get("env") or ():
+            if isinstance(variable, dict) and variable.get("name") == "NVIDIA_VISIBLE_DEVICES":
+                yield (
+                    f"{who}: NVIDIA_VISIBLE_DEVICES={variable.get('value')} gives the container other GPUs than "
+                    "its claim if NVIDIA's container runtime is the default; remove the variable"
+                )
     if uses_mps and len(users) > 1:
         yield (
             f"containers of several users use the claim {entry}, and an MPS daemon without multiUser serves one user "
@@ -289,11 +297,9 @@ def trap_hints(spec: JsonObject, entry: str, *, uses_mps: bool) -> Iterator[str]
 
 def _used_claims(spec: JsonObject) -> Iterator[tuple[str, JsonObject]]:
     """Yield the uses of `resourceClaims` by containers of a valid pod: path, and the container's entry."""
-    for place in _PLACES:
-        for number, container in enumerate(spec.get(place) or ()):
-            claims = (container.get("resources") or {}).get("claims") or ()
-            for index, claim in enumerate(claims):
-                yield f"{place}[{number}].resources.claims[{index}]", claim
+    for place, container in _containers(spec):
+        for index, claim in enumerate(_claims_in(container)):
+            yield f"{place}.resources.claims[{index}]", claim
 
 
 def served_resources(classes: Iterable[JsonObject]) -> Mapping[str, str]:
