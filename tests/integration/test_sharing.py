@@ -129,22 +129,6 @@ def test_containers_are_right_when_each_uses_one_request_of_a_mix(shared: Callab
     assert f"shared ({names[0]}), and plain without MPS" in event["message"]
 
 
-def test_two_claims_of_a_pod_get_an_event_if_one_has_mps(shared: Callable[..., Node]) -> None:
-    node = shared()
-    names = [device["name"] for device in node.devices()[:2]]
-    pod = {"metadata": {"name": "both", "uid": "pod-of-both"}}
-    refs = [
-        node.allocated_by_hand("plain", names[0]),
-        node.allocated_by_hand("first-half", names[1], config=parameters(strategy="MPS")),
-    ]
-    for ref in refs:
-        node.scheduler.allocate_claim("default", ref.name, pod=pod)
-        node.ready(ref)
-    [event] = eventually(lambda: node.events("MpsNeedsRequestNames"))
-    assert event["involvedObject"]["name"] == "first-half"
-    assert f"gpu ({names[1]}), and plain/gpu without MPS" in event["message"]
-
-
 def client(node: Node, edit: Json, device: str) -> list[str]:
     """What a CUDA process of a container with these edits gets; `device` is the daemon's."""
     pipe = node.plugin_dir / "mps" / device / "pipe"
