@@ -123,12 +123,6 @@ def test_prepared_devices_are_those_of_the_records_at_each_scrape(metrics: Metri
     assert [prepared(kind) for kind in ("gpu", "mig", "vfio", "unknown")] == [0, 0, 0, 1]
 
 
-def test_two_drivers_in_one_process_do_not_meet() -> None:
-    first, second = Metrics("a", NODE, list), Metrics("b", NODE, list)
-    first.prepared(0.1, None)
-    assert value(second, "nvidia_dra_requests_total", driver="b", operation="prepare") == 0
-
-
 def test_each_observation_is_in_its_histogram(metrics: Metrics) -> None:
     def seen(name: str) -> tuple[float, float]:
         return value(metrics, f"{name}_count", driver=DRIVER), value(metrics, f"{name}_sum", driver=DRIVER)
