@@ -434,18 +434,7 @@ def test_the_notes_mention_values_without_meaning_and_of_no_others(notes: Callab
     assert "with MIG devices on demand, with the MPS host" in text
 
 
-@pytest.mark.parametrize(
-    ("rolling", "said"),
-    [
-        ({"maxUnavailable": "100%"}, "on all nodes at once"),
-        ({"maxUnavailable": "20%"}, "on 20% of the nodes at once"),
-        ({"maxSurge": "0%", "maxUnavailable": 5}, "on 5 nodes at once"),
-        ({"maxSurge": 0, "maxUnavailable": 1}, "on one node at a time"),
-        ({"maxSurge": 1}, None),
-        ({"maxSurge": "10%", "maxUnavailable": 0}, None),
-        (None, None),
-    ],
-)
+@tabled("rolling", "said")
 def test_notes_say_on_how_many_nodes_an_update_stops_the_plugin(
     notes: Callable[..., str], rolling: Values | None, said: str | None
 ) -> None:

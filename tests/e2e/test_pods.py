@@ -30,6 +30,7 @@ from tests.e2e.conftest import (
     with_test_workload,
 )
 from tests.e2e.podresources import uses
+from tests.fakes.tables import tabled
 
 pytestmark = pytest.mark.cluster
 
@@ -113,14 +114,7 @@ def test_cel_selects_by_product_memory_and_compute_capability(cluster: Cluster, 
     assert len(cluster.seen_by("selectors")) == 1
 
 
-@pytest.mark.parametrize(
-    "expression",
-    [
-        'device.attributes["gpu.nvidia.com"].productName == "NVIDIA A100-SXM4-80GB"',
-        'device.capacity["gpu.nvidia.com"].memory.compareTo(quantity("96Gi")) >= 0',
-        'device.attributes["gpu.nvidia.com"].cudaComputeCapability.isGreaterThan(semver("9.0.0"))',
-    ],
-)
+@tabled("expression")
 def test_cel_refuses_what_does_not_fit(cluster: Cluster, expression: str) -> None:
     cluster.apply([claim_template("burst", selector=expression), *pods_of("burst", "burst-0")])
     cluster.wait_unschedulable("burst-0", "cannot allocate all claims")

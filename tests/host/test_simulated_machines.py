@@ -19,6 +19,7 @@ from dra_driver.model.driver_files import CdiDevice
 from dra_driver.model.host import HostPaths
 from dra_driver.simulator import SimulatedDeviceNodes, create_machine, machine_names
 from tests.cdi.cdi_schema import faults
+from tests.fakes.tables import tabled
 
 UID = "dab5ab50-d59a-42a6-af16-cfd4628c0f7a"
 GOLDEN = Path(__file__).parent / "golden"
@@ -84,10 +85,7 @@ def test_every_machine_gives_specs_that_runtimes_take(name: str, tmp_path: Path)
         assert mount["hostPath"] == "/dev/null" or (host.root / mount["hostPath"].lstrip("/")).exists()
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "hook"),
-    [("dgx-h100", "gpu", True), ("dgx-h100", "gpu", False), ("h100-mig-static", "mig", True)],
-)
+@tabled("name", "kind", "hook")
 def test_a_claim_gets_exactly_this(
     name: str, kind: str, hook: bool, tmp_path: Path, update_golden: bool
 ) -> None:

@@ -219,10 +219,7 @@ def test_requests_are_logged_at_debug_and_failures_at_error(dra, claims, quiet_l
     assert lines[1]["error"] == "no such device"
 
 
-@pytest.mark.parametrize(
-    "authority",
-    ["localhost", "/var/lib/kubelet/plugins/x/dra.sock", "%2Fvar%2Flib%2Fdra.sock", "dra.sock", "x:1"],
-)
+@tabled("authority")
 def test_odd_authority_is_accepted(dra, authority):
     assert prepare(dra, claim(), options=[("grpc.default_authority", authority)]).claims["uid-1"].devices
 

@@ -25,6 +25,7 @@ from tests.fakes.machines import SimulatedNode
 from tests.fakes.mignode import UNTOUCHED, MigNode, make_idle
 from tests.fakes.preparing import in_threads
 from tests.fakes.samples import claim, hold, record
+from tests.fakes.tables import tabled
 
 ONE_G_AT_3 = (10, 19, 3, 1)
 HARDWARE = {"set_mode", "create", "create_compute", "destroy_compute", "destroy"}
@@ -69,11 +70,7 @@ def test_created_device_is_known_with_everything_and_a_second_prepare_changes_no
     assert node.reported == [("create", small.name, None)]
 
 
-@pytest.mark.parametrize(
-    "function",
-    ["nvmlDeviceSetMigMode", "nvmlDeviceCreateGpuInstanceWithPlacement", "nvmlGpuInstanceCreateComputeInstance",
-     "nvmlGpuInstanceGetInfo", "nvmlDeviceGetMinorNumber"],
-)  # fmt: skip
+@tabled("function")
 @pytest.mark.parametrize("code", ["insufficient-resources", "unknown", "in-use"])
 def test_refusal_leaves_nothing_behind(node: MigNode, small, function: str, code: str) -> None:
     node.machine.set_fault(function, code=code, count=1)

@@ -24,6 +24,7 @@ from tests.fakes.machines import SimulatedNode
 from tests.fakes.mignode import UNTOUCHED, MigNode, make_idle
 from tests.fakes.preparing import Claims, Devices, Outcomes, SpecSteps, Users, claims_of, noted_waits
 from tests.fakes.samples import DRIVER, NODE, claim, h100, inventory
+from tests.fakes.tables import tabled
 from tests.fakes.waiting import PATIENCE_S, eventually
 from tests.mig.migtables import MODELS, table
 
@@ -257,15 +258,7 @@ def test_instance_that_could_not_be_destroyed_is_destroyed_by_the_next_try(node:
 # --- what does not pass, or not in time --------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("code", "text"),
-    [
-        ("no-permission", "run as root"),
-        ("not-supported", "delete the pod and its claim"),
-        ("invalid-argument", "Invalid Argument"),
-        ("reset-required", "nvidia-smi --gpu-reset"),
-    ],
-)
+@tabled("code", "text")
 @pytest.mark.parametrize("function", CREATIONS)
 def test_refusal_that_does_not_pass_fails_at_once(node: Node, function: str, code: str, text: str) -> None:
     node.machine.set_fault(function, code=code)

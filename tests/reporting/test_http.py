@@ -216,10 +216,7 @@ def test_address_is_split(text: str, expected: tuple[str, int]) -> None:
     assert split_address(text) == tuple(expected)
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", "host", ":", ":http", ":65536", ":-1", "::1:80", ":::80", "[h]:80", "[::1:80", "::1]:80"],
-)
+@tabled("text")
 def test_address_is_refused_with_the_form(text: str) -> None:
     with pytest.raises(InvalidConfigError, match=r"expected host:port or :port, for example :8080.*brackets"):
         split_address(text)
