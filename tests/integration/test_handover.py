@@ -103,20 +103,6 @@ def test_older_daemon_works_again_when_the_newer_one_has_ended(
     assert len(node.slices()) == 1
 
 
-def test_of_three_daemons_the_newest_works(make_node: Callable[..., Node]) -> None:
-    node = make_node()
-    processes = [started(node, f"pod-{number}") for number in range(3)]
-    node.wait_devices(8)
-    ref = node.claim("one")
-    answer = node.ready(ref)
-    processes[0].terminate()
-    assert processes[0].wait(PATIENCE_S) == 0
-    assert node.ready(ref) == answer
-    processes[2].terminate()
-    assert processes[2].wait(PATIENCE_S) == 0
-    eventually(lambda: isinstance(answer_soon(node, ref), Prepared))
-
-
 def test_daemon_that_crashes_after_it_has_asked_does_not_stop_the_older_one(
     make_node: Callable[..., Node],
 ) -> None:

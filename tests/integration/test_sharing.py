@@ -251,38 +251,6 @@ def test_time_slice_is_set_and_reset_and_set_again_after_a_driver_reload(shared:
     eventually(lambda: _settled(node) == before)
 
 
-def test_claims_of_one_gpu_agree_on_its_interval(shared: Callable[..., Node]) -> None:
-    """Errors name the first claim, and the slice remains until the last claim with it is gone."""
-    node = shared(SharingRule("shares", 4))
-    device = node.devices()[0]["name"]
-    names = ("Short", "Long", "Short", "any", "MPS")
-    configs = (sliced("Short"), sliced("Long"), sliced("Short"), parameters(strategy="TimeSlicing"), MPS)
-    short, long, again, anything, mps = (
-        node.allocated_by_hand(
-            f"{name}-{number}".lower(),
-            device,
-            config=config,
-            shareID=f"00000000-0000-4000-8000-00000000000{number}",
-        )
-        for number, (name, config) in enumerate(zip(names, configs, strict=True))
-    )
-    node.ready(short)
-    node.refused(long, "default/short-0", "Short", "Long")
-    node.refused(mps, "MPS excludes other modes")
-    for ref in (again, anything):
-        node.ready(ref)
-    assert not list(node.plugin_dir.glob("mps/*/pipe")), "shares without enforcement need no daemon"
-    for ref in (short, again):
-        assert node.machine.timeslice(0) == 1
-        node.must_unprepare(ref)
-    node.must_unprepare(anything)
-    assert node.machine.timeslice(0) == 0
-    for ref, interval in ((long, 3), (mps, 0)):
-        node.ready(ref)
-        assert node.machine.timeslice(0) == interval
-        node.must_unprepare(ref)
-
-
 # --- claims end whatever became of their tools ----------------------------------------------------
 
 
