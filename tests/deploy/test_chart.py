@@ -12,7 +12,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -165,12 +164,6 @@ def test_the_mps_host_outlives_updates_and_shows_its_mounts_to_the_host() -> Non
     (plugins,) = (mount for mount in container["volumeMounts"] if mount["name"] == "plugins")
     assert plugins["mountPropagation"] == "Bidirectional"
     assert "livenessProbe" not in container
-
-
-def test_the_charts_version_is_the_drivers() -> None:
-    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    assert (chart["version"], chart["appVersion"]) == (version, version)
 
 
 def names_of(manifests: list[Manifest]) -> dict[str, list[str]]:
