@@ -130,10 +130,7 @@ def test_the_entry_that_decided_is_reported() -> None:
             r"config 0 from the claim, requests main: MigDeviceConfig does not apply to device gpu-4cf8db2d of "
             r"request main, because the device is a whole GPU",
         ),
-        (
-            entry(None, driver=None),
-            "config 0 from the claim: gpu-dra-driver supports only opaque parameters",
-        ),
+        (entry(None, driver=None), "config 0 from the claim: gpu-dra-driver supports only opaque parameters"),
         (entry("Magic"), r"config 0 from the claim: GpuConfig is not valid: sharing\.strategy"),
         (entry(None, kind="Other"), "config 0 from the claim: kind: 'Other' is not supported"),
     ],

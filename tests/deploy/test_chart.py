@@ -77,8 +77,7 @@ def test_extra_devices_in_the_chart_are_those_that_the_driver_accepts() -> None:
         [container] = one(template(values), "DaemonSet", NAME)["spec"]["template"]["spec"]["containers"]
         given = {entry["name"].lower(): entry["value"] for entry in container["env"] if "value" in entry}
         return resolve(
-            {"node_name": "n"} | {name: given.get(name) for name in ("imex_channel", "host_devices")},
-            None,
+            {"node_name": "n"} | {name: given.get(name) for name in ("imex_channel", "host_devices")}, None
         )
 
     for channel in (0, 7, "all"):

@@ -54,10 +54,7 @@ NVIDIAS: Json = {
         "name": "dra-driver-nvidia-gpu-kubelet-plugin",
         "namespace": "nvidia",
         "labels": {"app.kubernetes.io/name": "dra-driver-nvidia-gpu"},
-        "annotations": {
-            "meta.helm.sh/release-name": "nvidias",
-            "meta.helm.sh/release-namespace": "nvidia",
-        },
+        "annotations": {"meta.helm.sh/release-name": "nvidias", "meta.helm.sh/release-namespace": "nvidia"},
     },
     "spec": {
         "selector": {"matchLabels": {"dra-driver-nvidia-gpu-component": "kubelet-plugin"}},

@@ -390,15 +390,7 @@ def minor(number):
 def test_least_important_report_is_dropped_first_and_sent_last():
     queue = EventQueue(ReportLimits(most=3))
     state = claim_state(_REF, _READY)
-    given = [
-        state,
-        minor(0),
-        event(0),
-        minor(1),
-        event(1),
-        event(2),
-        claim_state(ClaimRef("ns", "b", "b")),
-    ]
+    given = [state, minor(0), event(0), minor(1), event(1), event(2), claim_state(ClaimRef("ns", "b", "b"))]
     gone = [report for entry in given for report in queue.put(entry, 0.0)]
     assert gone == [minor(0), minor(1), event(0), event(1)]
     queue = EventQueue(ReportLimits(events_at_once=2, settle_s=0))

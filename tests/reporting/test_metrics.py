@@ -262,9 +262,7 @@ def test_names_of_others_cannot_break_the_text() -> None:
     claim = AllocatedClaim(ClaimRef(odd, odd, "uid-1"), kept.claim.results, pods=(PodRef(odd, odd),))
     metrics = Metrics(DRIVER, NODE, list)
     metrics.show.claims(
-        lambda: [ClaimRecord(claim, "prepared", "boot-1", kept.devices, ())],
-        lambda _: None,
-        lambda: None,
+        lambda: [ClaimRecord(claim, "prepared", "boot-1", kept.devices, ())], lambda _: None, lambda: None
     )
     families = parse_openmetrics(generate_openmetrics(metrics.registry).decode())
     (found,) = (sample for family in families for sample in family.samples if "claim" in sample.labels)

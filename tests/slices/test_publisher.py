@@ -877,10 +877,7 @@ def test_devices_go_with_the_counters_that_are_refused_and_come_after_them() -> 
         "name": "gpu",
         "consumesCounters": [{"counterSet": "gpu", "counters": {"memory": {"value": "1Gi"}}}],
     }
-    pool = Pool(
-        NODE,
-        (SliceContent(shared_counters=(counters,)), SliceContent(devices=({"name": "a"}, use))),
-    )
+    pool = Pool(NODE, (SliceContent(shared_counters=(counters,)), SliceContent(devices=({"name": "a"}, use))))
     entries, error = RefusedEntries(clock), ApiRejectedError("spec.sharedCounters[0]: no", status=422)
     assert entries.refused(pool.slices[0], [], error)
     without = SliceContent(devices=({"name": "a"},))
