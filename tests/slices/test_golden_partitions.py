@@ -102,15 +102,11 @@ def described(device: dict[str, Any], common: dict[str, Any]) -> Sequence[str]:
 
 
 @pytest.mark.parametrize("name", sorted(CASES))
-def test_pool_of_one_gpu_is_the_golden_one(name: str, inventory_of, update_golden: bool) -> None:
+def test_pool_of_one_gpu_is_the_golden_one(name: str, inventory_of, is_golden) -> None:
     found = inventory_of(name)
     pool = build_pool(replace(found, gpus=found.gpus[:1]), NODE)
-    file = GOLDEN / f"{name}.yaml"
-    if update_golden:
-        file.parent.mkdir(exist_ok=True)
-        file.write_text(rendered(pool))
     assert pool.faults == ()
-    assert rendered(pool) == file.read_text()
+    is_golden(GOLDEN / f"{name}.yaml", rendered(pool))
     for content in pool.slices:
         for device in content.devices:
             check_form(device)
