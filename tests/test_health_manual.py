@@ -53,10 +53,7 @@ MANUAL = Path(__file__).parents[1] / "docs/health.md"
 NOW = 1_800_000_000
 GPU = HealthState(HealthTarget(uuid(0)))
 ACTIONS = [value for name, value in vars(pynvml).items() if name.startswith("NVML_GPU_RECOVERY_ACTION_")]
-HEADERS = {
-    "signals": "| Reason | Meaning |\n|---|---|\n",
-    "xids": "| Xid | Meaning |\n|---|---|\n",
-}
+HEADERS = {"signals": "| Reason | Meaning |\n|---|---|\n", "xids": "| Xid | Meaning |\n|---|---|\n"}
 GROUPS = {
     ("NoSchedule", "Unhealthy"): "Taint with `NoSchedule`; devices of pods become `Unhealthy`:",
     ("NoSchedule", "Healthy"): "Taint with `NoSchedule`:",

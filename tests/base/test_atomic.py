@@ -7,6 +7,7 @@ import pytest
 from dra_driver.base.atomic import clear_abandoned, make_directory, write_atomically
 from dra_driver.errors import StateError
 from tests.fakes.directories import names
+from tests.fakes.tables import tabled
 
 
 class Crash(BaseException):
@@ -150,11 +151,7 @@ def test_directory_is_created_with_its_parents_and_once_more(tmp_path: Path) -> 
     assert path.stat().st_mode & 0o777 == 0o700
 
 
-@pytest.mark.parametrize(
-    ("below", "remedy"),
-    [("file", "a file with this name exists; remove it"),
-     ("file/x", "a parent of the path is not a directory; remove or rename that parent")],
-)  # fmt: skip
+@tabled("below", "remedy")
 def test_directory_cannot_be_created_when_a_file_is_in_the_way(
     tmp_path: Path, below: str, remedy: str
 ) -> None:

@@ -36,13 +36,7 @@ from dra_driver.model.maintenance import Detachment
 from dra_driver.model.mig import GpuLayout
 from dra_driver.model.mps import MpsDaemonStatus
 from dra_driver.model.problems import FailingClaim
-from dra_driver.mps_host.host_files import (
-    LOCK_FILE,
-    DaemonRecord,
-    DaemonRecords,
-    MpsHostFiles,
-    mps_layout,
-)
+from dra_driver.mps_host.host_files import LOCK_FILE, DaemonRecord, DaemonRecords, MpsHostFiles, mps_layout
 from dra_driver.reporting.node_problems import Reported, read_problems
 from tests.fakes.waiting import eventually
 from tests.health.test_store import KEPT

@@ -98,7 +98,9 @@ def test_stray_record_is_set_aside_and_the_claim_comes_and_goes(
     assert node.unprepare(WANTED) is None
     [aside] = node.records.quarantined()
     reported = [line for line in logs if line["log_level"] in ("warning", "error")]
-    assert [(line["event"], line["kept_as"]) for line in reported] == [("record_unreadable", str(aside))]
+    assert [(line["event"], line["claim_uid"], line["kept_as"]) for line in reported] == [
+        ("record_unreadable", "uid-1", str(aside))
+    ]
     assert node.records.all().keys() == {"uid-2"}
 
 

@@ -23,19 +23,7 @@ from dra_driver.model.mps import MpsDaemonSpec, MpsShared
 from dra_driver.model.record import ClaimRecord, WriteCdiSpec, WriteDeviceMetadata
 from dra_driver.slices.rules.attributes import wire_device
 from tests.cdi.cdi_schema import faults
-from tests.fakes.samples import (
-    DRIVER,
-    GPU_0,
-    GPU_1,
-    MIG_1G,
-    MIXED,
-    NODE,
-    ONE_G,
-    claim,
-    h100,
-    record,
-    result,
-)
+from tests.fakes.samples import DRIVER, GPU_0, GPU_1, MIG_1G, MIXED, NODE, ONE_G, claim, h100, record, result
 
 GOLDEN = Path(__file__).parent / "golden"
 BOTH = ("v1beta1", "v1alpha1")

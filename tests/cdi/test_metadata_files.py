@@ -12,7 +12,6 @@ from dra_driver.cdi.directory import CdiDirectory, temporary_files
 from dra_driver.cdi.metadata_files import MetadataFiles
 from dra_driver.cdi.rules.metadata import encode
 from dra_driver.cdi.rules.spec import claim_spec
-from dra_driver.errors import ClaimRefusedError
 from dra_driver.model.claim import AllocatedClaim, ClaimRef
 from tests.cdi.cdi_samples import driver, gpu
 from tests.cdi.cdi_schema import faults
@@ -175,14 +174,3 @@ def test_temporary_files_of_a_killed_plugin_are_found_in_all_its_places(tmp_path
     for directory, pattern in temporary_files(plugin, cdi, DRIVER):
         clear_abandoned(directory, pattern)
     assert sorted(path for path in tmp_path.rglob("*") if path.is_file()) == sorted(others)
-
-
-@pytest.mark.parametrize("name", ["..", "a/b", ""])
-def test_nothing_is_touched_for_a_name_that_leads_elsewhere(
-    tmp_path: Path, files: MetadataFiles, name: str
-) -> None:
-    wrong = replace(WANTED, ref=ClaimRef("ml", name, UID))
-    for call in (lambda: write(files, wrong), lambda: files.remove(wrong.ref)):
-        with pytest.raises(ClaimRefusedError):
-            call()
-    assert tree(tmp_path) == {}

@@ -15,7 +15,7 @@ import pytest
 from dra_driver.claims.prepare import ClaimPlanner, Preparer
 from dra_driver.claims.unprepare import Unpreparer
 from dra_driver.model.claim import Failed, Prepared
-from tests.fakes.preparing import Node
+from tests.fakes.preparing import Claims, Node
 from tests.fakes.samples import GPU_0, claim, result
 from tests.fakes.waiting import PATIENCE_S
 
@@ -157,18 +157,21 @@ def test_prepare_whose_caller_left_while_it_waited_leaves_nothing(node: Node) ->
     assert node.files() == {}
 
 
-@pytest.mark.parametrize("name", ["find_devices", "refuse_unready_imex"])
-def test_unprepare_while_prepare_waits_for_discovery_or_imex_does_not_wait(
-    node: Node, monkeypatch: pytest.MonkeyPatch, name: str
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(Claims, "read"), (ClaimPlanner, "find_devices"), (ClaimPlanner, "refuse_unready_imex")],
+)
+def test_unprepare_while_prepare_waits_for_the_api_server_discovery_or_imex_does_not_wait(
+    node: Node, monkeypatch: pytest.MonkeyPatch, owner: type, name: str
 ) -> None:
-    reached, let, real = threading.Event(), threading.Event(), getattr(ClaimPlanner, name)
+    reached, let, real = threading.Event(), threading.Event(), getattr(owner, name)
 
     def slow(*args: Any) -> Any:
         reached.set()
         assert let.wait(PATIENCE_S)
         return real(*args)
 
-    monkeypatch.setattr(ClaimPlanner, name, slow)
+    monkeypatch.setattr(owner, name, slow)
     answers: list[Any] = []
     prepare = threading.Thread(target=lambda: answers.append(node.prepare(WANTED)))
     prepare.start()
@@ -182,4 +185,6 @@ def test_unprepare_while_prepare_waits_for_discovery_or_imex_does_not_wait(
         prepare.join(PATIENCE_S)
     assert isinstance(answers[0], Failed)
     assert "the claim was unprepared during this call" in answers[0].error
-    assert "uid-1" not in node.records.all()
+    assert node.files() == {}
+    monkeypatch.undo()
+    assert isinstance(node.prepare(WANTED), Prepared), "the next pod of the claim is served"

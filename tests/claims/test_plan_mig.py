@@ -17,19 +17,7 @@ from dra_driver.model.inventory import DynamicMigDevice, Inventory, StaticMigDev
 from dra_driver.model.mig import GpuInstance, Partitioning, PlacedProfile, Placement
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord, CreateMig, HeldDevice, LeaveMigMode, RunMps, WriteCdiSpec
-from tests.fakes.samples import (
-    DRIVER,
-    NODE,
-    ONE_G,
-    THREE_G,
-    TWO_G,
-    VERSIONS,
-    claim,
-    h100,
-    mig,
-    result,
-    uuid,
-)
+from tests.fakes.samples import DRIVER, NODE, ONE_G, THREE_G, TWO_G, VERSIONS, claim, h100, mig, result, uuid
 
 TABLE = (
     PlacedProfile(THREE_G, (Placement(0, 4), Placement(4, 4))),

@@ -521,57 +521,6 @@ def test_unprepare_during_prepare_waits_for_it_and_leaves_nothing(node: Node) ->
     assert node.files() == {}
 
 
-def test_no_lock_is_held_while_the_api_server_is_queried(node: Node) -> None:
-    node.prepare(claim(GPU_0, uid="uid-2"))
-    requested, answered = threading.Event(), threading.Event()
-    read = node.claims.read
-
-    def slow(ref: ClaimRef, timeout_s: float) -> AllocatedClaim:
-        requested.set()
-        assert answered.wait(PATIENCE_S)
-        return read(ref, timeout_s)
-
-    node.claims.read = slow  # type: ignore[method-assign]
-
-    def unprepare() -> object:
-        assert requested.wait(PATIENCE_S)
-        answer = node.unprepare(claim(GPU_0, uid="uid-2"))
-        answered.set()
-        return answer
-
-    wanted = claim(GPU_0)
-    assert in_threads(lambda: node.prepare(wanted), unprepare) == [prepared(wanted), None]
-
-
-def test_prepare_leaves_nothing_when_the_claim_is_unprepared_in_between(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The kubelet cancels a Prepare when the pod goes away, and unprepares; the handler runs on."""
-    reading, unprepared = threading.Event(), threading.Event()
-    read = node.claims.read
-
-    def slowly(ref: ClaimRef, timeout_s: float) -> AllocatedClaim:
-        found = read(ref, timeout_s)
-        reading.set()
-        assert unprepared.wait(PATIENCE_S)
-        return found
-
-    monkeypatch.setattr(node.claims, "read", slowly)
-
-    def unprepare() -> object:
-        assert reading.wait(PATIENCE_S)
-        answer = node.unprepare(claim(GPU_0))
-        unprepared.set()
-        return answer
-
-    answers = in_threads(lambda: node.prepare(claim(GPU_0)), unprepare)
-    assert "unprepared during this call" in error_of(answers[0])
-    assert answers[1] is None
-    assert node.files() == {}
-    monkeypatch.setattr(node.claims, "read", read)
-    assert node.prepare(claim(GPU_0)) == prepared(claim(GPU_0)), "the next pod of the claim is served"
-
-
 def test_claim_keeps_its_metadata_whatever_the_setting_becomes(tmp_path: Path) -> None:
     with_it, without = claim(GPU_0, uid="uid-1"), claim(GPU_1, uid="uid-2")
     on = Node(tmp_path, MIXED, metadata=("v1beta1",))

@@ -610,18 +610,24 @@ def test_only_what_is_kept_is_checked_again_and_at_once_when_someone_waits(node:
 POD = PodRef("train-0", "11111111-06c0-4d70-8a51-e59b25b2c16c")
 
 
-def waited_for(node: Node, pods_run: bool | None, **parts: object) -> Bench:
-    """A claim that ended while no driver ran, and an attempt that waits for its device."""
+def waited_for(node: Node, pods_run: bool | None, looks: int = 0, **parts: object) -> Bench:
+    """A claim that ended while no driver ran, or was found stale, and an attempt that waits for its device."""
     bench = Bench(node, pods_run=lambda record: pods_run if record.ref == ONE.ref else True, **parts)
     node.prepare(replace(ONE, pods=(POD,)))
     forget(bench, "uid-1")
+    for _ in range(looks):
+        bench.look()
+        assert bench.held == ["uid-1"]
     bench.reconciler.check_soon(ONE.ref)
     bench.reconciler._turn()
     return bench
 
 
-def test_claim_that_is_waited_for_goes_at_once_when_no_process_of_its_pods_runs(node: Node) -> None:
-    bench = waited_for(node, pods_run=False)
+@pytest.mark.parametrize("looks", [0, 1])
+def test_claim_that_is_waited_for_goes_at_once_when_no_process_of_its_pods_runs(
+    node: Node, looks: int
+) -> None:
+    bench = waited_for(node, pods_run=False, looks=looks)
     assert bench.held == []
     assert bench.reported.recovered_claims == [("uid-1", "was deleted")]
 
@@ -640,17 +646,6 @@ def test_claim_that_is_waited_for_stays_while_a_process_computes(node: Node) -> 
     assert bench.held == ["uid-1"]
     bench.later()
     assert bench.held == ["uid-1"]
-
-
-def test_claim_that_was_found_stale_before_goes_at_once_when_someone_begins_to_wait(node: Node) -> None:
-    bench = Bench(node, pods_run=lambda record: False)
-    node.prepare(replace(ONE, pods=(POD,)))
-    forget(bench, "uid-1")
-    bench.look()
-    assert bench.held == ["uid-1"]
-    bench.reconciler.check_soon(ONE.ref)
-    bench.reconciler._turn()
-    assert bench.held == []
 
 
 @pytest.mark.parametrize("unanswered", [("uid-1",), ("uid-1", "uid-2")])

@@ -9,13 +9,18 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from dra_driver.claims.prepare import Identity
 from dra_driver.claims.waiting import WaitTimeouts
-from dra_driver.errors import ApiRejectedError, DeviceBusyError, NvmlTransientError, StateError
+from dra_driver.errors import (
+    ApiRejectedError,
+    DeviceBusyError,
+    DraDriverError,
+    NvmlTransientError,
+    StateError,
+)
 from dra_driver.model.claim import AllocatedClaim, ClaimRef, Failed, Prepared
 from dra_driver.model.sharing import SharingRule, share_all
 from tests.fakes.preparing import Node, in_threads
@@ -49,21 +54,6 @@ def error_of(answer: object) -> str:
 
 
 IN_USE = "MIG device x is in use by process 4711"
-
-
-def busy(_subject: object) -> None:
-    raise DeviceBusyError(IN_USE)
-
-
-def busy_at_first(tries: list[int]) -> Callable[[object], None]:
-    """Busy three times, and free then."""
-
-    def undecided(subject: object) -> None:
-        tries.append(1)
-        if len(tries) < 4:
-            busy(subject)
-
-    return undecided
 
 
 class Calls:
@@ -152,22 +142,6 @@ def test_prepare_waits_for_the_unprepare_of_a_holder_that_is_leaving(
         ["holder"],
     )
     assert node.waiting == []
-
-
-def test_two_answers_of_the_disk_about_a_holder_make_no_attempt_spin(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The directory still lists the record, but its file is gone."""
-    node.prepare(HOLDER)
-    found, tries = node.records.get, []
-
-    def gone(uid: str) -> object:
-        tries.append(uid)
-        return None if uid == "holder" else found(uid)
-
-    monkeypatch.setattr(node.waiter, "records", SimpleNamespace(get=gone))
-    assert isinstance(node.prepare(claim(GPU_0), SOON_S), Failed)
-    assert 1 < len(tries) < 400
 
 
 def test_holder_that_stays_is_named_at_once(node: Node) -> None:
@@ -359,28 +333,13 @@ def test_silence_after_the_answer_does_not_end_the_waiting(restless: Node, calls
     assert isinstance(calls.answer("uid-1"), Prepared)
 
 
-def test_busy_device_is_retried_for_some_time(tmp_path: Path) -> None:
-    node = Node(tmp_path, MIXED, patience=WaitTimeouts(retry_s=0.01))
-    tries: list[int] = []
-    node.steps.on_do = busy_at_first(tries)
-    assert isinstance(node.prepare(claim(GPU_0)), Prepared)
-    assert (len(tries), node.outcomes.waits) == (4, ["uid-1"])
-
-
-def test_device_that_stays_busy_is_reported_with_what_keeps_it(tmp_path: Path) -> None:
-    node = Node(tmp_path, MIXED, patience=WaitTimeouts(retry_s=0.01, last_s=42.9))
-    node.steps.on_do = busy
-    assert re.search(f"{IN_USE}; waited [0-9]+ s; the kubelet retries$", error_of(node.prepare(claim(GPU_0))))
-    assert (node.outcomes.reported, node.files()) == ([("prepare", "DeviceBusyError")], {})
-
-
-REFUSED = "create a GPU instance: Insufficient Resources"
-
-
 class Refusing:
     """A driver that refuses so many times, on a clock that only sleeping moves on."""
 
-    def __init__(self, node: Node, monkeypatch: pytest.MonkeyPatch, times: int = 10**6) -> None:
+    def __init__(
+        self, node: Node, monkeypatch: pytest.MonkeyPatch, error: DraDriverError, times: int = 10**6
+    ) -> None:
+        self.error = error
         self.now = self.began = time.monotonic()
         self.tries: list[float] = []
         self.times = times
@@ -394,28 +353,35 @@ class Refusing:
     def refuse(self, _plan: object) -> None:
         self.tries.append(round(self.now - self.began, 3))
         if len(self.tries) <= self.times:
-            raise NvmlTransientError(REFUSED)
+            raise self.error
 
 
+FOR_NOW = pytest.mark.parametrize(
+    "error", [NvmlTransientError("create a GPU instance: Insufficient Resources"), DeviceBusyError(IN_USE)]
+)
+
+
+@FOR_NOW
 def test_refusal_for_now_is_retried_until_little_time_is_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logs: list
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logs: list, error: DraDriverError
 ) -> None:
     node = Node(tmp_path, MIXED)
-    driver = Refusing(node, monkeypatch)
+    driver = Refusing(node, monkeypatch, error)
     text = error_of(node.prepare(claim(GPU_0)))
-    assert re.search(f"{REFUSED}; waited 4[0-9] s; the kubelet retries$", text)
+    assert re.search(f"{error}; waited 4[0-9] s; the kubelet retries$", text)
     assert driver.tries[:3] == [0, 0.5, 1.0]
     assert len(driver.tries) >= 79
-    assert (node.outcomes.reported, node.files()) == ([("prepare", "NvmlTransientError")], {})
+    assert (node.outcomes.reported, node.files()) == ([("prepare", type(error).__name__)], {})
     reported = [line for line in logs if line["event"] == "prepare_waits"]
-    assert [(line["claim_uid"], line["reason"]) for line in reported] == [("uid-1", REFUSED)]
+    assert [(line["claim_uid"], line["reason"]) for line in reported] == [("uid-1", str(error))]
 
 
+@FOR_NOW
 def test_refusal_that_passes_succeeds_in_the_same_call(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: DraDriverError
 ) -> None:
     node = Node(tmp_path, MIXED)
-    driver = Refusing(node, monkeypatch, times=3)
+    driver = Refusing(node, monkeypatch, error, times=3)
     assert isinstance(node.prepare(claim(GPU_0)), Prepared)
     assert (len(driver.tries), node.outcomes.reported) == (4, [("prepare", None)])
 

@@ -12,7 +12,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -78,8 +77,7 @@ def test_extra_devices_in_the_chart_are_those_that_the_driver_accepts() -> None:
         [container] = one(template(values), "DaemonSet", NAME)["spec"]["template"]["spec"]["containers"]
         given = {entry["name"].lower(): entry["value"] for entry in container["env"] if "value" in entry}
         return resolve(
-            {"node_name": "n"} | {name: given.get(name) for name in ("imex_channel", "host_devices")},
-            None,
+            {"node_name": "n"} | {name: given.get(name) for name in ("imex_channel", "host_devices")}, None
         )
 
     for channel in (0, 7, "all"):
@@ -165,12 +163,6 @@ def test_the_mps_host_outlives_updates_and_shows_its_mounts_to_the_host() -> Non
     (plugins,) = (mount for mount in container["volumeMounts"] if mount["name"] == "plugins")
     assert plugins["mountPropagation"] == "Bidirectional"
     assert "livenessProbe" not in container
-
-
-def test_the_charts_version_is_the_drivers() -> None:
-    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    assert (chart["version"], chart["appVersion"]) == (version, version)
 
 
 def names_of(manifests: list[Manifest]) -> dict[str, list[str]]:
@@ -434,18 +426,7 @@ def test_the_notes_mention_values_without_meaning_and_of_no_others(notes: Callab
     assert "with MIG devices on demand, with the MPS host" in text
 
 
-@pytest.mark.parametrize(
-    ("rolling", "said"),
-    [
-        ({"maxUnavailable": "100%"}, "on all nodes at once"),
-        ({"maxUnavailable": "20%"}, "on 20% of the nodes at once"),
-        ({"maxSurge": "0%", "maxUnavailable": 5}, "on 5 nodes at once"),
-        ({"maxSurge": 0, "maxUnavailable": 1}, "on one node at a time"),
-        ({"maxSurge": 1}, None),
-        ({"maxSurge": "10%", "maxUnavailable": 0}, None),
-        (None, None),
-    ],
-)
+@tabled("rolling", "said")
 def test_notes_say_on_how_many_nodes_an_update_stops_the_plugin(
     notes: Callable[..., str], rolling: Values | None, said: str | None
 ) -> None:

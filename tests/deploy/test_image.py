@@ -102,21 +102,9 @@ def test_lock_of_the_image_has_the_versions_that_are_tested_and_hashes_and_no_in
         assert "--hash=sha256:" in block
 
 
-def test_manifests_name_the_version_as_tag() -> None:
+def test_manifest_names_the_version_as_tag() -> None:
     """Without a tag a node keeps the `latest` that it has, since it pulls only what is not present."""
-    assert (
-        tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"] == dra_driver.__version__
-    )
     tagged = f"gpu-dra-driver:{dra_driver.__version__}"
-    texts = [
-        path.read_text()
-        for path in DAEMONSET.rglob("*.yaml")
-        if "chart" not in path.relative_to(DAEMONSET).parts
-    ]
-    named = {
-        line.partition("image: ")[2] for text in texts for line in text.splitlines() if "image: " in line
-    }
-    assert {name for name in named if "gpu-dra-driver" in name} == {tagged}
     [driver] = [entry for entry in installed() if entry["kind"] == "DaemonSet"]
     [container] = driver["spec"]["template"]["spec"]["containers"]
     assert (container["image"], container["imagePullPolicy"]) == (tagged, "IfNotPresent")

@@ -19,6 +19,7 @@ import yaml
 from localcluster import chart
 
 from tests.deploy.test_chart import chart_with_notes
+from tests.fakes.tables import tabled
 
 __all__ = ["chart_with_notes"]
 
@@ -53,10 +54,7 @@ NVIDIAS: Json = {
         "name": "dra-driver-nvidia-gpu-kubelet-plugin",
         "namespace": "nvidia",
         "labels": {"app.kubernetes.io/name": "dra-driver-nvidia-gpu"},
-        "annotations": {
-            "meta.helm.sh/release-name": "nvidias",
-            "meta.helm.sh/release-namespace": "nvidia",
-        },
+        "annotations": {"meta.helm.sh/release-name": "nvidias", "meta.helm.sh/release-namespace": "nvidia"},
     },
     "spec": {
         "selector": {"matchLabels": {"dra-driver-nvidia-gpu-component": "kubelet-plugin"}},
@@ -234,15 +232,7 @@ def test_classes_of_another_release_are_refused(render: Callable[..., str], clus
     assert "The DeviceClass gpu.nvidia.com belongs to the release nvidias" in render({})
 
 
-@pytest.mark.parametrize(
-    ("name", "release", "values", "reported"),
-    [
-        ("gpu-dra-driver", "second", {}, "serves gpu.nvidia.com on the same nodes"),
-        ("gpu-dra-driver", "second", {"kubeletPlugin": {"nodeSelector": {"pool": "b"}}}, "kind: DaemonSet"),
-        ("older-name", "gpu-dra-driver", {}, "kind: DaemonSet"),
-        ("gpu-dra-driver", "gpu-dra-driver", {}, "selects its pods by other labels"),
-    ],
-)
+@tabled("name", "release", "values", "reported")
 def test_chart_next_to_its_own_release_takes_other_nodes_alone(
     render: Callable[..., str], cluster: Cluster, name: str, release: str, values: Json, reported: str
 ) -> None:
@@ -275,13 +265,7 @@ def test_notes_count_the_nodes_and_check_the_namespace(
 
 
 @pytest.mark.parametrize("render", [3], indirect=True)  # Helm 4 takes objects only, which the notes are not
-@pytest.mark.parametrize(
-    ("values", "remedy"),
-    [
-        ({}, "kubectl label node NODE nvidia.com/gpu.deploy.dra-driver=false --overwrite"),
-        ({"driverUpgrades": {"enabled": True}}, "set driverUpgrades.enabled to false and select the nodes"),
-    ],
-)
+@tabled("values", "remedy")
 def test_notes_warn_of_a_gpu_cluster(
     render: Callable[..., str], cluster: Cluster, chart_with_notes: Path, values: Json, remedy: str
 ) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.conftest import PLUGIN_DIR, SIMULATOR_DIR, SLOW_S, Cluster, claim_and_pod, installed, wait_for
+from tests.e2e.test_slices import versions
 
 # Some waits are the kubelet's, which by default tries again after a minute or more.
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
@@ -81,47 +82,6 @@ ON_ONE_GPU = f'device.attributes["resource.kubernetes.io"].pciBusID == "{ONE_GPU
 SMALL = {"device_class": "mig-1g.10gb.nvidia.com", "selector": ON_ONE_GPU}
 
 
-def status_of(cluster: Cluster, claim: str) -> list[dict[str, Any]]:
-    return cluster.get("resourceclaim", claim)["status"].get("devices", [])
-
-
-def events_of(cluster: Cluster, name: str) -> list[tuple[str, str]]:
-    found = cluster.get("events", "--field-selector", f"involvedObject.name={name}")["items"]
-    return [(event["reason"], event.get("message", "")) for event in found]
-
-
-def wait_for_the_making(cluster: Cluster, claim: str) -> None:
-    wait_for(
-        "an event of the making",
-        lambda: "MigDeviceCreated" in [reason for reason, _ in events_of(cluster, claim)],
-    )
-
-
-def test_seven_small_devices_on_one_gpu_at_once(mig: Cluster) -> None:
-    names = [f"small-{number}" for number in range(7)]
-    mig.start(*names, **SMALL)
-    seen = [mig.seen_by(name) for name in names]
-    assert all(len(uuids) == 1 for uuids in seen)
-    assert len({uuids[0] for uuids in seen}) == 7
-    assert sorted(start for _, profile, start in instances() if profile == 19) == list(range(7))
-    [entry] = wait_for("the claim's status", lambda: status_of(mig, "small-3"))
-    assert entry["data"]["uuid"] == seen[3][0]
-    assert entry["data"]["parentUUID"].startswith("GPU-")
-    assert {"gpuInstanceID", "computeInstanceID"} <= entry["data"].keys()
-    assert [one["status"] for one in entry["conditions"] if one["type"] == "Ready"] == ["True"]
-    wait_for_the_making(mig, "small-3")
-
-
-def test_four_devices_of_one_gpu_in_one_claim(mig: Cluster, example: Callable[[str], None]) -> None:
-    example("mig-same-gpu")
-    [name] = [one["metadata"]["name"] for one in mig.get("pods")["items"]]
-    mig.wait_running(name)
-    assert len(mig.seen_by(name)) == 4
-    found = instances()
-    assert len({gpu for gpu, _, _ in found}) == 1
-    assert sorted(profile for _, profile, _ in found) == [9, 14, 19, 19]
-
-
 def test_whole_gpu_waits_for_its_slices_and_starts_after(mig: Cluster) -> None:
     mig.start("small", **SMALL)
     mig.apply(claim_and_pod("whole", "gpu.nvidia.com", selector=ON_ONE_GPU))
@@ -172,7 +132,10 @@ def test_a_device_by_claim_template(mig: Cluster, example: Callable[[str], None]
 def test_update_and_kubelet_restart_keep_running_devices(clean: Cluster) -> None:
     clean.start("stays", device_class="mig-2g.20gb.nvidia.com")
     before, uuid = instances(), clean.seen_by("stays")
+    published = versions(clean)
     clean.roll_out()
+    wait_for("the driver to have settled", clean.driver_has_settled)
+    assert versions(clean) == published, "a newer process writes no slice again"
     wiped = {entry["metadata"]["uid"] for entry in clean.slices()}
     clean.local.restart("kubelet")
     # Each start of a kubelet deletes all slices of its node, some time after it serves.

@@ -60,12 +60,7 @@ class Server:
         self.client = ApiClient(load_endpoint(kubeconfig), timeout_s=60)
 
     def refusal(
-        self,
-        kind: str,
-        devices: Json,
-        version: str = "v1",
-        *,
-        namespace: str = "default",
+        self, kind: str, devices: Json, version: str = "v1", *, namespace: str = "default"
     ) -> str | None:
         """Why an object with these devices may not be created; None if it may."""
         inside = "" if kind == "DeviceClass" else f"namespaces/{namespace}/"

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.conftest import SIMULATOR_DIR, Cluster, claim_and_pod, installed, wait_for
+from tests.fakes.tables import tabled
 
 pytestmark = pytest.mark.cluster
 
@@ -103,20 +104,7 @@ def test_scheduler_gives_out_one_view_of_a_card_at_a_time(node: Cluster) -> None
     assert uuid.startswith("GPU-")
 
 
-@pytest.mark.parametrize(
-    ("iommu", "iommufd", "count", "pattern"),
-    [
-        ({}, "--no-iommufd", 1, "/dev/vfio/{group}"),
-        ({"backendPolicy": "PreferIommuFD"}, "--no-iommufd", 1, "/dev/vfio/{group}"),
-        ({"backendPolicy": "LegacyOnly", "enableAPIDevice": True}, "--iommufd", 2, "/dev/vfio/{group}"),
-        (
-            {"backendPolicy": "PreferIommuFD", "enableAPIDevice": True},
-            "--iommufd",
-            2,
-            "/dev/vfio/devices/vfio",
-        ),
-    ],
-)
+@tabled("iommu", "iommufd", "count", "pattern")
 def test_pod_sees_exactly_the_nodes_of_its_card(
     node: Cluster, iommu: dict[str, Any], iommufd: str, count: int, pattern: str
 ) -> None:

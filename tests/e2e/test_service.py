@@ -11,15 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import (
-    SIMULATOR_DIR,
-    SLOW_S,
-    Cluster,
-    Json,
-    claim_and_pod,
-    objects_of,
-    wait_for,
-)
+from tests.e2e.conftest import SIMULATOR_DIR, SLOW_S, Cluster, Json, claim_and_pod, objects_of, wait_for
 from tests.e2e.test_health import device, metric, only, taints
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]

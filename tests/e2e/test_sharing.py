@@ -22,7 +22,6 @@ from tests.e2e.conftest import (
     claim_and_pod,
     installed,
     wait_for,
-    with_test_workload,
 )
 from tests.e2e.podresources import uses
 from tests.e2e.test_usage import usage
@@ -162,25 +161,6 @@ def test_ten_claims_of_two_namespaces_share_a_gpu_and_the_eleventh_waits(sharing
         sharing.kubectl("delete", "namespace", "other-team", "--timeout=300s")
 
 
-@pytest.mark.parametrize(
-    ("name", "pods"), [("gpu-memory", ["memory-1", "memory-2"]), ("gpu-shares", ["share-1", "share-2"])]
-)
-def test_example_of_independent_claims(
-    sharing: Cluster, example: Callable[..., None], name: str, pods: list[str]
-) -> None:
-    example(name, in_turn=True)  # the scheduler may count the first half twice for a moment
-    sharing.wait_running(*pods)
-    assert len({tuple(sharing.seen_by(pod)) for pod in pods}) == 1
-    for pod in pods:
-        got = printed(sharing, pod, "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT")
-        assert got["CUDA_MPS_PIPE_DIRECTORY"] == "/tmp/nvidia-mps"
-        assert (
-            got["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"]
-            == {"gpu-memory": "0=39936M", "gpu-shares": "0=20389M"}[name]
-        )
-    assert len(daemons()) == 1
-
-
 def test_pods_that_share_a_gpu_are_distinguished_by_what_their_processes_use(
     sharing: Cluster, example: Callable[[str], None]
 ) -> None:
@@ -221,28 +201,6 @@ def process_of(pod_uid: str) -> int:
     """The last process of a pod: its first one is the sandbox's."""
     pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()]
     return max(pid for pid in pids if origin("/proc", pid).pod_uid == pod_uid)
-
-
-def test_replicas_of_a_deployment_share_a_gpu(sharing: Cluster) -> None:
-    objects = with_test_workload("vllm")
-    sharing.apply(objects)
-    try:
-        sharing.rolled_out("deployment/vllm", "default")
-        first, second = sharing.logs_of("app.kubernetes.io/name=vllm")
-        assert first == second
-        assert len(daemons()) == 1
-    finally:
-        sharing.delete(objects)
-
-
-def test_first_available_is_a_share_where_no_mig_device_is(
-    sharing: Cluster, example: Callable[[str], None]
-) -> None:
-    example("mig-else-share")
-    sharing.wait_running("mig-else-share")
-    (claim,) = sharing.get("resourceclaims")["items"]
-    (result,) = claim["status"]["allocation"]["devices"]["results"]
-    assert (result["request"], result["consumedCapacity"]["shares"]) == ("gpu/share", "1")
 
 
 def test_halves_of_a_mig_device(sharing: Cluster, example: Callable[..., None]) -> None:

@@ -17,15 +17,12 @@ from dra_driver.model.sharing import NO_SHARING, share_all
 from dra_driver.simulator import machine_names
 from dra_driver.slices.rules.build import build_pool
 from dra_driver.slices.rules.diff import Owner, slice_changes
-from tests.e2e.conftest import NAMESPACE, SLOW_S, Cluster, Json, wait_for
+from tests.e2e.conftest import SLOW_S, Cluster, Json
 from tests.fakes.machines import SimulatedNode
 from tests.fakes.samples import DRIVER
 from tests.sharing.test_modes import RULES
 
 pytestmark = [pytest.mark.cluster, pytest.mark.core]
-
-WIPED_AFTER_S = 30
-"""After that long without a plugin the kubelet deletes its slices."""
 
 
 def versions(cluster: Cluster) -> dict[str, str]:
@@ -121,30 +118,3 @@ def gap_in(client: ApiClient, uids: set[str]) -> float:
             return now - gone_since if gone_since is not None else 0.0
         time.sleep(0.01)
     pytest.fail("the restarted kubelet did not wipe the slices, or they did not come back")
-
-
-def restart_plugin(cluster: Cluster) -> float:
-    """Seconds until a new pod has taken the place of the driver's."""
-    old = {pod["metadata"]["uid"] for pod in cluster.driver_pods()}
-    started = time.monotonic()
-    cluster.kubectl("delete", "pod", "-n", NAMESPACE, "--all")
-    wait_for("a new driver pod", lambda: not old & {p["metadata"]["uid"] for p in cluster.driver_pods()})
-    wait_for("the new pod to be ready", cluster.driver_is_ready)
-    return time.monotonic() - started
-
-
-def test_plugin_restart_writes_nothing_and_leaves_the_pod_alone(cluster: Cluster, example) -> None:
-    example("one-gpu")
-    cluster.wait_running("one-gpu")
-    for _ in range(5):
-        before = versions(cluster)
-        took = restart_plugin(cluster)
-        if took < WIPED_AFTER_S:
-            break
-        print(f"away for {took:.0f} s, in which the kubelet may have deleted the slices: once more")
-        wait_for("all slices", cluster.driver_has_settled)
-    assert versions(cluster) == before
-    assert cluster.pod("one-gpu")["status"]["containerStatuses"][0]["restartCount"] == 0
-    assert len(cluster.seen_by("one-gpu")) == 1
-    cluster.kubectl("delete", "pod", "one-gpu")
-    wait_for("the claim to be unprepared by the new instance", lambda: not cluster.leftovers())

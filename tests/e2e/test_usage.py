@@ -36,15 +36,11 @@ def teams(cluster: Cluster) -> Iterator[dict[str, str]]:
 
 
 def usage(cluster: Cluster, *arguments: str) -> str:
-    return gpus(cluster, "--usage", *arguments)
-
-
-def gpus(cluster: Cluster, *arguments: str) -> str:
     """What the plugin of kubectl prints, which kubectl itself finds and starts."""
     kubectl = cluster.local.kubectl()
     programs = f"{Path(sys.executable).parent}:{kubectl.parent}:{os.environ['PATH']}"
     done = subprocess.run(
-        [str(kubectl), "gpus", *arguments],
+        [str(kubectl), "gpus", "--usage", *arguments],
         env={**os.environ, "KUBECONFIG": str(cluster.local.kubeconfig()), "PATH": programs},
         capture_output=True,
         text=True,
@@ -71,10 +67,3 @@ def test_busy_and_idle_pods_are_distinguished(cluster: Cluster, teams: dict[str,
     assert " 0% " in idle
     assert " 90% " in busy
     assert f"gpu-{teams[IDLE].removeprefix('GPU-')[:8]}" in idle
-
-
-def test_top_of_a_node_runs_in_the_plugin_of_that_node(cluster: Cluster) -> None:
-    first, *shown = gpus(cluster, "top", cluster.node, "--once").splitlines()
-    assert first.startswith(f"{cluster.node}  NVIDIA driver ")
-    rows = [line for line in shown if "  NVIDIA H100 80GB HBM3  " in line]
-    assert len(rows) == 8

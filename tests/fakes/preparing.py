@@ -292,7 +292,7 @@ class Node(Journaled):
                     RunMps: mps,
                     StartMaintenance: maintenance_steps(self, directory),
                 }
-            ),
+            )
         )
         self.waited_for: list[str] = []
         self.users: dict[str, str] = {}

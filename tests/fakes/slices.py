@@ -39,10 +39,7 @@ def publisher_of(
     inventory: Callable[[], Any], slices: Any, owner: Callable[[], Any], **more: Any
 ) -> Publisher:
     """A publisher on a server that takes everything; `more` replaces parts of that."""
-    parts: dict[str, Any] = {
-        "taints": lambda limits: untainted,
-        "left_out": lambda dropped: none_withheld,
-    }
+    parts: dict[str, Any] = {"taints": lambda limits: untainted, "left_out": lambda dropped: none_withheld}
     support = more.pop("support", None) or support_of(lambda *_: Support())
     observer = more.pop("observer", None) or RecordedCalls()
     node = SimpleNamespace(inventory=inventory, owner=owner, **parts | more)

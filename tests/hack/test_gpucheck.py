@@ -36,6 +36,7 @@ from dra_driver.model.gpu import Gpu
 from dra_driver.nvml import session
 from dra_driver.simulator import machine_names, open_machine
 from dra_driver.simulator.machine_state import nvlink_count
+from tests.fakes.tables import tabled
 
 ROOT = Path(__file__).parents[2]
 DIFFERENCES = yaml.safe_load(Path(__file__).with_name("smi_differences.yaml").read_text())
@@ -172,13 +173,7 @@ def test_text_ends_with_the_verdict(capsys: pytest.CaptureFixture[str], tmp_path
     assert capsys.readouterr().out.endswith("\ngpu-check: 1 difference\n")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "why"),
-    [
-        (["--nvidia-driver-root", "/nowhere"], "libnvidia-ml.so.1 is not below the driver root"),
-        (["--simulate", "nothing-like-this"], "there is no simulated machine"),
-    ],
-)
+@tabled("arguments", "why")
 def test_check_without_a_machine_says_why_in_one_line(
     arguments: list[str], why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -298,15 +298,6 @@ def test_a_time_slice_that_cannot_be_set_is_reported_with_its_cause(broken, harm
     assert caught.value.has_no_effect
 
 
-@pytest.mark.parametrize(("harm", "cause"), BROKEN + BROKEN_LIBRARY)
-def test_a_compute_mode_that_cannot_be_read_is_not_taken_for_none(broken, harm: Harm, cause: str) -> None:
-    mode = ComputeMode(broken(SMI_PROGRAM, harm))
-    with pytest.raises(RetryableError, match=f"nvidia-smi did not start.*{cause}"):
-        mode.get(GPU)
-    with pytest.raises(RetryableError, match=f"nvidia-smi did not start.*{cause}"):
-        mode.set(GPU, 3)
-
-
 @pytest.mark.parametrize(("harm", "cause"), BROKEN)
 def test_an_mps_daemon_that_cannot_be_queried_is_reported_with_its_cause(
     broken, harm: Harm, cause: str, tmp_path: Path

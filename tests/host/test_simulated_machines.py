@@ -5,6 +5,7 @@ To rewrite the golden files: pytest tests/host/test_simulated_machines.py --upda
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from dra_driver.model.driver_files import CdiDevice
 from dra_driver.model.host import HostPaths
 from dra_driver.simulator import SimulatedDeviceNodes, create_machine, machine_names
 from tests.cdi.cdi_schema import faults
+from tests.fakes.tables import tabled
 
 UID = "dab5ab50-d59a-42a6-af16-cfd4628c0f7a"
 GOLDEN = Path(__file__).parent / "golden"
@@ -84,18 +86,12 @@ def test_every_machine_gives_specs_that_runtimes_take(name: str, tmp_path: Path)
         assert mount["hostPath"] == "/dev/null" or (host.root / mount["hostPath"].lstrip("/")).exists()
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "hook"),
-    [("dgx-h100", "gpu", True), ("dgx-h100", "gpu", False), ("h100-mig-static", "mig", True)],
-)
+@tabled("name", "kind", "hook")
 def test_a_claim_gets_exactly_this(
-    name: str, kind: str, hook: bool, tmp_path: Path, update_golden: bool
+    name: str, kind: str, hook: bool, tmp_path: Path, is_golden: Callable[[Path, str], None]
 ) -> None:
     host = Host(name, tmp_path, cdi_hook=hook)
     devices = host.whole_gpus() if kind == "gpu" else host.mig_devices()
     spec = claim_spec(UID, "gpu.nvidia.com", host.driver.scan(host.version), devices[:2])
     golden = GOLDEN / f"{name}-{kind}{'' if hook else '-without-hook'}.json"
-    text = json.dumps(spec, indent=1) + "\n"
-    if update_golden:
-        golden.write_text(text)
-    assert text == golden.read_text()
+    is_golden(golden, json.dumps(spec, indent=1) + "\n")

@@ -310,10 +310,7 @@ BREAKS: Mapping[str, Break] = {
         _end_the_mps_daemon, "MpsDaemonFailed", "mps-daemon-failed", "stopped during its start"
     ),
     "a MIG device cannot be destroyed": Break(
-        _hold_a_mig_device,
-        "MigDestroyDelayed",
-        settings={"DYNAMIC_MIG": "true"},
-        check="cleanup",
+        _hold_a_mig_device, "MigDestroyDelayed", settings={"DYNAMIC_MIG": "true"}, check="cleanup"
     ),
     "a Prepare fails": Break(
         lambda site: site.claim(device="gpu-0"), "PrepareFailed", "claims-failing", "does not exist"

@@ -244,10 +244,7 @@ def test_missing_right_to_read_use_is_named(used: Used) -> None:
         ({"status": 503, "reason": "ServiceUnavailable"}, "must let the API server reach port 8080"),
         ({"status": 404, "reason": "NotFound"}, "HTTP 404"),
         ({"status": 200, "body": b"# HELP up x\nup 1\n"}, "does not measure usage"),
-        (
-            {"status": 200, "body": b"nvidia_dra_device_processes{ 1\n"},
-            "could not convert",
-        ),
+        ({"status": 200, "body": b"nvidia_dra_device_processes{ 1\n"}, "could not convert"),
     ],
 )
 def test_node_that_does_not_answer_is_one_line(used: Used, answer: dict[str, Any], expected: str) -> None:

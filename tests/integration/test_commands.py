@@ -87,10 +87,7 @@ def test_doctor_names_the_gpus_that_are_ill_when_the_plugin_runs(node: Node) -> 
     eventually(lambda: kept() == {"row-remap failure", "xid 95"})
     found = health_lines(node)
     assert [(status, seen.partition(" (for ")[0]) for status, seen, _ in found] == [
-        (
-            "FAIL",
-            f"gpu-{one.uuid[4:12]} ({one.bus_id}) is unhealthy: memory rows could not be remapped",
-        ),
+        ("FAIL", f"gpu-{one.uuid[4:12]} ({one.bus_id}) is unhealthy: memory rows could not be remapped"),
         (
             "FAIL",
             f"gpu-{two.uuid[4:12]} ({two.bus_id}) is unhealthy: Xid 95: uncorrectable memory error that was not "

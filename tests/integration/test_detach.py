@@ -101,8 +101,8 @@ def test_time_slices_that_the_closing_lost_are_set_again(node: Node, detach: Cal
 
 
 @pytest.mark.parametrize("words", [["3"], ["--force"], ["--for", "5m"]])
-def test_end_takes_nothing_else(detach: Callable[..., Any], words: list[str]) -> None:
-    done = detach("--end", *words)
+def test_end_takes_nothing_else(words: list[str]) -> None:
+    done = call("detach", "--end", *words)
     assert (done.returncode, "--end cannot be combined with" in done.stderr) == (2, True)
 
 
@@ -145,8 +145,8 @@ def test_a_lost_gpu_is_known_by_its_bus_id_when_no_plugin_saw_it(
 
 
 @pytest.mark.parametrize("time", ["5", "9s", "25h", "-5m", "", "1m30s", "5 m"])
-def test_a_time_of_another_form_is_refused(detach: Callable[..., Any], time: str) -> None:
-    done = detach(f"--for={time}")
+def test_a_time_of_another_form_is_refused(time: str) -> None:
+    done = call("detach", f"--for={time}")
     assert (done.returncode, "give a time from 10s to 24h" in done.stderr) == (2, True)
 
 

@@ -18,6 +18,7 @@ from playground.kubelet_client import KubeletError
 from dra_driver.model.claim import ClaimRef, Failed, Prepared
 from tests.fakes.waiting import PATIENCE_S, eventually
 from tests.integration.conftest import DRIVER, Node, own_address, page, sliced
+from tests.integration.test_nvml_hangs import tainted
 
 SLOW_NVML = """
 import time
@@ -103,20 +104,6 @@ def test_older_daemon_works_again_when_the_newer_one_has_ended(
     assert len(node.slices()) == 1
 
 
-def test_of_three_daemons_the_newest_works(make_node: Callable[..., Node]) -> None:
-    node = make_node()
-    processes = [started(node, f"pod-{number}") for number in range(3)]
-    node.wait_devices(8)
-    ref = node.claim("one")
-    answer = node.ready(ref)
-    processes[0].terminate()
-    assert processes[0].wait(PATIENCE_S) == 0
-    assert node.ready(ref) == answer
-    processes[2].terminate()
-    assert processes[2].wait(PATIENCE_S) == 0
-    eventually(lambda: isinstance(answer_soon(node, ref), Prepared))
-
-
 def test_daemon_that_crashes_after_it_has_asked_does_not_stop_the_older_one(
     make_node: Callable[..., Node],
 ) -> None:
@@ -137,15 +124,20 @@ def test_gpu_whose_step_hangs_is_not_a_reason_to_keep_the_node(make_node: Callab
     node = make_node()
     hangs = "TimeSliceSteps.do = lambda *_: threading.Event().wait(600)"
     before = f"import threading\nfrom dra_driver.sharing.steps import TimeSliceSteps\n{hangs}"
-    started(node, "older", before=before)
+    older, address = started(node, "older", before=before), own_address()
     node.wait_devices(8)
     first, second = (device["name"] for device in node.devices()[:2])
     hanging = node.allocated_by_hand("one", first, config=sliced("Long"))
     with ThreadPoolExecutor() as pool:
         answer = pool.submit(node.prepare, hanging)
         eventually(node.records)
-        started(node, "newer")
+        at_once = "import dra_driver.health.rules.state as state\nstate.UNRESPONSIVE_AFTER_S = 0"
+        started(node, "newer", before=at_once, HTTP_ENDPOINT=address)
         node.ready(node.allocated_by_hand("two", second, config=sliced("Long")))
+        eventually(lambda: tainted(node) == {"0": ["unresponsive"]})
+        page(address, "/readyz", "the wait for another process of gpu-dra-driver")
+        older.kill()
+        eventually(lambda: tainted(node) == {})
         node.stop()
         answer.exception(PATIENCE_S)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ import pytest
 from dra_driver.model.claim import Failed
 from dra_driver.model.record import SetTimeSlice
 from tests.fakes.waiting import PATIENCE_S, eventually
-from tests.integration.conftest import Json, Node, own_address, page, poll_all, sliced
+from tests.integration.conftest import Json, Node, poll_all, sliced
 
 
 def reported(node: Node, reason: str) -> list[str]:
@@ -97,27 +96,3 @@ def test_an_operation_that_does_not_end_makes_its_gpu_unresponsive(
     eventually(lambda: reported(node, "GPURecovered") == concerned)
     eventually(lambda: tainted() == {})
     eventually(lambda: note not in driver.probes.notes())
-
-
-def test_gpu_on_which_a_process_hangs_that_has_handed_over_is_tainted(make_node: Callable[..., Node]) -> None:
-    node, address = make_node(), own_address()
-    hangs = "TimeSliceSteps.do = lambda *_: threading.Event().wait(600)"
-    before = f"import threading\nfrom dra_driver.sharing.steps import TimeSliceSteps\n{hangs}"
-    older = node.spawn(before=before, POD_UID="older")
-    node.wait_devices(8)
-    wanted, other = (device["name"] for device in node.devices()[:2])
-    ref = node.allocated_by_hand("one", wanted, config=sliced("Long"))
-
-    def tainted() -> dict[str, list[str]]:
-        return {one["name"]: [taint["key"] for taint in one.get("taints", ())] for one in node.devices()}
-
-    with ThreadPoolExecutor() as calls:
-        calls.submit(node.prepare, ref)
-        eventually(node.records)
-        at_once = "import dra_driver.health.rules.state as state\nstate.UNRESPONSIVE_AFTER_S = 0"
-        node.spawn(before=at_once, POD_UID="newer", HTTP_ENDPOINT=address)
-        eventually(lambda: tainted()[wanted] == ["gpu.nvidia.com/unresponsive"])
-        assert tainted()[other] == []
-        page(address, "/readyz", "the wait for another process of gpu-dra-driver")
-        older.kill()
-        eventually(lambda: tainted()[wanted] == [])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from functools import partial
 from typing import Any
@@ -14,7 +13,7 @@ from dra_driver.claims import lifecycle
 from dra_driver.claims.waiting import WaitTimeouts
 from dra_driver.model.claim import ClaimRef, Failed, Prepared
 from tests.fakes.scrapes import scraped
-from tests.fakes.waiting import PATIENCE_S, eventually
+from tests.fakes.waiting import eventually
 from tests.integration.conftest import Json, Node, sliced
 from tests.integration.test_process import call
 from tests.integration.test_serviced import tainted
@@ -108,30 +107,6 @@ def test_maintenance_waits_for_a_running_claim_and_other_claims_stay_away(node: 
     node.ready(late)
 
 
-def test_maintenance_with_policy_refuse_leaves_the_gpu_to_its_claims(node: Node) -> None:
-    name = names(node)[3]
-    monitor = node.allocated_by_hand("monitor", name, adminAccess=True)
-    node.ready(monitor)
-    ref = maintenance(node, "reset", name, policy="Refuse")
-    node.refused(ref, "claims use the GPUs: default/monitor; delete their pods first")
-    assert name in names(node)
-    node.must_unprepare(monitor)
-    node.ready(ref)
-    assert states(node) == {"reset": "active"}
-
-
-def test_waiting_claim_that_is_released_gives_its_gpu_back(node: Node) -> None:
-    name = names(node)[3]
-    running = node.allocated_by_hand("running", name)
-    node.ready(running)
-    ref = maintenance(node, "reset", name)
-    failure(node, ref)
-    eventually(lambda: name not in names(node))
-    node.must_unprepare(ref)
-    eventually(lambda: name in names(node))
-    assert node.unprepare(running) == {running.uid: None}
-
-
 def test_second_maintenance_claim_waits_for_the_first(node: Node) -> None:
     before = names(node)
     first, second = maintenance(node, "first", before[3]), maintenance(node, "second", before[5])
@@ -206,17 +181,9 @@ def test_restart_during_maintenance_keeps_the_slices_and_nvml_closed(node: Node)
     node.wait_devices(8)
 
 
-@pytest.mark.parametrize("is_released", [False, True])
-def test_file_of_a_claim_that_is_not_prepared_is_removed_by_the_next_start(
-    node: Node, is_released: bool
-) -> None:
-    before = names(node)
-    ref = maintenance(node, "reset", before[3])
-    node.driver._gpus.detachments.begin(900, ref)
-    node.driver.stop()
-    if is_released:
-        node.delete_claim("reset")
-    node.start_driver()
+def test_file_of_a_claim_that_is_not_prepared_is_removed_by_the_next_start(node: Node) -> None:
+    node.driver._gpus.detachments.begin(900, maintenance(node, "reset", names(node)[3]))
+    node.restart_driver()
     node.wait_devices(8)
     assert node.driver._gpus.detachments.written() is None
 
@@ -239,32 +206,6 @@ def test_gpu_of_a_claim_whose_record_cannot_be_read_stays_withdrawn(node: Node, 
     assert [device.name for device in inventory.devices() if is_left_out(device)] == [before[3]]
     node.must_unprepare(ref)
     node.wait_devices(8)
-
-
-def test_nvml_that_does_not_close_is_retried_and_the_gpu_stays_withdrawn(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("dra_driver.inventory.maintenance_step._CLOSING_S", 0.5)
-    name = names(node)[3]
-    ref = maintenance(node, "reset", name)
-    ended = threading.Event()
-
-    def hang() -> None:
-        with node.driver._gpus.nvml.session.operation(lambda: 5.0):
-            ended.wait(PATIENCE_S)
-
-    thread = threading.Thread(target=hang)
-    thread.start()
-    try:
-        assert "the plugin has not closed NVML within" in failure(node, ref)
-        assert node.driver._gpus.detachments.written() is None
-        assert states(node) == {"reset": "waiting"}
-        eventually(lambda: name not in names(node))
-    finally:
-        ended.set()
-        thread.join()
-    node.ready(ref)
-    assert states(node) == {"reset": "active"}
 
 
 def test_process_that_stands_by_closes_nvml_for_a_claim_and_opens_it_again(node: Node) -> None:
@@ -314,59 +255,6 @@ def test_gpu_returns_only_after_nvml_has_been_read_again(node: Node, monkeypatch
         node.driver.publishing.publisher._publish_once()
         assert before[3] not in names(node)
     eventually(lambda: names(node) == before)
-
-
-def test_overdue_claim_keeps_the_next_maintenance_claim_from_its_gpu(node: Node) -> None:
-    before = names(node)
-    first, second = maintenance(node, "first", before[3]), maintenance(node, "second", before[3])
-    other = maintenance(node, "other", before[5])
-    node.ready(first)
-    call("detach", "--end", *node.machine_flags)
-    eventually(lambda: node.driver.discovery.unavailable() is None)
-    assert "waits for the claims on its GPUs: default/first" in failure(node, second)
-    assert states(node) == {"first": "overdue", "second": "waiting"}
-    node.ready(other)  # on another GPU
-    node.must_unprepare(other)
-    node.must_unprepare(first)
-    eventually(lambda: isinstance(node.prepare(second)[second.uid], Prepared))
-
-
-def test_claim_that_fails_after_nvml_was_closed_opens_it_again(node: Node) -> None:
-    """The CDI spec cannot be written."""
-    before = names(node)
-    ref, late = maintenance(node, "reset", before[3]), node.allocated_by_hand("late", before[2])
-    node.ready(late)
-    [spec] = node.specs()
-    blocked = node.cdi / spec.replace(late.uid, ref.uid)
-    node.must_unprepare(late)
-    blocked.mkdir()
-    failure(node, ref)
-    assert states(node) == {"reset": "waiting"}
-    assert node.driver._gpus.detachments.written() is None
-    node.ready(late)
-    blocked.rmdir()
-    node.ready(ref)
-    assert states(node) == {"reset": "active"}
-
-
-def test_closing_that_someone_ends_in_between_does_not_start_the_maintenance(node: Node) -> None:
-    """`detach --end`, or an instance that starts, between the closing of NVML and the answer."""
-    ref = maintenance(node, "reset", names(node)[3])
-    detachments = node.driver._gpus.detachments
-    is_open = detachments.is_nvml_open
-
-    def ended(*given: Any) -> bool:
-        found = is_open(*given)
-        if not found:
-            detachments.end()
-        return found
-
-    detachments.is_nvml_open = ended
-    assert "another process ended the detachment" in failure(node, ref)
-    detachments.is_nvml_open = is_open
-    assert states(node) == {"reset": "waiting"}
-    node.ready(ref)
-    assert states(node) == {"reset": "active"}
 
 
 def test_gpus_that_are_not_watched_on_purpose_have_no_sample_to_alert_on(node: Node) -> None:

@@ -13,13 +13,30 @@ import pytest
 import yaml
 
 from dra_driver.errors import InvalidConfigError
-from dra_driver.model.claim import ClaimRef
+from dra_driver.model.claim import ClaimRef, Prepared
+from tests.fakes.json_stream import json_documents
 from tests.fakes.waiting import eventually
 from tests.integration.conftest import DRIVER, NODE, Node
-from tests.integration.test_metadata import INSIDE, mounted
 
 Json = dict[str, Any]
 MakeNode = Callable[..., Node]
+INSIDE = "/var/run/kubernetes.io/dra-device-attributes"
+
+
+def mounted(node: Node, prepared: Prepared) -> dict[str, list[Json]]:
+    """What a container of the claim reads, by path, as its runtime resolves the CDI names."""
+    wanted = [name for device in prepared.devices for name in device.cdi_ids]
+    found: dict[str, list[Json]] = {}
+    for path in node.cdi.iterdir():
+        spec = json.loads(path.read_text())
+        for device in spec["devices"]:
+            if f"{spec['kind']}={device['name']}" not in wanted:
+                continue
+            for mount in device["containerEdits"].get("mounts", ()):
+                if mount["containerPath"].startswith(INSIDE):
+                    assert mount["options"] == ["ro", "bind"]
+                    found[mount["containerPath"]] = list(json_documents(Path(mount["hostPath"]).read_text()))
+    return found
 
 
 def index_in_name(device: str) -> int | None:
@@ -120,8 +137,10 @@ def test_a_mig_device_on_demand_is_known_to_all(make_node: MakeNode) -> None:
     uuid = mig_in_spec(node, name)
     assert index_in_name(name) is None
     assert exporters_labels(node, name) == {"gpu": gpu.uuid, "profile": "1g.10gb", "uuid": None}
-    assert kubevirts_device(node, ref, "part", "gpu")["uuid"] == {"string": uuid}
     [instance] = gpu.instances
+    [published] = [device["attributes"] for device in node.devices() if device["name"] == name]
+    made = {"uuid": {"string": uuid}, "gpuInstanceID": {"int": instance.id}, "computeInstanceID": {"int": 0}}
+    assert kubevirts_device(node, ref, "part", "gpu") == published | made
     assert status_data(node, "part") == {
         "version": "v1alpha1", "type": "mig", "uuid": uuid, "productName": "NVIDIA H100 80GB HBM3",
         "driverVersion": node.machine.driver_version, "pciBusID": gpu.bus_id, "parentUUID": gpu.uuid,

@@ -89,9 +89,6 @@ def test_prepare_waits_for_one_attempt_when_another_api_server_takes_over(
     node.wait_devices(7)
 
 
-# --- kubelet and load --------------------------------------------------------------------------------
-
-
 # --- GPUs --------------------------------------------------------------------------------------------
 
 
@@ -113,9 +110,6 @@ def test_gpu_that_is_drained_under_its_claim(node: Node) -> None:
     node.must_unprepare(*answers)
     eventually(lambda: [device["name"] for device in node.devices()] == before)
     assert (node.specs(), node.records()) == ([], [])
-
-
-# --- disk --------------------------------------------------------------------------------------------
 
 
 # --- clock -------------------------------------------------------------------------------------------

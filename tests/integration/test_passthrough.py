@@ -137,20 +137,6 @@ def test_eight_cards_of_one_claim_close_nvml_once(make_node: Callable[..., Node]
     assert {gpu.driver for gpu in node.machine.current().present} == {"nvidia"}
 
 
-def test_node_whose_cards_are_all_under_vfio_needs_no_nvidia_driver(make_node: Callable[..., Node]) -> None:
-    node = without_virtual_functions(make_node)
-    for gpu in node.machine.current().present:
-        node.machine.give_to(gpu.uuid, "vfio-pci")
-    node.machine.unload_driver()
-    node.running(8, passthrough=True)
-    eventually(lambda: node.driver.problems() == [])
-    [passed, *_] = [entry["name"] for entry in node.devices()]
-    ref = node.allocated_by_hand("machine", passed)
-    node.ready(ref)
-    node.must_unprepare(ref)
-    assert {gpu.driver for gpu in node.machine.current().present} == {"vfio-pci"}
-
-
 def refusals(logs: Logs) -> list[Json]:
     return [
         {key: entry[key] for key in ("log_level", "cards", "offered")}
@@ -250,17 +236,3 @@ def test_gpu_with_mig_devices_on_demand_goes_to_a_virtual_machine_when_they_are_
     node.must_unprepare(machine)
     node.wait_devices(8 * 27)
     node.ready(node.allocated_by_hand("again", small))
-
-
-def test_process_that_stands_by_closes_nvml_too(make_node: Callable[..., Node]) -> None:
-    node = without_virtual_functions(make_node).running(16, passthrough=True, pod_uid="older")
-    node.stand_by(PASSTHROUGH="true")
-    eventually(lambda: len(node.machine.clients(with_own=True)) == 2)
-    _, passed = named(node, 6)
-    uuid = node.machine.gpu(6).uuid
-    ref = node.allocated_by_hand("machine", passed)
-    node.ready(ref)
-    assert driver_of(node, uuid) == "vfio-pci"
-    eventually(lambda: len(node.machine.clients(with_own=True)) == 2)
-    node.must_unprepare(ref)
-    assert driver_of(node, uuid) == "nvidia"

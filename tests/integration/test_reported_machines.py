@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from dra_driver.app.config_file import mig_layouts
-from dra_driver.cli.validation.rules.allocator import AllocationError
 from tests.fakes.waiting import eventually
 from tests.integration.conftest import Node
 from tests.integration.test_process import call
@@ -46,17 +45,6 @@ def test_unlike_cards_of_a_home_server_are_all_published(make_node: Callable[...
     assert "health" not in warnings(node)
 
 
-def test_gpu_without_minor_number_is_not_published_and_doctor_says_why(
-    make_node: Callable[..., Node],
-) -> None:
-    """NVML of WSL2 reports no minor numbers, and there are no GPU device nodes."""
-    node = make_node(str(MACHINES / "no-minor-number.yaml"))
-    node.start_driver()
-    seen, _ = warnings(node, "FAIL")["NVML"]
-    assert "it is not published: NVML reports no minor number" in seen
-    assert node.devices() == []
-
-
 def test_memory_of_a_gh200_that_is_the_hosts_is_warned_of_with_the_module_option(
     make_node: Callable[..., Node],
 ) -> None:
@@ -64,21 +52,6 @@ def test_memory_of_a_gh200_that_is_the_hosts_is_warned_of_with_the_module_option
     seen, remedy = warnings(node)["GPU memory"]
     assert seen.startswith("GPU memory is in NUMA nodes of the host (1)")
     assert "NVreg_CoherentGPUMemoryMode=driver" in remedy
-
-
-def test_gpus_of_a_node_without_fabric_manager_are_tainted_and_no_pod_gets_one(
-    make_node: Callable[..., Node],
-) -> None:
-    node = make_node()
-    node.machine.set_fabric(state=2)
-    node.running()
-    fabric = {"key": "gpu.nvidia.com/fabric", "value": "pending", "effect": "NoSchedule"}
-    assert [
-        [{name: taint[name] for name in fabric} for taint in device["taints"]] for device in node.devices()
-    ] == [[fabric]] * 8
-    with pytest.raises(AllocationError):
-        node.claim("wants-one")
-    assert "systemctl status nvidia-fabricmanager" in warnings(node, "FAIL")["health"][1]
 
 
 def test_card_that_the_driver_could_not_start_is_not_called_lost(make_node: Callable[..., Node]) -> None:
@@ -153,22 +126,3 @@ def test_gpu_without_mig_beside_one_with_a_layout_is_no_warning(make_node: Calla
     )
     unsupported = [one for one in node.driver.layouts.states().values() if one.state == "unsupported"]
     assert [one.text for one in unsupported] == ["the GPU has no MIG"]
-
-
-def test_xid_of_a_gpu_with_a_claim_for_one_slice_taints_all_devices_of_that_gpu_only(
-    make_node: Callable[..., Node],
-) -> None:
-    node = make_node().running(8 * 26, dynamic_mig=True)
-    on_gpu = "device.attributes['gpu.nvidia.com'].?profile.orValue('') == '1g.10gb'"
-    request = {"deviceClassName": "mig.nvidia.com", "selectors": [{"cel": {"expression": on_gpu}}]}
-    node.ready(node.claim("slice", {"requests": [{"name": "slice", "exactly": request}]}))
-    node.machine.raise_xid(0, 79)
-
-    def tainted() -> list[str]:
-        keys = {one["name"]: {taint["key"] for taint in one.get("taints", ())} for one in node.devices()}
-        return sorted(name for name, found in keys.items() if "gpu.nvidia.com/xid" in found)
-
-    uuid = node.machine.gpu(0).uuid
-    name = node.driver.discovery.latest().gpu_names[uuid]
-    eventually(lambda: len(tainted()) == 26)
-    assert {one.partition("-mig-")[0] for one in tainted()} == {name}

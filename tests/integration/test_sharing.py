@@ -129,22 +129,6 @@ def test_containers_are_right_when_each_uses_one_request_of_a_mix(shared: Callab
     assert f"shared ({names[0]}), and plain without MPS" in event["message"]
 
 
-def test_two_claims_of_a_pod_get_an_event_if_one_has_mps(shared: Callable[..., Node]) -> None:
-    node = shared()
-    names = [device["name"] for device in node.devices()[:2]]
-    pod = {"metadata": {"name": "both", "uid": "pod-of-both"}}
-    refs = [
-        node.allocated_by_hand("plain", names[0]),
-        node.allocated_by_hand("first-half", names[1], config=parameters(strategy="MPS")),
-    ]
-    for ref in refs:
-        node.scheduler.allocate_claim("default", ref.name, pod=pod)
-        node.ready(ref)
-    [event] = eventually(lambda: node.events("MpsNeedsRequestNames"))
-    assert event["involvedObject"]["name"] == "first-half"
-    assert f"gpu ({names[1]}), and plain/gpu without MPS" in event["message"]
-
-
 def client(node: Node, edit: Json, device: str) -> list[str]:
     """What a CUDA process of a container with these edits gets; `device` is the daemon's."""
     pipe = node.plugin_dir / "mps" / device / "pipe"
@@ -265,38 +249,6 @@ def test_time_slice_is_set_and_reset_and_set_again_after_a_driver_reload(shared:
     eventually(lambda: node.machine.timeslice(2) == 3)
     node.must_unprepare(ref)
     eventually(lambda: _settled(node) == before)
-
-
-def test_claims_of_one_gpu_agree_on_its_interval(shared: Callable[..., Node]) -> None:
-    """Errors name the first claim, and the slice remains until the last claim with it is gone."""
-    node = shared(SharingRule("shares", 4))
-    device = node.devices()[0]["name"]
-    names = ("Short", "Long", "Short", "any", "MPS")
-    configs = (sliced("Short"), sliced("Long"), sliced("Short"), parameters(strategy="TimeSlicing"), MPS)
-    short, long, again, anything, mps = (
-        node.allocated_by_hand(
-            f"{name}-{number}".lower(),
-            device,
-            config=config,
-            shareID=f"00000000-0000-4000-8000-00000000000{number}",
-        )
-        for number, (name, config) in enumerate(zip(names, configs, strict=True))
-    )
-    node.ready(short)
-    node.refused(long, "default/short-0", "Short", "Long")
-    node.refused(mps, "MPS excludes other modes")
-    for ref in (again, anything):
-        node.ready(ref)
-    assert not list(node.plugin_dir.glob("mps/*/pipe")), "shares without enforcement need no daemon"
-    for ref in (short, again):
-        assert node.machine.timeslice(0) == 1
-        node.must_unprepare(ref)
-    node.must_unprepare(anything)
-    assert node.machine.timeslice(0) == 0
-    for ref, interval in ((long, 3), (mps, 0)):
-        node.ready(ref)
-        assert node.machine.timeslice(0) == interval
-        node.must_unprepare(ref)
 
 
 # --- claims end whatever became of their tools ----------------------------------------------------

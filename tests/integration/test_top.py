@@ -145,10 +145,7 @@ def test_terminal_is_drawn_again_and_left_as_it_was(end: str, tmp_path: Path) ->
         terminal.read_until(b"HEALTH")
         terminal.read_until(b"q quits")
         assert b"\x1b[?1049h" in terminal.seen
-        for key, said in (
-            (b"h", b"sort by health"),
-            (b"/t4\r", b"/t4  Esc"),
-        ):
+        for key, said in ((b"h", b"sort by health"), (b"/t4\r", b"/t4  Esc")):
             terminal.seen = b""
             os.write(terminal.master, key)
             terminal.read_until(said)
@@ -350,10 +347,7 @@ def test_health_of_a_gpu_that_the_plugin_does_not_know_is_unknown(
 
 @pytest.mark.parametrize("function", ["nvmlDeviceGetTemperature*", "nvmlDeviceGetP2PStatus"])
 def test_gpu_that_hangs_hides_no_other(
-    machine: Machine,
-    look: Look,
-    monkeypatch: pytest.MonkeyPatch,
-    function: str,
+    machine: Machine, look: Look, monkeypatch: pytest.MonkeyPatch, function: str
 ) -> None:
     monkeypatch.setattr(calls, "ANSWERS_WITHIN_S", 0.5)
     silent = machine.current().present[1].uuid

@@ -29,10 +29,7 @@ Validate = Callable[..., tuple[int, list[Json], str]]
 
 
 CLAIMS = yaml.safe_dump_all(
-    [
-        claim("whole", request(count=4)),
-        claim("large", request(deviceClassName="mig-7g.80gb.nvidia.com")),
-    ]
+    [claim("whole", request(count=4)), claim("large", request(deviceClassName="mig-7g.80gb.nvidia.com"))]
 )
 
 

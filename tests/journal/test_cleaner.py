@@ -17,11 +17,7 @@ from structlog.testing import capture_logs
 from dra_driver.base.backoff import Backoff
 from dra_driver.errors import RetryableError, StateError
 from dra_driver.journal.cleaner import Cleaner
-from dra_driver.journal.executor import Executor, StepDispatcher
-from dra_driver.journal.lanes import Lanes
-from dra_driver.journal.ledger import Ledger
-from dra_driver.journal.locks import GpuLocks
-from dra_driver.journal.records import RecordStore
+from dra_driver.journal.executor import StepDispatcher
 from dra_driver.journal.rules import cleanups
 from dra_driver.journal.rules.cleanups import (
     LedgerEntry,
@@ -37,6 +33,7 @@ from dra_driver.model.mig import Placement
 from dra_driver.model.mps import MpsDaemonSpec, MpsMember
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord, CreateMig, RunMps, SetTimeSlice, Step, WriteCdiSpec
+from tests.fakes.journal import Journaled
 from tests.fakes.samples import GPU_0, GPU_1, MIG_1G, MIG_3G, MIXED, claim, hold
 from tests.fakes.waiting import PATIENCE_S, eventually
 
@@ -80,24 +77,19 @@ class Tools:
         return True
 
 
-class Bench:
+class Bench(Journaled):
     """The driver over a directory."""
 
     def __init__(self, directory: Path, boot_id: str = BOOT) -> None:
-        self.directory, self.boot_id = directory, boot_id
-        self.records = RecordStore(directory / "claims")
-        self.records.open(boot_id)
-        self.changes = 0
-        self.unrecorded: set[str] = set()
-        self.ledger = Ledger(directory / "ledger", self.records, boot_id, lambda: self.unrecorded)
-        self.ledger.open()
-        self.locks = GpuLocks(directory / "locks")
-        self.locks.open()
+        self.directory, self.changes, self.unrecorded = directory, 0, set[str]()
+        self.open_journal(directory, boot_id)
         self.tools = Tools()
         self.found: object = "as it was"
-        self.lanes = Lanes(self.locks)
-        self.cleaner = Cleaner(self.ledger, self.lanes, self.tools, self._changed, tools=lambda: self.found)
-        self.executor = Executor(self.records, self.cleaner, self.tools, self.lanes, boot_id)
+        self.work_with(self.tools)
+        self.cleaner.changed, self.cleaner.tools = self._changed, lambda: self.found
+
+    def without_record(self) -> set[str]:
+        return self.unrecorded
 
     def _changed(self) -> None:
         self.changes += 1
@@ -367,13 +359,6 @@ def test_mps_daemon_with_other_settings_is_stopped_for_a_claim_that_waits_for_it
 # --- before a Prepare ------------------------------------------------------------------------------
 
 
-def test_prepare_cleans_up_first(bench: Bench) -> None:
-    bench.fail(MPS)
-    bench.tools.broken = []
-    bench.clean_before(DEVICE_0)
-    assert bench.files() == []
-
-
 def test_prepare_waits_for_an_undo_that_works_a_moment_later(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -635,9 +620,12 @@ def test_daemon_that_was_not_started_after_a_reboot_withholds_nothing(
 
     monkeypatch.setattr(bench.tools, "do", no_host)
     wanted = replace(record(MPS), phase="preparing")
-    bench.ledger.add(LedgerEntry(wanted.ref, "boot-0", MPS))
+    older = LedgerEntry(wanted.ref, "boot-0", MPS)
+    bench.ledger.add(older)
     with pytest.raises(RetryableError, match="not running"):
         bench.prepared(wanted)
+    # An entry of this boot would withhold the device for a daemon that does not run.
+    assert bench.ledger.entries() == bench.restarted().ledger.entries() == [older]
     bench.tools.broken = [MPS]
     bench.leave(wanted)
     bench.executor.undo_rest("uid-1")
@@ -846,22 +834,3 @@ def test_cleanup_of_a_claim_whose_first_unprepare_failed_is_shown(
             bench.leave(made)
     bench.records.delete("uid-1")
     assert [one.name for one in bench.cleaner.outstanding()] == ["uid-1"]
-
-
-def test_entry_of_an_older_boot_is_restored_if_its_step_did_not_begin(tmp_path: Path) -> None:
-    """An entry of this boot would withhold the device for a daemon that does not run."""
-    before, made = Bench(tmp_path, "boot-0"), record(MPS, boot_id="boot-0")
-    before.prepared(made)
-    [older] = before.ledger.entries()
-    bench = Bench(tmp_path)
-
-    def refuse(step: Step, plan: Plan) -> None:
-        error = RetryableError("no MPS host runs")
-        error.has_no_effect = True
-        raise error
-
-    bench.tools.do = refuse  # type: ignore[method-assign]
-    with pytest.raises(RetryableError, match="no MPS host"):
-        bench.prepared(replace(made, boot_id=BOOT))
-    assert bench.ledger.entries() == [older]
-    assert bench.restarted().ledger.entries() == [older]

@@ -77,6 +77,9 @@ def planned(*names: str) -> Plan:
     return plan_claim(claim(*names), MIXED, NODE, DRIVER, ())
 
 
+SLICED = replace(planned(GPU_0), steps=(SetTimeSlice("GPU-1", 2), *planned(GPU_0).steps))
+
+
 def record(phase: str = "prepared", boot: str = "boot-1", at: str | None = "now") -> ClaimRecord:
     return ClaimRecord(claim(GPU_0), phase, boot, (hold(GPU_0),), (WriteCdiSpec(),), at)  # type: ignore[arg-type]
 
@@ -197,15 +200,13 @@ def test_nothing_is_done_for_a_record_that_another_call_has_changed(
     executor: Executor, journal: Journal, tmp_path: Path
 ) -> None:
     """An Unprepare removed it while this Prepare waited, and a newer Prepare may have written another one."""
-    plan = planned(GPU_0)
-    plan = replace(plan, steps=(SetTimeSlice("GPU-1", 2), *plan.steps))
     executor.lanes = Lanes(GpuLocks(tmp_path))
-    meant = executor.intend(plan, None)
+    meant = executor.intend(SLICED, None)
     for now in (None, replace(meant, steps=meant.steps[1:])):
         journal.kept = {} if now is None else {"uid-1": now}
         for work in (executor.change, executor.complete):
             with pytest.raises(RetryableError, match="another call changed the claim"):
-                work(plan, meant)
+                work(SLICED, meant)
     assert journal.events == ["save preparing"]
 
 
@@ -222,55 +223,53 @@ class SlowDisk(Journal):
         return found
 
 
-def test_step_that_begins_when_the_call_gives_up_is_undone(tmp_path: Path) -> None:
+@pytest.fixture
+def slow(tmp_path: Path) -> tuple[SlowDisk, Executor]:
     disk = SlowDisk()
     executor = executor_over(disk)
     executor.lanes = Lanes(GpuLocks(tmp_path))
-    slice_step = SetTimeSlice("GPU-1", 2)
-    plan = replace(planned(GPU_0), steps=(slice_step, *planned(GPU_0).steps))
-    record = executor.intend(plan, None)
+    return disk, executor
+
+
+def test_step_that_begins_when_the_call_gives_up_is_undone(slow: tuple[SlowDisk, Executor]) -> None:
+    disk, executor = slow
+    record = executor.intend(SLICED, None)
     with pytest.raises(RetryableError, match="has not finished; the kubelet's deadline has passed"):
-        executor.change(plan, record, 0.51)
-    assert [entry.step for entry in disk.entries] == [slice_step]
+        executor.change(SLICED, record, 0.51)
+    assert [entry.step for entry in disk.entries] == [SLICED.steps[0]]
     disk.open.set()
 
 
-def test_step_that_does_not_begin_is_not_undone(tmp_path: Path) -> None:
-    disk = SlowDisk()
-    executor = executor_over(disk)
-    executor.lanes = Lanes(GpuLocks(tmp_path))
-    plan = replace(planned(GPU_0), steps=(SetTimeSlice("GPU-1", 2), *planned(GPU_0).steps))
-    record = executor.intend(plan, None)
+@pytest.mark.parametrize(
+    ("usual_s", "timeout_s", "said"),
+    [
+        (60.0, 0.51, "has not finished; the kubelet's deadline has passed"),
+        (0.0, 30, "GPU-1 does not respond: a step that hangs began at"),
+        (0.2, 30, "GPU-1 does not respond: a step that hangs began at"),
+    ],
+)
+def test_claim_behind_a_step_that_hangs_is_refused_and_its_own_step_never_begins(
+    slow: tuple[SlowDisk, Executor],
+    monkeypatch: pytest.MonkeyPatch,
+    usual_s: float,
+    timeout_s: float,
+    said: str,
+) -> None:
+    """A hang in its first minute would cost each claim behind it the kubelet's whole time."""
+    monkeypatch.setattr("dra_driver.journal.executor._CHECK_S", 0.01)
+    monkeypatch.setattr("dra_driver.journal.executor._USUAL_S", usual_s)
+    disk, executor = slow
+    record = executor.intend(SLICED, None)
     hangs = executor.lanes.submit({"GPU-1"}, "a step that hangs", lambda _: disk.open.wait(PATIENCE_S))
-    with pytest.raises(RetryableError, match="has not finished; the kubelet's deadline has passed"):
-        executor.change(plan, record, 0.51)
+    while not executor.lanes.hanging():
+        pass
+    with pytest.raises(RetryableError, match=said) as caught:
+        executor.change(SLICED, record, timeout_s)
+    assert isinstance(caught.value, GpuUnresponsiveError) == (timeout_s == 30)
     disk.open.set()
     hangs.result()
     executor.lanes.submit({"GPU-1"}, "the last one", lambda _: None).result()
     assert disk.entries == []
-
-
-@pytest.mark.parametrize("hangs_first", [True, False])
-def test_claim_behind_a_step_that_takes_longer_than_usual_is_refused_with_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hangs_first: bool
-) -> None:
-    """A hang in its first minute would cost each claim behind it the kubelet's whole time."""
-    monkeypatch.setattr("dra_driver.journal.executor._CHECK_S", 0.01)
-    monkeypatch.setattr("dra_driver.journal.executor._USUAL_S", 0.0 if hangs_first else 0.2)
-    disk = SlowDisk()
-    executor = executor_over(disk)
-    executor.lanes = Lanes(GpuLocks(tmp_path))
-    plan = replace(planned(GPU_0), steps=(SetTimeSlice("GPU-1", 2), *planned(GPU_0).steps))
-    record = executor.intend(plan, None)
-    hangs = executor.lanes.submit({"GPU-1"}, "a step that hangs", lambda _: disk.open.wait(PATIENCE_S))
-    while not executor.lanes.hanging():
-        pass
-    with pytest.raises(GpuUnresponsiveError, match="GPU-1 does not respond: a step that hangs began at"):
-        executor.change(plan, record, 30)
-    disk.open.set()
-    hangs.result()
-    executor.lanes.submit({"GPU-1"}, "the last one", lambda _: None).result()
-    assert disk.entries == [], "a step whose claim was refused never begins"
 
 
 def test_nothing_is_done_when_the_intention_cannot_be_written(executor: Executor, journal: Journal) -> None:
@@ -313,7 +312,7 @@ def test_claim_with_other_devices_is_preparing_again(executor: Executor, journal
 def test_record_is_synced_only_when_a_step_changes_more_than_the_spec() -> None:
     plan = planned(GPU_0)
     assert not changes_more_than_the_spec(plan)
-    assert changes_more_than_the_spec(replace(plan, steps=(SetTimeSlice("GPU-1", 2), *plan.steps)))
+    assert changes_more_than_the_spec(SLICED)
     journal = Journal()
     carried_out(executor_over(journal), plan, None)
     assert journal.events == ["save preparing lightly", "do", "save prepared lightly"]

@@ -185,10 +185,7 @@ class OtherDriver:
             dra_v1_pb2.NodePrepareResourcesRequest.FromString,
             dra_v1_pb2.NodePrepareResourcesResponse.SerializeToString,
         )
-        self._servers = [
-            serve(endpoint, {V1 + "NodePrepareResources": prepare}),
-            serve(registrar, methods),
-        ]
+        self._servers = [serve(endpoint, {V1 + "NodePrepareResources": prepare}), serve(registrar, methods)]
 
     def stop(self) -> None:
         for each in self._servers:

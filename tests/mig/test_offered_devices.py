@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dra_driver.mig.rules.offered_devices import (
-    instances_to_withhold,
-    is_ours,
-)
+from dra_driver.mig.rules.offered_devices import instances_to_withhold, is_ours
 from dra_driver.model.mig import GpuInstance, OwnedInstance, Placement
 from tests.fakes.tables import tabled
 

@@ -13,7 +13,7 @@ import pytest
 from dra_driver.cdi.directory import CdiDirectory
 from dra_driver.claims.prepare import Identity
 from dra_driver.claims.waiting import WaitTimeouts
-from dra_driver.errors import NvmlTransientError, NvmlUnknownOutcomeError
+from dra_driver.errors import NvmlTransientError
 from dra_driver.journal.executor import StepDispatcher
 from dra_driver.mig.rules.counters import partitioned
 from dra_driver.model.claim import AllocatedClaim, Failed, Prepared
@@ -24,6 +24,7 @@ from tests.fakes.machines import SimulatedNode
 from tests.fakes.mignode import UNTOUCHED, MigNode, make_idle
 from tests.fakes.preparing import Claims, Devices, Outcomes, SpecSteps, Users, claims_of, noted_waits
 from tests.fakes.samples import DRIVER, NODE, claim, h100, inventory
+from tests.fakes.tables import tabled
 from tests.fakes.waiting import PATIENCE_S, eventually
 from tests.mig.migtables import MODELS, table
 
@@ -210,28 +211,6 @@ def test_mode_and_finished_devices_stay_between_the_tries(node: Node) -> None:
     assert node.leftovers == (UNTOUCHED, [])
 
 
-def test_driver_that_is_not_ready_for_a_while_after_the_switch_is_waited_for(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """If the mode were disabled between the attempts, the wait would start again each time."""
-    tries, set_mode, create = [0], node.hardware.set_mode, node.hardware.create
-
-    def switched(*arguments: Any) -> None:
-        set_mode(*arguments)
-        tries[0] = 0
-
-    def settling(*arguments: Any) -> int:
-        tries[0] += 1
-        if tries[0] <= 4:
-            raise NvmlTransientError("create a GPU instance: Not Ready")
-        return create(*arguments)
-
-    monkeypatch.setattr(node.hardware, "set_mode", switched)
-    monkeypatch.setattr(node.hardware, "create", settling)
-    assert isinstance(node.requested(small(node)), Prepared)
-    assert [kind for kind, *_ in node.reported_modes] == ["mode-on"]
-
-
 def test_everything_is_undone_when_the_time_is_over(node: Node) -> None:
     attempt, stubborn = waiting_with_two(node)
     eventually(lambda: len(stubborn.seen) > 1)
@@ -267,24 +246,6 @@ def test_everything_is_undone_before_another_claim_is_waited_for(
     assert seen == [("NvmlTransientError", [(14, 4), (19, 6)], False), ("DeviceHeldError", [], True)]
 
 
-def test_instance_that_was_made_though_the_answer_says_otherwise_is_not_left(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    create, seen = node.hardware.create, []
-
-    def late(*arguments: Any) -> int:
-        seen.append(node.on_gpu())
-        made = create(*arguments)
-        if len(seen) == 1:
-            raise NvmlUnknownOutcomeError("create a GPU instance: Timeout")
-        return made
-
-    monkeypatch.setattr(node.hardware, "create", late)
-    assert isinstance(node.requested(small(node)), Prepared)
-    assert seen == [(True, []), (True, [])]
-    assert node.on_gpu() == (True, [(10, 19, 3, 1)])
-
-
 def test_instance_that_could_not_be_destroyed_is_destroyed_by_the_next_try(node: Node) -> None:
     node.machine.set_fault("nvmlGpuInstanceGetInfo", code="unknown", count=1)
     node.machine.set_fault("nvmlGpuInstanceDestroy", code="unknown", count=2)  # at once, and in the undo
@@ -294,27 +255,10 @@ def test_instance_that_could_not_be_destroyed_is_destroyed_by_the_next_try(node:
     assert [entry.phase for entry in node.ledger.details(OwnedInstance)] == ["created"]
 
 
-def test_device_of_a_prepared_claim_is_made_again_within_the_call(node: Node) -> None:
-    wanted = small(node)
-    node.requested(wanted)
-    node.machine.destroy_mig(0, 10)
-    node.machine.set_fault(CREATE_COMPUTE_INSTANCE, code="insufficient-resources", count=2)
-    assert isinstance(node.requested(wanted), Prepared)
-    assert node.on_gpu() == (True, [(10, 19, 3, 1)])
-
-
 # --- what does not pass, or not in time --------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("code", "text"),
-    [
-        ("no-permission", "run as root"),
-        ("not-supported", "delete the pod and its claim"),
-        ("invalid-argument", "Invalid Argument"),
-        ("reset-required", "nvidia-smi --gpu-reset"),
-    ],
-)
+@tabled("code", "text")
 @pytest.mark.parametrize("function", CREATIONS)
 def test_refusal_that_does_not_pass_fails_at_once(node: Node, function: str, code: str, text: str) -> None:
     node.machine.set_fault(function, code=code)

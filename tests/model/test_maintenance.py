@@ -7,6 +7,7 @@ import pytest
 from dra_driver.model.claim import AllocatedClaim, ClaimRef
 from dra_driver.model.maintenance import Detachment, Maintenance, closed_seconds, maintenances
 from dra_driver.model.record import ClaimRecord, Phase, StartMaintenance
+from tests.fakes.tables import tabled
 
 REF, OTHER = ClaimRef("ops", "reset", "uid-1"), ClaimRef("ops", "flash", "uid-2")
 UNTIL = "2026-11-27 20:05:00+00:00"
@@ -50,17 +51,6 @@ def test_maintenances_are_sorted_and_leave_other_claims_out() -> None:
     assert found == [Maintenance(OTHER, gpus, "waiting"), Maintenance(REF, gpus, "active", UNTIL)]
 
 
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [
-        ("10s", 10),
-        ("15m", 900),
-        ("24h", 86400),
-        ("9s", None),
-        ("25h", None),
-        ("1h30m", None),
-        ("\u06610s", None),
-    ],
-)
+@tabled("text", "seconds")
 def test_time_has_seconds_or_is_refused(text: str, seconds: int | None) -> None:
     assert closed_seconds(text) == seconds

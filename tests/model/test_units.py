@@ -73,11 +73,6 @@ def test_quantities_are_compared_by_value() -> None:
     assert not same_quantity("1G", "1Gi")
 
 
-def test_bytes_are_rounded_up() -> None:
-    assert quantity_bytes("1.5") == 2
-    assert quantity_bytes("1Ki") == 1024
-
-
 @given(wide)
 def test_whole_numbers_survive_both_forms(value: int) -> None:
     assert parse_quantity(format_bytes(value)) == value

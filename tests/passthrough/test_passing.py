@@ -246,54 +246,6 @@ def test_claim_whose_record_was_lost_returns_its_card(node: KindNode, site: Site
     assert following.ledger.details(OwnedCard) == []
 
 
-@pytest.mark.parametrize("function", ["driver_override", "unbind", "drivers_probe"])
-def test_write_that_hangs_keeps_its_card_and_nothing_else(
-    node: KindNode, site: Site, function: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("dra_driver.journal.executor._UNDO_WAIT_S", 0.5)
-    monkeypatch.setattr("dra_driver.passthrough.steps._STUCK_FIRST_S", 0.2)
-    untouched = node.state()
-    site.machine.set_fault(function, code="hang", gpu=site.card.gpu_uuid)
-    refused(in_a_hurry(node, wanted(site)))
-    eventually(lambda: site.simulated.session.is_open)
-    assert set(node.lanes.under_way()) == {site.card.gpu_uuid}
-    other = claim(site.possible(7, "1g.10gb", 3), uid="neighbour")
-    # NVML closes again for moments, and the steps of this node do not keep it open.
-    eventually(lambda: isinstance(node.prepare(other), Prepared))
-    assert node.unprepare(other) is None
-    assert node.unprepare(wanted(site)) is None
-    site.machine.clear_faults()
-    eventually(lambda: not node.lanes.under_way())
-    assert node.cleaner.clean_all() == []
-    node.work_off()  # if NVML was closed just when the MIG device was to be destroyed
-    assert node.state() == untouched
-
-
-@pytest.mark.parametrize("function", ["driver_override", "unbind", "bind"])
-def test_return_that_hangs_holds_no_claim_up(
-    node: KindNode, site: Site, function: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("dra_driver.journal.executor._UNDO_WAIT_S", 0.5)
-    monkeypatch.setattr("dra_driver.passthrough.steps._STUCK_FIRST_S", 0.2)
-    untouched = node.state()
-    node.prepare(wanted(site))
-    site.machine.set_fault(function, code="hang", gpu=site.card.gpu_uuid)
-    assert node.unprepare(wanted(site)) is None
-    assert "uid-1" not in node.records.all()
-    assert set(node.lanes.under_way()) == {site.card.gpu_uuid}
-    shown = node.cleaner.withheld()
-    assert shown(site.inventory.by_name[site.whole(FOR_MACHINES)]) is not None
-    other = claim(site.possible(7, "1g.10gb", 3), uid="neighbour")
-    # NVML closes again for moments, and the steps of this node do not keep it open.
-    eventually(lambda: isinstance(node.prepare(other), Prepared))
-    assert node.unprepare(other) is None
-    site.machine.clear_faults()
-    eventually(lambda: not node.lanes.under_way())
-    assert node.cleaner.clean_all() == []
-    node.work_off()  # if NVML was closed just when the MIG device was to be destroyed
-    assert node.state() == untouched
-
-
 def test_user_that_appears_between_check_and_bind_does_not_close_nvml_for_others(
     node: KindNode, site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:

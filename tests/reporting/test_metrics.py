@@ -123,12 +123,6 @@ def test_prepared_devices_are_those_of_the_records_at_each_scrape(metrics: Metri
     assert [prepared(kind) for kind in ("gpu", "mig", "vfio", "unknown")] == [0, 0, 0, 1]
 
 
-def test_two_drivers_in_one_process_do_not_meet() -> None:
-    first, second = Metrics("a", NODE, list), Metrics("b", NODE, list)
-    first.ended("prepare", 0.1)
-    assert value(second, "nvidia_dra_requests_total", driver="b", operation="prepare") == 0
-
-
 def test_each_observation_is_in_its_histogram(metrics: Metrics) -> None:
     def seen(name: str) -> tuple[float, float]:
         return value(metrics, f"{name}_count", driver=DRIVER), value(metrics, f"{name}_sum", driver=DRIVER)
@@ -268,9 +262,7 @@ def test_names_of_others_cannot_break_the_text() -> None:
     claim = AllocatedClaim(ClaimRef(odd, odd, "uid-1"), kept.claim.results, pods=(PodRef(odd, odd),))
     metrics = Metrics(DRIVER, NODE, list)
     metrics.show.claims(
-        lambda: [ClaimRecord(claim, "prepared", "boot-1", kept.devices, ())],
-        lambda _: None,
-        lambda: None,
+        lambda: [ClaimRecord(claim, "prepared", "boot-1", kept.devices, ())], lambda _: None, lambda: None
     )
     families = parse_openmetrics(generate_openmetrics(metrics.registry).decode())
     (found,) = (sample for family in families for sample in family.samples if "claim" in sample.labels)

@@ -213,6 +213,9 @@ def test_an_unresponsive_gpu_is_reported_even_while_every_check_of_it_hangs(
     metrics: Metrics, health: KnownHealth
 ) -> None:
     metrics.show.health(lambda: MIXED, health)
+    health.stale = {uuid(1)}
+    monitored = by_label(metrics, "nvidia_dra_gpu_monitored", "uuid")
+    assert monitored == {(uuid(0),): 1, (uuid(1),): 0, (uuid(2),): 1}
     health.stale = {uuid(n) for n in range(3)}
     health.has(Severity.DEGRADED, "unresponsive", HealthTarget(uuid(1)))
     health.has(Severity.UNHEALTHY, "xid", HealthTarget(uuid(2)))
@@ -229,39 +232,20 @@ def test_trouble_of_an_instance_alone_is_reported_for_its_mig_devices(
     for target, identity in (
         (HealthTarget(uuid(2), 7, 0), "MIG-a"),
         (HealthTarget(uuid(2), 9), "MIG-b,MIG-c"),
+        (HealthTarget(uuid(2), 11, 0), None),  # no check yet; an empty label would equal a missing one
     ):
-        state = observe(HealthState(target), InstanceSeen(identity), 1)
+        state = HealthState(target)
+        if identity:
+            state = observe(state, InstanceSeen(identity), 1)
         health.known[target] = observe(state, Xid(95 if target.gpu_instance_id == 7 else 94), 1)
     assert by_label(metrics, "nvidia_dra_mig_severity", *labels) == {
         (uuid(2), "MIG-a", "7/0"): 3, (uuid(2), "MIG-b", "9"): 2, (uuid(2), "MIG-c", "9"): 2,
+        (uuid(2), "unknown", "11/0"): 2,
     }  # fmt: skip
     assert by_label(metrics, "nvidia_dra_gpu_severity", "uuid")[uuid(2),] == 0, "the rest of the GPU is well"
     assert by_label(metrics, "nvidia_dra_gpu_reason", "uuid", "reason") == {(uuid(2), "xid"): 3}
     health.stale = {uuid(2)}
     assert by_label(metrics, "nvidia_dra_mig_severity", *labels) == {}
-
-
-def test_trouble_of_an_instance_that_no_one_checked_yet_has_no_empty_name(
-    metrics: Metrics, health: KnownHealth
-) -> None:
-    """An empty label value equals a missing label: alerts and joins by it would miss the sample."""
-    metrics.show.health(lambda: MIXED, health)
-    target = HealthTarget(uuid(2), 7, 0)
-    health.known[target] = observe(HealthState(target), Xid(95), 1)
-    labels = ("parent_uuid", "uuid", "mig_instance")
-    assert by_label(metrics, "nvidia_dra_mig_severity", *labels) == {(uuid(2), "unknown", "7/0"): 3}
-
-
-def test_severity_is_not_reported_for_a_gpu_that_no_one_checked(
-    metrics: Metrics, health: KnownHealth
-) -> None:
-    metrics.show.health(lambda: MIXED, health)
-    health.stale = {uuid(1)}
-    health.has(Severity.UNHEALTHY, "xid", HealthTarget(uuid(1)))
-    assert set(by_label(metrics, "nvidia_dra_gpu_severity", "uuid")) == {(uuid(0),), (uuid(2),)}
-    assert by_label(metrics, "nvidia_dra_gpu_reason", "uuid") == {}
-    monitored = by_label(metrics, "nvidia_dra_gpu_monitored", "uuid")
-    assert monitored == {(uuid(0),): 1, (uuid(1),): 0, (uuid(2),): 1}
 
 
 def test_inventory_reports_versions_faults_and_mig_devices_by_profile(metrics: Metrics) -> None:

@@ -60,10 +60,7 @@ class Node:
 
     def __post_init__(self) -> None:
         self.probes = Probes(
-            self.plugin,
-            self,
-            self.publisher,
-            lambda: [] if self.other is None else [self.other],
+            self.plugin, self, self.publisher, lambda: [] if self.other is None else [self.other]
         )
 
     def problem(self) -> str | None:

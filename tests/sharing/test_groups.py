@@ -16,16 +16,24 @@ from dra_driver.journal.rules.cleanups import PendingCleanup, by_gpus, gpus_of, 
 from dra_driver.model.claim import AllocatedClaim
 from dra_driver.model.driver_files import CdiDevice
 from dra_driver.model.inventory import Inventory
-from dra_driver.model.mps import MpsDaemonSpec, MpsDirectories, MpsMember, MpsShared
+from dra_driver.model.mps import (
+    LostMps,
+    MpsDaemonSpec,
+    MpsDirectories,
+    MpsMember,
+    MpsShared,
+    SharingMode,
+    TimeSliced,
+)
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord, LeaveMigMode, RunMps, SetTimeSlice, WriteCdiSpec
 from dra_driver.model.sharing import NO_SHARING, SharingPolicy, SharingRule, share_all
+from dra_driver.sharing.rules.modes import incompatibility
 from tests.fakes.samples import DRIVER, GPU_0, GPU_1, GPU_2, NODE, claim, h100, inventory, result, uuid
 from tests.fakes.tables import tabled
 from tests.sharing.test_mps_requests import mps
 
 NODE_OF_FOUR = inventory(*(h100(number) for number in range(4)))
-GPU_3 = "gpu-00000003"
 SHARES = share_all(SharingRule("memory", enforce="mps", multiprocessors=True))
 SPEC = MpsDaemonSpec(
     GPU_0, uuid(0), "gpu", uuid(0), others=(MpsMember(GPU_1, uuid(1)), MpsMember(GPU_2, uuid(2), 1024))
@@ -151,3 +159,20 @@ def test_containers_get_the_limits_by_number(limits: tuple[int | None, ...], env
     device = CdiDevice(GPU_1, nodes=(), drm=(), links=())
     made = with_mps(device, MpsShared(SPEC, limits[1], None, limits), MpsDirectories("/p", "/l", "/s"))
     assert list(made.env) == ["CUDA_MPS_PIPE_DIRECTORY=/tmp/nvidia-mps", *env]
+
+
+@pytest.mark.parametrize(
+    ("held", "wanted", "said"),
+    [
+        (TimeSliced(1), TimeSliced(3), "same time slice; one requests Short, the other Long"),
+        (TimeSliced(1), MpsShared(SPEC), "MPS excludes other modes"),
+        (LostMps(), TimeSliced(), "MPS excludes other modes"),
+        (TimeSliced(1), TimeSliced(1), None),
+        (TimeSliced(1), TimeSliced(), None),
+        (LostMps(), MpsShared(SPEC), None),
+    ],
+)
+def test_claims_of_one_gpu_agree_on_how_they_share_it(
+    held: SharingMode, wanted: SharingMode, said: str | None
+) -> None:
+    assert (incompatibility(held, wanted) or "None").endswith(str(said))

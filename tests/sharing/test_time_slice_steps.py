@@ -8,16 +8,13 @@ import pytest
 from dra_driver.base.deadline import until
 from dra_driver.errors import RetryableError
 from dra_driver.host.driver_programs import NvidiaSmi
-from dra_driver.journal.cleaner import Cleaner
 from dra_driver.journal.executor import StepDispatcher
-from dra_driver.journal.lanes import Lanes
-from dra_driver.journal.ledger import Ledger
-from dra_driver.journal.locks import GpuLocks
 from dra_driver.journal.records import RecordStore
 from dra_driver.model.driver_files import DriverPrograms
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord, SetTimeSlice
 from dra_driver.sharing.steps import TimeSliceSteps
+from tests.fakes.journal import Journaled
 from tests.fakes.samples import claim
 
 
@@ -69,32 +66,28 @@ echo "$@" >> {tmp_path}/asked
 """
     )
     program.chmod(0o755)
-    records, locks = RecordStore(tmp_path / "claims"), GpuLocks(tmp_path / "locks")
-    records.open("boot-1")
-    locks.open()
+    node = Journaled()
+    node.open_journal(tmp_path, "boot-1")
     for number in (1, 2, 3):
         step = SetTimeSlice(f"GPU-{number}", 3)
-        records.save(ClaimRecord(claim(uid=f"uid-{number}"), "prepared", "boot-1", (), (step,), ""))
+        node.records.save(ClaimRecord(claim(uid=f"uid-{number}"), "prepared", "boot-1", (), (step,), ""))
     found = DriverPrograms("/driver-root", {"nvidia-smi": str(program)}, "/usr/bin:/bin", None)
-    lanes = Lanes(locks)
-    steps = TimeSliceSteps(NvidiaSmi(lambda: found), records)
-    ledger = Ledger(tmp_path / "ledger", records, "boot-1")
-    ledger.open()
-    cleaner = Cleaner(ledger, lanes, StepDispatcher({}), restorers=[steps])
-    cleaner.start()
+    steps = TimeSliceSteps(NvidiaSmi(lambda: found), node.records)
+    node.work_with(StepDispatcher({}), restorers=[steps])
+    node.cleaner.start()
     try:
         steps.driver_reloaded()
-        cleaner.retry_now()
+        node.cleaner.retry_now()
         while [line["event"] for line in logs].count("time_slice_lost") < 3:
             time.sleep(0.01)
-        records.delete("uid-3")
-        while "GPU-3" in lanes.under_way():
+        node.records.delete("uid-3")
+        while "GPU-3" in node.lanes.under_way():
             time.sleep(0.01)  # an attempt that began before the claim ended
         (tmp_path / "works").touch()
         while steps.gpus():
             time.sleep(0.01)
     finally:
-        cleaner.stop()
+        node.cleaner.stop()
     assert [line.split()[2] for line in (tmp_path / "asked").read_text().splitlines()] == ["GPU-1"]
     assert len([line for line in logs if line["event"] == "time_slice_lost"]) == 3, "each reason is told once"
 

@@ -9,6 +9,7 @@ from dra_driver.errors import InvalidConfigError
 from dra_driver.simulator import machine_names, open_machine
 from dra_driver.simulator.catalogue import build
 from dra_driver.simulator.simulate_commands import show
+from tests.fakes.tables import tabled
 
 
 @pytest.fixture
@@ -99,18 +100,7 @@ def test_signals_are_set_together_and_end_when_they_are_not_named(simulate, tmp_
     assert show(open_machine(tmp_path / "machine"))[1][2]["state"] == "ok"
 
 
-@pytest.mark.parametrize(
-    ("signal", "fault"),
-    [
-        ("srm", "there is no signal 'srm'; use one of: bank-remap, memory, "),
-        ("sram=1", "sram takes no value"),
-        ("pcie-lanes=32", "takes a number from 1 to 16"),
-        ("nvlinks-down=18", "which has 18 NVLinks"),
-        ("nvlinks-down=a", "takes whole numbers"),
-        ("repair=fan", "takes channel, tpc, or both"),
-        ("bank-remap", "which has no bank remapper"),
-    ],
-)
+@tabled("signal", "fault")
 def test_signal_that_a_gpu_cannot_have_is_refused(simulate, signal, fault):
     simulate("create", "dgx-h100")
     assert fault in simulate("signals", "0", signal, code=2)

@@ -160,11 +160,7 @@ def test_slice_of_an_older_generation_is_obsolete(server: Server) -> None:
     assert not server.publish(wanted)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["gpu.nvidia.com-node-a-x", "0000-gpu.nvidia.com-node-a-x", "000000-gpu.nvidia.com-x", "00002-gpu.nvidia.com-x",
-     "0000A-gpu.nvidia.com-x", "00000gpu"],
-)  # fmt: skip
+@tabled("name")
 def test_slice_is_obsolete_when_its_name_has_no_index_of_the_pool(server: Server, name: str) -> None:
     wanted = pool([device("a")], [device("b")])
     server.publish(wanted)
@@ -259,11 +255,7 @@ def tainted(*taints: JsonObject, memory: str = "1Gi") -> Pool:
     return pool([device("a", memory, taints=list(taints))])
 
 
-@pytest.mark.parametrize(
-    ("seconds", "writes"),
-    [("2026-08-07T12:00:00Z", 0), ("2026-08-07T12:00:01Z", 0), ("2026-08-07T11:59:59+00:00", 0),
-     ("2026-08-07T12:00:02Z", 1), ("2026-08-07T13:00:00+01:00", 0), (None, 0)],
-)  # fmt: skip
+@tabled("seconds", "writes")
 def test_time_of_a_taint_is_compared_to_the_second(server: Server, seconds: str | None, writes: int) -> None:
     server.publish(tainted(taint()))
     wanted = taint() if seconds is None else taint(timeAdded=seconds)

@@ -14,6 +14,7 @@ from dra_driver.mig.rules.counters import partitioned
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import Inventory
 from dra_driver.slices.rules.build import Pool, build_pool
+from dra_driver.slices.rules.diff import Owner, slice_changes
 from tests.fakes.machines import SimulatedNode, read_inventory
 from tests.fakes.samples import DRIVER, NODE
 from tests.slices.test_attributes import check_form
@@ -101,15 +102,11 @@ def described(device: dict[str, Any], common: dict[str, Any]) -> Sequence[str]:
 
 
 @pytest.mark.parametrize("name", sorted(CASES))
-def test_pool_of_one_gpu_is_the_golden_one(name: str, inventory_of, update_golden: bool) -> None:
+def test_pool_of_one_gpu_is_the_golden_one(name: str, inventory_of, is_golden) -> None:
     found = inventory_of(name)
     pool = build_pool(replace(found, gpus=found.gpus[:1]), NODE)
-    file = GOLDEN / f"{name}.yaml"
-    if update_golden:
-        file.parent.mkdir(exist_ok=True)
-        file.write_text(rendered(pool))
     assert pool.faults == ()
-    assert rendered(pool) == file.read_text()
+    is_golden(GOLDEN / f"{name}.yaml", rendered(pool))
     for content in pool.slices:
         for device in content.devices:
             check_form(device)
@@ -125,11 +122,6 @@ def test_api_server_takes_the_pool_of_the_whole_machine(name: str, inventory_of)
     found = inventory_of(name)
     pool = build_pool(found, NODE)
     assert pool.faults == ()
-    for content in pool.slices:
-        shape = {"name": NODE, "generation": 1, "resourceSliceCount": len(pool.slices)}
-        spec: dict[str, Any] = {"driver": DRIVER, "nodeName": NODE, "pool": shape}
-        for key, entries in (("devices", content.devices), ("sharedCounters", content.shared_counters)):
-            if entries:
-                spec[key] = list(entries)
-        assert slice_faults({"spec": spec}, None) == []
+    for entry in slice_changes(pool, (), Owner(DRIVER, NODE, "uid")).creates:
+        assert slice_faults(entry, None) == []
     assert len([device for content in pool.slices for device in content.devices]) == len(found.by_name)

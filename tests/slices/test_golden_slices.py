@@ -56,16 +56,13 @@ def pool_of(tmp_path: Path):
 
 
 @pytest.mark.parametrize("machine", machine_names())
-def test_pool_of_the_machine_is_the_golden_one(machine: str, pool_of, update_golden: bool) -> None:
+def test_pool_of_the_machine_is_the_golden_one(machine: str, pool_of, is_golden) -> None:
     pool = pool_of(machine)
-    file = GOLDEN / f"{machine}.yaml"
-    if update_golden:
-        file.write_text(rendered(pool))
     assert pool.faults == ()
     for content in pool.slices:
         for device in content.devices:
             check_form(device)
-    assert rendered(pool) == file.read_text()
+    is_golden(GOLDEN / f"{machine}.yaml", rendered(pool))
 
 
 def test_there_is_no_golden_file_without_a_machine() -> None:

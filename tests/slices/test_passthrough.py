@@ -22,6 +22,7 @@ from dra_driver.model.gpu import Card, Gpu
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.sharing import SharingRule, share_all
 from dra_driver.slices.rules.build import Pool, build_pool
+from dra_driver.slices.rules.diff import Owner, slice_changes
 from tests.fakes.samples import (
     DRIVER,
     GPU_0,
@@ -164,7 +165,8 @@ def test_no_card_is_given_out_twice_whatever_claims_request(
 ) -> None:
     """The scheduler's rules over what is published: each claim of another type, until nothing fits."""
     pool = build_pool(found, NODE, compatibility_groups=groups)
-    slices = [_slice(number, len(pool.slices), content) for number, content in enumerate(pool.slices)]
+    changes = slice_changes(pool, (), Owner(DRIVER, NODE, "uid"))
+    slices = [entry | {"metadata": {"name": f"s{number}"}} for number, entry in enumerate(changes.creates)]
     assert [slice_faults(entry, None) for entry in slices] == [[]] * len(slices)
     classes = standard_classes(DRIVER)
     wanted = ["gpu.nvidia.com", "mig.nvidia.com", "vfio.gpu.nvidia.com"] * 4
@@ -188,24 +190,6 @@ def test_no_card_is_given_out_twice_whatever_claims_request(
 def _devices(claims: Iterable[JsonObject]) -> list[str]:
     results = (claim["status"]["allocation"]["devices"]["results"] for claim in claims)
     return [entry["device"] for entries in results for entry in entries]
-
-
-def _slice(number: int, count: int, content: Any) -> JsonObject:
-    spec: JsonObject = {
-        "driver": DRIVER,
-        "nodeName": NODE,
-        "pool": {"name": NODE, "generation": 1, "resourceSliceCount": count},
-    }
-    if content.devices:
-        spec["devices"] = list(content.devices)
-    if content.shared_counters:
-        spec["sharedCounters"] = list(content.shared_counters)
-    return {
-        "apiVersion": "resource.k8s.io/v1",
-        "kind": "ResourceSlice",
-        "metadata": {"name": f"{number:05x}-{DRIVER}-{NODE}"},
-        "spec": spec,
-    }
 
 
 def test_both_views_have_a_place_for_the_other_one() -> None:

@@ -306,14 +306,6 @@ def test_publishing_continues_after_an_error(bench: Bench, error: Exception) -> 
         assert expected * 0.8 <= requested <= expected * 1.2
 
 
-def test_problem_says_why_while_publishing_fails(bench: Bench) -> None:
-    bench.slices.failures = [ApiRejectedError("create slice: spec.devices: too many", status=422)] * 1000
-    bench.publisher._worker._stopping = Waits()
-    bench.start()
-    eventually(lambda: "create slice: spec.devices: too many" in (bench.publisher.problem or ""))
-    assert not bench.publisher.wait_published(0)
-
-
 def test_server_is_not_queried_before_it_wants_to_be(bench: Bench) -> None:
     waits = bench.publisher._worker._stopping = Waits()
     bench.slices.failures = [ApiUnavailableError("too many requests", retry_after_s=7.0)] * 20
@@ -825,33 +817,13 @@ def test_a_refused_change_leaves_what_is_still_wanted_of_the_slice(refusing: Ben
     assert slices.by_index() == [(generation, 64), (generation, 64), (generation, 1)]
 
 
-def test_a_server_that_refuses_everything_is_queried_ever_more_rarely(refusing: Bench) -> None:
-    slices: Any = refusing.slices
-    slices.faulty = lambda entry: True
-    began = time.monotonic()
-    refusing.start()
-    while time.monotonic() < began + 1.5:
-        refusing.publisher.mark_dirty()
-        time.sleep(0.01)
-    most = 3 * 2 * (4 + (time.monotonic() - began) / 0.2)
-    assert len(slices.refused) <= most, (
-        "three slices and what would stand in for them, at 0, 0.05, 0.15, 0.35, 0.55 s"
-    )
-    slices.faulty = lambda entry: False
-    eventually(lambda: refusing.publisher.problem is None)
-    assert [count for _, count in slices.by_index()] == [64, 64, 2]
-
-
 def test_devices_go_with_the_counters_that_are_refused_and_come_after_them() -> None:
     clock, counters = Clock(), {"name": "gpu", "counters": {"memory": {"value": "8Gi"}}}
     use = {
         "name": "gpu",
         "consumesCounters": [{"counterSet": "gpu", "counters": {"memory": {"value": "1Gi"}}}],
     }
-    pool = Pool(
-        NODE,
-        (SliceContent(shared_counters=(counters,)), SliceContent(devices=({"name": "a"}, use))),
-    )
+    pool = Pool(NODE, (SliceContent(shared_counters=(counters,)), SliceContent(devices=({"name": "a"}, use))))
     entries, error = RefusedEntries(clock), ApiRejectedError("spec.sharedCounters[0]: no", status=422)
     assert entries.refused(pool.slices[0], [], error)
     without = SliceContent(devices=({"name": "a"},))
