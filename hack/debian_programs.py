@@ -99,9 +99,10 @@ def _libc_of(releases: Sequence[str]) -> Path | None:
 
 
 def _fetch_libc(release: str) -> None:
-    debian.keep(
-        _cached("libc", release), f"the C library of {release}", ["libc6"], release, _beside_one_another
-    )
+    def make(top: Path) -> Path:
+        return _beside_one_another(debian.unpack(["libc6"], release, top / "tree"))
+
+    debian.keep(_cached("libc", release), f"the C library of {release}", make)
 
 
 def _beside_one_another(tree: Path) -> Path:
@@ -194,8 +195,10 @@ def nvidia_programs() -> dict[str, Programs]:
 
 
 def _fetch_nvidia(suite: str) -> None:
-    what = f"NVIDIA's programs of {suite}"
-    debian.keep(_cached("nvidia", suite), what, _PACKAGES, suite, _as_installed, component="non-free")
+    def make(top: Path) -> Path:
+        return _as_installed(debian.unpack(_PACKAGES, suite, top / "tree", "non-free"))
+
+    debian.keep(_cached("nvidia", suite), f"NVIDIA's programs of {suite}", make)
 
 
 def _as_installed(tree: Path) -> Path:

@@ -107,17 +107,12 @@ def _fetched() -> Path:
     for program in ("gcc", "make", "mkfs.ext4"):
         if shell.find_program(program) is None:
             raise ClusterError(f"{program} is not installed")
-    cache = Layout.from_environment().cache
-    tree = cache / f"vm-{RELEASE}"
-    with shell.exclusive(cache / "vm.lock", wait=True):
-        if not tree.exists():
-            with shell.step("fetch kernel and QEMU"), tempfile.TemporaryDirectory(dir=cache) as name:
-                _fetch(Path(name))
-                Path(name, "tree").rename(tree)
+    tree = Layout.from_environment().cache / f"vm-{RELEASE}"
+    debian.keep(tree, "fetch kernel and QEMU", _fetch)
     return tree
 
 
-def _fetch(top: Path) -> None:
+def _fetch(top: Path) -> Path:
     (top / "debs").mkdir()
     whole, kept = top / "whole", top / "tree"
     for file in debian.download(PACKAGES, RELEASE, "amd64", top / "debs"):
@@ -128,6 +123,7 @@ def _fetch(top: Path) -> None:
             (kept / name).parent.mkdir(parents=True, exist_ok=True)
             (whole / name).rename(kept / name)
     shell.run([*_with_libraries(kept), "--argv0", "depmod", kept / "bin/kmod", "-b", kept, _version(kept)])
+    return kept
 
 
 def _build(tree: Path, folder: Path) -> None:

@@ -22,7 +22,6 @@ from dra_driver.simulator.machine_state import (
     MigProfile,
     Model,
     State,
-    parse_pairs,
     switch_links,
     wire_pairs,
 )
@@ -209,10 +208,6 @@ def _cuda(text: str) -> int:
     return int(major) * 1000 + int(minor or 0) * 10
 
 
-def gpu_uuid(machine: str, bus_id: str) -> str:
-    return f"GPU-{uuid.uuid5(_NAMESPACE, f'{machine}/{bus_id}')}"
-
-
 def _gpu(machine: str, index: int, item: dict[str, Any]) -> Gpu:
     bus_id = str(item.get("bus", ""))
     if not _BUS_ID.match(bus_id):
@@ -222,7 +217,7 @@ def _gpu(machine: str, index: int, item: dict[str, Any]) -> Gpu:
     addressing = item.get("addressing")
     identity = uuid.uuid5(_NAMESPACE, f"{machine}/{bus_id}")
     return Gpu(
-        uuid=item.get("uuid") or gpu_uuid(machine, bus_id),
+        uuid=item.get("uuid") or f"GPU-{identity}",
         model=item["model"],
         bus_id=bus_id,
         minor=int(item.get("minor", index)),
@@ -274,7 +269,7 @@ def _wire(state: State) -> None:
         for gpu in state.gpus:
             switch_links(gpu, state.model_of(gpu), switches)
     else:
-        wire_pairs(state.gpus, state.models, parse_pairs(wiring.get("pairs", {})))
+        wire_pairs(state, wiring.get("pairs", {}))
 
 
 def _switches(state: State) -> list[str]:

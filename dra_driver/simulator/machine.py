@@ -258,16 +258,10 @@ class Machine:
             state.add_event(gpu, pynvml.nvmlEventTypeGpuRecoveryAction, action)
 
     def set_remapped_rows(
-        self,
-        selector: Selector,
-        *,
-        correctable: int = 0,
-        uncorrectable: int = 0,
-        pending: int | None = 0,
-        failed: int | None = 0,
+        self, selector: Selector, *, uncorrectable: int = 0, pending: int | None = 0, failed: int | None = 0
     ) -> None:
         with self._change() as state:
-            rows = [correctable, uncorrectable, int(pending or 0), int(failed or 0)]
+            rows = [0, uncorrectable, int(pending or 0), int(failed or 0)]
             self._find(state, selector).remapped_rows = rows
 
     def set_gpu(self, selector: Selector, **facts: Any) -> None:

@@ -22,8 +22,6 @@ RUBIN = 13
 REMOTE_GPU = 0x00
 REMOTE_SWITCH = 0x02
 
-Wiring = dict[tuple[int, int], int]
-
 
 @dataclass(slots=True)
 class MigProfile:
@@ -330,32 +328,22 @@ def decode(text: str | bytes) -> State:
     return State(**{**document, **nested})
 
 
-def parse_pairs(pairs: dict[str, int]) -> Wiring:
-    """Parses `{"0-1": 2}` to {(0, 1): 2}."""
-    wiring: Wiring = {}
-    for key, count in pairs.items():
-        first, _, second = key.partition("-")
-        wiring[int(first), int(second)] = int(count)
-    return wiring
-
-
 def switch_links(gpu: Gpu, model: Model, switches: list[str]) -> None:
     """Connects all links of the GPU to switches; `switches` are the switches' addresses, or one placeholder."""
     gpu.links = [[REMOTE_SWITCH, switches[link % len(switches)]] for link in range(model.nvlinks)]
 
 
-def wire_pairs(gpus: list[Gpu], models: dict[str, Model], wiring: Wiring) -> None:
-    """Connects GPUs directly, with links numbered in the order of the pairs; the other links are not
-    connected.
+def wire_pairs(state: State, pairs: dict[str, int]) -> None:
+    """Connects GPUs directly: `{"0-1": 2}` means two links between the first two GPUs. Links are numbered in the order
+    of the pairs; the other links are not connected.
     """
-    for gpu in gpus:
-        gpu.links = []
-    for (first, second), count in wiring.items():
+    for pair, count in pairs.items():
+        first, second = (state.gpus[int(position)] for position in pair.split("-"))
         for _ in range(count):
-            gpus[first].links.append([REMOTE_GPU, gpus[second].bus_id])
-            gpus[second].links.append([REMOTE_GPU, gpus[first].bus_id])
-    for gpu in gpus:
-        gpu.links += [[None, None]] * (models[gpu.model].nvlinks - len(gpu.links))
+            first.links.append([REMOTE_GPU, second.bus_id])
+            second.links.append([REMOTE_GPU, first.bus_id])
+    for gpu in state.gpus:
+        gpu.links += [[None, None]] * (state.model_of(gpu).nvlinks - len(gpu.links))
 
 
 def active_links(gpu: Gpu) -> list[tuple[int, int, str | None]]:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from dra_driver.kube.endpoint import load_endpoint
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "hack/cluster"))
 import localcluster  # noqa: E402
+from localcluster.processes import all_pids, command_line  # noqa: E402
 
 DRIVER = "gpu.nvidia.com"
 NAMESPACE = "gpu-dra-driver"
@@ -180,21 +182,14 @@ def _plugin_directory() -> Path:
 def driver_processes() -> list[int]:
     """Return the process IDs of the driver's pods on this machine, the daemon's first."""
     found: dict[str, list[int]] = {"run": [], "mps-host": []}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdecimal():
+    for pid in all_pids():
+        words = command_line(pid)
+        if not any(word.endswith("gpu-dra-driver") for word in words):
             continue
-        try:
-            words = (entry / "cmdline").read_bytes().split(b"\0")
-            contained = b"kubepods" in (entry / "cgroup").read_bytes()
-        except OSError:
-            continue
-        for name, pids in found.items():
-            if (
-                contained
-                and any(word.endswith(b"gpu-dra-driver") for word in words)
-                and name.encode() in words
-            ):
-                pids.append(int(entry.name))
+        with suppress(OSError):  # the process has exited
+            if "kubepods" in Path(f"/proc/{pid}/cgroup").read_text():
+                for name in found.keys() & words:
+                    found[name].append(pid)
     return found["run"] + found["mps-host"]
 
 

@@ -11,7 +11,7 @@ import sys
 import tarfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import host_image
 import localcluster
 import yaml
-from localcluster import images
+from localcluster import images, processes
 from localcluster.layout import API_PORT, NODE_NAME, Layout
 from run import BUNDLE, Result
 
@@ -509,7 +509,8 @@ def eight_replacements(node: Node) -> str:
 def plugin_killed(node: Node) -> str:
     """a pod that starts while the plugin is killed runs"""
     node.apply(node.example("one-gpu"))
-    running = list(processes_of("dra_driver.cli.main run"))
+    words = "dra_driver.cli.main run"
+    running = [pid for pid in processes.all_pids() if words in " ".join(processes.command_line(pid))]
     if not running:
         raise DiffersError("no process of the plugin was found")
     for pid in running:
@@ -602,16 +603,6 @@ def pod(name: str, script: str) -> Json:
     main = {"name": "main", "image": images.WORKLOAD_IMAGE, "command": ["sh", "-c", script]}
     spec = {"restartPolicy": "Never", "terminationGracePeriodSeconds": 1, "containers": [main]}
     return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}, "spec": spec}
-
-
-def processes_of(words: str) -> Iterator[int]:
-    """Yield the PIDs of processes whose command line contains `words`."""
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            if words in entry.joinpath("cmdline").read_text().replace("\0", " "):
-                yield int(entry.name)
-        except OSError:
-            continue
 
 
 def _install(node: Node, objects: str, layouts: Json | None = None) -> None:

@@ -47,23 +47,12 @@ _FileId = tuple[int, int, int]
 class KubeletSettings:
     """How the playground's kubelet behaves; times in seconds.
 
-    `dra_apis` are the service names that it supports. If it cannot register a plugin, it retries after `retry_s`, then
-    at longer intervals.
+    `dra_apis` are the service names that it supports. If it cannot register a plugin, it retries every `retry_s`.
     """
 
     dra_apis: tuple[str, ...] = tuple(DRA_APIS)
     retry_s: float = 0.1
-    max_retry_s: float = 2.0
     poll_s: float = 0.02
-
-
-@dataclass(slots=True)
-class _Pending:
-    """A socket that is not registered yet."""
-
-    file: _FileId
-    due: float
-    delay: float
 
 
 class PlaygroundKubelet:
@@ -86,7 +75,7 @@ class PlaygroundKubelet:
         self._on_start = on_start
         self._changed = threading.Condition()
         self._instances: dict[Path, tuple[_FileId, Instance]] = {}  # in the order of registration
-        self._pending: dict[Path, _Pending] = {}
+        self._retry_at: dict[tuple[Path, _FileId], float] = {}  # of sockets that could not be registered
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -108,7 +97,7 @@ class PlaygroundKubelet:
         with self._changed:
             dropped = [instance for _, instance in self._instances.values()]
             self._instances.clear()
-            self._pending.clear()
+            self._retry_at.clear()
             self._changed.notify_all()
         for instance in dropped:
             instance.close()
@@ -191,24 +180,19 @@ class PlaygroundKubelet:
                 self._deregister(path, instance)
             else:
                 instance.look()
-        self._pending = {path: entry for path, entry in self._pending.items() if path in found}
+        self._retry_at = {one: at for one, at in self._retry_at.items() if found.get(one[0]) == one[1]}
         for path, file in found.items():
             if path not in self._instances and not self._stopping.is_set():
                 self._try(path, file)
 
     def _try(self, path: Path, file: _FileId) -> None:
-        pending = self._pending.get(path)
-        if pending is None or pending.file != file:
-            pending = self._pending[path] = _Pending(file, 0.0, self.settings.retry_s)
-        if time.monotonic() < pending.due:
+        if time.monotonic() < self._retry_at.get((path, file), 0.0):
             return
         try:
             self._register(path, file)
-            del self._pending[path]
         except KubeletError as error:
             _log.debug("plugin_not_registered", socket=str(path), error=str(error))
-            pending.due = time.monotonic() + pending.delay
-            pending.delay = min(pending.delay * 2, self.settings.max_retry_s)
+            self._retry_at[path, file] = time.monotonic() + self.settings.retry_s
 
     def _register(self, path: Path, file: _FileId) -> None:
         channel = open_channel(path)

@@ -208,7 +208,7 @@ def serve(path: Path, methods) -> grpc.Server:
     return made
 
 
-FAST = KubeletSettings(retry_s=0.02, max_retry_s=0.05, poll_s=0.005)
+FAST = KubeletSettings(retry_s=0.02, poll_s=0.005)
 
 
 @contextmanager

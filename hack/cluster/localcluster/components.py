@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from localcluster import layout as places
-from localcluster.layout import ADDRESSES, API_PORT, NETWORK, Addresses, Layout, endpoint
+from localcluster.layout import ADDRESSES, NETWORK, Addresses, Layout
 
 _TABLE: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 NAMES = tuple(_TABLE)
@@ -33,6 +33,10 @@ class Options:
     def addresses(self) -> Addresses:
         return ADDRESSES[self.ip_family]
 
+    @property
+    def kubelet_user(self) -> str:
+        return "kubelet" if self.kubelet_as_node else "admin"
+
 
 @dataclass(frozen=True, slots=True)
 class Component:
@@ -43,37 +47,9 @@ class Component:
     probe: str
 
 
-def values(layout: Layout, options: Options) -> dict[str, Any]:
-    """Return the values of the names in components.toml and configs.toml."""
-    return {
-        "state": layout.state,
-        "config": layout.config,
-        "pki": layout.pki,
-        "run": layout.run,
-        "pod_logs": layout.pod_logs,
-        "volume_plugins": layout.volume_plugins,
-        "containerd_socket": layout.containerd_socket,
-        "containerd_state": layout.containerd_state,
-        "kubelet_root": places.KUBELET_ROOT,
-        "kubelet_user": "kubelet" if options.kubelet_as_node else "admin",
-        "node_name": places.NODE_NAME,
-        "addresses": options.addresses,
-        "snapshotter": options.snapshotter,
-        "sync_frequency": options.sync_frequency,
-        "etcd_url": places.ETCD_URL,
-        "etcd_peer_url": f"https://127.0.0.1:{places.ETCD_PEER_PORT}",
-        "api_port": places.API_PORT,
-        "api_endpoint": endpoint(options.addresses.service, places.API_PORT),
-        "controller_manager_port": places.CONTROLLER_MANAGER_PORT,
-        "scheduler_port": places.SCHEDULER_PORT,
-        "kubelet_port": places.KUBELET_PORT,
-        "kubelet_health_port": places.KUBELET_HEALTH_PORT,
-    }
-
-
 def all_components(layout: Layout, binaries: Path, options: Options) -> dict[str, Component]:
     """Return every component by name, in the order in which they start."""
-    known = values(layout, options) | {"binaries": binaries}
+    known = {"layout": layout, "options": options, "places": places, "binaries": binaries}
     return {
         name: Component(
             name, tuple(word.format(**known) for word in entry["argv"]), entry["probe"].format(**known)
@@ -93,12 +69,12 @@ def write_configs(layout: Layout, options: Options) -> None:
         path = layout.config / f"{user}.kubeconfig"
         path.touch(mode=0o600)
         path.write_text(_kubeconfig(layout, user, options.addresses))
-    known = values(layout, options) | {
+    known = {
+        "layout": layout,
+        "options": options,
+        "places": places,
         "pause_image": PAUSE_IMAGE,
         "cdi_directories": json.dumps([str(path) for path in places.CDI_DIRECTORIES]),
-        "cni_plugins": layout.from_debian,
-        "network": NETWORK,
-        "bridge": places.BRIDGE,
     }
     (layout.config / "cni").mkdir(exist_ok=True)
     for name, template in tomllib.loads(Path(__file__).with_name("configs.toml").read_text()).items():
@@ -117,7 +93,7 @@ def _kubeconfig(layout: Layout, user: str, addresses: Addresses) -> str:
                 {
                     "name": NETWORK,
                     "cluster": {
-                        "server": f"https://{endpoint(addresses.service, API_PORT)}",
+                        "server": f"https://{addresses.api}",
                         "certificate-authority-data": _base64(layout.certificate("ca")),
                     },
                 }

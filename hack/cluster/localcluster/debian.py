@@ -45,7 +45,8 @@ def provide(folder: Path) -> None:
     """Create `folder` with the programs of `UNPACKED`, unless it exists."""
     if not folder.exists():
         packages = sorted(set(UNPACKED.values()))
-        keep(folder, ", ".join(packages), packages, own_release(), _choose)
+        release = own_release()
+        keep(folder, ", ".join(packages), lambda top: _choose(unpack(packages, release, top / "tree")))
 
 
 def _choose(tree: Path) -> Path:
@@ -84,8 +85,8 @@ def is_debian() -> bool:
     return _of_system("ID") == "debian"
 
 
-def unpack(packages: Sequence[str], release: str, folder: Path, component: str = "main") -> None:
-    """Unpack packages of any release on this machine's mirror to the new directory ``folder``.
+def unpack(packages: Sequence[str], release: str, folder: Path, component: str = "main") -> Path:
+    """Unpack packages of any release on this machine's mirror to the new directory ``folder``, and return it.
 
     This installs nothing, needs no root, and does not change apt's own lists. Raises: ClusterError if the mirror
     does not have the release, component or package, or if this machine does not have the key that signed it.
@@ -97,27 +98,19 @@ def unpack(packages: Sequence[str], release: str, folder: Path, component: str =
         folder.mkdir(parents=True)
         for file in sorted(Path(name).glob("*.deb")):
             shell.run(["dpkg-deb", "--extract", file, folder])
+    return folder
 
 
-def keep(
-    target: Path,
-    title: str,
-    packages: Sequence[str],
-    release: str,
-    arrange: Callable[[Path], Path],
-    component: str = "main",
-) -> None:
-    """Create ``target`` in the cache from packages, unless it exists; of concurrent callers, only one creates it.
+def keep(target: Path, title: str, make: Callable[[Path], Path]) -> None:
+    """Create ``target`` in the cache, unless it exists; of concurrent callers, only one creates it.
 
-    ``arrange`` gets the folder with the unpacked files, and returns the folder or file to keep. Raises: the errors
-    of `unpack`.
+    ``make`` gets an empty folder, and returns the folder or file below it to keep.
     """
     with shell.exclusive(target.parent / "lock", wait=True):
         if target.exists():
             return
         with shell.step(title), tempfile.TemporaryDirectory(dir=target.parent) as top:
-            unpack(packages, release, Path(top, "tree"), component)
-            arrange(Path(top, "tree")).rename(target)
+            make(Path(top)).rename(target)
 
 
 def download(packages: Sequence[str], release: str, architecture: str, folder: Path) -> list[Path]:

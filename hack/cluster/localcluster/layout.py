@@ -14,14 +14,12 @@ BRIDGE_MAC = "02:00:0a:e7:40:01"
 API_PORT = 443
 """On the address of the API server's Service, so that nothing has to redirect connections to the Service."""
 # Not the usual ports, because another cluster on this machine may use them.
-ETCD_PORT = 22379
-ETCD_PEER_PORT = 22380
+ETCD_URL = "https://127.0.0.1:22379"
+ETCD_PEER_URL = "https://127.0.0.1:22380"
 CONTROLLER_MANAGER_PORT = 20257
 SCHEDULER_PORT = 20259
 KUBELET_HEALTH_PORT = 20248
 KUBELET_PORT = 10250
-
-ETCD_URL = f"https://127.0.0.1:{ETCD_PORT}"
 
 KUBELET_ROOT = Path("/var/lib/kubelet")
 CDI_DIRECTORIES = (Path("/etc/cdi"), Path("/var/run/cdi"))
@@ -46,6 +44,11 @@ class Addresses:
     dns: str
     anywhere: str
     iptables: str
+
+    @property
+    def api(self) -> str:
+        """The address and port of the API server."""
+        return endpoint(self.service, API_PORT)
 
 
 ADDRESSES = {

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -99,13 +99,7 @@ def find_program(name: str) -> Path | None:
     return Path(found) if found else None
 
 
-def run(
-    argv: Sequence[str | Path],
-    *,
-    env: Mapping[str, str] | None = None,
-    cwd: Path | None = None,
-    stdin: str | None = None,
-) -> str:
+def run(argv: Sequence[str | Path], *, cwd: Path | None = None) -> str:
     """Run a program, and return its standard output.
 
     Raises: ClusterError with the end of its output if it fails.
@@ -113,19 +107,11 @@ def run(
     program = find_program(str(argv[0]))
     if program is None:
         raise ClusterError(f"{argv[0]} is not installed.")
-    done = subprocess.run(
-        [str(program), *map(str, argv[1:])],
-        env=dict(env) if env is not None else None,
-        cwd=cwd,
-        input=stdin,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [str(program), *map(str, argv[1:])]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         said = (done.stderr.strip() or done.stdout.strip())[-2000:]
-        command = " ".join(map(str, argv))
-        raise ClusterError(f"'{command}' failed with status {done.returncode}: {said}")
+        raise ClusterError(f"'{' '.join(map(str, argv))}' failed with status {done.returncode}: {said}")
     return done.stdout
 
 

@@ -173,12 +173,10 @@ class PlaygroundApiServer:
         """Return the description of a resource. Raises: KeyError."""
         return BY_PLURAL[group, plural]
 
-    def write_kubeconfig(
-        self, path: Path, *, token: str | None = None, token_file: Path | None = None
-    ) -> None:
+    def write_kubeconfig(self, path: Path, *, token: str | None = None) -> None:
         """Write a kubeconfig for this server, for kubectl and the driver. It is JSON, which is valid YAML."""
         cluster = {"server": self.url} | ({"certificate-authority": str(self._tls[0])} if self._tls else {})
-        user = {"token": token} if token else {"tokenFile": str(token_file)} if token_file else {}
+        user = {"token": token} if token else {}
         name, context = "playground", {"cluster": "playground", "user": "playground"}
         document = {
             "apiVersion": "v1", "kind": "Config", "current-context": name,

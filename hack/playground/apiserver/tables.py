@@ -50,8 +50,8 @@ def _columns(kind: str) -> Mapping[str, Cell]:
     }
 
 
-def _text(path: str, otherwise: str = "<none>") -> Cell:
-    return lambda one: str(at(one, path) or otherwise)
+def _text(path: str) -> Cell:
+    return lambda one: str(at(one, path) or "<none>")
 
 
 def _age(*paths: str) -> Cell:
