@@ -39,7 +39,8 @@ _log = structlog.get_logger(__name__)
 
 _WITHDRAWAL_GRACE_S = 1.0
 _REGISTERED_WITHIN_S = 30.0
-_DIAL_EVERY_S = 15.0
+_DIAL_EVERY_S = 30.0
+"""Where a kubelet probes the plugin, its probes dial more often than that."""
 _UNREACHABLE_FOR_S = 10.0
 """A single late response is not a problem."""
 
