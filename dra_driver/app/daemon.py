@@ -89,8 +89,10 @@ _log = structlog.get_logger(__name__)
 
 _REGISTRATION_S = 0.3
 """The maximum wait for the registration. A running kubelet registers the plugin faster."""
-_TURN_S = 0.2
-"""How often to look whether another process asks for the work, or has handed it over."""
+_WORKER_LOOKS_S, _TURN_S = 0.4, 0.1
+"""How often the worker looks whether another process asks for the work, and the others whether it was handed over. Each
+look wakes the process.
+"""
 _LOCK_FAILED_S = 10.0
 _CALLS_S = 8.0
 """How long calls in progress may take when another process asks for the work. Waiting ones end after five seconds."""
@@ -527,8 +529,9 @@ class Driver:
         """Take the work over or hand it over, if it is time to; returns the seconds until the next look."""
         try:
             if self._works:
-                if self._worker.is_asked():
-                    self._hand_over()
+                if not self._worker.is_asked():
+                    return _WORKER_LOOKS_S
+                self._hand_over()
             elif self._has_handed_over:
                 if self._worker.take():  # no newer process is left
                     self.starts_again = True

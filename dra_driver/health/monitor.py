@@ -1,12 +1,12 @@
 """Watches the health of the node's GPUs.
 
-    Monitor, one thread ─────────────────────┐
-      ├─ EventListener, one thread           ├──▶ HealthBook ──▶ publisher, streams, reports
-      └─ GpuPoller, one thread for each GPU ─┘         └──▶ one thread that writes the file
+    Monitor, one thread ────────────────────────────┐
+      ├─ EventListener, one thread                  ├──▶ HealthBook ──▶ publisher, streams, reports
+      └─ a GpuPoller for each GPU, one PollThread ──┘         └──▶ one thread that writes the file
 
 Readers use snapshots and never wait. The monitor creates the listener and the pollers. Its own thread makes no NVML
-calls: it starts and stops the pollers, and detects that an operation of the plugin, a poll, or the wait for events
-hangs.
+calls: it creates and drops the pollers, and detects that an operation of the plugin, a poll, or the wait for events
+hangs. While a poll takes long, there are as many poll threads as GPUs, so that every other GPU is still polled.
 """
 
 from __future__ import annotations
@@ -42,6 +42,10 @@ _CHECK_EVERY_S = 5.0
 _FORGET_AFTER_S = 600.0
 _log = structlog.get_logger(__name__)
 
+_LATE_S = 1.0
+"""A poll takes milliseconds, unless the GPU hangs or is being initialised."""
+_SHORTEST_PAUSE_S = 0.1
+"""GPUs that are due at nearly the same time are polled together."""
 _WAIT_S = 1.0
 """Also the maximum time for which discovery waits before it can reopen NVML."""
 _EVENTS_AT_ONCE = 64
@@ -75,6 +79,7 @@ class Monitor(HealthThread):
         # Replaced, never modified, because other threads read it.
         self.pollers: Mapping[str, GpuPoller] = {}
         self.listener = EventListener(self.book, self.source)
+        self._poll_threads: list[PollThread] = []
         self._watched_since: Mapping[str, float] = {}  # by the monotonic clock
         self._missing: dict[
             str, float
@@ -123,7 +128,7 @@ class Monitor(HealthThread):
         """Stop the threads. A thread that hangs in the NVIDIA driver or on the disk is left behind."""
         self.retire()
         has_ended = self.wait_ended(self.join_s)
-        nvml_users = [self.listener, *self.pollers.values()]
+        nvml_users = [self.listener, *self._poll_threads]
         for worker in nvml_users:
             worker.retire()
         until = time.monotonic() + self.join_s
@@ -152,6 +157,7 @@ class Monitor(HealthThread):
             self.book.places.update((uuid, place) for uuid, place in gpus.items() if place is not None)
             self._forget_gone(gpus)
             self._watch({*gpus, *self._lost()} if gpus else set())
+        self._keep_polling()
         self.check_for_hangs()
         return _CHECK_EVERY_S
 
@@ -188,14 +194,13 @@ class Monitor(HealthThread):
         return gpu_uuid in gpus or (is_lost and bool(gpus))
 
     def _watch(self, gpu_uuids: set[str]) -> None:
-        """Start and stop pollers. A poller that hangs stays until its call returns, so that no second call is
+        """Create and drop pollers. A poller that hangs stays until its call returns, so that no second call is
         made.
         """
         pollers = {}
         for uuid, poller in self.pollers.items():
-            if uuid not in gpu_uuids:
-                poller.retire()
-            if poller.is_stopping and poller.wait_ended(0.0):
+            poller.is_over |= uuid not in gpu_uuids
+            if poller.is_over and not poller.is_busy:
                 self.source.forget(uuid)  # not earlier: a call that hangs may use the event set
             else:
                 pollers[uuid] = poller
@@ -203,13 +208,35 @@ class Monitor(HealthThread):
         if not made and len(pollers) == len(self.pollers):
             return
         self.pollers = pollers | {poller.uuid: poller for poller in made}
-        if self._is_started:
-            for poller in made:
-                poller.start()
+        self._poll_soon()
         self.listener.watch(self.pollers)
 
     def _poller(self, uuid: str) -> GpuPoller:
-        return GpuPoller(uuid, self.book, self.source, partial(self.is_watched, uuid), self.on_polled)
+        is_watched = partial(self.is_watched, uuid)
+        return GpuPoller(uuid, self.book, self.source, is_watched, self.on_polled, self._poll_soon)
+
+    def _poll_soon(self) -> None:
+        for thread in self._poll_threads:
+            thread.wake()
+
+    def _keep_polling(self) -> None:
+        """Keep one poll thread running, or one for each GPU while a poll takes long."""
+        if not self._is_started or self.is_stopping:
+            return
+        is_late = any(thread.is_late() for thread in self._poll_threads)
+        wanted = max(1, len(self.pollers)) if is_late else 1
+        surplus = self._poll_threads[wanted:]
+        for thread in surplus:
+            thread.retire()
+        self._poll_threads = [
+            thread for thread in self._poll_threads if not (thread.is_stopping and thread.wait_ended(0.0))
+        ]
+        if surplus:
+            self._poll_soon()  # the others may have skipped a GPU that a surplus thread was polling
+        while len(self._poll_threads) < wanted:
+            thread = PollThread(self)
+            thread.start()
+            self._poll_threads.append(thread)
 
     def _forget_gone(self, gpus: Mapping[str, str | None]) -> None:
         known = {target.gpu_uuid for target in self.book.states()}
@@ -236,6 +263,34 @@ class Monitor(HealthThread):
 
 def _display_name(name: str, uuid: str) -> str:
     return f"GPU {uuid}" if name == uuid else f"GPU {name} ({uuid})"
+
+
+class PollThread(HealthThread):
+    """Polls the monitor's GPUs when they are due, except those that another thread is polling."""
+
+    def __init__(self, monitor: Monitor) -> None:
+        self._monitor = monitor
+        self._polling_since: float | None = None
+        # After an error, the next turn polls the GPUs that come after this one.
+        super().__init__("health-polls", self.turn, _SHORTEST_PAUSE_S)
+
+    def is_late(self) -> bool:
+        """Whether the poll of a GPU takes long."""
+        since = self._polling_since
+        return since is not None and time.monotonic() - since >= _LATE_S
+
+    def turn(self) -> float:
+        """Poll all GPUs that are due. Returns the seconds until the next turn."""
+        pause_s = math.inf
+        try:
+            for poller in self._monitor.pollers.values():
+                if self.is_stopping:
+                    break
+                self._polling_since = time.monotonic()
+                pause_s = min(pause_s, poller.turn())
+        finally:
+            self._polling_since = None
+        return max(_SHORTEST_PAUSE_S, pause_s)
 
 
 class EventListener(HealthThread):

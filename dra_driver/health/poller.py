@@ -1,10 +1,13 @@
-"""The thread of one GPU: registers for the GPU's events, reads its MIG devices and polls its health.
+"""Watches one GPU: registers for its events, reads its MIG devices and polls its health.
 
-The thread makes one NVML call at a time, so a call that hangs affects no other GPU.
+At most one thread at a time makes NVML calls for a GPU, and a thread whose call hangs is replaced
+(`health/monitor.py`), so a call that hangs affects no other GPU.
 """
 
 from __future__ import annotations
 
+import math
+import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -13,7 +16,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from dra_driver.errors import DeviceLostError, DraDriverError, NvmlUnavailableError
-from dra_driver.health.book import OVERDUE_S, HealthBook, HealthThread
+from dra_driver.health.book import OVERDUE_S, HealthBook
 from dra_driver.health.rules.polling import compared
 from dra_driver.health.rules.state import shows_reset
 from dra_driver.health.rules.xids import RECOVERY_ACTION_CHANGED, severity_of_xid
@@ -49,8 +52,11 @@ _NOT_FOUND = PolledHealth(failed=frozenset({"handle"}), answered=False)
 """A poll that could not find the GPU."""
 
 
-class GpuPoller(HealthThread):
-    """Watches one GPU, while `is_watched` returns True. `on_polled` is called with the result of each poll."""
+class GpuPoller:
+    """Watches one GPU, while `is_watched` returns True, until `is_over` is set.
+
+    `on_polled` is called with the result of each poll, and `on_due` when a turn is due at once.
+    """
 
     def __init__(
         self,
@@ -59,13 +65,16 @@ class GpuPoller(HealthThread):
         source: HealthSource,
         is_watched: Callable[[], bool],
         on_polled: Callable[[str, PolledHealth], None],
+        on_due: Callable[[], None],
     ) -> None:
         self.uuid = uuid
+        self.is_over = False
         # Whether the GPU is registered in the newest event set.
         self.is_registered = False
         self._target = HealthTarget(uuid)
         self._book, self._source = book, source
-        self._is_watched, self._on_polled = is_watched, on_polled
+        self._is_watched, self._on_polled, self._on_due = is_watched, on_polled, on_due
+        self._turn = threading.Lock()
         self._due = self._rare_due = 0.0
         self._rare: PolledHealth | None = None
         self._calling_since: float | None = None
@@ -74,21 +83,35 @@ class GpuPoller(HealthThread):
         self._reports_action = False
         self._registration_problem: str | None = None
         self._events_problem: str | None = None
-        super().__init__(f"health-{uuid[:12]}", self.turn, _POLL_EVERY_S)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a turn is in progress."""
+        return self._turn.locked()
 
     def poll_soon(self) -> None:
         """Register the GPU in the newest event set if necessary, and poll it."""
         self._due = self._rare_due = 0.0
-        self.wake()
+        self._on_due()
 
     def turn(self) -> float:
-        """Poll the GPU if a poll is due. Returns the seconds until the next turn."""
-        now = self._book.monotonic()
-        if now < self._due:
-            return self._pause()
-        self._due = now + _POLL_EVERY_S
-        if not self._is_watched():
-            return self._pause()
+        """Poll the GPU if a poll is due. Returns the seconds until the next turn; math.inf if another thread is polling
+        the GPU.
+        """
+        if self.is_over or not self._turn.acquire(blocking=False):
+            return math.inf
+        try:
+            now = self._book.monotonic()
+            if now >= self._due:
+                self._due = now + _POLL_EVERY_S
+                self._watch(now)
+            return max(0.0, self._due - self._book.monotonic())
+        finally:
+            self._turn.release()
+
+    def _watch(self, now: float) -> None:
+        if self.is_over or not self._is_watched():
+            return
         self._calling_since = now
         try:
             self._register()
@@ -98,7 +121,6 @@ class GpuPoller(HealthThread):
             _log.debug("health_not_read", gpu_uuid=self.uuid, reason=str(error))
         finally:
             self._calling_since = None
-        return self._pause()
 
     def check_for_hang(self) -> None:
         """Record a turn that does not end. Called by another thread; makes no NVML calls."""
@@ -130,9 +152,6 @@ class GpuPoller(HealthThread):
         if problem != self._events_problem:
             self._events_problem = problem
             self._take_monitored()
-
-    def _pause(self) -> float:
-        return max(0.0, self._due - self._book.monotonic())
 
     def _register(self) -> None:
         """Raises: NvmlUnavailableError."""

@@ -70,6 +70,7 @@ class HealthStore:
             is_name=lambda name: name == path.stem,
         )
         self._written: bytes | None = None
+        self._saved: KeptHealth | None = None
 
     def problems(self) -> Sequence[NodeProblem]:
         """Like `JsonStore.problems`."""
@@ -87,10 +88,12 @@ class HealthStore:
 
     def save(self, kept: KeptHealth) -> None:
         """Write the file if its content would change. Raises: StateError."""
+        if kept == self._saved:
+            return
         content = encode(kept)
         if content != self._written:
             self._store.write(self._name, (content, kept), durable=False, whole=True)
-            self._written = content
+        self._written, self._saved = content, kept
 
 
 def encode(kept: KeptHealth) -> bytes:

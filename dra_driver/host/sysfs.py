@@ -182,9 +182,10 @@ class Sysfs:
     def _link(self, bus_id: str, name: str) -> str | None:
         """Return the last part of a link's target; None if the function has no such link."""
         try:
-            return (self._devices / bus_id / name).readlink().name
+            target = os.readlink(f"{self._devices}/{bus_id}/{name}")  # noqa: PTH115  without Path objects, see `names_in`
         except OSError:
             return None
+        return target.rpartition("/")[2]
 
     def _information(self, bus_id: str) -> str:
         return text_of(self._proc / "driver/nvidia/gpus" / bus_id / "information")
@@ -202,14 +203,14 @@ def _number(text: str, base: int) -> int | None:
 
 def _instances(proc: Path) -> Mapping[int, Hashable]:
     """Return the MIG instances that the NVIDIA driver lists for each GPU, by the GPU's minor number."""
-    capabilities = proc / "driver/nvidia/capabilities"
+    capabilities = f"{proc}/driver/nvidia/capabilities"
     found: dict[int, Hashable] = {}
     for name in names_in(capabilities):
         minor = name.removeprefix(_GPU)
         if minor == name or not minor.isdecimal():
             continue
-        instances = capabilities / name / "mig"
-        shown = tuple((instance, names_in(instances / instance)) for instance in names_in(instances))
+        instances = f"{capabilities}/{name}/mig"
+        shown = tuple((instance, names_in(f"{instances}/{instance}")) for instance in names_in(instances))
         if shown:
             found[int(minor)] = shown
     return found

@@ -59,7 +59,8 @@ _CHECK_EVERY_S = 2.0
 _HANG_AFTER_S = 30.0
 _CLOSING_S = 3.0
 _PAUSE_POLL_S = 0.1
-_RESCAN_EVERY_S = 60.0
+_RESCAN_EVERY_S = 120.0
+"""For what neither the fingerprint nor a health poll shows, such as the files of the NVIDIA driver."""
 _RESCAN_INCOMPLETE_S = 10.0
 _DRIVER_FILES = "NVIDIA driver"
 NOT_DISCOVERED = "devices have not been discovered yet"

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager, suppress
 from operator import methodcaller
@@ -239,50 +239,58 @@ class GrpcServer:
 
 
 class SocketServer:
-    """Serves the methods at `path` from start() to stop(); cannot be restarted."""
+    """Serves the methods at each of the `paths`, by name, from start() to stop(); cannot be restarted. One server needs
+    half the threads and wake-ups of two.
+    """
 
-    def __init__(self, name: str, path: Path, methods: Methods) -> None:
-        self.path = path
-        self._name = name
-        self._server = GrpcServer(name, methods, calls=MAX_CALLS, request_bytes=MAX_REQUEST_BYTES)
-        self._identity: tuple[int, int, int] | None = None
+    def __init__(self, paths: Mapping[str, Path], methods: Methods) -> None:
+        self._paths = paths
+        self._server = GrpcServer(
+            next(iter(paths)), methods, calls=MAX_CALLS, request_bytes=MAX_REQUEST_BYTES
+        )
+        self._identities: dict[Path, tuple[int, int, int] | None] = {}
 
     def start(self) -> None:
-        """Binds the socket and starts the server, and only then makes the socket visible.
+        """Binds the sockets and starts the server, and only then makes the sockets visible, in their order.
 
-        Raises: StateError if another process uses the path or the socket cannot be created.
+        Raises: StateError if another process uses a path or a socket cannot be created.
         """
-        ensure_free(self.path)
-        hidden = hidden_path(self.path)
+        for path in self._paths.values():
+            ensure_free(path)
         try:
-            self._server.bind(unix_target(hidden))
-            hidden.chmod(_SOCKET_MODE)
+            for path in self._paths.values():
+                self._server.bind(unix_target(hidden_path(path)))
+                hidden_path(path).chmod(_SOCKET_MODE)
             self._server.start()
-            bound = identity(hidden)
-            hidden.rename(self.path)
+            for name, path in self._paths.items():
+                bound = identity(hidden_path(path))
+                hidden_path(path).rename(path)
+                self._identities[path] = bound
+                _log.info("socket_served", server=name, path=str(path))
         except (RuntimeError, OSError) as error:
-            self._server.stop(0)
-            with suppress(OSError):
-                hidden.unlink(missing_ok=True)
+            self.stop(0)
+            for left in self._paths.values():
+                with suppress(OSError):
+                    hidden_path(left).unlink(missing_ok=True)
             reason = error.strerror if isinstance(error, OSError) else "gRPC cannot bind it"
             raise StateError(
-                f"cannot listen on {self.path}: {reason}; check the directory and its permissions"
+                f"cannot listen on {path}: {reason}; check the directory and its permissions"
             ) from error
-        self._identity = bound
-        _log.info("socket_served", server=self._name, path=str(self.path))
 
     def fault(self) -> str | None:
-        """Returns why the kubelet can no longer find our socket; None while it can."""
-        found = identity(self.path)
-        if found is None:
-            return f"the {self._name} socket {self.path} was removed"
-        if found != self._identity:
-            return f"the {self._name} socket {self.path} was taken over by another process"
+        """Returns why the kubelet can no longer find our sockets; None while it can."""
+        for name, path in self._paths.items():
+            found = identity(path)
+            if found is None:
+                return f"the {name} socket {path} was removed"
+            if found != self._identities.get(path):
+                return f"the {name} socket {path} was taken over by another process"
         return None
 
     def stop(self, grace_s: float) -> None:
-        """Like GrpcServer.stop, and removes the socket."""
+        """Like GrpcServer.stop, and removes the sockets."""
         self._server.stop(grace_s)
-        if self._identity is not None and identity(self.path) == self._identity:
-            self.path.unlink(missing_ok=True)
-        self._identity = None
+        for path, bound in self._identities.items():
+            if bound is not None and identity(path) == bound:
+                path.unlink(missing_ok=True)
+        self._identities = {}

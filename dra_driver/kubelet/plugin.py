@@ -37,9 +37,10 @@ DeviceHealthWatch = Callable[[Any, Any], Iterator[pb.NodeWatchResourcesResponse]
 
 _log = structlog.get_logger(__name__)
 
-_REGISTRAR_GRACE_S = 1.0
+_WITHDRAWAL_GRACE_S = 1.0
 _REGISTERED_WITHIN_S = 30.0
-_DIAL_EVERY_S = 15.0
+_DIAL_EVERY_S = 30.0
+"""Where a kubelet probes the plugin, its probes dial more often than that."""
 _UNREACHABLE_FOR_S = 10.0
 """A single late response is not a problem."""
 
@@ -93,8 +94,11 @@ class KubeletPlugin:
             versions += HEALTH_VERSIONS
             methods |= _health_methods(watch_device_health)
         self.registrar = Registrar(settings.driver, self.sockets.dra, versions, owner)
-        self._dra = SocketServer("dra", self.sockets.dra, methods | self.registrar.get_info())
-        self._registration = SocketServer("registration", self.sockets.registrar, self.registrar.methods())
+        # Either socket identifies the instance.
+        self._server = SocketServer(
+            {"dra": self.sockets.dra, "registration": self.sockets.registrar},
+            methods | self.registrar.methods(),
+        )
         self.liveness = Liveness(self._dial_self)
         self._health = (
             HealthServer(settings.health_address, self.liveness, owner.is_ready)
@@ -122,7 +126,7 @@ class KubeletPlugin:
         return self._health.port if self._health else None
 
     def start(self) -> None:
-        """Starts all servers. The registration socket comes last, when all others respond.
+        """Starts both servers. The registration socket appears last, when everything else responds.
 
         Raises: InvalidConfigError, StateError; stops all parts that it started.
         """
@@ -131,8 +135,7 @@ class KubeletPlugin:
         try:
             if self._health is not None:
                 self._health.start()
-            self._dra.start()
-            self._registration.start()
+            self._server.start()
         except BaseException:
             self.stop(0)
             raise
@@ -144,14 +147,13 @@ class KubeletPlugin:
         return [*self._registration_problems(), *self._others.problems()]
 
     def stop(self, grace_s: float | None = None) -> None:
-        """Stops DRA calls, then registration, then health, and waits for each. Safe to call twice.
+        """Stops the kubelet's calls, then health, and waits for both. Safe to call twice.
 
         Running calls have `grace_s` seconds to finish; None means the value in the settings.
         """
         self._stopping.set()
         with self._stop_lock:
-            self._dra.stop(self.settings.grace_s if grace_s is None else grace_s)
-            self._registration.stop(_REGISTRAR_GRACE_S)
+            self._server.stop(self.settings.grace_s if grace_s is None else grace_s)
             if self._health is not None:
                 self._health.stop()
         self._guard.stop()
@@ -160,13 +162,12 @@ class KubeletPlugin:
         """Removes the sockets, so that the kubelet calls another process of this plugin. Probes are still answered."""
         self._stopping.set()
         with self._stop_lock:
-            self._dra.stop(_REGISTRAR_GRACE_S)
-            self._registration.stop(_REGISTRAR_GRACE_S)
+            self._server.stop(_WITHDRAWAL_GRACE_S)
 
     def _registration_problems(self) -> list[NodeProblem]:
         if self._started_at is None or self.stopping:
             return []
-        fault, status = self._socket_fault() or self.liveness.lasting_fault(_UNREACHABLE_FOR_S), self.status
+        fault, status = self._server.fault() or self.liveness.lasting_fault(_UNREACHABLE_FOR_S), self.status
         waited_s = time.monotonic() - self._started_at
         see = f"`journalctl -u kubelet | grep -i {self.settings.driver}` on the node shows what the kubelet does"
         if fault is not None:
@@ -182,9 +183,6 @@ class KubeletPlugin:
             return []
         return [NodeProblem("not-registered", text)]
 
-    def _socket_fault(self) -> str | None:
-        return self._dra.fault() or self._registration.fault()
-
     def _dial_self(self) -> str | None:
         is_served = self._started_at is not None and not self.stopping
         return dial(self.sockets.registrar) if is_served else None
@@ -192,7 +190,7 @@ class KubeletPlugin:
     def _watch_sockets(self) -> float:
         if self._guard.pause(self.settings.guard_s):
             return 0.0
-        fault = self._socket_fault()
+        fault = self._server.fault()
         if fault is not None and not self.stopping:
             error = FatalError(f"{fault}; restart the plugin")
             _log.critical("kubelet_server_died", error=str(error))

@@ -86,13 +86,10 @@ class Registrar:
 
     def methods(self) -> Methods:
         """The handlers of the service, by path."""
-        return self.get_info() | {
+        return {
+            GET_INFO: unary("GetInfo", self._get_info, pb.InfoRequest),
             NOTIFY: unary("NotifyRegistrationStatus", self._notify, pb.RegistrationStatus),
         }
-
-    def get_info(self) -> Methods:
-        """GetInfo alone. The DRA socket serves it too, so that either socket identifies the instance."""
-        return {GET_INFO: unary("GetInfo", self._get_info, pb.InfoRequest)}
 
     def _get_info(self, _request: pb.InfoRequest, context: Any) -> pb.PluginInfo:
         context.set_trailing_metadata(((SERVED_BY_KEY, SERVED_BY),))

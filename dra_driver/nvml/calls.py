@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -68,6 +68,8 @@ _REMEDIES = {
 ANSWERS_WITHIN_S = 15.0
 """The limit for one call. A GPU without persistence mode is initialised first, which takes seconds."""
 NOT_ANSWERED = "it did not answer in time"
+_ALL_ANSWER_WITHIN_S = 0.5
+"""How long to wait for all GPUs at once, which switches threads less often than a wait for each GPU."""
 _OTHERS_ANSWER_WITHIN_S = 1.0
 """The limit for further calls after one GPU has not answered. A hanging call may block all other calls of the
 process, and eight GPUs should not take eight times as long.
@@ -175,6 +177,7 @@ class GpuWalk:
         wait_s = ANSWERS_WITHIN_S
         while left:
             calls = self._begun(left, read)
+            wait([calls[left[-1]]], _ALL_ANSWER_WITHIN_S)
             for index in left:
                 try:
                     calls[index].exception(wait_s)

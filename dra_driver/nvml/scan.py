@@ -249,8 +249,8 @@ ForeignInstances = Callable[[str, Sequence[GpuInstance]], Sequence[GpuInstance]]
 class ScanMemory:
     """The values that one scan keeps for the next. Only one thread may use it at a time.
 
-    `known` is the last reading of each GPU, by UUID; `uuids` and `fingerprints` are by NVML index in the current
-    opening. These values are used for a GPU that does not answer.
+    `known` is the last reading of each GPU, by UUID; `uuids`, `handles` and `fingerprints` are by NVML index in the
+    current opening. The readings and fingerprints are used for a GPU that does not answer.
     """
 
     partitions: PartitionReader = field(default_factory=PartitionReader)
@@ -259,12 +259,15 @@ class ScanMemory:
     walk: GpuWalk = field(default_factory=GpuWalk)
     known: dict[str, Gpu] = field(default_factory=dict)
     uuids: dict[int, str] = field(default_factory=dict)
+    handles: dict[int, tuple[Handle, str]] = field(default_factory=dict)
+    """With the GPU's UUID."""
     fingerprints: dict[int, GpuFingerprint | None] = field(default_factory=dict)
 
     def reopened(self) -> None:
         """NVML was initialised again, so its indexes may refer to other GPUs."""
         self.peers.reopened()
         self.uuids.clear()
+        self.handles.clear()
         self.fingerprints.clear()
 
 
@@ -436,7 +439,7 @@ def read_nvml_fingerprint(memory: ScanMemory) -> NvmlFingerprint:
     """
     with nvml_errors("count the GPUs"):
         count = pynvml.nvmlDeviceGetCount()
-    answers = memory.walk.each(range(count), _fingerprint_of)
+    answers = memory.walk.each(range(count), lambda index: _fingerprint_of(index, memory))
     known = memory.fingerprints
     for index, answer in answers.items():
         try:
@@ -448,16 +451,18 @@ def read_nvml_fingerprint(memory: ScanMemory) -> NvmlFingerprint:
     return tuple(known.get(index, _HANGS) for index in range(count))
 
 
-def _fingerprint_of(index: int) -> GpuFingerprint | None:
-    """Returns UUID, minor number and MIG mode; the UUID is included because another card may have this index
-    after a drain.
+def _fingerprint_of(index: int, memory: ScanMemory) -> GpuFingerprint | None:
+    """Returns UUID, minor number and MIG mode.
 
-    Raises: DraDriverError if the GPU does not report them.
+    After a drain another card may have this index, but the handle is still that of the card that is gone. Raises:
+    DraDriverError if the GPU does not report them.
     """
     try:
-        with nvml_errors(f"find GPU with NVML index {index}"):
-            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-            uuid = pynvml.nvmlDeviceGetUUID(handle)
+        if index not in memory.handles:
+            with nvml_errors(f"find GPU with NVML index {index}"):
+                handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+                memory.handles[index] = handle, pynvml.nvmlDeviceGetUUID(handle)
+        handle, uuid = memory.handles[index]
         minor = supported(pynvml.nvmlDeviceGetMinorNumber, handle)
         mode = supported(pynvml.nvmlDeviceGetMigMode, handle)
     except DeviceLostError:

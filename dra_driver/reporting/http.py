@@ -24,6 +24,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
 from io import StringIO
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
@@ -46,6 +47,8 @@ Page = Callable[[], "Response"]
 
 _MAX_CONNECTIONS = 64
 _MAX_AT_ONE_PAGE = 16
+_NO_POLL_S = 3600.0
+"""`stop` wakes the thread."""
 
 
 class Response(NamedTuple):
@@ -114,7 +117,8 @@ class HttpEndpoint:
             raise FatalError(
                 f"cannot serve HTTP on {address}: {reason}; choose another --http-endpoint"
             ) from error
-        self._thread = threading.Thread(target=self._server.serve_forever, name="http", daemon=True)
+        serve = partial(self._server.serve_forever, poll_interval=_NO_POLL_S)
+        self._thread = threading.Thread(target=serve, name="http", daemon=True)
 
     @property
     def port(self) -> int:
@@ -126,8 +130,9 @@ class HttpEndpoint:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stops serving and closes the socket; takes at most half a second."""
+        """Stops serving and closes the socket."""
         if self._thread.ident is not None:
+            self._server.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
             self._server.shutdown()
         self._server.server_close()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from node import GPUS, MeasuredNode, Node
 from playground.node import DRIVER
-from processes import Wear, threads_cpu_s, ticks_cpu_s, wait_for, wear
+from processes import Wear, cpu_s, wait_for, wear
 from prometheus_client.exposition import generate_latest
 
 from dra_driver.app.daemon import Driver
@@ -38,9 +38,9 @@ def single_prepares(node: Node, count: int) -> tuple[list[float], list[float]]:
 
 def cpu_of_prepares(node: Node, count: int) -> float:
     """Return the CPU time, user and system, of one Prepare and its Unprepare in milliseconds."""
-    before = ticks_cpu_s(node.daemon)
+    before = cpu_s(node.daemon)
     single_prepares(node, count)
-    return (ticks_cpu_s(node.daemon) - before) / (count + 1) * 1000
+    return (cpu_s(node.daemon) - before) / (count + 1) * 1000
 
 
 def crowded(node: Node, few: int, many: int, count: int) -> tuple[list[float], list[float], list[float]]:
@@ -126,9 +126,9 @@ def hand_overs(node: Node, count: int) -> list[float]:
 def idle(node: Node, duration_s: float) -> tuple[float, float]:
     """Return the percent of a core that the idle daemon uses, and the number of its API writes."""
     time.sleep(1.0)
-    writes, cpu = len(node.server.writes()), threads_cpu_s(node.daemon)
+    writes, cpu = len(node.server.writes()), cpu_s(node.daemon)
     time.sleep(duration_s)
-    used = threads_cpu_s(node.daemon) - cpu
+    used = cpu_s(node.daemon) - cpu
     return used / duration_s * 100, float(len(node.server.writes()) - writes)
 
 

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from processes import threads_cpu_s, ticks_cpu_s
+from processes import cpu_s
 from processes import wait_for as wait_for_s
 
 from dra_driver.errors import ApiRejectedError
@@ -265,11 +265,11 @@ class _Spent:
     """The CPU seconds of the daemon, and the time that passes, from the constructor until `stop`."""
 
     def __init__(self) -> None:
-        self.cpu_s, self.took_s = -ticks_cpu_s(daemon()), -time.monotonic()
+        self.cpu_s, self.took_s = -cpu_s(daemon()), -time.monotonic()
 
     def stop(self) -> None:
         """Stop measuring."""
-        self.cpu_s += ticks_cpu_s(daemon())
+        self.cpu_s += cpu_s(daemon())
         self.took_s += time.monotonic()
 
 
@@ -367,6 +367,6 @@ def idle_percent(duration_s: float) -> float:
     """Return the percent of a core that the idle daemon uses."""
     pid = daemon()
     time.sleep(12)  # until the workers of the last calls have exited and the last change is published
-    before = threads_cpu_s(pid)
+    before = cpu_s(pid)
     time.sleep(duration_s)
-    return (threads_cpu_s(pid) - before) / duration_s * 100
+    return (cpu_s(pid) - before) / duration_s * 100

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from playground.apiserver.server import PlaygroundApiServer
-from processes import resident_mib, ticks_cpu_s, wait_for
+from processes import cpu_s, resident_mib, wait_for
 
 from dra_driver.errors import DraDriverError
 from dra_driver.kube.client import ApiClient
@@ -34,7 +34,7 @@ class Server:
 
     def cpu_s(self) -> float:
         """Return the CPU seconds of all processes together."""
-        return sum(map(ticks_cpu_s, self.pids.values()))
+        return sum(map(cpu_s, self.pids.values()))
 
 
 @contextlib.contextmanager

@@ -808,6 +808,9 @@ class Threaded:
 def threaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Threaded]]:
     """Starts monitors with their threads."""
     monkeypatch.setattr("dra_driver.health.monitor._WAIT_S", 0.005)
+    monkeypatch.setattr("dra_driver.health.monitor._LATE_S", 0.05)
+    monkeypatch.setattr("dra_driver.health.monitor._CHECK_EVERY_S", 0.05)
+    monkeypatch.setattr("dra_driver.health.monitor._SHORTEST_PAUSE_S", 0.005)
     started: list[Threaded] = []
 
     def start() -> Threaded:
@@ -868,28 +871,53 @@ def test_gpu_that_comes_back_while_its_old_call_hangs_gets_no_second_call(thread
     old = made.monitor.pollers["GPU-a"]
     gpus, made.gpus = made.gpus, {"GPU-b": None}
     made.monitor.devices_changed()
-    eventually(lambda: old.is_stopping)
+    eventually(lambda: old.is_over)
     made.gpus = gpus
-    made.monitor.devices_changed()
     made.monitor.turn()
     assert made.monitor.pollers["GPU-a"] is old
     made.source.hangs.clear()
     made.source.release.set()
-    assert old.wait_ended(20)
-    made.monitor.devices_changed()
     eventually(lambda: made.monitor.pollers["GPU-a"] is not old)
     eventually(lambda: made.monitor.pollers["GPU-a"].is_registered)
 
 
-def test_gpu_that_goes_ends_its_thread(threaded):
+def test_gpu_that_goes_is_not_polled_any_more(threaded):
     made = threaded()
-    old = made.monitor.pollers["GPU-a"]
     made.gpus = {"GPU-b": None}
     made.monitor.devices_changed()
-    eventually(lambda: old.is_stopping)
-    assert old.wait_ended(20)
-    made.monitor.devices_changed()
     eventually(lambda: list(made.monitor.pollers) == ["GPU-b"])
+
+
+def test_poll_that_hangs_gives_each_gpu_a_thread_until_it_returns(threaded):
+    def threads() -> int:
+        return sum(thread.name == "health-polls" for thread in threading.enumerate())
+
+    made = threaded()
+    assert threads() == 1
+    made.hang("GPU-a", "GPU-b")
+    assert threads() == 2
+    made.source.hangs.clear()
+    made.source.release.set()
+    eventually(lambda: threads() == 1)
+    made.time[0] = 31.0
+    made.monitor.pollers["GPU-a"].poll_soon()
+    eventually(lambda: all(map(made.monitor.book.is_fresh, ("GPU-a", "GPU-b"))))
+
+
+def test_poll_that_fails_unexpectedly_keeps_no_other_gpu_from_being_polled(threaded, logs):
+    made = threaded()
+    read = made.source.read
+
+    def fail(uuid: str, *more: object) -> PolledHealth:
+        if uuid == "GPU-a":
+            raise RuntimeError("surprise")
+        return read(uuid, *more)
+
+    made.source.read = fail
+    made.time[0] = 31.0
+    made.monitor.pollers["GPU-a"].poll_soon()
+    eventually(lambda: made.monitor.book.is_fresh("GPU-b"))
+    assert not made.monitor.book.is_fresh("GPU-a")
 
 
 def test_health_that_was_not_read_for_half_a_minute_is_a_problem(threaded, monkeypatch):

@@ -32,7 +32,8 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\x04\0\0\0\0\0"
 
 @contextmanager
 def served(short_dir, behavior, kind=unary):
-    server = SocketServer("t", short_dir / "s.sock", {PATH: kind("C", behavior, pb.PluginInfo)})
+    server = SocketServer({"t": short_dir / "s.sock"}, {PATH: kind("C", behavior, pb.PluginInfo)})
+    server.path = short_dir / "s.sock"
     server.start()
     try:
         yield server
@@ -278,7 +279,7 @@ def test_the_server_continues_when_no_thread_can_be_started(short_dir, quiet_log
 
 
 def test_the_address_is_named_when_it_cannot_be_bound(short_dir):
-    server = SocketServer("t", short_dir / "missing" / "s.sock", {})
+    server = SocketServer({"t": short_dir / "missing" / "s.sock"}, {})
     with pytest.raises(
         StateError, match=r"cannot listen on .*/missing/s\.sock: gRPC cannot bind it; check the"
     ):

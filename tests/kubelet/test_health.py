@@ -66,7 +66,7 @@ def test_server_that_takes_no_calls_is_not_alive_until_it_does(node, monkeypatch
     caller.start()
     assert gate.entered.wait(PATIENCE_S)
     fault = plugin.liveness.fault()
-    assert f"DRA socket {plugin.sockets.dra} does not answer (RESOURCE_EXHAUSTED" in fault
+    assert f"registration socket {plugin.sockets.registrar} does not answer (RESOURCE_EXHAUSTED" in fault
     assert "restarts the plugin" in fault
     assert plugin.liveness.start_fault() is None
     gate.opened.set()
@@ -170,6 +170,7 @@ def test_address_in_use_is_named(served):
 )
 def test_device_health_is_unimplemented_without_a_stream_and_takes_no_thread(node, version, api):
     plugin = node.plugin(settings={"guard_s": 60.0})  # its own dials take a thread too
+    eventually(lambda: not [thread for thread in threading.enumerate() if thread.name == "dra"])
     with channel(plugin.sockets.dra) as opened:
         call = opened.unary_stream(f"/{version}.DRAResourceHealth/NodeWatchResources")
         for _ in range(5):

@@ -104,7 +104,7 @@ def test_second_instance_on_the_same_paths_is_refused_and_the_first_serves_on(no
 def test_longest_paths_are_served(short_dir, length):
     path = short_dir / ("s" * (length - len(str(short_dir)) - 1 - 5) + ".sock")
     assert len(str(path)) == length
-    server = SocketServer("test", path, {})
+    server = SocketServer({"test": path}, {})
     server.start()
     with channel(path) as opened, pytest.raises(grpc.RpcError) as caught:
         opened.unary_unary("/a.B/C")(b"", timeout=PATIENCE_S)
@@ -117,7 +117,7 @@ def test_longest_paths_are_served(short_dir, length):
 def test_socket_is_served_in_a_directory_with_just_enough_room_or_odd_characters(short_dir, name):
     directory = short_dir / name[: 107 - len("/dra.sock") - len(str(short_dir)) - 1]
     directory.mkdir()
-    server = SocketServer("test", directory / "dra.sock", {})
+    server = SocketServer({"test": directory / "dra.sock"}, {})
     server.start()
     assert names(directory) == ["dra.sock"]
     server.stop(0)
@@ -127,7 +127,7 @@ def test_socket_is_served_in_a_directory_with_just_enough_room_or_odd_characters
 def test_path_too_long_to_bind_leaves_nothing(short_dir):
     directory = short_dir / ("d" * 100)
     directory.mkdir()
-    server = SocketServer("test", directory / "dra.sock", {})
+    server = SocketServer({"test": directory / "dra.sock"}, {})
     with pytest.raises(StateError, match="cannot listen on"):
         server.start()
     server.stop(0)
