@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -172,10 +172,8 @@ class Machine:
         with self._store.locked():
             self._host.render(None, self.current())
 
-    @contextmanager
-    def _change(self) -> Iterator[State]:
-        with self._store.change(self._host.render) as state:
-            yield state
+    def _change(self) -> AbstractContextManager[State]:
+        return self._store.change(self._host.render)
 
     def change_gpu(self, gpu_uuid: str, change: Callable[[Gpu, Model], T]) -> T:
         """Changes one GPU under the lock. If `change` raises, the machine does not change."""

@@ -33,7 +33,6 @@ LOCK_FILE = "machine.lock"
 _MTIME_STEP_NS = 1_000_000
 _COARSE_STEP_NS = 2_000_000_000
 
-AfterChange = Callable[[State, State], None]
 _PROCESS = uuid.uuid4().hex[:8]  # process IDs of different PID namespaces may be equal
 _numbers = itertools.count(1)
 COMPUTE_MODE = "compute-mode"
@@ -116,7 +115,7 @@ class Store:
                     os.close(self._descriptor)
 
     @contextmanager
-    def change(self, before_write: AfterChange | None = None) -> Iterator[State]:
+    def change(self, before_write: Callable[[State, State], None]) -> Iterator[State]:
         """Yields a private copy of the state to change, which is written if the block succeeds.
 
         `before_write(old, new)` runs under the lock, before other processes can see the new state.
@@ -128,8 +127,7 @@ class Store:
             new.version = old.version + 1
             for computed in ("by_uuid", "present", "shown"):
                 new.__dict__.pop(computed, None)
-            if before_write is not None:
-                before_write(old, new)
+            before_write(old, new)
             self.write(new)
 
     def write(self, state: State) -> None:
@@ -147,17 +145,16 @@ class Store:
 
 
 class Session:
-    """One open NVML session. Also ends when the object is garbage-collected."""
+    """One open NVML session, with a file that it locks, unless the directory is not writable. Also ends when the object
+    is garbage-collected.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._descriptor: int | None = None
-
-    def begin(self) -> None:
-        """Creates and locks the session's file; does nothing if the directory is not writable."""
         with suppress(OSError):
-            self.path.parent.mkdir(exist_ok=True)
-            self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            path.parent.mkdir(exist_ok=True)
+            self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
             fcntl.flock(self._descriptor, fcntl.LOCK_EX)
 
     def end(self) -> None:
@@ -180,9 +177,7 @@ class Sessions:
 
     def open(self, name: str) -> Session:
         """Starts a session."""
-        session = Session(self._directory / f"{_PROCESS}.{os.getpid()}.{next(_numbers)}.{name}")
-        session.begin()
-        return session
+        return Session(self._directory / f"{_PROCESS}.{os.getpid()}.{next(_numbers)}.{name}")
 
     def names(self, *, with_own: bool) -> list[str]:
         """Returns the name and process of every open session of other processes, such as `dcgm (process 4711)`.
