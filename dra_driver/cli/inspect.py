@@ -22,7 +22,7 @@ from dra_driver.cli.output import (
     value_of,
 )
 from dra_driver.cli.rules.mig_map import GpuMap, gpu_maps, waiting_for_mig_mode
-from dra_driver.cli.rules.node_state import NodeState, Ownership
+from dra_driver.cli.rules.node_state import NodeState
 from dra_driver.cli.scratch import scratch_settings
 from dra_driver.cli.state_on_disk import plugin_runs
 from dra_driver.errors import InvalidConfigError, NotSupportedError, NvmlUnavailableError, StateError
@@ -32,10 +32,11 @@ from dra_driver.host.imex import ImexChannelNodes
 from dra_driver.host.sysfs import Sysfs
 from dra_driver.inventory.discovery import discover_once
 from dra_driver.journal.rules.cleanups import withholding
+from dra_driver.mig.offer import LedgerOwnership
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.ids import printable
 from dra_driver.model.inventory import Inventory, OfferedDevice
-from dra_driver.model.mig import MigProfile
+from dra_driver.model.mig import MigProfile, OwnedInstance, OwnedMode
 from dra_driver.model.schema import JsonObject
 from dra_driver.nvml.mig_reading import read_machine_profiles
 from dra_driver.slices.rules.build import Taints, build_pool, none_withheld, untainted
@@ -158,17 +159,23 @@ def slices_to_publish(
     Raises: NvmlUnavailableError; for an empty machine OwnershipUnknownError.
     """
     settings, state = machine.settings, machine.state()
-    ownership = Ownership(state, ended=is_empty)
+    ledger = None if state.ledger_fault is not None else machine.ledger()
+
+    def has_made_devices(gpu: Gpu) -> bool:
+        return ledger is not None and bool(
+            ledger.details(OwnedInstance, gpu.uuid) or ledger.details(OwnedMode, gpu.uuid)
+        )
 
     def on_demand(gpu: Gpu) -> bool:
         # gpu-dra-driver may create its MIG devices again, even if this command runs without --dynamic-mig.
-        return machine.is_on_demand(gpu) or (is_empty and ownership.makes_devices_of(gpu.uuid))
+        return machine.is_on_demand(gpu) or (is_empty and has_made_devices(gpu))
 
     reader = machine.nvml_reader(on_demand)
     with closing(reader.session):
         files = DriverRoot(machine.paths, nodes=machine.nodes)
         host = Sysfs(machine.paths.sys, machine.paths.proc)
         imex = None if settings.imex_channel is None else ImexChannelNodes(machine.paths.proc)
+        ownership = None if ledger is None else LedgerOwnership(ledger, all_undone=is_empty)
         inventory = discover_once(reader, host, ownership, machine.cards, files=files, imex=imex)
     if is_empty and state.ledger_fault is not None and any(gpu.mig_enabled for gpu in inventory.gpus):
         raise OwnershipUnknownError(

@@ -64,6 +64,12 @@ class CommandMachine:
         specs = CdiDirectory(settings.cdi_root, settings.driver_name)
         return read_state(settings.plugin_directory, self.boot_id, specs)
 
+    def ledger(self) -> Ledger:
+        """Return the plugin's ledgers as they are on disk. `state` reports the files that cannot be read."""
+        directory = self.settings.plugin_directory
+        records = RecordStore(directory / "claims", self.boot_id, reader=lambda _unread: None)
+        return Ledger(directory / LEDGER, records, self.boot_id, reader=lambda _unread: None)
+
     def cards(self, gpus: Sequence[Gpu], selected: Callable[[Gpu], bool] | None = None) -> tuple[Card, ...]:
         """Return the GPUs for virtual machines that the settings (or `selected`) select, and those that the
         plugin has bound.
@@ -71,12 +77,8 @@ class CommandMachine:
         `gpus` are the GPUs that NVML lists. Raises: StateError.
         """
         wanted = selected or self.settings.for_virtual_machines
-        directory = self.settings.plugin_directory
-        records = RecordStore(directory / "claims", self.boot_id, reader=lambda _unread: None)
-        ledger = Ledger(directory / LEDGER, records, self.boot_id, reader=lambda _unread: None)
-
         try:
-            return KnownCards(self.vfio, ledger, wanted).read(gpus)
+            return KnownCards(self.vfio, self.ledger(), wanted).read(gpus)
         except StateError:
             if wanted is None:
                 return ()  # `state` reports why the ledger cannot be read

@@ -31,7 +31,7 @@ from dra_driver.journal.records import RecordStore, step_kind
 from dra_driver.mig.layout_file import LAYOUT_FILE
 from dra_driver.mig.layout_file import decode as decode_layouts
 from dra_driver.model.ids import split_address
-from dra_driver.model.mig import GpuLayout, OwnedInstance, OwnedMode
+from dra_driver.model.mig import GpuLayout, OwnedInstance
 from dra_driver.model.problems import NodeProblem, ProblemCode
 from dra_driver.reporting.node_problems import RUNNING_LOCK, Reported, read_problems
 from dra_driver.reporting.node_problems import decode as decode_problems
@@ -123,7 +123,6 @@ def read_state(
     of_claims = _read(lambda: list(records.all().values()), claims, faults)
     ledger_faults: list[str] = []
     owned = _read(lambda: ledger.details(OwnedInstance), ledgers, ledger_faults)
-    modes = [] if ledger_faults else _read(lambda: ledger.details(OwnedMode), ledgers, ledger_faults)
     cleanups = [] if ledger_faults else _read(ledger.pending, ledgers, ledger_faults)
     faults += ledger_faults
     health, notes = _read_health(plugin_directory / HEALTH_FILE, boot_id)
@@ -142,7 +141,6 @@ def read_state(
         tuple(faults),
         notes,
         layouts,
-        frozenset(mode.gpu_uuid for mode in modes if mode.boot_id == boot_id),
         next(iter(ledger_faults), None),
         detachments.maintenances(of_claims),
     )

@@ -38,10 +38,12 @@ class MigOwnership(Protocol):
 class LedgerOwnership:
     """Ownership according to the ledgers.
 
-    Details count for 30 s after their removal, because a hardware scan may have begun before the removal.
+    Details count for 30 s after their removal, because a hardware scan may have begun before the removal. With
+    `all_undone`, no undo counts as failed.
     """
 
     ledger: Ledger
+    all_undone: bool = False
 
     def foreign_instances(self, gpu_uuid: str, existing: Sequence[GpuInstance]) -> tuple[GpuInstance, ...]:
         """Returns the instances that must not be used for claims: foreign instances, and our own instances whose undo
@@ -54,7 +56,8 @@ class LedgerOwnership:
         # Read in this order, so that the instance of an entry that is removed in between does not look foreign.
         now = self.ledger.details(OwnedInstance, gpu_uuid)
         ours = {one.slot for one in (*now, *self.ledger.recently_removed(OwnedInstance, gpu_uuid))}
-        failed = (one for one in self.ledger.pending({gpu_uuid}) if one.cause is not None)
+        pending = () if self.all_undone else self.ledger.pending({gpu_uuid})
+        failed = (one for one in pending if one.cause is not None)
         steps = [step for one in failed for step in one.steps]
         return instances_to_withhold(
             existing, ours, {one.slot for one in steps if isinstance(one, CreateMig)}

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
-from dra_driver.cli.rules.node_state import Ownership
 from dra_driver.cli.state_on_disk import read_state
 from dra_driver.journal.ledger import Ledger
 from dra_driver.journal.records import RecordStore
-from dra_driver.journal.rules.cleanups import LedgerEntry
-from dra_driver.model.claim import ClaimRef
-from dra_driver.model.mig import GpuInstance, OwnedInstance, OwnedMode, Placement
-from dra_driver.model.record import CreateMig
+from dra_driver.model.mig import OwnedInstance, Placement
 from tests.fakes.samples import hold, record
 
 OWNED = OwnedInstance("gpu-1-mig-1g10gb-19-0", "GPU-1", None, 19, "1g.10gb", Placement(0, 1), "boot-1")
@@ -58,34 +53,6 @@ def test_detach_file_that_cannot_be_read_is_reported(tmp_path: Path) -> None:
     assert (
         fault == f"cannot read {tmp_path}/detach.json: the path exists, but is not a regular file; remove it"
     )
-
-
-def test_ownership_is_that_of_this_boot(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path / "ledger", RecordStore(tmp_path / "claims"), "boot-1")
-    ledger.open()
-    ended = replace(OWNED, device="ended", placement=Placement(1, 1), phase="created")
-    others = [
-        ended,
-        replace(OWNED, device="old", placement=Placement(2, 1), boot_id="boot-0"),
-        replace(OWNED, device="elsewhere", placement=Placement(3, 1), gpu_uuid="GPU-2"),
-    ]
-    for one in (OWNED, *others, OwnedMode("GPU-1", None, "boot-1")):
-        ledger.save(one)
-    step = CreateMig("ended", "GPU-1", None, 19, "1g.10gb", ended.placement)
-    ledger.add(LedgerEntry(ClaimRef("default", "claim", "uid-1"), "boot-1", step))
-    (tmp_path / "claims").mkdir()
-    there = [GpuInstance(7 + start, 19, Placement(start, 1)) for start in range(4)]
-    ownership = Ownership(read_state(tmp_path, "boot-1"))
-    assert ownership.foreign_instances("GPU-1", there) == tuple(there[1:])
-    # When all claims have ended, nothing waits to be destroyed.
-    after = Ownership(read_state(tmp_path, "boot-1"), ended=True)
-    assert after.foreign_instances("GPU-1", there) == tuple(there[2:])
-    assert [after.makes_devices_of(uuid) for uuid in ("GPU-1", "GPU-2", "GPU-3")] == [True, True, False]
-    assert [ownership.mode_is_ours(uuid) for uuid in ("GPU-1", "GPU-2")] == [True, False]
-    assert not Ownership(read_state(tmp_path, "boot-2")).mode_is_ours("GPU-1")
-    nowhere = read_state(tmp_path / "nowhere", "boot-1")
-    assert Ownership(nowhere).foreign_instances("GPU-1", there) == tuple(there)
-    assert (nowhere.modes, nowhere.ledger_fault) == (frozenset(), None)
 
 
 def test_a_ledger_that_cannot_be_listed_is_one_fault(tmp_path: Path) -> None:

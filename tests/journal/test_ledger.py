@@ -18,7 +18,7 @@ from dra_driver.mig.offer import LedgerOwnership
 from dra_driver.model.claim import ClaimRef
 from dra_driver.model.gpu import FunctionBefore, OwnedCard
 from dra_driver.model.mig import GpuInstance, OwnedInstance, OwnedMode, Placement
-from dra_driver.model.record import SetTimeSlice
+from dra_driver.model.record import CreateMig, SetTimeSlice
 from tests.fakes.clock import Clock
 from tests.fakes.directories import names
 
@@ -137,6 +137,18 @@ def test_removed_detail_is_remembered_for_some_time(ledger: Ledger, clock: Clock
     assert foreign() == {old, here}
     clock.now += 30
     assert (foreign(), ours.mode_is_ours(GPU)) == ({old, here, there}, False)
+
+
+def test_instance_is_withheld_while_its_undo_fails(ledger: Ledger) -> None:
+    there = (GpuInstance(7, 19, ONE.placement),)
+    step = CreateMig(ONE.device, GPU, None, 19, "1g.10gb", ONE.placement)
+    ledger.save(ONE)
+    failures: list[tuple[str | None, list[bool]]] = [(None, []), ("in use", [True])]
+    for cause, withheld in failures:
+        ledger.change([LedgerEntry(ClaimRef("ns", "ended", "uid-7"), "boot-1", step, 1, cause)], ())
+        found = LedgerOwnership(ledger).foreign_instances(GPU, there)
+        assert [one.leaving for one in found] == withheld
+        assert LedgerOwnership(ledger, all_undone=True).foreign_instances(GPU, there) == ()
 
 
 @pytest.mark.parametrize(

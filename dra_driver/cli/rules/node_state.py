@@ -6,12 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dra_driver.journal.rules.cleanups import PendingCleanup
-from dra_driver.mig.rules.offered_devices import instances_to_withhold
 from dra_driver.model.health import HealthState
 from dra_driver.model.ids import mig_device_name
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.maintenance import Maintenance
-from dra_driver.model.mig import GpuInstance, GpuLayout, OwnedInstance
+from dra_driver.model.mig import GpuLayout, OwnedInstance
 from dra_driver.model.record import ClaimRecord, CreateMig
 
 BOOT_UNKNOWN = (
@@ -37,8 +36,8 @@ class NodeState:
     """The content of a plugin directory. `faults` has a sentence for each part that could not be read, and
     `notes` has one `problem; remedy` for each problem with the saved health.
 
-    `boot_id` is the current boot, None if unknown; ledger entries of other boots are void. `modes` are the UUIDs of
-    the GPUs whose MIG mode gpu-dra-driver switched on in this boot. `ledger_fault` is why a ledger cannot be read.
+    `boot_id` is the current boot, None if unknown; ledger entries of other boots are void. `ledger_fault` is why a
+    ledger cannot be read.
     """
 
     records: Sequence[ClaimRecord] = ()
@@ -49,7 +48,6 @@ class NodeState:
     faults: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     layouts: Sequence[GpuLayout] = ()
-    modes: frozenset[str] = frozenset()
     ledger_fault: str | None = None
     maintenances: Sequence[Maintenance] = ()
 
@@ -83,32 +81,3 @@ class NodeState:
             if entry.gpu_instance_id is not None and entry.compute_instance_id is not None
         }
         return {**made, **there}
-
-
-@dataclass(frozen=True, slots=True)
-class Ownership:
-    """Decides which GPU instances and MIG modes belong to gpu-dra-driver: those in the ledger.
-
-    With `ended`, all claims count as ended, and instances that will be destroyed still belong to it.
-    """
-
-    state: NodeState
-    ended: bool = False
-
-    def foreign_instances(self, gpu_uuid: str, existing: Sequence[GpuInstance]) -> tuple[GpuInstance, ...]:
-        """Return the instances on a GPU that gpu-dra-driver did not create."""
-        leaving = () if self.ended else self.state.leaving(gpu_uuid)
-        ours = {entry.slot for entry in self._entries(gpu_uuid) if entry.slot not in leaving}
-        return instances_to_withhold(existing, ours, leaving=())
-
-    def mode_is_ours(self, gpu_uuid: str) -> bool:
-        """Whether gpu-dra-driver switched MIG mode on."""
-        return gpu_uuid in self.state.modes
-
-    def makes_devices_of(self, gpu_uuid: str) -> bool:
-        """Whether gpu-dra-driver has created MIG devices on a GPU, or switched its MIG mode on."""
-        return self.mode_is_ours(gpu_uuid) or bool(self._entries(gpu_uuid))
-
-    def _entries(self, gpu_uuid: str) -> list[OwnedInstance]:
-        state = self.state
-        return [one for one in state.owned if (one.gpu_uuid, one.boot_id) == (gpu_uuid, state.boot_id)]
