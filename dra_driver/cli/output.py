@@ -288,10 +288,19 @@ def print_object(content: Any, output: Output) -> None:
 
 
 def print_objects(objects: list[dict[str, Any]], output: Output) -> None:
-    """Print Kubernetes objects: a List in JSON, or several YAML documents."""
+    """Print Kubernetes objects: a List in JSON, or several YAML documents, in which texts of several lines are block
+    texts, as a person would write them.
+    """
     if output is Output.json:
-        print(json.dumps({"apiVersion": "v1", "kind": "List", "items": objects}, indent=2))
-    else:
-        import yaml
+        print_object({"apiVersion": "v1", "kind": "List", "items": objects}, output)
+        return
+    import yaml
 
-        print(yaml.safe_dump_all(objects, sort_keys=False, default_flow_style=False), end="")
+    class Dumper(yaml.SafeDumper):
+        pass
+
+    def text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
+        return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None)
+
+    Dumper.add_representer(str, text)
+    print(yaml.dump_all(objects, Dumper=Dumper, sort_keys=False, default_flow_style=False), end="")

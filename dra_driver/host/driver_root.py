@@ -176,7 +176,7 @@ class DriverRoot:
             configs=(*self._configs(tree), *modules),
             hook=hook.host_path,
             hook_verbs=hook.verbs,
-            ldconfig=self._first_host_path(tree, _LDCONFIGS),
+            ldconfig=next((file.host_path for file in self._found(tree, _LDCONFIGS)), None),
             notes=(*notes, *hook.notes),
         )
 
@@ -322,9 +322,6 @@ class DriverRoot:
                 if resolved is not None:
                     found.append(self._file(resolved, f"{top_in_container}/{path}"))
         return tuple(found)
-
-    def _first_host_path(self, tree: RootedTree, paths: Iterable[str]) -> str | None:
-        return next((file.host_path for file in self._found(tree, paths)), None)
 
 
 def unsupported_system(tree: RootedTree, root: str) -> str | None:

@@ -150,10 +150,10 @@ class ClaimHealthReporter:
             self._changed_gpus.add(change.target.gpu_uuid)
         event = event_of(change)
         if event is not None:
-            text = f"{change.target}: {change.text}"
-            self.recorder.node_event(event.reason, text, warning=event.warning)
+            (reason, is_warning), text = event, f"{change.target}: {change.text}"
+            self.recorder.node_event(reason, text, warning=is_warning)
             for ref in self._holders(change.target):
-                self.recorder.claim_event(ref, event.reason, text, warning=event.warning)
+                self.recorder.claim_event(ref, reason, text, warning=is_warning)
 
     def renew_statuses(self) -> None:
         """Finds the claims whose status may have changed, and renews some of them. Called every two seconds.

@@ -337,7 +337,7 @@ class EventRecorder(BackgroundWorker):
         return 0.0
 
     def _crashed(self, _error: Exception) -> float:
-        self._count(failed=1)
+        self.failed += 1
         return 0.0
 
     def _write(self, queued: QueuedReport) -> None:
@@ -353,12 +353,12 @@ class EventRecorder(BackgroundWorker):
                     times=queued.times,
                     timeout_s=_REQUEST_S,
                 )
-                self._count(written=1)
+                self.written += 1
             case ClaimState() as report:
                 if self.claims.write(
                     report.ref, report.devices, is_first=report.is_first, timeout_s=_REQUEST_S
                 ):
-                    self._count(written=1)
+                    self.written += 1
                     report.written()
 
     def _spread(self, report: ClaimEvent, queued: QueuedReport) -> None:
@@ -392,17 +392,12 @@ class EventRecorder(BackgroundWorker):
         self._is_down = True
 
     def _refused(self, queued: QueuedReport, error: DraDriverError) -> None:
-        self._count(failed=1)
+        self.failed += 1
         kind = type(queued.report).__name__  # class names are values in the log
         status = error.status if isinstance(error, ApiRejectedError) else 0
         log = _log.debug if (kind, status) in self._logged else _log.warning
         self._logged.add((kind, status))
         log("notice_refused", notice=kind, reason=str(error))
-
-    def _count(self, *, written: int = 0, failed: int = 0) -> None:
-        with self._lock:
-            self.written += written
-            self.failed += failed
 
 
 def _is_for_now(error: DraDriverError) -> bool:

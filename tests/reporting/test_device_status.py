@@ -93,7 +93,7 @@ def test_a_hang_is_an_event_also_of_a_gpu_that_was_unhealthy_before():
             state, Hanging() if seen is None else Hanging("the switch of the MIG mode", seen), 2000
         )
         event = event_of(change_between(state, after, 2000))
-        events.append(None if event is None else event.reason)
+        events.append(None if event is None else event[0])
         state = after
     assert events == ["GPUUnhealthy", None, "GPUUnhealthy", None, None]
     assert state.reasons == (XID,)

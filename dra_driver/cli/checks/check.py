@@ -80,7 +80,8 @@ def run_checks(checks: Sequence[Check], bound_s: float = BOUND_S) -> list[Outcom
 
     def findings(check: Check, answer: Future[Finding | Sequence[Finding]]) -> Sequence[Finding]:
         if answer.done() and not answer.cancelled():
-            return _listed(answer.result())
+            found = answer.result()
+            return (found,) if isinstance(found, Finding) else found
         cause, remedy = check.slow
         again = f"run doctor again; if this happens again, {remedy}"
         return [warn(f"not checked within {bound_s:g} s, probably because {cause}", again)]
@@ -90,10 +91,6 @@ def run_checks(checks: Sequence[Check], bound_s: float = BOUND_S) -> list[Outcom
         for check, answer in zip(checks, answers, strict=True)
         for finding in findings(check, answer)
     ]
-
-
-def _listed(found: Finding | Sequence[Finding]) -> Sequence[Finding]:
-    return (found,) if isinstance(found, Finding) else found
 
 
 def folded(outcomes: Sequence[Outcome]) -> list[Outcome]:

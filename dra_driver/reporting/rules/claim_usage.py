@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import product
 
 from dra_driver.model.claim import ClaimRef, PodRef
 from dra_driver.model.gpu import GpuLoad, GpuProcess, GpuUse, ProcessOrigin
@@ -99,7 +98,12 @@ def held_devices(records: Iterable[ClaimRecord]) -> dict[str, HeldDevice]:
     """Returns the devices that claims hold, by name. Omits devices with adminAccess, whose claims only observe
     the GPU.
     """
-    return {one.device: one for record in records for one in record.devices if not one.admin_access}
+    return {one.device: one for _, one in _held(records)}
+
+
+def _held(records: Iterable[ClaimRecord]) -> Iterator[tuple[ClaimRecord, HeldDevice]]:
+    for record in records:
+        yield from ((record, one) for one in record.devices if not one.admin_access)
 
 
 def mig_addresses(held: Mapping[str, HeldDevice], inventory: Inventory, made: Made) -> dict[str, MigAddress]:
@@ -125,8 +129,13 @@ def mig_address(held: HeldDevice, inventory: Inventory, made: Made) -> MigAddres
 
 def mig_profile(held: HeldDevice, inventory: Inventory) -> str | None:
     """Returns the name of a MIG device's profile, if discovery found the device."""
+    device = _mig_device(held, inventory)
+    return None if device is None else device.profile.name
+
+
+def _mig_device(held: HeldDevice, inventory: Inventory) -> StaticMigDevice | DynamicMigDevice | None:
     device = inventory.usable(held.device) or inventory.withheld_by_name.get(held.device)
-    return device.profile.name if isinstance(device, (StaticMigDevice, DynamicMigDevice)) else None
+    return device if isinstance(device, (StaticMigDevice, DynamicMigDevice)) else None
 
 
 def device_uses(
@@ -138,16 +147,13 @@ def device_uses(
     """Returns the usage of each device that prepared claims hold without adminAccess. `addresses` has the
     addresses of MIG devices, by device name.
     """
+    prepared = [record for record in records if record.phase == "prepared"]
     claims: dict[str, set[str]] = {}
-    devices: dict[str, HeldDevice] = {}
-    for record in records:
-        for held in record.devices:
-            if record.phase == "prepared" and not held.admin_access:
-                claims.setdefault(held.device, set()).add(record.ref.uid)
-                devices[held.device] = held
+    for record, held in _held(prepared):
+        claims.setdefault(held.device, set()).add(record.ref.uid)
     return [
         _use(held, len(claims[name]) > 1, inventory, addresses.get(name), gpus.get(held.gpu_uuid))
-        for name, held in devices.items()
+        for name, held in held_devices(prepared).items()
     ]
 
 
@@ -175,16 +181,14 @@ def pod_uses(
     `addresses` has the addresses of MIG devices by device name, and `gpus` the readings by GPU UUID. Devices with
     unknown processes are omitted.
     """
-    devices: dict[str, HeldDevice] = {}
+    prepared = [record for record in records if record.phase == "prepared" and record.claim.pods]
     holders: dict[str, dict[PodRef, set[ClaimRef]]] = {}
-    for record in records:
-        for held, pod in product(record.devices, record.claim.pods or ()):
-            if record.phase == "prepared" and not held.admin_access:
-                devices[held.device] = held
-                holders.setdefault(held.device, {}).setdefault(pod, set()).add(record.ref)
+    for record, held in _held(prepared):
+        for pod in record.claim.pods or ():
+            holders.setdefault(held.device, {}).setdefault(pod, set()).add(record.ref)
     return [
         use
-        for name, held in devices.items()
+        for name, held in held_devices(prepared).items()
         for use in _pods_on(held, holders[name], addresses.get(name), gpus.get(held.gpu_uuid), origins)
     ]
 
@@ -246,8 +250,8 @@ def _processes_on(
 def _fraction(held: HeldDevice, inventory: Inventory) -> float | None:
     if held.kind != "mig":
         return 1.0
-    device = inventory.usable(held.device) or inventory.withheld_by_name.get(held.device)
-    if isinstance(device, (StaticMigDevice, DynamicMigDevice)) and device.gpu.memory_bytes:
+    device = _mig_device(held, inventory)
+    if device is not None and device.gpu.memory_bytes:
         return device.profile.memory_mib * _MIB / device.gpu.memory_bytes
     return None
 

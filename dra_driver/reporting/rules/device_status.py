@@ -6,7 +6,6 @@ Both are derived from the claim's record and the state of the node.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 from dra_driver.health.rules.polling import FABRIC
 from dra_driver.health.rules.taints import MadeInstance, device_reasons, device_targets, instances_by_device
@@ -67,21 +66,16 @@ def is_hit(
     )
 
 
-class HealthEventKind(NamedTuple):
-    """The reason of an event, and whether it is a warning."""
-
-    reason: EventReason
-    warning: bool
-
-
-def event_of(change: HealthChange) -> HealthEventKind | None:
-    """Returns the event of a health change; None if the device stays usable, or stays bad without becoming worse."""
+def event_of(change: HealthChange) -> tuple[EventReason, bool] | None:
+    """Returns the reason of the event of a health change, and whether it is a warning; None if the device stays usable,
+    or stays bad without becoming worse.
+    """
     if change.is_gone:
-        return HealthEventKind("GPUGone", warning=False)
+        return "GPUGone", False
     if change.is_hang or (change.after > change.before and change.after >= Severity.DEGRADED):
-        return HealthEventKind("GPULost" if change.after == Severity.LOST else "GPUUnhealthy", warning=True)
+        return "GPULost" if change.after == Severity.LOST else "GPUUnhealthy", True
     if change.before >= Severity.DEGRADED > change.after:
-        return HealthEventKind("GPURecovered", warning=False)
+        return "GPURecovered", False
     return None
 
 
