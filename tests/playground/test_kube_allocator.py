@@ -11,6 +11,7 @@ from typing import Any
 
 import localcluster
 import pytest
+from playground.pools import free_devices
 
 from dra_driver.cli.inspect import slices_to_publish
 from dra_driver.cli.machine import CommandMachine
@@ -20,7 +21,6 @@ from dra_driver.cli.validation.rules.allocator import (
     AllocationError,
     UndecidedError,
     allocate,
-    free_devices,
 )
 from dra_driver.cli.validation.rules.classes import standard_classes
 from dra_driver.model.units import parse_quantity
