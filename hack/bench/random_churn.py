@@ -326,7 +326,7 @@ class Trouble:
 
     def _mps_daemons_fail(self) -> None:
         rules = self._node.machine.host_root / "var/lib/nvidia-simulator/mps.json"
-        rules.write_text(json.dumps({"*": self._choose.choice(({"fail_to_start": "no"}, {"silent": True}))}))
+        rules.write_text(json.dumps({"*": self._choose.choice(({"exit": 1}, {"silent": True}))}))
         time.sleep(self._a_while())
         rules.unlink()
 

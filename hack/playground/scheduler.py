@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from dra_driver.cli.validation.rules.allocator import AllocationError, allocate, free_devices
+from dra_driver.cli.validation.rules.allocator import AllocationError, allocate
 from dra_driver.cli.validation.rules.pods import (
     extended_requests,
     requested_resources,
     served_resources,
 )
 from playground.apiserver.server import PlaygroundApiServer
+from playground.pools import free_devices
 
 __all__ = ["AllocationError", "PlaygroundScheduler"]
 

@@ -11,12 +11,13 @@ from typing import Any
 
 import localcluster
 import pytest
+from playground.pools import free_devices
 
 from dra_driver.cli.inspect import slices_to_publish
 from dra_driver.cli.machine import CommandMachine
 from dra_driver.cli.scratch import scratch_settings
 from dra_driver.cli.validation.rules import allocator
-from dra_driver.cli.validation.rules.allocator import AllocationError, UndecidedError, allocate, free_devices
+from dra_driver.cli.validation.rules.allocator import AllocationError, UndecidedError, allocate
 from dra_driver.cli.validation.rules.classes import standard_classes
 from dra_driver.model.units import parse_quantity
 from dra_driver.simulator.catalogue import machine_names

@@ -14,8 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from playground.apiserver.rules import slice_faults
+from playground.pools import free_devices
 
-from dra_driver.cli.validation.rules.allocator import AllocationError, allocate, free_devices
+from dra_driver.cli.validation.rules.allocator import AllocationError, allocate
 from dra_driver.cli.validation.rules.classes import standard_classes
 from dra_driver.mig.rules.counters import partitioned as beside
 from dra_driver.model.gpu import Card, Gpu

@@ -14,7 +14,7 @@ from dra_driver.cli.validation.rules.allocator import (
     Wanted,
     all_wanted,
     allocate,
-    free_devices,
+    devices_of,
     less,
 )
 from dra_driver.cli.validation.rules.explain import (
@@ -75,9 +75,7 @@ class MachineFit:
 
     def __post_init__(self) -> None:
         self._node = str(self.slices[0]["spec"]["nodeName"]) if self.slices else self.name
-        # Pools are read in the order of their slices' names.
-        named = [{**entry, "metadata": {"name": f"{number:04d}"}} for number, entry in enumerate(self.slices)]
-        self._empty = free_devices(named, (), self._node)
+        self._empty = devices_of(entry["spec"] for entry in self.slices)
         self.devices = self._empty.candidates
 
     def claim(self, spec: JsonObject, classes: Mapping[str, JsonObject]) -> Fit:

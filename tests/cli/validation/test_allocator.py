@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from playground.pools import free_devices
 
 from dra_driver.cli.validation.rules.allocator import (
     AllocationError,
     allocate,
     consumption,
     fits,
-    free_devices,
 )
 from dra_driver.mig.rules.counters import partitioned
 from dra_driver.model.mig import GpuInstance, Placement

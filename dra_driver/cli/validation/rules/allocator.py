@@ -12,7 +12,6 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from itertools import groupby
 from typing import Any
 
 from dra_driver.cli.validation.rules.cel import DeviceView, SelectorError, view
@@ -233,13 +232,25 @@ def allocate(
     ]
 
 
-def free_devices(slices: Sequence[JsonObject], claims: Iterable[JsonObject], node: str) -> FreeDevices:
-    """Return devices and counters of the node's complete pools, without what other claims hold."""
+def devices_of(specs: Iterable[JsonObject]) -> FreeDevices:
+    """Return the devices and counters of slices that make up complete pools of the node, in their order."""
     found = FreeDevices([], set())
-    ordered = sorted(slices, key=lambda item: (*_pool_of(item), item["metadata"]["name"]))
-    for pool, group in groupby(ordered, _pool_of):
-        _add_pool(found, pool, [member["spec"] for member in group], node)
-    return less(found, claims)
+    for spec in specs:
+        pool = spec["driver"], spec["pool"]["name"]
+        found.counters |= {
+            (*pool, counter_set["name"], counter): amount_of(entry["value"])
+            for counter_set in spec.get("sharedCounters") or ()
+            for counter, entry in counter_set["counters"].items()
+        }
+        for device in spec.get("devices") or ():
+            taken = {
+                (*pool, entry["counterSet"], counter): amount_of(amount["value"])
+                for entry in device.get("consumesCounters") or ()
+                for counter, amount in entry["counters"].items()
+            }
+            one = Candidate((*pool, device["name"]), device, view(pool[0], device), counters=taken)
+            found.candidates.append(one)
+    return found
 
 
 def less(empty: FreeDevices, claims: Iterable[JsonObject]) -> FreeDevices:
@@ -410,59 +421,6 @@ class _Search:
                 if key in wanted:
                     wanted[key] += amount
         return all(self._left.counters[key] >= amount for key, amount in wanted.items())
-
-
-def _pool_of(item: JsonObject) -> tuple[str, str]:
-    return item["spec"]["driver"], item["spec"]["pool"]["name"]
-
-
-def _add_pool(found: FreeDevices, pool: tuple[str, str], specs: list[JsonObject], node: str) -> None:
-    """Add the devices and counters of one pool, whose slices are in the order of their names."""
-    here = [spec for spec in specs if _concerns(spec, node, pool)]
-    newest = max((spec["pool"].get("generation", 0) for spec in here), default=None)
-    if newest is None or newest < max(spec["pool"].get("generation", 0) for spec in specs):
-        return  # nothing for this node, or only outdated slices
-    members = [spec for spec in specs if spec["pool"].get("generation", 0) == newest]
-    name = "/".join(pool)
-    if len(members) != members[0]["pool"]["resourceSliceCount"]:
-        found.unusable.append(f"pool {name} is being updated")
-        return
-    counters = {
-        (*pool, counter_set["name"], counter): amount_of(entry["value"])
-        for spec in members
-        for counter_set in spec.get("sharedCounters") or ()
-        for counter, entry in counter_set["counters"].items()
-    }
-    local: list[Candidate] = []
-    remote: list[Candidate] = []
-    for spec in members:
-        for device in spec.get("devices") or ():
-            is_here = not spec.get("perDeviceNodeSelection") or _concerns(device, node, pool)
-            taken = {
-                (*pool, entry["counterSet"], counter): amount_of(amount["value"])
-                for entry in device.get("consumesCounters") or ()
-                for counter, amount in entry["counters"].items()
-            }
-            one = Candidate((*pool, device["name"]), device, view(pool[0], device), is_here, taken)
-            (local if _concerns(spec, node, pool) else remote).append(one)
-    known = len({one.name for one in local}) == len(local) and all(
-        one.counters.keys() <= counters.keys() for one in (*local, *remote)
-    )
-    if not known:
-        found.unusable.append(f"pool {name} is invalid")
-        return
-    found.candidates += local
-    found.elsewhere += remote
-    found.counters |= counters
-
-
-def _concerns(where: JsonObject, node: str, pool: tuple[str, str]) -> bool:
-    """Whether a slice, or a device with its own node selection, is for a node. Raises: AllocationError."""
-    if where.get("nodeSelector"):
-        raise AllocationError(f"pool {'/'.join(pool)} selects nodes by their labels, which are not known")
-    if where.get("perDeviceNodeSelection"):
-        return any(_concerns(device, node, pool) for device in where.get("devices") or ())
-    return bool(where.get("allNodes")) or where.get("nodeName") == node
 
 
 def _held(claim: JsonObject) -> Iterator[DeviceId]:
