@@ -38,7 +38,7 @@ def maintenance(node: Node, name: str, *devices: str, **fields: Any) -> ClaimRef
 
 
 def states(node: Node) -> dict[str, str]:
-    found = node.driver._gpus.detachments.maintenances(node.driver.records.all().values())
+    found = node.driver.detachments.maintenances(node.driver.records.all().values())
     return {one.claim.name: one.state for one in found}
 
 
@@ -149,9 +149,7 @@ def test_time_that_is_over_opens_nvml_and_keeps_the_gpu_withdrawn(
     before = names(node)
     ref, late = maintenance(node, "reset", before[3]), node.allocated_by_hand("late", before[2])
     prepared = node.ready(ref)
-    monkeypatch.setattr(
-        node.driver._gpus.detachments, "_clock", lambda: node.driver._gpus.detachments.written().until_s
-    )
+    monkeypatch.setattr(node.driver.detachments, "_clock", lambda: node.driver.detachments.written().until_s)
     eventually(lambda: node.driver.discovery.unavailable() is None)
     assert states(node) == {"reset": "overdue"}
     node.ready(late)
@@ -168,14 +166,14 @@ def test_detach_end_opens_nvml_and_detach_names_the_claim(node: Node) -> None:
     node.ready(ref)
     refused = call("detach", before[5], *node.machine_flags)
     assert (refused.returncode, "claims use the GPUs: default/reset" in refused.stderr) == (1, True)
-    until = node.driver._gpus.detachments.now()
+    until = node.driver.detachments.now()
     for duration in ("10s", "2h"):
         forced = call("detach", before[5], "--force", "--for", duration, *node.machine_flags)
         assert (forced.returncode, "for maintenance claim default/reset; NVML opens" in forced.stderr) == (
             1,
             True,
         )
-    assert node.driver._gpus.detachments.now() == until
+    assert node.driver.detachments.now() == until
     ended = call("detach", "--end", *node.machine_flags)
     assert ended.stdout.startswith("gpu-dra-driver opens NVML again")
     eventually(lambda: node.driver.discovery.unavailable() is None)
@@ -196,7 +194,7 @@ def test_restart_during_maintenance_keeps_the_slices_and_nvml_closed(node: Node)
     assert node.ready(running) == answer
     assert node.ready(ref) == prepared
     assert states(node) == {"reset": "active"}
-    assert not node.driver._gpus.detachments.is_nvml_open()
+    assert not node.driver.detachments.is_nvml_open()
     assert node.slices() == slices
     assert node.driver.is_ready(), "a rolling update goes on"
     assert [one.code for one in node.driver.discovery.problems()] == ["gpus-unavailable"], (
@@ -212,13 +210,13 @@ def test_file_of_a_claim_that_is_not_prepared_is_removed_by_the_next_start(
 ) -> None:
     before = names(node)
     ref = maintenance(node, "reset", before[3])
-    node.driver._gpus.detachments.begin(900, ref)
+    node.driver.detachments.begin(900, ref)
     node.driver.stop()
     if is_released:
         node.delete_claim("reset")
     node.start_driver()
     node.wait_devices(8)
-    assert node.driver._gpus.detachments.written() is None
+    assert node.driver.detachments.written() is None
 
 
 @pytest.mark.parametrize("writer", ["newer release", "damaged"])
@@ -231,7 +229,7 @@ def test_gpu_of_a_claim_whose_record_cannot_be_read_stays_withdrawn(node: Node, 
     document["steps"].append({"kind": "of-a-newer-release"})
     record.write_text("{" if writer == "damaged" else json.dumps(document))
     node.restart_driver()
-    node.driver._gpus.detachments.end()
+    node.driver.detachments.end()
     eventually(lambda: node.driver.discovery.unavailable() is None)
     inventory = node.driver.discovery.latest()
     assert inventory is not None
@@ -250,14 +248,14 @@ def test_nvml_that_does_not_close_is_retried_and_the_gpu_stays_withdrawn(
     ended = threading.Event()
 
     def hang() -> None:
-        with node.driver._gpus.nvml.session.operation(lambda: 5.0):
+        with node.driver.nvml.session.operation(lambda: 5.0):
             ended.wait(PATIENCE_S)
 
     thread = threading.Thread(target=hang)
     thread.start()
     try:
         assert "the plugin has not closed NVML within" in failure(node, ref)
-        assert node.driver._gpus.detachments.written() is None
+        assert node.driver.detachments.written() is None
         assert states(node) == {"reset": "waiting"}
         eventually(lambda: name not in names(node))
     finally:
@@ -273,7 +271,7 @@ def test_process_that_stands_by_closes_nvml_for_a_claim_and_opens_it_again(node:
     eventually(lambda: len(node.machine.clients(with_own=True)) == 2)
     ref = maintenance(node, "reset", before[3])
     eventually(lambda: isinstance(node.prepare(ref)[ref.uid], Prepared))
-    assert not node.driver._gpus.detachments.is_nvml_open()
+    assert not node.driver.detachments.is_nvml_open()
     assert reset(node, "3").returncode == 0
     node.must_unprepare(ref)
     eventually(lambda: node.driver.discovery.unavailable() is None)
@@ -342,7 +340,7 @@ def test_claim_that_fails_after_nvml_was_closed_opens_it_again(node: Node) -> No
     blocked.mkdir()
     failure(node, ref)
     assert states(node) == {"reset": "waiting"}
-    assert node.driver._gpus.detachments.written() is None
+    assert node.driver.detachments.written() is None
     node.ready(late)
     blocked.rmdir()
     node.ready(ref)
@@ -352,7 +350,7 @@ def test_claim_that_fails_after_nvml_was_closed_opens_it_again(node: Node) -> No
 def test_closing_that_someone_ends_in_between_does_not_start_the_maintenance(node: Node) -> None:
     """`detach --end`, or an instance that starts, between the closing of NVML and the answer."""
     ref = maintenance(node, "reset", names(node)[3])
-    detachments = node.driver._gpus.detachments
+    detachments = node.driver.detachments
     is_open = detachments.is_nvml_open
 
     def ended(*given: Any) -> bool:
@@ -394,7 +392,7 @@ def test_stale_maintenance_claim_is_released_while_nvml_is_closed(node: Node) ->
     reconciler.check()
     assert states(node) == {}
     eventually(lambda: names(node) == before)
-    assert node.driver._gpus.detachments.written() is None
+    assert node.driver.detachments.written() is None
 
 
 def test_slices_that_cannot_be_written_keep_nvml_open(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -404,7 +402,7 @@ def test_slices_that_cannot_be_written_keep_nvml_open(node: Node, monkeypatch: p
     node.server.faults.fail(10**6, 503, path="resourceslices", method="PUT")
     node.server.faults.fail(10**6, 503, path="resourceslices", method="PATCH")
     assert "the ResourceSlices of this node still have devices" in failure(node, ref)
-    assert node.driver._gpus.detachments.written() is None
+    assert node.driver.detachments.written() is None
     node.ready(late)
     node.server.faults.clear()
     eventually(lambda: isinstance(node.prepare(ref)[ref.uid], Prepared))
