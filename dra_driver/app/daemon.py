@@ -447,7 +447,7 @@ class Driver:
     def _register_metrics(self) -> None:
         """Register the sources of the metrics' values."""
         show, inventory, health = self.metrics.show, self.discovery.latest, self.health.book
-        publishing = self.publishing
+        publisher, cache, support = self.publishing.publisher, self.publishing.cache, self.publishing.support
         show.claims(
             lambda: self.records.all().values(),
             self.ledger.created_uuid,
@@ -466,10 +466,8 @@ class Driver:
         show.problems(self.node_problems.codes)
         show.value("failing", "claims_failing", lambda: len(self.reporting.failing.all()))
         show.mps(lambda: [status.state for status in self._mps_files.statuses()])
-        show.publishing(
-            lambda: publishing.publisher.problem, publishing.slice_count, publishing.withdrawn_count
-        )
-        show.value("partitions", "partitions_unsupported", lambda: publishing.support.problem is not None)
+        show.publishing(lambda: publisher.problem, lambda: cache.count, lambda: len(publisher.withheld))
+        show.value("partitions", "partitions_unsupported", lambda: support.problem is not None)
 
     def _maintenances(self) -> list[Maintenance]:
         return self.detachments.maintenances(self.records.all().values())

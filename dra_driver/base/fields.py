@@ -130,14 +130,9 @@ class Field:
     omits_default: bool = False
 
 
-def required(kind: Kind, name: str | None = None) -> Field:
+def required(kind: Kind) -> Field:
     """Return a field that must be present."""
-    return Field(kind, name)
-
-
-def nullable(kind: Kind) -> Field:
-    """Return a field that is null if the attribute is None."""
-    return Field(kind, None, None)
+    return Field(kind, None)
 
 
 def omittable(kind: Kind, default: Any = None, name: str | None = None) -> Field:
@@ -228,7 +223,7 @@ def _fields_of(of: type[Any], given: Mapping[str, Field | None]) -> dict[str, Fi
         if name in defaults:
             found[name] = omittable(kind, defaults[name])
         else:
-            found[name] = nullable(kind) if type(None) in get_args(hint) else required(kind)
+            found[name] = Field(kind, None, None) if type(None) in get_args(hint) else required(kind)
     return found
 
 
