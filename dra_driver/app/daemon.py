@@ -5,21 +5,21 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import structlog
 
-from dra_driver.app.gpus import NodeGpus, tools_seen
-from dra_driver.app.handover import Admission, WorkerLock
+from dra_driver.app.handover import WorkerLock
 from dra_driver.app.platforms import Platform, platform_of
 from dra_driver.app.publishing import Publishing
 from dra_driver.app.settings import PROBE_PATHS, Settings
-from dra_driver.base.atomic import write_atomically
+from dra_driver.base.atomic import stamp_or_none, write_atomically
 from dra_driver.base.backoff import TokenBucket
+from dra_driver.base.file_lock import UseMark
 from dra_driver.base.threads import BackgroundWorker
 from dra_driver.cdi.directory import CdiDirectory, temporary_files
 from dra_driver.cdi.metadata_files import MetadataFiles, MetadataSteps
@@ -34,17 +34,22 @@ from dra_driver.health.rules.taints import TaintPolicy
 from dra_driver.health.rules.xids import XidPolicy
 from dra_driver.host.device_nodes import DevCharLinks
 from dra_driver.host.driver_programs import InstalledPrograms, NvidiaSmi
+from dra_driver.host.driver_root import DriverRoot
 from dra_driver.host.gpu_nodes import GpuNodes
+from dra_driver.host.imex import ImexChannelNodes
 from dra_driver.host.processes import any_runs, is_of_the_host, origin, sees_all_processes
 from dra_driver.host.sysfs import Sysfs
+from dra_driver.host.vfio import VfioCards
+from dra_driver.inventory.detachment import LOCK_FILE, Detachments, closed_elsewhere, nvml_pause
+from dra_driver.inventory.discovery import Discovery
 from dra_driver.inventory.maintenance_step import MaintenanceSteps
-from dra_driver.inventory.rules.gpu_names import refuse_other_names
+from dra_driver.inventory.rules.gpu_names import held_gpu_names, refuse_other_names
 from dra_driver.journal.cleaner import RETRY_FILE, Cleaner
 from dra_driver.journal.executor import Executor, StepDispatcher
 from dra_driver.journal.lanes import Lanes
 from dra_driver.journal.ledger import DIRECTORY as LEDGER
 from dra_driver.journal.ledger import Ledger
-from dra_driver.journal.locks import ClaimLocks, GpuLocks, PlanningLock
+from dra_driver.journal.locks import GpuLocks
 from dra_driver.journal.records import RecordStore
 from dra_driver.kube.claims import ClaimClient
 from dra_driver.kube.client import ApiClient
@@ -54,8 +59,12 @@ from dra_driver.kube.watch import NodeLabels
 from dra_driver.kubelet.pb.dra_health_v1_pb2 import NodeWatchResourcesResponse
 from dra_driver.kubelet.plugin import KubeletPlugin, PluginSettings
 from dra_driver.kubelet.registration import RegistrationStatus
-from dra_driver.mig.mode import MigAction
-from dra_driver.model.driver_files import IMEX_PROGRAM
+from dra_driver.mig.devices import MigDevices
+from dra_driver.mig.layout_file import LAYOUT_FILE, LayoutFile
+from dra_driver.mig.layouts import NodeLayouts
+from dra_driver.mig.mode import MigAction, MigHolders, MigMode, mig_context
+from dra_driver.mig.offer import LedgerOwnership
+from dra_driver.model.driver_files import IMEX_PROGRAM, SMI_PROGRAM
 from dra_driver.model.health import LOST, HealthChange
 from dra_driver.model.maintenance import Maintenance, overdue_problems
 from dra_driver.model.mig import GpuLayout
@@ -70,6 +79,10 @@ from dra_driver.model.record import (
     WriteDeviceMetadata,
 )
 from dra_driver.mps_host.host_files import MpsHostFiles, mps_layout
+from dra_driver.nvml.gpu_users import PersistenceModes
+from dra_driver.nvml.reader import NvmlReader
+from dra_driver.passthrough.cards import KnownCards, Passthrough
+from dra_driver.passthrough.steps import VfioSteps, nvml_wait_s
 from dra_driver.reporting.http import (
     HttpEndpoint,
     Idle,
@@ -102,6 +115,7 @@ _HAND_OVER_S = 15.0
 """How long a hand-over may take in all."""
 _LATE_S = 45.0
 _SCAN_S = 2.0
+_RESCAN_S = 10.0
 _PLUGIN, _HTTP = "kubelet_plugin", "http"
 
 
@@ -154,8 +168,6 @@ class Driver:
         settings, directory = self.settings, self._plugin_dir
         self.records = RecordStore(directory / "claims")
         self.lanes = Lanes(GpuLocks(directory / "locks"))
-        self.planning = PlanningLock()
-        self.claim_locks = ClaimLocks()
         self._specs = CdiDirectory(Path(settings.cdi_root), settings.driver_name)
         self._metadata_files = MetadataFiles(directory, settings.cdi_root, settings.driver_name)
         self._without_record = SpecsWithoutRecord(self.records, self._specs)
@@ -179,30 +191,82 @@ class Driver:
         )
 
     def _make_gpus(self) -> None:
-        self._labels = NodeLabels(self.client, self.settings.node_name, self._labels_changed)
-        self._gpus = NodeGpus(
-            self.settings,
-            self._platform,
-            self.boot_id,
-            records=self.records,
-            ledger=self.ledger,
-            lanes=self.lanes,
-            planning=self.planning,
-            lost_devices=self._without_record.lost_devices,
-            labels=self._labels.now,
-            is_worker=self._is_working,
-            on_inventory=self._inventory_changed,
-            on_hardware=self._hardware_changed,
-            on_mig=self._mig_changed,
-            on_layouts=self._layouts_changed,
+        """Create the parts that find GPUs and change them. MIG and passthrough exist even if they are switched off,
+        because steps of earlier claims may have to be undone.
+        """
+        settings, paths, nodes, ledger = self.settings, self._paths, self._platform.nodes, self.ledger
+        directory, lanes = self._plugin_dir, self.lanes
+        self._labels = NodeLabels(self.client, settings.node_name, self._labels_changed)
+        self.detachments = detachments = Detachments(directory, self.boot_id, is_worker=self._is_working)
+        ownership = LedgerOwnership(ledger)
+        by_minor = settings.device_names == "minor"
+        self.nvml = NvmlReader(
+            detachments.guarded(self._platform.load_nvml),
+            settings.on_demand,
+            ownership.foreign_instances,
+            UseMark(directory / LOCK_FILE),
+            (lambda: held_gpu_names(ledger.known_records())) if by_minor else None,
         )
-        self.discovery, self.layouts = self._gpus.discovery, self._gpus.layouts
-        self.passthrough = self._gpus.passthrough
+        session = self.nvml.session
+        self._vfio_cards = VfioCards(paths, nodes, self._platform.pci)
+        self.passthrough = Passthrough(KnownCards(self._vfio_cards, ledger, settings.for_virtual_machines))
+        self._driver_root = DriverRoot(paths, nodes=nodes, hook=settings.nvidia_cdi_hook_path)
+        self.discovery = Discovery(
+            self.nvml,
+            self._host,
+            self._inventory_changed,
+            self._hardware_changed,
+            ownership,
+            self._hardware_changed,
+            detachments,
+            self.passthrough.cards,
+            self._driver_root,
+            None if settings.imex_channel is None else ImexChannelNodes(paths.proc),
+        )
+        self._vfio_steps = VfioSteps(
+            self._vfio_cards,
+            ledger,
+            self.nvml,
+            nvml_pause(session, detachments),
+            PersistenceModes(lambda: session.operation(nvml_wait_s)),
+            self._rescan,
+            detachments.detached,
+            lanes,
+        )
+        mig = mig_context(
+            session,
+            closed_elsewhere(session, detachments, lanes.refuse_other_hangs),
+            ledger,
+            MigHolders(self.records, self._without_record.lost_devices),
+            self._mig_changed,
+        )
+        self._mig_mode = MigMode(mig)
+        self._mig_devices = MigDevices(mig, self._mig_mode, paths.proc)
+        self.layouts = NodeLayouts(
+            mig,
+            self._mig_devices,
+            self._mig_mode,
+            lanes,
+            LayoutFile(directory / LAYOUT_FILE),
+            settings.mig_layouts,
+            labels=self._labels.now,
+            inventory=self.discovery.latest,
+            is_on_demand=settings.on_demand or (lambda _gpu: False),
+            rescan=partial(self.discovery.scan_now, _RESCAN_S),
+            on_change=self._layouts_changed,
+        )
+
+    def _rescan(self, wait_s: float | None) -> None:
+        """Start a scan, and wait up to `wait_s` seconds for its end; None does not wait."""
+        if wait_s is None:
+            self.discovery.request_rescan()
+        else:
+            self.discovery.scan_now(wait_s)
 
     def _make_health(self) -> None:
         settings = self.settings
         self.health = GpuHealth(
-            self._gpus.nvml.health_source(),
+            self.nvml.health_source(),
             node_name=settings.node_name,
             plugin_directory=self._plugin_dir,
             boot_id=self.boot_id,
@@ -237,9 +301,8 @@ class Driver:
     def _make_steps(self) -> None:
         """Create the steps that claims run on GPUs and files, and the cleaner that undoes them."""
         settings, paths, nodes, directory = self.settings, self._paths, self._platform.nodes, self._plugin_dir
-        detachments = self._gpus.detachments
-        programs = InstalledPrograms(paths.driver_root, directory / "host.lib")
-        self._time_slices = TimeSliceSteps(NvidiaSmi(programs, detachments.using_nvml), self.records)
+        self._programs = programs = InstalledPrograms(paths.driver_root, directory / "host.lib")
+        self._time_slices = TimeSliceSteps(NvidiaSmi(programs, self.detachments.using_nvml), self.records)
         self._dev_char = DevCharLinks(paths, nodes) if settings.dev_char_links else None
         self._extra_devices = ExtraDeviceFinder(
             paths,
@@ -247,8 +310,7 @@ class Driver:
             nodes=nodes,
         )
         self._maintenance = MaintenanceSteps(
-            detachments,
-            self.claim_locks,
+            self.detachments,
             self.records,
             self.ledger,
             lambda gpu_uuids: self.publishing.is_offered(gpu_uuids),  # noqa: PLW0108  it is created later
@@ -257,9 +319,9 @@ class Driver:
         )
         self._steps = StepDispatcher(
             {
-                CreateMig: self._gpus.mig_devices,
-                LeaveMigMode: self._gpus.mig_devices,
-                BindVfio: self._gpus.vfio_steps,
+                CreateMig: self._mig_devices,
+                LeaveMigMode: self._mig_devices,
+                BindVfio: self._vfio_steps,
                 StartMaintenance: self._maintenance,
                 SetTimeSlice: self._time_slices,
                 RunMps: MpsSteps(self._mps_files, self.ledger),
@@ -267,29 +329,38 @@ class Driver:
                 WriteCdiSpec: CdiSteps(
                     settings.driver_name,
                     self._specs,
-                    self._gpus.driver_root,
+                    self._driver_root,
                     GpuNodes(paths, nodes=nodes),
                     self.discovery.driver_version,
                     self._mps_layout,
                     self.ledger,
                     self._extra_devices,
-                    self._gpus.vfio_cards,
+                    self._vfio_cards,
                     self._dev_char,
                 ),
             },
-            self.metrics,
+            self.metrics.step_ended,
         )
         self.cleaner = Cleaner(
             self.ledger,
             self.lanes,
             self._steps,
             self._cleanups_changed,
-            partial(
-                tools_seen, programs, self._mps_layout.lock, directory / RETRY_FILE, self._host, detachments
-            ),
-            (self._time_slices, self._gpus.mig_mode),
+            self._tools,
+            (self._time_slices, self._mig_mode),
             temporary_files(directory, Path(settings.cdi_root), settings.driver_name),
         )
+
+    def _tools(self) -> Hashable:
+        """Return a value that changes when nvidia-smi, the MPS host or the NVIDIA driver appears, disappears or is
+        replaced, when NVML may be opened again, and when a command has requested the cleanup.
+        """
+        smi = None
+        with suppress(StateError):
+            smi = self._programs().paths.get(SMI_PROGRAM)
+        files = smi, self._mps_layout.lock, self._plugin_dir / RETRY_FILE
+        stamps = tuple(None if file is None else stamp_or_none(file) for file in files)
+        return stamps, self._host.loaded_driver(), self.detachments.detached() is None
 
     def _make_claims(self) -> None:
         settings = self.settings
@@ -303,14 +374,12 @@ class Driver:
             ),
             discovery=self.discovery,
             records=self.records,
-            locks=self.claim_locks,
-            planning=self.planning,
             without_record=self._without_record,
             executor=Executor(self.records, self.cleaner, self._steps, self.lanes, self.boot_id),
             cleaner=self.cleaner,
             lookup=ClaimClient(self.client),
             users=GpuProcesses(
-                self._gpus.nvml,
+                self.nvml,
                 self.ledger,
                 is_of_the_host=partial(is_of_the_host, self._paths.proc),
                 driver_is_gone=lambda: not self._host.loaded_driver(),
@@ -322,7 +391,6 @@ class Driver:
             setting_for_lost=lambda: self.publishing.missing_setting(LOST),
             layouts=self.layouts if settings.mig_layouts.is_on else None,
         )
-        self._admission = Admission(self.claims.service)
 
     def _make_publishing(self) -> None:
         self.publishing = Publishing(
@@ -348,7 +416,7 @@ class Driver:
                 settings.pod_uid,
                 f"[::]:{settings.healthcheck_port}" if settings.healthcheck_port >= 0 else None,
             ),
-            self._admission,
+            self.claims.service,
             self,
             self._watch_health,
         )
@@ -383,7 +451,7 @@ class Driver:
     def _register_metrics(self) -> None:
         """Register the sources of the metrics' values."""
         show, inventory, health = self.metrics.show, self.discovery.latest, self.health.book
-        publishing = self.publishing
+        publisher, cache, support = self.publishing.publisher, self.publishing.cache, self.publishing.support
         show.claims(
             lambda: self.records.all().values(),
             self.ledger.created_uuid,
@@ -402,13 +470,11 @@ class Driver:
         show.problems(self.node_problems.codes)
         show.value("failing", "claims_failing", lambda: len(self.reporting.failing.all()))
         show.mps(lambda: [status.state for status in self._mps_files.statuses()])
-        show.publishing(
-            lambda: publishing.publisher.problem, publishing.slice_count, publishing.withdrawn_count
-        )
-        show.value("partitions", "partitions_unsupported", lambda: publishing.support.problem is not None)
+        show.publishing(lambda: publisher.problem, lambda: cache.count, lambda: len(publisher.withheld))
+        show.value("partitions", "partitions_unsupported", lambda: support.problem is not None)
 
     def _maintenances(self) -> list[Maintenance]:
-        return self._gpus.detachments.maintenances(self.records.all().values())
+        return self.detachments.maintenances(self.records.all().values())
 
     def _watch_usage(self) -> None:
         """Watch for GPU memory that belongs to no claim. Scrapes measure it too."""
@@ -417,7 +483,7 @@ class Driver:
             return
         usage = Usage(
             # All processes of a simulated machine are visible.
-            self._gpus.nvml.usage_source(
+            self.nvml.usage_source(
                 sees_all=self.settings.simulate is not None or sees_all_processes("/proc")
             ),
             self.discovery.latest,
@@ -498,7 +564,7 @@ class Driver:
         if self._stood_by:
             # Another process may have changed GPUs since this one last read them.
             self.discovery.scan_now(_SCAN_S)
-        self._admission.open()
+        self.claims.admission.open()
 
     def start(self) -> None:
         """Start all parts, or those that stand by while another process works on the node. Raises: InvalidConfigError,
@@ -584,7 +650,7 @@ class Driver:
 
     def _release(self) -> None:
         self.claims.waiter.stop()
-        if not self._admission.close(_CALLS_S):
+        if not self.claims.admission.close(_CALLS_S):
             _log.warning("calls_left_behind", reason=f"they have not ended within {_CALLS_S:.0f} s")
         self._works, self._has_handed_over = False, True
         self.health.stream.stop()
@@ -592,7 +658,7 @@ class Driver:
         ending, self._running = [part for part in self._running if part not in kept], kept
         self._stop(ending)
         self._worker.close()
-        self._admission.end()
+        self.claims.admission.end()
         # A kubelet that is restarted must not register this process again.
         self._plugin.withdraw()
 
@@ -605,7 +671,7 @@ class Driver:
         # These come before the server, because it waits for streams and calls to end.
         self.health.stream.stop()
         self.claims.waiter.stop()
-        self._admission.end()
+        self.claims.admission.end()
         self._plugin.stop(_CALLS_S if self._is_asked() else None)
         self._stop(self._running)
         if has_ended:  # otherwise the end of the process releases the right to work
@@ -631,7 +697,7 @@ class Driver:
 
     def _watch_health(self, request: Any, context: Any) -> Iterator[NodeWatchResourcesResponse]:
         """See `HealthStream.watch`. Nothing is known before this process works."""
-        while context.is_active() and not self._admission.is_open:
+        while context.is_active() and not self.claims.admission.is_open:
             if self._stopped.wait(_TURN_S):
                 return
         yield from self.health.stream.watch(request, context)
@@ -639,7 +705,7 @@ class Driver:
     def idle(self) -> Idle | None:
         """Return why this process does not work on the node; None if it does."""
         if self._works:
-            is_starting = self._stood_by and not self._admission.is_open
+            is_starting = self._stood_by and not self.claims.admission.is_open
             return Idle("this process starts to work on the node", is_fault=True) if is_starting else None
         if self._has_handed_over:
             # Kubernetes must not delete its pod until the newer one is ready.

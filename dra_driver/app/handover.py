@@ -25,28 +25,20 @@ import fcntl
 import os
 import struct
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
 
 from dra_driver.base.atomic import open_plain, state_error
 from dra_driver.base.file_lock import LOCK_LAYOUT, byte_lock
-from dra_driver.claims.calls import ANSWER_BEFORE_S, KubeletCall
-from dra_driver.errors import RetryableError, StateError
+from dra_driver.errors import StateError
 from dra_driver.host.processes import sees_all_processes, start_time
-from dra_driver.kubelet.dra import ClaimCalls
 from dra_driver.kubelet.sockets import ensure_plugin_dir
-from dra_driver.model.claim import ClaimRef, Failed, PrepareOutcome, UnprepareOutcome
 from dra_driver.reporting.node_problems import WORKER_LOCK
 
 _PID_BITS = 22
 """Linux has no larger PIDs."""
 _FIRST, _LAST = 4, 2**62
 """The bytes of processes. Byte 0 is `WORKER_LOCK`'s own."""
-_CHECK_S = 0.5
-
-_Outcome = TypeVar("_Outcome")
 
 
 class WorkerLock:
@@ -132,85 +124,3 @@ class WorkerLock:
             return start_time(self._proc, pid) == ticks
         except StateError:
             return True
-
-
-class Admission:
-    """Lets the kubelet's calls in while this process works on the node. Calls that come earlier or later wait; if
-    their time is nearly over, they fail with an error that the kubelet retries.
-    """
-
-    def __init__(self, calls: ClaimCalls) -> None:
-        self._calls = calls
-        self._turn = threading.Condition()
-        self.is_open = self._is_over = False
-        self._inside = 0
-
-    def prepare(
-        self, claims: Sequence[ClaimRef], deadline_s: float, is_cancelled: Callable[[], bool]
-    ) -> Mapping[str, PrepareOutcome]:
-        """See `ClaimCalls`."""
-        return self._passed(self._calls.prepare, claims, deadline_s, is_cancelled)
-
-    def unprepare(
-        self, claims: Sequence[ClaimRef], deadline_s: float, is_cancelled: Callable[[], bool]
-    ) -> Mapping[str, UnprepareOutcome]:
-        """See `ClaimCalls`."""
-        return self._passed(self._calls.unprepare, claims, deadline_s, is_cancelled)
-
-    def open(self) -> None:
-        """Let calls in."""
-        with self._turn:
-            self.is_open = True
-            self._turn.notify_all()
-
-    def close(self, wait_s: float) -> bool:
-        """Let no more calls in. Return whether all calls in progress have ended within `wait_s` seconds."""
-        with self._turn:
-            self.is_open = False
-            return self._turn.wait_for(lambda: not self._inside, wait_s)
-
-    def end(self) -> None:
-        """Answer the waiting calls: the kubelet should retry."""
-        with self._turn:
-            self._is_over = True
-            self._turn.notify_all()
-
-    def _passed(
-        self,
-        serve: Callable[[Sequence[ClaimRef], float, Callable[[], bool]], Mapping[str, _Outcome]],
-        claims: Sequence[ClaimRef],
-        deadline_s: float,
-        is_cancelled: Callable[[], bool],
-    ) -> Mapping[str, _Outcome | Failed]:
-        call = KubeletCall.begin(deadline_s, is_cancelled)
-        try:
-            with self._inside_of(call):
-                return serve(claims, min(deadline_s, call.left() + ANSWER_BEFORE_S), is_cancelled)
-        except _NotAdmittedError as error:
-            return {ref.uid: Failed(str(error)) for ref in claims}
-
-    @contextmanager
-    def _inside_of(self, call: KubeletCall) -> Iterator[None]:
-        with self._turn:
-            while not self.is_open:
-                try:
-                    left = call.left()
-                except RetryableError as error:
-                    raise _NotAdmittedError from error
-                if self._is_over:
-                    raise _NotAdmittedError
-                self._turn.wait(min(left, _CHECK_S))
-            self._inside += 1
-        try:
-            yield
-        finally:
-            with self._turn:
-                self._inside -= 1
-                self._turn.notify_all()
-
-
-class _NotAdmittedError(RetryableError):
-    def __init__(self) -> None:
-        super().__init__(
-            "another process of gpu-dra-driver works on this node and has not handed over yet; the kubelet retries"
-        )

@@ -40,7 +40,7 @@ def real_platform(settings: Settings) -> Platform:
     return Platform(paths, LstatDeviceNodeReader(), lambda: load_library(find_nvml_library(root)), control)
 
 
-def simulated_platform(machine_name: str, directory: Path, plugin_directory: Path | None = None) -> Platform:
+def simulated_platform(machine_name: str, directory: Path, plugin_directory: Path) -> Platform:
     """Return a simulated machine with its state in `directory`."""
     from dra_driver.simulator import (
         SimulatedDeviceNodes,
@@ -57,7 +57,7 @@ def simulated_platform(machine_name: str, directory: Path, plugin_directory: Pat
         dev_root=str(root),
         proc=str(root / "proc"),
         sys=str(root / "sys"),
-        plugin_directory=None if plugin_directory is None else str(plugin_directory),
+        plugin_directory=str(plugin_directory),
     )
     control = SimulatedPciControl(machine)
     return Platform(

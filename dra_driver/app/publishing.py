@@ -57,14 +57,6 @@ class Publishing:
         names = self._settings.driver_name, self._settings.node_name
         return Owner(*names, node_uid(self._api, self._settings.node_name))
 
-    def slice_count(self) -> int:
-        """Return the number of this plugin's slices on the API server."""
-        return self.cache.count
-
-    def withdrawn_count(self) -> int:
-        """Return the number of devices that are currently withheld from the slices."""
-        return len(self.publisher.withheld)
-
     def claim_released(self) -> None:
         """Publish again after an Unprepare, because a device may have been in the slices only due to its claim."""
         if self._withdraws:

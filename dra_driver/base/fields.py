@@ -135,11 +135,6 @@ def required(kind: Kind, name: str | None = None) -> Field:
     return Field(kind, name)
 
 
-def nullable(kind: Kind) -> Field:
-    """Return a field that is null if the attribute is None."""
-    return Field(kind, None, None)
-
-
 def omittable(kind: Kind, default: Any = None, name: str | None = None) -> Field:
     """Return a field that is omitted if the attribute has its default."""
     return Field(kind, name, default, omits_default=True)
@@ -228,7 +223,7 @@ def _fields_of(of: type[Any], given: Mapping[str, Field | None]) -> dict[str, Fi
         if name in defaults:
             found[name] = omittable(kind, defaults[name])
         else:
-            found[name] = nullable(kind) if type(None) in get_args(hint) else required(kind)
+            found[name] = Field(kind, None, None) if type(None) in get_args(hint) else required(kind)
     return found
 
 

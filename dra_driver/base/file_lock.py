@@ -10,7 +10,6 @@ import errno
 import fcntl
 import os
 import struct
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,7 +36,6 @@ def byte_lock(offset: int, kind: int = fcntl.F_WRLCK) -> bytes:
 @contextmanager
 def hold_file(
     path: Path,
-    thread_lock: threading.Lock,
     deadline: float,
     busy: str,
     lock: bytes = WHOLE_FILE_WRITE_LOCK,
@@ -49,17 +47,12 @@ def hold_file(
 
     Raises: LockBusyError with the text `busy`, if `deadline` (time.monotonic()) passes; StateError.
     """
-    if not thread_lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
-        raise LockBusyError(busy)
+    descriptor = _open(path)
     try:
-        descriptor = _open(path)
-        try:
-            _lock(descriptor, path, deadline, busy, lock)
-            yield descriptor
-        finally:
-            os.close(descriptor)
+        _lock(descriptor, path, deadline, busy, lock)
+        yield descriptor
     finally:
-        thread_lock.release()
+        os.close(descriptor)
 
 
 def _open(path: Path) -> int:

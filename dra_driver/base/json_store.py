@@ -288,28 +288,20 @@ def _changed_at(path: Path) -> int:
         return 0
 
 
-def open_directory(directory: Path, boot_id: str, torn: Callable[[str], None], *, durable: bool) -> None:
-    """Create the directory of a store, and remove unsynced files that a power cut damaged; `torn` gets their
-    names.
-
-    `durable` makes the directory survive a power cut. Raises: StateError.
-    """
-    make_directory(directory, 0o700, durable=durable)
-    begin_boot(directory, boot_id, torn)
-
-
 _MARKER = ".boot"
 """The boot ID of the last writes in the directory."""
 
 
-def begin_boot(directory: Path, boot_id: str, torn: Callable[[str], None]) -> None:
-    """Remove files that are not valid JSON, and call `torn` with their names without the suffix.
+def open_directory(directory: Path, boot_id: str, torn: Callable[[str], None]) -> None:
+    """Create the directory of a store durably. Remove files that are not valid JSON, and call `torn` with their names
+    without the suffix: a power cut may have damaged unsynced files.
 
-    This happens once per boot, before anything is written. Later in the boot, a damaged file stays, because no
+    Files are removed once per boot, before anything is written. Later in the boot, a damaged file stays, because no
     power cut can have damaged it.
 
     Raises: StateError.
     """
+    make_directory(directory, 0o700, durable=True)
     marker = directory / _MARKER
     before = read_or_none(marker)
     if before == boot_id.encode():

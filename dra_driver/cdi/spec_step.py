@@ -125,8 +125,8 @@ class CdiSteps:
     """Does and undoes `WriteCdiSpec`.
 
     Each spec is built from the current files on disk, because paths become stale when the NVIDIA driver or the
-    toolkit is replaced. `ledger` may be None without MIG on demand, and `cards` without passthrough. `dev_char` is
-    None if no links are wanted in /dev/char.
+    toolkit is replaced. `ledger` may be None without MIG on demand. `dev_char` is None if no links
+    are wanted in /dev/char.
     """
 
     driver_name: str
@@ -137,7 +137,7 @@ class CdiSteps:
     mps: MpsLayout
     ledger: Ledger | None
     extra_devices: ExtraDeviceFinder
-    cards: VfioCards | None = None
+    cards: VfioCards
     dev_char: DevCharLinks | None = None
 
     def __post_init__(self) -> None:
@@ -289,8 +289,6 @@ class CdiSteps:
 
         Raises: RetryableError.
         """
-        if self.cards is None:
-            raise RetryableError(f"device {device.name} cannot be prepared while passthrough is off")
         card, own = device.card, None
         if planned.prefers_iommufd and self.cards.node(IOMMU_NODE) is not None:
             own = self.cards.vfio_device(card.bus_id)

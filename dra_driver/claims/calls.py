@@ -1,27 +1,42 @@
-"""Kubelet calls: their deadline, the fetch of their claims, the calls in progress, and the observer of outcomes."""
+"""Serves the kubelet's calls, each claim of a call independently: whether this process lets them in, their deadline,
+the fetch of their claims, the calls in progress, and the observer of outcomes.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Literal, Protocol, TypeVar
 
 import structlog
+from structlog.contextvars import bound_contextvars
 
 from dra_driver.base.backoff import Backoff
+from dra_driver.base.deadline import until
+from dra_driver.base.threads import run_in_parallel
 from dra_driver.claims.rules.plan import our_part
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError, DraDriverError, RetryableError
 from dra_driver.journal.records import RecordStore
 from dra_driver.kube.claims import ClaimClient
-from dra_driver.model.claim import AllocatedClaim, ClaimRef, Failed, ReportedDevice
+from dra_driver.model.claim import (
+    AllocatedClaim,
+    ClaimRef,
+    Failed,
+    Prepared,
+    PrepareOutcome,
+    ReportedDevice,
+    UnprepareOutcome,
+)
 from dra_driver.model.record import ClaimRecord
 
 _log = structlog.get_logger(__name__)
 
+T = TypeVar("T")
 Action = Literal["prepare", "unprepare"]
 
 CLAIMS_AT_ONCE = 256
@@ -33,6 +48,9 @@ _KNOWN_CLAIMS_API_S = 3.0
 _FIRST_PAUSE_S = 0.5
 _MAX_PAUSE_S = 4.0
 _CHECK_EVERY_S = 1.0
+_NOT_LET_IN = (
+    "another process of gpu-dra-driver works on this node and has not handed over yet; the kubelet retries"
+)
 _LATE_RIGHTS = frozenset({401, 403})
 """After an installation or a token renewal, the API server may refuse the plugin's requests for a few seconds."""
 
@@ -79,6 +97,28 @@ class KubeletCall:
         """
         spent = (time.monotonic_ns() - self.began_ns) / 1e9
         return max(0.05, min(self.left(), _KNOWN_CLAIMS_API_S - spent))
+
+
+@dataclass(slots=True, eq=False)
+class PrepareAttempt:
+    """One attempt to prepare one claim, passed through all parts of Prepare. `claim` is this driver's part of
+    the claim.
+
+    `has_ended` is True once the call is over. The fields after it belong to `Waiter`: when the attempt first waited,
+    by the waiter's clock; the type of the last error; and the number of changes that it has seen. `leaving` says, by
+    holder UID, why a holder releases its devices; `gone` are the holders whose claims no longer exist, which are not
+    queried again.
+    """
+
+    ref: ClaimRef
+    call: KubeletCall
+    claim: AllocatedClaim
+    has_ended: bool = False
+    waits_since: float | None = None
+    waits_after: type[Exception] | None = None
+    seen: int = 0
+    leaving: dict[str, str] = field(default_factory=dict)
+    gone: set[str] = field(default_factory=set)
 
 
 class CallsUnderWay:
@@ -226,3 +266,132 @@ def _may_end_soon(error: ApiUnavailableError | ApiRejectedError) -> bool:
     if isinstance(error, ApiRejectedError):
         return error.status in _LATE_RIGHTS
     return error.is_brief or error.retry_after_s is not None
+
+
+class Admission:
+    """Lets the kubelet's calls in while this process works on the node. Calls that come earlier or later wait; if
+    their time is nearly over, they fail with an error that the kubelet retries.
+    """
+
+    def __init__(self) -> None:
+        self._turn = threading.Condition()
+        self.is_open = self._is_over = False
+        self._inside = 0
+
+    def open(self) -> None:
+        """Let calls in."""
+        with self._turn:
+            self.is_open = True
+            self._turn.notify_all()
+
+    def close(self, wait_s: float) -> bool:
+        """Let no more calls in. Return whether all calls in progress have ended within `wait_s` seconds."""
+        with self._turn:
+            self.is_open = False
+            return self._turn.wait_for(lambda: not self._inside, wait_s)
+
+    def end(self) -> None:
+        """Answer the waiting calls: the kubelet should retry."""
+        with self._turn:
+            self._is_over = True
+            self._turn.notify_all()
+
+    def enter(self, call: KubeletCall) -> bool:
+        """Wait until the call is let in; return False if it is not. The caller calls `leave` at the end of the call."""
+        with self._turn:
+            try:
+                while not (self.is_open or self._is_over):
+                    self._turn.wait(min(call.left(), _CHECK_EVERY_S))
+            except RetryableError:
+                return False
+            self._inside += self.is_open
+            return self.is_open
+
+    def leave(self) -> None:
+        """End a call that was let in."""
+        with self._turn:
+            self._inside -= 1
+            self._turn.notify_all()
+
+
+@dataclass(eq=False)
+class ClaimService:
+    """Serves the kubelet. The claims of a call are processed in parallel: a claim that fails or waits does not affect
+    the others.
+
+    `prepare_one` is `Preparer.prepare`, and `unprepare_one` is `Unpreparer.unprepare`.
+    """
+
+    admission: Admission
+    fetch: ClaimFetch
+    prepare_one: Callable[[PrepareAttempt], tuple[Prepared, ClaimRecord | None]]
+    unprepare_one: Callable[[ClaimRef, KubeletCall], UnprepareOutcome]
+    calls: CallsUnderWay
+    observer: Observer
+
+    def prepare(
+        self,
+        claims: Sequence[ClaimRef],
+        deadline_s: float | None,
+        is_cancelled: Callable[[], bool] | None = None,
+    ) -> Mapping[str, PrepareOutcome]:
+        """Return an outcome for each claim, by UID."""
+        return self._each("prepare", self._prepared, claims, KubeletCall.begin(deadline_s, is_cancelled))
+
+    def unprepare(
+        self,
+        claims: Sequence[ClaimRef],
+        deadline_s: float | None,
+        is_cancelled: Callable[[], bool] | None = None,
+    ) -> Mapping[str, UnprepareOutcome]:
+        """Return the outcome of `Unpreparer.unprepare` for each claim, by UID."""
+        return self._each(
+            "unprepare", self.unprepare_one, claims, KubeletCall.begin(deadline_s, is_cancelled)
+        )
+
+    def _each(
+        self,
+        action: Action,
+        serve: Callable[[ClaimRef, KubeletCall], T],
+        claims: Sequence[ClaimRef],
+        call: KubeletCall,
+    ) -> dict[str, T | Failed]:
+        """Call `serve` for each claim in parallel; returns the results by UID."""
+        if not self.admission.enter(call):
+            return {ref.uid: Failed(_NOT_LET_IN) for ref in claims}
+        admitted = replace(call, began_ns=time.monotonic_ns())
+
+        def one(ref: ClaimRef) -> T:
+            with bound_contextvars(claim_uid=ref.uid):
+                return serve(ref, admitted)
+
+        try:
+            with self.observer.in_flight(action, claims), until(call.deadline):
+                outcomes = run_in_parallel([partial(one, ref) for ref in claims], CLAIMS_AT_ONCE)
+        finally:
+            self.admission.leave()
+        return {ref.uid: outcome.result() for ref, outcome in zip(claims, outcomes, strict=True)}
+
+    def _prepared(self, ref: ClaimRef, call: KubeletCall) -> PrepareOutcome:
+        started = time.monotonic()
+        try:
+            with self.calls.calling("prepare", ref.uid):
+                attempt = PrepareAttempt(ref, call, self.fetch.allocated(ref, call))
+                try:
+                    prepared, record = self.prepare_one(attempt)
+                finally:
+                    if attempt.waits_since is not None:
+                        self.observer.waited(ref, time.monotonic() - attempt.waits_since)
+        except Exception as error:  # noqa: BLE001  a bug in one claim must not fail the others
+            return failed(self.observer, "prepare", ref, time.monotonic() - started, error)
+        duration = time.monotonic() - started
+        # The record may be older than the claim that was just read.
+        self.observer.prepared(ref, duration, record and replace(record, claim=attempt.claim))
+        _log.info(
+            "claim_prepared",
+            claim=f"{ref.namespace}/{ref.name}",
+            claim_uid=ref.uid,
+            devices=[device.device for device in prepared.devices],
+            duration_s=round(duration, 4),
+        )
+        return prepared

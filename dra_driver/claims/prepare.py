@@ -16,17 +16,18 @@ same state as a crash during a step: the next Prepare continues with the record,
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import structlog
 
 from dra_driver.cdi.spec_step import ExtraDeviceFinder
-from dra_driver.claims.calls import KubeletCall
+from dra_driver.claims.calls import KubeletCall, PrepareAttempt
 from dra_driver.claims.rules.holders import DeviceHeldError
 from dra_driver.claims.rules.imex_channels import gets_channels
 from dra_driver.claims.rules.plan import answer, lost_claim, plan_claim
 from dra_driver.claims.specs_without_record import SpecsWithoutRecord
-from dra_driver.claims.waiting import NOT_NOW, PrepareAttempt, Waiter
+from dra_driver.claims.waiting import NOT_NOW, Waiter
 from dra_driver.errors import (
     ClaimRefusedError,
     DeviceLostError,
@@ -38,8 +39,7 @@ from dra_driver.errors import (
 from dra_driver.inventory.discovery import Discovery
 from dra_driver.journal.cleaner import Cleaner
 from dra_driver.journal.executor import Executor
-from dra_driver.journal.locks import ClaimGuard, ClaimLocks, PlanningLock
-from dra_driver.journal.records import RecordStore
+from dra_driver.journal.records import ClaimGuard, RecordStore
 from dra_driver.journal.rules.cleanups import PendingCleanup
 from dra_driver.mig.layouts import NodeLayouts
 from dra_driver.model.claim import AllocatedClaim, ClaimRef, DeviceResult, Prepared
@@ -141,10 +141,6 @@ class ClaimPlanner:
         """Scan the node's devices now."""
         self.discovery.scan_now(min(call.left(), _SCAN_WAIT_S))
 
-    def is_usable(self) -> bool:
-        """Whether the NVIDIA driver answers."""
-        return self.discovery.unavailable() is None
-
     def reopen_nvml(self, ref: ClaimRef) -> bool:
         """Let the plugin open NVML again if a failed or crashed attempt closed NVML for this claim; return whether that
         was so. The next attempt can then plan. The caller holds the claim's lock. Raises: StateError.
@@ -200,8 +196,6 @@ class Preparer:
 
     planner: ClaimPlanner
     records: RecordStore
-    claim_locks: ClaimLocks
-    planning: PlanningLock
     executor: Executor
     cleaner: Cleaner
     waiter: Waiter
@@ -241,7 +235,7 @@ class Preparer:
                 # Discovery may not have noticed that the NVIDIA driver was loaded or that the GPU is back. A
                 # rescan takes a moment; the kubelet would retry only after a minute.
                 reopened = self._reopen_nvml(attempt)
-                if has_looked or not (reopened or self.planner.is_usable()):
+                if has_looked or not (reopened or self.planner.discovery.unavailable() is None):
                     raise
                 has_looked = True
                 self.planner.rescan(attempt.call)
@@ -251,7 +245,7 @@ class Preparer:
 
         Another call that works on the claim now keeps NVML closed. Raises: StateError; RetryableError.
         """
-        with self.claim_locks.hold(attempt.ref.uid, _LOCK_S):
+        with self.records.locks.hold(attempt.ref.uid, _LOCK_S):
             other = self._begun.get(attempt.ref.uid, attempt)
             is_taken = other is not attempt and not other.has_ended
             return not is_taken and not self._was_prepared(attempt) and self.planner.reopen_nvml(attempt.ref)
@@ -270,14 +264,29 @@ class Preparer:
         except DraDriverError as error:
             if not self._was_prepared(attempt):
                 raise
-            with self.claim_locks.hold(attempt.ref.uid, _CHECK_S) as guard:
-                refuse_unprepared(guard, attempt.call)
+            with self._lock(attempt, _CHECK_S) as guard:
                 known = self.records.get(attempt.ref.uid)
                 if known is None or known.claim != claim or not self.executor.in_place(known):
                     raise
                 guard.note_prepared(attempt.call.began_ns)
                 _log.warning("prepared_claim_not_checked", claim_uid=attempt.ref.uid, reason=str(error))
                 return self.planner.answer(claim, known), known
+
+    @contextmanager
+    def _lock(
+        self, attempt: PrepareAttempt, timeout_s: float, is_cancelled: Callable[[], bool] | None = None
+    ) -> Iterator[ClaimGuard]:
+        """Hold the claim's lock.
+
+        Raises: RetryableError if the claim was unprepared since the call began. If a pod still needs the claim, the
+        kubelet has started another call.
+        """
+        with self.records.locks.hold(attempt.ref.uid, timeout_s, is_cancelled) as guard:
+            if guard.was_unprepared_since(attempt.call.began_ns):
+                raise RetryableError(
+                    "the claim was unprepared during this call; the kubelet retries if a pod still needs the claim"
+                )
+            yield guard
 
     def _was_prepared(self, attempt: PrepareAttempt) -> bool:
         known = self.records.get(attempt.ref.uid)
@@ -289,12 +298,8 @@ class Preparer:
         """
         tried: set[str] = set()
         while True:
-            ended: list[str] = []
-            try:
-                plan, record, pending = self._planned_once(attempt, tried, ended)
-            finally:
-                for uid in ended:
-                    self.executor.undo_rest(uid)
+            with ExitStack() as unlocked:
+                plan, record, pending = self._planned_once(attempt, tried, unlocked)
             if plan is None:
                 continue
             if not pending:
@@ -304,13 +309,13 @@ class Preparer:
             attempt.call.left()
 
     def _planned_once(
-        self, attempt: PrepareAttempt, tried: Collection[str], ended: list[str]
+        self, attempt: PrepareAttempt, tried: Collection[str], unlocked: ExitStack
     ) -> tuple[Plan | None, ClaimRecord | None, Sequence[PendingCleanup]]:
         """Plan under the claim's lock and the planning lock. Then write the record, or return the cleanups that must
         run first.
 
-        The plan is None if another call changed the record. If an earlier allocation of the claim has ended, its UID is
-        added to `ended`; the caller must call `executor.undo_rest` for it after the locks are released.
+        The plan is None if another call changed the record. If an earlier allocation of the claim has ended, the caller
+        undoes its other steps after the locks are released, by closing `unlocked`.
         """
         uid, call, claim = attempt.ref.uid, attempt.call, attempt.claim
         known = self.records.get(uid)
@@ -319,24 +324,23 @@ class Preparer:
             # to wait too.
             self.planner.find_devices(claim, call)
             self.planner.refuse_unready_imex(claim, known, call)
-        with self.claim_locks.hold(uid, call.left(), call.is_cancelled) as guard:
-            refuse_unprepared(guard, call)
+        with self._lock(attempt, call.left(), call.is_cancelled):
             if self.records.get(uid) != known:
                 return None, None, ()
             if not claim.results and known is None:
                 return Plan(claim, (), ()), None, ()
-            with self.planning.hold(call.left(), call.is_cancelled):
+            with self.records.planning.hold(call.left(), call.is_cancelled):
                 try:
                     plan = self.planner.plan(claim, known)
                 except ClaimRefusedError as error:
                     if known is not None and _releases(attempt, known, error):
-                        self._end(known, ended)
+                        self._end(known, unlocked)
                     raise
                 self.cleaner.ledger.refuse_newer(plan.used_gpus)
                 if self.layouts is not None:
                     self.layouts.refuse_changing(plan.used_gpus)
                 if known is not None and known.devices != plan.held_devices():
-                    self._end(known, ended)
+                    self._end(known, unlocked)
                     known = None
                 if known is None or known.phase != "prepared":
                     pending = self.cleaner.ledger.pending_before(plan.used_gpus, tried)
@@ -345,8 +349,8 @@ class Preparer:
                 call.left()
                 return plan, self.begin(attempt, plan, known), ()
 
-    def _end(self, known: ClaimRecord, ended: list[str]) -> None:
-        ended.append(known.ref.uid)
+    def _end(self, known: ClaimRecord, unlocked: ExitStack) -> None:
+        unlocked.callback(self.executor.undo_rest, known.ref.uid)
         self._remove(known)
 
     def _remove(self, record: ClaimRecord) -> None:
@@ -378,11 +382,9 @@ class Preparer:
         self.executor.change(
             plan, record, min(left, _PREPARED_WAIT_S) if record.phase == "prepared" else left
         )
-        uid = attempt.ref.uid
-        with self.claim_locks.hold(uid, _LOCK_S) as guard:
-            refuse_unprepared(guard, attempt.call)
+        with self._lock(attempt, _LOCK_S) as guard:
             done = self.executor.complete(plan, record)
-            self._begun.pop(uid, None)
+            self._begun.pop(attempt.ref.uid, None)
             guard.note_prepared(attempt.call.began_ns)
             return done
 
@@ -396,7 +398,7 @@ class Preparer:
         if self._begun.get(uid) is not attempt:
             return
         try:
-            with self.claim_locks.hold(uid, _LOCK_S):
+            with self.records.locks.hold(uid, _LOCK_S):
                 if self._begun.get(uid) is not attempt:
                     return
                 self._begun.pop(uid, None)
@@ -426,14 +428,3 @@ def _releases(attempt: PrepareAttempt, known: ClaimRecord, error: ClaimRefusedEr
     allocated = frozenset(result.device for result in attempt.claim.results)
     is_held = isinstance(error, DeviceHeldError) and attempt.waits_since is not None
     return is_held and not known.is_within(allocated)
-
-
-def refuse_unprepared(guard: ClaimGuard, call: KubeletCall) -> None:
-    """Raise RetryableError if the claim was unprepared since the call began.
-
-    If a pod still needs the claim, the kubelet has started another call.
-    """
-    if guard.was_unprepared_since(call.began_ns):
-        raise RetryableError(
-            "the claim was unprepared during this call; the kubelet retries if a pod still needs the claim"
-        )

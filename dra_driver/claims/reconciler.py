@@ -271,7 +271,7 @@ class Reconciler(BackgroundWorker):
         if pods is None or seen.claim.pods == pods:
             return
         # If this write fails, the next check retries it.
-        with suppress(DraDriverError), self.unpreparer.claim_locks.hold(seen.ref.uid, _LOCK_WAIT_S):
+        with suppress(DraDriverError), self.records.locks.hold(seen.ref.uid, _LOCK_WAIT_S):
             record = self.records.get(seen.ref.uid)
             if record is None or record.claim.pods != seen.claim.pods:
                 return

@@ -13,8 +13,7 @@ from dra_driver.base.deadline import until
 from dra_driver.claims.calls import CallsUnderWay, KubeletCall, Observer, failed
 from dra_driver.errors import RetryableError
 from dra_driver.journal.executor import Executor
-from dra_driver.journal.locks import ClaimGuard, ClaimLocks
-from dra_driver.journal.records import RecordStore
+from dra_driver.journal.records import ClaimGuard, RecordStore
 from dra_driver.model.claim import ClaimRef, UnprepareOutcome
 from dra_driver.model.record import ClaimRecord
 
@@ -30,7 +29,6 @@ class Unpreparer:
     """
 
     records: RecordStore
-    claim_locks: ClaimLocks
     executor: Executor
     calls: CallsUnderWay
     observer: Observer
@@ -67,7 +65,7 @@ class Unpreparer:
         """Unprepare the claim unless `is_wanted` returns True; returns whether it was done."""
         started = time.monotonic()
         with self.calls.calling("unprepare", ref.uid):
-            with self.claim_locks.hold(ref.uid, call.left(), call.is_cancelled) as guard:
+            with self.records.locks.hold(ref.uid, call.left(), call.is_cancelled) as guard:
                 if is_wanted(guard):
                     return False
                 if guard.was_prepared_by_call_after(call.began_ns):

@@ -31,11 +31,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import structlog
 
-from dra_driver.claims.calls import CallsUnderWay, KubeletCall
+from dra_driver.claims.calls import CallsUnderWay, PrepareAttempt
 from dra_driver.claims.gpu_processes import GpuProcesses
 from dra_driver.claims.rules.holders import Conflict, DeviceHeldError, release_reason
 from dra_driver.errors import (
@@ -47,7 +47,7 @@ from dra_driver.errors import (
 )
 from dra_driver.journal.records import RecordStore
 from dra_driver.kube.claims import ClaimClient
-from dra_driver.model.claim import AllocatedClaim, ClaimRef
+from dra_driver.model.claim import ClaimRef
 from dra_driver.model.record import ClaimRecord
 
 _log = structlog.get_logger(__name__)
@@ -59,28 +59,6 @@ _CHECK_S = 1.0
 """How often a waiting attempt checks whether the kubelet has cancelled its call."""
 _QUERY_S = 3.0
 """How many seconds the API server may take to answer one query about a holder."""
-
-
-@dataclass(slots=True, eq=False)
-class PrepareAttempt:
-    """One attempt to prepare one claim, passed through all parts of Prepare. `claim` is this driver's part of
-    the claim.
-
-    `has_ended` is True once the call is over. The fields after it belong to `Waiter`: when the attempt first waited,
-    by the waiter's clock; the type of the last error; and the number of changes that it has seen. `leaving` says, by
-    holder UID, why a holder releases its devices; `gone` are the holders whose claims no longer exist, which are not
-    queried again.
-    """
-
-    ref: ClaimRef
-    call: KubeletCall
-    claim: AllocatedClaim
-    has_ended: bool = False
-    waits_since: float | None = None
-    waits_after: type[Exception] | None = None
-    seen: int = 0
-    leaving: dict[str, str] = field(default_factory=dict)
-    gone: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,27 +79,23 @@ class WaitTimeouts:
 
 @dataclass(eq=False)
 class Waiter:
-    """Waits for devices. Thread-safe."""
+    """Waits for devices. Thread-safe.
+
+    `on_leaving` is called for each awaited holder that, according to the API server, is about to release its devices.
+    The kubelet may have forgotten such a claim.
+    """
 
     lookup: ClaimClient
     records: RecordStore
     driver: str
     users: GpuProcesses
     calls: CallsUnderWay
-    timeouts: WaitTimeouts = WaitTimeouts()
+    on_leaving: Callable[[ClaimRef], None]
+    timeouts: WaitTimeouts
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
         self._stop_by = math.inf
-        self._on_leaving: Callable[[ClaimRef], None] = lambda _ref: None
-
-    def on_leaving(self, check_soon: Callable[[ClaimRef], None]) -> None:
-        """Call `check_soon` for each awaited holder that, according to the API server, is about to release its
-        devices.
-
-        The kubelet may have forgotten such a claim.
-        """
-        self._on_leaving = check_soon
 
     def wake(self) -> None:
         """Let each waiting attempt check its holders, because a record was removed."""
@@ -133,10 +107,6 @@ class Waiter:
         """
         self._stop_by = self.clock() + self.timeouts.stop_s
         self.wake()
-
-    def waited_s(self, attempt: PrepareAttempt) -> float:
-        """Return the seconds since the attempt first waited."""
-        return 0.0 if attempt.waits_since is None else self.clock() - attempt.waits_since
 
     def wait(self, attempt: PrepareAttempt, error: NotNow) -> None:
         """Wait until the attempt should retry.
@@ -225,7 +195,7 @@ class Waiter:
             attempt.leaving.pop(holder.ref.uid, None)
             return None
         if known is None:
-            self._on_leaving(holder.ref)
+            self.on_leaving(holder.ref)
         attempt.leaving[holder.ref.uid] = found
         if now is None or now.uid != holder.ref.uid:
             attempt.gone.add(holder.ref.uid)
@@ -237,7 +207,7 @@ class Waiter:
         """Return the error of an attempt that ran out of time. `why` says why the holder of the `conflict` is
         leaving.
         """
-        waited = f"waited {self.waited_s(attempt):.0f} s; the kubelet retries"
+        waited = f"waited {self.clock() - (attempt.waits_since or 0.0):.0f} s; the kubelet retries"
         if conflict is None or not isinstance(error, DeviceHeldError):
             kind = NvmlTransientError if isinstance(error, NvmlTransientError) else DeviceBusyError
             return kind(f"{error}; {waited}")

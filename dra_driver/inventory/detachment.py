@@ -40,7 +40,6 @@ others, so the worker ignores such a lock.
 from __future__ import annotations
 
 import errno
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -113,7 +112,6 @@ class Detachments:
         self._boot_id = boot_id
         self._clock = clock
         self._is_worker = is_worker
-        self._writing = threading.Lock()
         self._own_pauses: list[UseMark] = []
         self._read: Detachment | None = None
 
@@ -310,7 +308,7 @@ class Detachments:
     def _changing(self) -> AbstractContextManager[int]:
         """Keep other processes from beginning a detachment. Raises: RetryableError; StateError."""
         lock, busy = self._path.with_suffix(".lock"), "another process is writing the detach file; try again"
-        return hold_file(lock, self._writing, time.monotonic() + _CLOSING_S, busy)
+        return hold_file(lock, time.monotonic() + _CLOSING_S, busy)
 
     def _write(self, made: Detachment) -> None:
         try:

@@ -37,7 +37,6 @@ from dra_driver.errors import DeviceBusyError, DraDriverError, RetryableError, S
 from dra_driver.inventory.detachment import Detachments
 from dra_driver.journal.lanes import refuse_given_up
 from dra_driver.journal.ledger import Ledger
-from dra_driver.journal.locks import ClaimLocks
 from dra_driver.journal.records import RecordStore
 from dra_driver.model.claim import ClaimRef
 from dra_driver.model.maintenance import Detachment
@@ -64,7 +63,6 @@ class MaintenanceSteps:
     """
 
     detachments: Detachments
-    claim_locks: ClaimLocks
     records: RecordStore
     ledger: Ledger
     is_offered: Callable[[Collection[str]], bool]
@@ -108,7 +106,7 @@ class MaintenanceSteps:
         self.publish()
         self._refuse_users(step, plan)
         self._wait_withdrawn(step)
-        with self.claim_locks.hold(ref.uid, _LOCK_S):
+        with self.records.locks.hold(ref.uid, _LOCK_S):
             if self._is_prepared(ref, step):
                 return
             refuse_given_up()
@@ -160,7 +158,7 @@ class MaintenanceSteps:
 
     def _give_back(self, made: Detachment, ref: ClaimRef) -> None:
         """Remove the file that this step wrote. Raises: StateError; RetryableError if the claim's lock is busy."""
-        with self.claim_locks.hold(ref.uid, _LOCK_S):
+        with self.records.locks.hold(ref.uid, _LOCK_S):
             if self.detachments.written() == made:
                 self.detachments.end_of(ref)
                 self.rescan()

@@ -23,7 +23,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import structlog
 
@@ -307,21 +307,17 @@ class Executor:
         )
 
 
-class StepObserver(Protocol):
-    """Receives the outcome of each step. Methods must not block or raise."""
-
-    def step_ended(
-        self, step: type[Step], action: Literal["do", "undo"], duration_s: float, error: Exception | None
-    ) -> None:
-        """Report a step that was done or undone. `error` is None if it succeeded."""
+StepObserver = Callable[[type[Step], Literal["do", "undo"], float, Exception | None], None]
+"""Receives each step that was done or undone, its duration in seconds, and its error; None if it succeeded. Must not
+block or raise."""
 
 
 @dataclass(eq=False)
 class StepDispatcher:
-    """Passes each step to the runner of its type, and reports its duration to the `observer`."""
+    """Passes each step to the runner of its type, and reports its duration to `observe`."""
 
     runners: Mapping[type, StepRunner[Any]]
-    observer: StepObserver | None = None
+    observe: StepObserver = lambda *_: None
     clock: Callable[[], float] = time.monotonic
 
     def do(self, step: Step, plan: Plan) -> None:
@@ -345,16 +341,11 @@ class StepDispatcher:
 
     @contextmanager
     def _timed(self, step: Step, action: Literal["do", "undo"]) -> Iterator[None]:
-        began = self.clock()
+        began, failed = self.clock(), None
         try:
             yield
         except Exception as error:
-            self._report(step, action, began, error)
+            failed = error
             raise
-        self._report(step, action, began, None)
-
-    def _report(
-        self, step: Step, action: Literal["do", "undo"], began: float, error: Exception | None
-    ) -> None:
-        if self.observer is not None:
-            self.observer.step_ended(type(step), action, self.clock() - began, error)
+        finally:
+            self.observe(type(step), action, self.clock() - began, failed)

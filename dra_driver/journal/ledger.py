@@ -142,7 +142,6 @@ class Ledger:
             self.directory,
             self.boot_id or "",
             lambda gpu_uuid: _log.info("ledger_torn", gpu_uuid=gpu_uuid),
-            durable=True,
         )
         self._store.load()
 
@@ -234,10 +233,8 @@ class Ledger:
         """
         try:
             self.directory.stat()
-        except FileNotFoundError:
-            return False
-        except OSError:
-            return True
+        except OSError as error:
+            return not isinstance(error, FileNotFoundError)
         return True
 
     def details(self, kind: type[D], gpu_uuid: str | None = None) -> list[D]:

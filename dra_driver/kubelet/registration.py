@@ -119,15 +119,6 @@ class SocketOwner:
 
 
 @dataclass(frozen=True, slots=True)
-class Stranger:
-    """A socket through which another driver may serve our name, with a description and the remedy."""
-
-    path: Path
-    text: str
-    remedy: str
-
-
-@dataclass(frozen=True, slots=True)
 class _Seen:
     file: tuple[int, int, int]
     owner: SocketOwner
@@ -163,12 +154,12 @@ class SocketWatch:
             found |= {path: self._seen_now(path, file) for path, file in files if path not in endpoints}
         self._seen = found
 
-    def strangers(self) -> list[Stranger]:
-        """Returns sockets served by another driver with our name, and sockets with our name that do not
-        respond.
+    def problems(self) -> Sequence[NodeProblem]:
+        """Returns a problem for each socket that is served by another driver with our name, and for each socket with
+        our name that does not respond.
         """
         return [
-            self._stranger(path, seen.owner)
+            NodeProblem("foreign-driver", self._stranger(path, seen.owner), str(path))
             for path, seen in self._seen.items()
             if seen.owner.origin == "foreign"
             or (
@@ -176,13 +167,6 @@ class SocketWatch:
                 and seen.silent_looks >= _SILENT_LOOKS
                 and self._may_be_ours(path)
             )
-        ]
-
-    def problems(self) -> Sequence[NodeProblem]:
-        """Returns a problem for each socket that another driver may serve."""
-        return [
-            NodeProblem("foreign-driver", f"{found.text}; {found.remedy}", str(found.path))
-            for found in self.strangers()
         ]
 
     def _seen_now(self, path: Path, file: tuple[int, int, int]) -> _Seen:
@@ -209,20 +193,17 @@ class SocketWatch:
         """Whether a driver with our name could use this file name; long names are hashed."""
         return path.parent == self._plugin_dir or self._driver in path.name or path.name.startswith("dra-")
 
-    def _stranger(self, path: Path, owner: SocketOwner) -> Stranger:
+    def _stranger(self, path: Path, owner: SocketOwner) -> str:
         if owner.origin == "foreign":
-            return Stranger(
-                path,
+            return (
                 f"Another DRA driver named {self._driver} runs on this node, on the socket {path}, so the kubelet may "
-                "send it claims that are meant for gpu-dra-driver",
-                "find it with `kubectl get pods -A -o wide | grep -i dra`, and uninstall it",
+                "send it claims that are meant for gpu-dra-driver; find it with `kubectl get pods -A -o wide | grep -i "
+                "dra`, and uninstall it"
             )
-        return Stranger(
-            path,
+        return (
             f"The socket {path} does not answer, so gpu-dra-driver cannot find out which driver serves "
-            f"{self._driver} there ({owner.reason})",
-            f"`ss -xlp | grep {path.parent}` on the node shows its process; stop that process, or remove the socket if "
-            "there is none",
+            f"{self._driver} there ({owner.reason}); `ss -xlp | grep {path.parent}` on the node shows its process; "
+            "stop that process, or remove the socket if there is none"
         )
 
 

@@ -33,7 +33,6 @@ import structlog
 from dra_driver.base.threads import BackgroundWorker
 from dra_driver.errors import ClaimRefusedError, DraDriverError, NvmlTransientError, RetryableError
 from dra_driver.journal.lanes import Lanes, Operation
-from dra_driver.journal.locks import PlanningLock
 from dra_driver.mig.devices import MigDevices
 from dra_driver.mig.layout_file import LayoutFile
 from dra_driver.mig.mode import MigContext, MigMode
@@ -87,7 +86,6 @@ class NodeLayouts(BackgroundWorker):
     devices: MigDevices
     mode: MigMode
     lanes: Lanes
-    planning: PlanningLock
     file: LayoutFile
     wanted: MigLayouts
     _: KW_ONLY
@@ -268,7 +266,7 @@ class NodeLayouts(BackgroundWorker):
         """Changes the GPU, or returns a description of the claim that holds it. Raises: DraDriverError that
         names the obstacle.
         """
-        with self.planning.hold(_PLANNING_S):
+        with self.context.users.records.planning.hold(_PLANNING_S):
             holder = self.context.users.on_gpu(gpu.uuid, gpu_name, self._ledger.boot_id or "")
             if holder is not None:
                 return holder

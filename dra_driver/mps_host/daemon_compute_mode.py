@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -101,7 +100,7 @@ class ComputeMode:
         lock, until = byte_lock(zlib.crc32(gpu_uuid.encode())), time.monotonic() + _OTHER_S
         try:
             busy = "an earlier nvidia-smi is still running"
-            held = hold_file(self._locks, threading.Lock(), until, busy, lock)
+            held = hold_file(self._locks, until, busy, lock)
             with held as descriptor, inherited([descriptor]):
                 yield
         except LockBusyError as error:

@@ -77,9 +77,7 @@ class Supervisor:
                 _free(path, Path.is_file)
             for path in (layout.statuses, layout.libraries):
                 _free(path, Path.is_dir)
-            descriptor = self._held.enter_context(
-                hold_file(layout.lock, threading.Lock(), time.monotonic() + _LOCK_S, busy)
-            )
+            descriptor = self._held.enter_context(hold_file(layout.lock, time.monotonic() + _LOCK_S, busy))
             os.ftruncate(descriptor, 0)  # empty until all daemons are adopted
             self._take_over()
             os.pwrite(descriptor, LOCK_FILE.write(None), 0)

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from dra_driver.app.daemon import Driver, Part
-from dra_driver.app.handover import Admission, WorkerLock
+from dra_driver.app.handover import WorkerLock
 from dra_driver.base.threads import BackgroundWorker
+from dra_driver.claims.calls import Admission, CallsUnderWay, ClaimService, PrepareAttempt
 from dra_driver.model.claim import ClaimRef, Failed, Prepared
+from tests.fakes.preparing import Outcomes
+from tests.fakes.samples import claim
 from tests.fakes.waiting import PATIENCE_S, eventually
 
 HOST, CONTAINER = "pid:[4026531836]", "pid:[4026532999]"
@@ -119,8 +123,8 @@ def test_process_that_ends_while_it_hands_over_has_the_right_to_work_until_its_e
     driver, newer, is_slow = Driver.__new__(Driver), node.process(200), threading.Event()
     stub = SimpleNamespace(stop=no, withdraw=no, is_ready=no)
     vars(driver).update(
-        health=SimpleNamespace(stream=stub), claims=SimpleNamespace(waiter=stub), probes=stub, _plugin=stub,
-        _worker=node.process(100), _admission=Admission(Calls()), _stopped=threading.Event(), _fatal=None,
+        health=SimpleNamespace(stream=stub), claims=SimpleNamespace(waiter=stub, admission=Admission()), probes=stub,
+        _plugin=stub, _worker=node.process(100), _stopped=threading.Event(), _fatal=None,
         _works=True, _has_handed_over=False, _running=[Part("reconciler", stop=lambda: is_slow.wait(PATIENCE_S))],
     )  # fmt: skip
     driver._turns = BackgroundWorker("handover", driver._turn, lambda _: 0.0)
@@ -141,15 +145,15 @@ class Calls:
     def __init__(self) -> None:
         self.entered, self.may_end = threading.Event(), threading.Event()
         self.seconds = 0.0
+        self.admission, fetch = Admission(), SimpleNamespace(allocated=lambda ref, _call: claim(uid=ref.uid))
+        parts: Any = (fetch, self._prepare, lambda _ref, _call: None, CallsUnderWay(), Outcomes())
+        self.service = ClaimService(self.admission, *parts)
 
-    def prepare(self, claims, deadline_s: float, _is_cancelled: Callable[[], bool]):
+    def _prepare(self, attempt: PrepareAttempt) -> tuple[Prepared, None]:
         self.entered.set()
-        self.seconds = deadline_s
+        self.seconds = attempt.call.left()
         assert self.may_end.wait(PATIENCE_S)
-        return {ref.uid: Prepared(()) for ref in claims}
-
-    def unprepare(self, claims, _deadline_s: float, _is_cancelled: Callable[[], bool]):
-        return dict.fromkeys([ref.uid for ref in claims])
+        return Prepared(()), None
 
 
 def no(*_: object) -> bool:
@@ -159,10 +163,10 @@ def no(*_: object) -> bool:
 def test_calls_wait_until_this_process_works() -> None:
     calls = Calls()
     calls.may_end.set()
-    admission = Admission(calls)
+    admission = calls.admission
     with ThreadPoolExecutor() as pool:
-        prepared = pool.submit(admission.prepare, [CLAIM], 45.0, no)
-        ended = pool.submit(admission.unprepare, [CLAIM], 45.0, no)
+        prepared = pool.submit(calls.service.prepare, [CLAIM], 45.0, no)
+        ended = pool.submit(calls.service.unprepare, [CLAIM], 45.0, no)
         assert not calls.entered.wait(0.1)
         admission.open()
         assert prepared.result(PATIENCE_S) == {CLAIM.uid: Prepared(())}
@@ -173,10 +177,10 @@ def test_calls_wait_until_this_process_works() -> None:
 @pytest.mark.parametrize("reason", ["late", "cancelled", "over"])
 def test_call_that_this_process_cannot_serve_is_to_be_retried(reason: str) -> None:
     calls = Calls()
-    admission = Admission(calls)
+    admission = calls.admission
     if reason == "over":
         admission.end()
-    answer = admission.prepare([CLAIM], 2.05 if reason == "late" else 45.0, lambda: reason == "cancelled")
+    answer = calls.service.prepare([CLAIM], 2.05 if reason == "late" else 45.0, lambda: reason == "cancelled")
     failed = answer[CLAIM.uid]
     assert isinstance(failed, Failed)
     assert failed.error.endswith("has not handed over yet; the kubelet retries")
@@ -185,13 +189,13 @@ def test_call_that_this_process_cannot_serve_is_to_be_retried(reason: str) -> No
 
 def test_hand_over_waits_for_calls_in_progress_and_lets_no_new_one_in() -> None:
     calls = Calls()
-    admission = Admission(calls)
+    admission = calls.admission
     admission.open()
     with ThreadPoolExecutor() as pool:
-        running = pool.submit(admission.prepare, [CLAIM], 45.0, no)
+        running = pool.submit(calls.service.prepare, [CLAIM], 45.0, no)
         assert calls.entered.wait(PATIENCE_S)
         assert not admission.close(0.01)
-        late = pool.submit(admission.unprepare, [CLAIM], 45.0, no)
+        late = pool.submit(calls.service.unprepare, [CLAIM], 45.0, no)
         calls.may_end.set()
         assert admission.close(PATIENCE_S)
         assert running.result(PATIENCE_S) == {CLAIM.uid: Prepared(())}

@@ -11,7 +11,6 @@ import json
 import os
 import pkgutil
 import re
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -69,7 +68,7 @@ def host_of(plugin: Path, lock: bytes) -> Iterator[MpsHostFiles]:
     """The plugin's access to an MPS host, whose lock file has this content."""
     layout = mps_layout(plugin)
     layout.root.mkdir(exist_ok=True)
-    with hold_file(layout.lock, threading.Lock(), 0.0, "the lock") as descriptor:
+    with hold_file(layout.lock, 0.0, "the lock") as descriptor:
         os.pwrite(descriptor, lock, 0)
         yield MpsHostFiles(layout, wait_s=0.0)
 

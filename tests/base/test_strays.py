@@ -9,7 +9,6 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import pytest
@@ -52,7 +51,7 @@ def test_only_regular_files_are_read_and_locked(tmp_path: Path, stray: Callable[
         read_plain(path)
     assert caught.value.errno in UNREADABLE
     assert read_or_none(path) is None
-    with pytest.raises(StateError) as refused, hold_file(path, Lock(), time.monotonic() + 5, "x"):
+    with pytest.raises(StateError) as refused, hold_file(path, time.monotonic() + 5, "x"):
         pass
     assert str(refused.value) == (
         f"cannot open the lock file {path}: the path exists, but is not a regular file; remove it"

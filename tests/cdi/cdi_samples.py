@@ -83,6 +83,7 @@ def steps_over(directory: Path, specs: CdiDirectory, paths: HostPaths, nodes: An
     made = {
         "driver_version": lambda: None,
         "ledger": None,
+        "cards": None,
         "extra_devices": ExtraDeviceFinder(paths, no_programs, nodes=nodes),
         **parts,
     }

@@ -165,7 +165,7 @@ def test_lock_or_disk_that_is_not_to_be_had_costs_nothing_but_time(
 
     keep = bench.reconciler._update_pods
     with monkeypatch.context() as patch:
-        patch.setattr(bench.node.claim_locks, "hold", busy)
+        patch.setattr(bench.node.records.locks, "hold", busy)
         keep(seen, (B,))
         assert tries == ["uid-1"]
         keep(seen, (A,))

@@ -10,12 +10,10 @@ from typing import Any
 
 import pytest
 
-from dra_driver.claims.calls import KubeletCall
+from dra_driver.claims.calls import KubeletCall, PrepareAttempt
 from dra_driver.claims.prepare import Preparer
 from dra_driver.claims.rules.plan import plan_claim
-from dra_driver.claims.waiting import PrepareAttempt
 from dra_driver.errors import NvmlTransientError, RetryableError, StateError
-from dra_driver.journal.locks import ClaimLocks
 from dra_driver.journal.records import RecordStore
 from dra_driver.model.claim import ClaimRef
 from dra_driver.model.record import ClaimRecord
@@ -32,10 +30,9 @@ class Scene:
     def __init__(self, directory: Path) -> None:
         self.records = RecordStore(directory / "claims")
         self.records.open("boot-1")
-        self.claim_locks = ClaimLocks()
         self.taken_back: list[ClaimRecord] = []
         unused: Any = None
-        parts = (self.records, self.claim_locks, unused, self, unused, self, unused)
+        parts = (self.records, self, unused, self, unused)
         self.begun = Preparer(unused, *parts)  # type: ignore[arg-type]
         self.began_ns = time.monotonic_ns()
         self.attempt = self.wait()
@@ -61,13 +58,13 @@ class Scene:
         raise NvmlTransientError("the NVIDIA driver refuses for now")
 
     def remove(self, _ref: ClaimRef, found: ClaimRecord) -> None:
-        with pytest.raises(RetryableError), self.claim_locks.hold(UID, 0.01):
+        with pytest.raises(RetryableError), self.records.locks.hold(UID, 0.01):
             pass  # the claim is locked during this
         self.taken_back.append(found)
         self.records.delete(found.ref.uid)
 
     def undo_rest(self, uid: str) -> None:
-        with self.claim_locks.hold(UID, 5):
+        with self.records.locks.hold(UID, 5):
             pass  # and no longer locked
 
     def wake(self) -> None:
@@ -118,13 +115,13 @@ def test_record_is_undone_as_it_is_on_disk(scene: Scene) -> None:
 def test_other_call_that_continues_during_the_wait_for_the_lock_keeps_it(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lock = scene.claim_locks.hold
+    lock = scene.records.locks.hold
 
     def refused_first(uid: str, timeout_s: float) -> object:
         scene.wait()
         return lock(uid, timeout_s)
 
-    monkeypatch.setattr(scene.claim_locks, "hold", refused_first)
+    monkeypatch.setattr(scene.records.locks, "hold", refused_first)
     scene.give_up()
     assert (scene.taken_back, scene.records.get(UID)) == ([], BEGUN)
 

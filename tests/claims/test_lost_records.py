@@ -79,7 +79,7 @@ def test_mps_daemon_of_a_claim_without_record_is_stopped_in_its_lane_and_without
     real = runner.undo
 
     def undo(*given: Any) -> None:
-        with node.claim_locks.hold(uid, 0.0):
+        with node.records.locks.hold(uid, 0.0):
             assert node.lanes.under_way().keys() == {node.site.gpu(3).uuid}
         begun.set()
         assert not hangs or let.wait(PATIENCE_S)

@@ -342,7 +342,7 @@ def test_step_opens_nvml_again_if_its_call_could_not_when_it_gave_up(
     with nvml_open(node):
         call.start()
         eventually(lambda: steps.detachments.now() is not None)
-        with node.claim_locks.hold(UID, 5):
+        with node.records.locks.hold(UID, 5):
             call.join(PATIENCE_S)
         assert isinstance(answers[0], Failed)
         assert steps.detachments.now() is not None
@@ -357,7 +357,7 @@ def test_next_call_opens_nvml_that_a_failed_call_could_not_open(
     monkeypatch.setattr("dra_driver.claims.prepare._LOCK_S", 0.1)
     wanted = maintenance(GPU_0)
     with ExitStack() as busy:
-        after_closing(steps, lambda: busy.enter_context(node.claim_locks.hold(UID, 1)), monkeypatch)
+        after_closing(steps, lambda: busy.enter_context(node.records.locks.hold(UID, 1)), monkeypatch)
         assert isinstance(node.prepare(wanted), Failed)
         assert (phase(node), is_closed_for(node, steps, wanted)) == ("preparing", True)
     node.devices.inventory, node.devices.hidden, node.devices.problem = None, MIXED, "NVML is closed"

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from dra_driver.claims.prepare import ClaimPlanner, Preparer
-from dra_driver.claims.unprepare import Unpreparer
+from dra_driver.claims.prepare import ClaimPlanner
+from dra_driver.journal.records import RecordStore
 from dra_driver.model.claim import Failed, Prepared
 from tests.fakes.preparing import Claims, Node
 from tests.fakes.samples import GPU_0, claim, result
@@ -41,15 +41,15 @@ class Barrier:
 class Late:
     """A call in a thread that waits for one of the locks of a part."""
 
-    def __init__(self, part: Preparer | Unpreparer, attribute: str, call: Callable[[], Any]) -> None:
-        locks = getattr(part, attribute)
+    def __init__(self, records: RecordStore, attribute: str, call: Callable[[], Any]) -> None:
+        locks = getattr(records, attribute)
         self._barrier = Barrier(locks)
-        setattr(part, attribute, self._barrier)
+        setattr(records, attribute, self._barrier)
         self._answers: list[Any] = []
         self._thread = threading.Thread(target=lambda: self._answers.append(call()))
         self._thread.start()
         assert self._barrier.reached.wait(PATIENCE_S)
-        setattr(part, attribute, locks)
+        setattr(records, attribute, locks)
 
     def answer(self) -> Any:
         self._barrier.let.set()
@@ -64,7 +64,7 @@ def unprepare(node: Node, **more: Any) -> Any:
 def test_unprepare_that_a_newer_prepare_overtook_undoes_nothing(node: Node) -> None:
     """Otherwise the device would be allocated again while the pod of the first claim runs."""
     assert isinstance(node.prepare(WANTED), Prepared)
-    late = Late(node.unpreparer, "claim_locks", lambda: unprepare(node))
+    late = Late(node.records, "locks", lambda: unprepare(node))
     assert isinstance(node.prepare(WANTED), Prepared)
     before = node.files()
     refused = late.answer()
@@ -124,8 +124,8 @@ def test_claim_that_was_prepared_again_after_the_api_server_was_queried_is_not_r
 def test_prepare_continues_after_an_unprepare_that_is_older(node: Node) -> None:
     """It is the kubelet's last word; refused, it would come back in a minute or more."""
     assert isinstance(node.prepare(WANTED), Prepared)
-    older = Late(node.unpreparer, "claim_locks", lambda: unprepare(node))
-    late = Late(node.preparer, "claim_locks", lambda: node.prepare(WANTED))
+    older = Late(node.records, "locks", lambda: unprepare(node))
+    late = Late(node.records, "locks", lambda: node.prepare(WANTED))
     assert older.answer() is None
     assert isinstance(late.answer(), Prepared)
     assert node.records.get(WANTED.ref.uid) is not None
@@ -135,7 +135,7 @@ def test_unprepare_whose_caller_left_while_it_waited_undoes_nothing(node: Node) 
     assert isinstance(node.prepare(WANTED), Prepared)
     before = node.files()
     left = threading.Event()
-    late = Late(node.unpreparer, "claim_locks", lambda: unprepare(node, is_cancelled=left.is_set))
+    late = Late(node.records, "locks", lambda: unprepare(node, is_cancelled=left.is_set))
     left.set()
     refused = late.answer()
     assert isinstance(refused, Failed)
@@ -146,7 +146,7 @@ def test_prepare_whose_caller_left_while_it_waited_leaves_nothing(node: Node) ->
     node.claims.add(WANTED)
     left = threading.Event()
     late = Late(
-        node.preparer,
+        node.records,
         "planning",
         lambda: node.service.prepare([WANTED.ref], None, left.is_set)[WANTED.ref.uid],
     )
@@ -177,7 +177,7 @@ def test_unprepare_while_prepare_waits_for_the_api_server_discovery_or_imex_does
     prepare.start()
     try:
         assert reached.wait(PATIENCE_S)
-        with node.preparer.claim_locks.hold(WANTED.ref.uid, 0.0):
+        with node.records.locks.hold(WANTED.ref.uid, 0.0):
             """Prepare does not hold it."""
         assert unprepare(node) is None
     finally:

@@ -224,7 +224,7 @@ def test_holder_of_which_the_api_server_says_nothing_is_not_waited_for(
 def test_running_unprepare_is_waited_for_without_the_api_server(node: Node, calls: Calls) -> None:
     node.prepare(HOLDER)
     node.claims.current = lambda ref, timeout_s: pytest.fail("asked")  # type: ignore[method-assign]
-    with node.claim_locks.hold("holder", 10):
+    with node.records.locks.hold("holder", 10):
         unprepare = threading.Thread(target=lambda: node.unprepare(HOLDER))
         unprepare.start()
         eventually(lambda: node.calls.is_in_progress("unprepare", "holder"))
@@ -237,7 +237,7 @@ def test_running_unprepare_is_waited_for_without_the_api_server(node: Node, call
 def test_no_lock_is_held_while_it_waits(node: Node, calls: Calls) -> None:
     leaving(node)
     calls.waits(node, claim(GPU_0))
-    with node.planning.hold(1), node.claim_locks.hold("uid-1", 1):
+    with node.records.planning.hold(1), node.records.locks.hold("uid-1", 1):
         assert node.lanes.under_way() == {}
     node.unprepare(HOLDER)
     assert isinstance(calls.answer("uid-1"), Prepared)

@@ -742,7 +742,7 @@ def test_the_mps_host(assert_golden: CompareFinding, kubelet: KubeletChecks) -> 
         directory.mkdir(parents=True)
     layout.lock.touch()
     assert_golden(kubelet.mps_host())
-    with hold_file(layout.lock, threading.Lock(), 0.0, "it"):
+    with hold_file(layout.lock, 0.0, "it"):
         assert_golden(kubelet.mps_host())
         layout.lock.write_text('{"version": 2}')
         assert_golden(kubelet.mps_host())

@@ -12,7 +12,7 @@ from dra_driver.journal.executor import Executor
 from dra_driver.journal.lanes import Lanes
 from dra_driver.journal.ledger import DIRECTORY as LEDGER
 from dra_driver.journal.ledger import Ledger
-from dra_driver.journal.locks import ClaimLocks, GpuLocks, PlanningLock
+from dra_driver.journal.locks import GpuLocks
 from dra_driver.journal.records import RecordStore
 from dra_driver.model.record import ClaimRecord
 
@@ -39,8 +39,6 @@ class Journaled:
         self.locks = GpuLocks(directory / "locks")
         self.locks.open()
         self.lanes = Lanes(self.locks)
-        self.planning = PlanningLock()
-        self.claim_locks = ClaimLocks()
         self.ledger = Ledger(directory / LEDGER, self.records, boot_id, self.without_record, clock=clock)
         self.ledger.open()
 

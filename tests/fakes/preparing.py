@@ -14,12 +14,13 @@ from typing import Any
 from dra_driver.cdi.directory import CdiDirectory
 from dra_driver.cdi.metadata_files import MetadataFiles, MetadataSteps
 from dra_driver.cdi.spec_step import ExtraDeviceFinder
+from dra_driver.claims.calls import PrepareAttempt
 from dra_driver.claims.gpu_processes import InUse
 from dra_driver.claims.lifecycle import ClaimLifecycle
 from dra_driver.claims.prepare import Identity
 from dra_driver.claims.reconciler import Reconciler, Rhythm
 from dra_driver.claims.specs_without_record import SpecsWithoutRecord
-from dra_driver.claims.waiting import PrepareAttempt, Waiter, WaitTimeouts
+from dra_driver.claims.waiting import Waiter, WaitTimeouts
 from dra_driver.errors import ApiUnavailableError, ClaimRefusedError
 from dra_driver.inventory.detachment import Detachments
 from dra_driver.inventory.maintenance_step import MaintenanceSteps
@@ -207,12 +208,10 @@ def claims_of(
     timeouts: WaitTimeouts = WaitTimeouts(),  # noqa: B008
 ) -> ClaimLifecycle:
     """Prepare and Unprepare over the records, locks, specs and executor of a node."""
-    return ClaimLifecycle(
+    parts = ClaimLifecycle(
         identity,
         discovery=devices,
         records=node.records,
-        locks=node.claim_locks,
-        planning=node.planning,
         without_record=SpecsWithoutRecord(node.records, node.specs),
         executor=node.executor,
         cleaner=node.cleaner,
@@ -226,13 +225,14 @@ def claims_of(
         layouts=None,
         timeouts=timeouts,
     )
+    parts.admission.open()
+    return parts
 
 
 def maintenance_steps(node: Journaled, directory: Path) -> MaintenanceSteps:
     """Of a node whose slices never have a device, and whose NVML no one has open."""
     return MaintenanceSteps(
         Detachments(directory, node.boot_id, clock=lambda: 0.0),
-        node.claim_locks,
         node.records,
         node.ledger,
         is_offered=lambda _gpus: False,
@@ -301,7 +301,7 @@ class Node(Journaled):
     def serve(self, identity: Identity) -> None:
         """Put Prepare and Unprepare together over what the node has now."""
         parts = claims_of(self, identity, self.devices, Users(self.users), self.patience)
-        parts.waiter.on_leaving(lambda ref: self.waited_for.append(ref.uid))
+        parts.waiter.on_leaving = lambda ref: self.waited_for.append(ref.uid)
         self.service, self.preparer, self.unpreparer = parts.service, parts.preparer, parts.unpreparer
         self.waiter, self.calls = parts.waiter, parts.calls
         self.waiting = noted_waits(parts.waiter)

@@ -37,7 +37,7 @@ def maintenance(node: Node, name: str, *devices: str, **fields: Any) -> ClaimRef
 
 
 def states(node: Node) -> dict[str, str]:
-    found = node.driver._gpus.detachments.maintenances(node.driver.records.all().values())
+    found = node.driver.detachments.maintenances(node.driver.records.all().values())
     return {one.claim.name: one.state for one in found}
 
 
@@ -124,9 +124,7 @@ def test_time_that_is_over_opens_nvml_and_keeps_the_gpu_withdrawn(
     before = names(node)
     ref, late = maintenance(node, "reset", before[3]), node.allocated_by_hand("late", before[2])
     prepared = node.ready(ref)
-    monkeypatch.setattr(
-        node.driver._gpus.detachments, "_clock", lambda: node.driver._gpus.detachments.written().until_s
-    )
+    monkeypatch.setattr(node.driver.detachments, "_clock", lambda: node.driver.detachments.written().until_s)
     eventually(lambda: node.driver.discovery.unavailable() is None)
     assert states(node) == {"reset": "overdue"}
     node.ready(late)
@@ -143,14 +141,14 @@ def test_detach_end_opens_nvml_and_detach_names_the_claim(node: Node) -> None:
     node.ready(ref)
     refused = call("detach", before[5], *node.machine_flags)
     assert (refused.returncode, "claims use the GPUs: default/reset" in refused.stderr) == (1, True)
-    until = node.driver._gpus.detachments.now()
+    until = node.driver.detachments.now()
     for duration in ("10s", "2h"):
         forced = call("detach", before[5], "--force", "--for", duration, *node.machine_flags)
         assert (forced.returncode, "for maintenance claim default/reset; NVML opens" in forced.stderr) == (
             1,
             True,
         )
-    assert node.driver._gpus.detachments.now() == until
+    assert node.driver.detachments.now() == until
     ended = call("detach", "--end", *node.machine_flags)
     assert ended.stdout.startswith("gpu-dra-driver opens NVML again")
     eventually(lambda: node.driver.discovery.unavailable() is None)
@@ -171,7 +169,7 @@ def test_restart_during_maintenance_keeps_the_slices_and_nvml_closed(node: Node)
     assert node.ready(running) == answer
     assert node.ready(ref) == prepared
     assert states(node) == {"reset": "active"}
-    assert not node.driver._gpus.detachments.is_nvml_open()
+    assert not node.driver.detachments.is_nvml_open()
     assert node.slices() == slices
     assert node.driver.is_ready(), "a rolling update goes on"
     assert [one.code for one in node.driver.discovery.problems()] == ["gpus-unavailable"], (
@@ -182,10 +180,10 @@ def test_restart_during_maintenance_keeps_the_slices_and_nvml_closed(node: Node)
 
 
 def test_file_of_a_claim_that_is_not_prepared_is_removed_by_the_next_start(node: Node) -> None:
-    node.driver._gpus.detachments.begin(900, maintenance(node, "reset", names(node)[3]))
+    node.driver.detachments.begin(900, maintenance(node, "reset", names(node)[3]))
     node.restart_driver()
     node.wait_devices(8)
-    assert node.driver._gpus.detachments.written() is None
+    assert node.driver.detachments.written() is None
 
 
 @pytest.mark.parametrize("writer", ["newer release", "damaged"])
@@ -198,7 +196,7 @@ def test_gpu_of_a_claim_whose_record_cannot_be_read_stays_withdrawn(node: Node, 
     document["steps"].append({"kind": "of-a-newer-release"})
     record.write_text("{" if writer == "damaged" else json.dumps(document))
     node.restart_driver()
-    node.driver._gpus.detachments.end()
+    node.driver.detachments.end()
     eventually(lambda: node.driver.discovery.unavailable() is None)
     inventory = node.driver.discovery.latest()
     assert inventory is not None
@@ -214,7 +212,7 @@ def test_process_that_stands_by_closes_nvml_for_a_claim_and_opens_it_again(node:
     eventually(lambda: len(node.machine.clients(with_own=True)) == 2)
     ref = maintenance(node, "reset", before[3])
     eventually(lambda: isinstance(node.prepare(ref)[ref.uid], Prepared))
-    assert not node.driver._gpus.detachments.is_nvml_open()
+    assert not node.driver.detachments.is_nvml_open()
     assert reset(node, "3").returncode == 0
     node.must_unprepare(ref)
     eventually(lambda: node.driver.discovery.unavailable() is None)
@@ -282,7 +280,7 @@ def test_stale_maintenance_claim_is_released_while_nvml_is_closed(node: Node) ->
     reconciler.check()
     assert states(node) == {}
     eventually(lambda: names(node) == before)
-    assert node.driver._gpus.detachments.written() is None
+    assert node.driver.detachments.written() is None
 
 
 def test_slices_that_cannot_be_written_keep_nvml_open(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,7 +290,7 @@ def test_slices_that_cannot_be_written_keep_nvml_open(node: Node, monkeypatch: p
     node.server.faults.fail(10**6, 503, path="resourceslices", method="PUT")
     node.server.faults.fail(10**6, 503, path="resourceslices", method="PATCH")
     assert "the ResourceSlices of this node still have devices" in failure(node, ref)
-    assert node.driver._gpus.detachments.written() is None
+    assert node.driver.detachments.written() is None
     node.ready(late)
     node.server.faults.clear()
     eventually(lambda: isinstance(node.prepare(ref)[ref.uid], Prepared))

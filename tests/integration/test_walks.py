@@ -71,7 +71,7 @@ def test_plain_prepare_passes_through_the_files_of_the_first_walk(node: Node) ->
     ran(node, "first")  # what is read only once is not of the walk
     files = listed("prepare")
     assert ran(node, "second") == set(files)
-    assert len(files) == len(set(files)) <= 14
+    assert len(files) == len(set(files)) <= 12
 
 
 def entered_until_written(publisher: Publisher) -> list[str]:

@@ -284,7 +284,7 @@ def test_detach_while_another_process_writes_the_file_names_no_claim(
     detachments.begin(300)
     [lock] = tmp_path.rglob("detach.lock")
     with (
-        hold_file(lock, threading.Lock(), 0.0, "it"),
+        hold_file(lock, 0.0, "it"),
         pytest.raises(RetryableError, match=r"^another process is writing the detach file; try again$"),
     ):
         detachments.begin(300)

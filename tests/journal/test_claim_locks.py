@@ -5,8 +5,8 @@ import time
 import pytest
 
 from dra_driver.errors import RetryableError
-from dra_driver.journal import locks as claimlocks
-from dra_driver.journal.locks import ClaimLocks, PlanningLock
+from dra_driver.journal import records
+from dra_driver.journal.records import ClaimLocks, PlanningLock
 from tests.fakes.preparing import in_threads
 
 
@@ -57,7 +57,7 @@ def test_lock_is_not_waited_for_when_the_kubelet_has_cancelled_the_call(locks: C
 def test_claims_that_were_wanted_longest_ago_are_forgotten(
     locks: ClaimLocks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(claimlocks, "_REMEMBERED", 2)
+    monkeypatch.setattr(records, "_REMEMBERED", 2)
     began = time.monotonic_ns()
     with locks.hold("uid-0", 1) as held:
         for uid in ("uid-1", "uid-2", "uid-3"):

@@ -12,7 +12,6 @@ import pytest
 
 from dra_driver.base.atomic import write_atomically
 from dra_driver.errors import ApiUnavailableError, NvmlTransientError
-from dra_driver.journal.locks import PlanningLock
 from dra_driver.mig.layout_file import LAYOUT_FILE, LayoutFile, decode
 from dra_driver.mig.layouts import TAINTED_FIRST_S, NodeLayouts
 from dra_driver.model.gpu import Card, Gpu
@@ -45,13 +44,12 @@ class Layouts:
         self.reported: list[GpuLayout] = []
         self.scans = 0
         self.cards: tuple[Card, ...] = ()
-        self.planning = PlanningLock()
+        self.planning = node.records.planning
         self.keeper = NodeLayouts(
             node.context,
             node.devices,
             node.mode,
             node.lanes,
-            self.planning,
             LayoutFile(node.directory / LAYOUT_FILE),
             wanted,
             labels=self._labels,

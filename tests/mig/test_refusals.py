@@ -325,7 +325,7 @@ def test_others_on_the_gpu_continue_and_no_lock_is_held_in_between(make: Callabl
     attempt = waiting(node, first)
     node.machine.clear_faults()
     assert node.on_gpu() == (True, [])
-    with node.locks.hold({node.gpu_uuid}, 1), node.claim_locks.hold("uid-1", 1):
+    with node.locks.hold({node.gpu_uuid}, 1), node.records.locks.hold("uid-1", 1):
         pass
     assert isinstance(node.requested(second), Prepared)
     assert node.no_more(second) is None

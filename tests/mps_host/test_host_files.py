@@ -61,7 +61,7 @@ class FakeHost:
         self._held = ExitStack()
 
     def open(self, lock: bytes = b'{"version": 1}') -> None:
-        held = hold_file(self.layout.lock, threading.Lock(), 0.0, "it")
+        held = hold_file(self.layout.lock, 0.0, "it")
         os.pwrite(self._held.enter_context(held), lock, 0)
 
     def close(self) -> None:

@@ -195,7 +195,7 @@ def test_steps_are_timed_by_kind_whether_they_fail_or_not(metrics: Metrics) -> N
     runner, kept = Runner(), record(hold(GPU_0))
     plan = plan_claim(claim(GPU_0), MIXED, NODE, DRIVER, ())
     runners = dict.fromkeys((WriteCdiSpec, SetTimeSlice, RunMps), runner)
-    observed = StepDispatcher(runners, metrics, lambda: runner.now)
+    observed = StepDispatcher(runners, metrics.step_ended, lambda: runner.now)
     time_slice, daemon = SetTimeSlice("GPU-1", 2), RunMps(MpsDaemonSpec(GPU_0, "GPU-1", "gpu", "GPU-1"))
     observed.do(WriteCdiSpec(), plan)
     observed.undo(time_slice, kept.ref)
