@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any, Final, Literal, get_args
 
 from dra_driver.errors import InvalidConfigError
+from dra_driver.model.dataclass import dataclass, field
 from dra_driver.model.maintenance import CLOSED_TIMES, closed_seconds
 from dra_driver.model.record import MaintenancePolicy
 from dra_driver.model.schema import Choice, MapField, Object, Scalar, Words, faults

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from dra_driver.api.config import (
@@ -23,6 +22,7 @@ from dra_driver.api.config import (
 )
 from dra_driver.errors import InvalidConfigError
 from dra_driver.model.claim import AllocatedClaim, DeviceConfig, DeviceResult
+from dra_driver.model.dataclass import dataclass
 from dra_driver.model.schema import Words
 
 MAX_BYTES = 10 * 1024

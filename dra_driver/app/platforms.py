@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from dra_driver.app.settings import DEFAULT_SIMULATOR_DIR, Settings
 from dra_driver.host.device_nodes import DeviceNodeReader, LstatDeviceNodeReader
 from dra_driver.host.driver_root import find_nvml_library
 from dra_driver.host.vfio import HostPciControl, PciControl
+from dra_driver.model.dataclass import dataclass
 from dra_driver.model.host import HostPaths
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
@@ -29,6 +28,7 @@ from dra_driver.app.config_file import (
     word,
 )
 from dra_driver.errors import InvalidConfigError
+from dra_driver.model.dataclass import MISSING, dataclass, field, fields, replace
 from dra_driver.model.driver_files import NO_HOOK
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.host import (

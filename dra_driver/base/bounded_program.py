@@ -9,10 +9,10 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from typing import Any
 
 from dra_driver.errors import RetryableError
+from dra_driver.model.dataclass import dataclass, field
 from dra_driver.model.driver_files import FindPrograms, check_started, not_run
 
 _AFTER_KILL_S = 1.0

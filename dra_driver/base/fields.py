@@ -20,12 +20,12 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import MISSING, dataclass, fields, is_dataclass
 from types import UnionType
 from typing import Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from dra_driver import __version__
 from dra_driver.errors import StateError
+from dra_driver.model.dataclass import MISSING, dataclass, fields, is_dataclass
 from dra_driver.model.schema import JsonObject
 
 T = TypeVar("T")

@@ -11,7 +11,6 @@ import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
@@ -31,6 +30,7 @@ from dra_driver.base.atomic import (
 )
 from dra_driver.base.fields import NewerFormatError
 from dra_driver.errors import StateError
+from dra_driver.model.dataclass import KW_ONLY, dataclass
 from dra_driver.model.problems import NodeProblem
 from dra_driver.model.units import named
 

@@ -16,7 +16,6 @@ import shutil
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from dra_driver.base.atomic import (
@@ -47,6 +46,7 @@ from dra_driver.errors import NvmlUnavailableError, StateError
 from dra_driver.inventory.discovery import Discovery
 from dra_driver.journal.ledger import Ledger
 from dra_driver.model.claim import AllocatedClaim, ClaimRef
+from dra_driver.model.dataclass import dataclass
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord, WriteDeviceMetadata
 

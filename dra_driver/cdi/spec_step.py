@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, assert_never
 
 import structlog
@@ -27,6 +26,7 @@ from dra_driver.host.imex import ImexChannelNodes, ImexDaemon
 from dra_driver.host.vfio import CONTAINER_NODE, IOMMU_NODE, VfioCards
 from dra_driver.journal.ledger import Ledger
 from dra_driver.model.claim import ClaimRef
+from dra_driver.model.dataclass import dataclass, replace
 from dra_driver.model.driver_files import CdiDevice, CdiMount, DriverFiles, FindPrograms, HostNode
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.host import HOST_DEVICE_NODES, HOST_DEVICE_REMEDIES, HostDevice, HostPaths, ImexChannels

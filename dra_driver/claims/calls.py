@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal, Protocol, TypeVar
 
@@ -32,6 +31,7 @@ from dra_driver.model.claim import (
     ReportedDevice,
     UnprepareOutcome,
 )
+from dra_driver.model.dataclass import dataclass, field, replace
 from dra_driver.model.record import ClaimRecord
 
 _log = structlog.get_logger(__name__)

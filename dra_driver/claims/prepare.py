@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 
 import structlog
 
@@ -43,6 +42,7 @@ from dra_driver.journal.records import ClaimGuard, RecordStore
 from dra_driver.journal.rules.cleanups import PendingCleanup
 from dra_driver.mig.layouts import NodeLayouts
 from dra_driver.model.claim import AllocatedClaim, ClaimRef, DeviceResult, Prepared
+from dra_driver.model.dataclass import dataclass
 from dra_driver.model.host import NO_EXTRA_DEVICES, ExtraDevices
 from dra_driver.model.inventory import Inventory, OfferedDevice
 from dra_driver.model.plan import Plan

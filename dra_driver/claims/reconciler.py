@@ -48,7 +48,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
 
 import structlog
 
@@ -63,6 +62,7 @@ from dra_driver.errors import ApiUnavailableError, DraDriverError
 from dra_driver.journal.records import RecordStore
 from dra_driver.kube.claims import ClaimClient
 from dra_driver.model.claim import ClaimRef, Pods
+from dra_driver.model.dataclass import dataclass, replace
 from dra_driver.model.problems import NodeProblem
 from dra_driver.model.record import ClaimRecord
 

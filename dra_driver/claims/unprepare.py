@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import structlog
 from structlog.contextvars import bound_contextvars
@@ -15,6 +14,7 @@ from dra_driver.errors import RetryableError
 from dra_driver.journal.executor import Executor
 from dra_driver.journal.records import ClaimGuard, RecordStore
 from dra_driver.model.claim import ClaimRef, UnprepareOutcome
+from dra_driver.model.dataclass import dataclass
 from dra_driver.model.record import ClaimRecord
 
 _log = structlog.get_logger(__name__)

@@ -31,7 +31,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import structlog
 
@@ -48,6 +47,7 @@ from dra_driver.errors import (
 from dra_driver.journal.records import RecordStore
 from dra_driver.kube.claims import ClaimClient
 from dra_driver.model.claim import ClaimRef
+from dra_driver.model.dataclass import dataclass
 from dra_driver.model.record import ClaimRecord
 
 _log = structlog.get_logger(__name__)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from argparse import Namespace
 from collections.abc import Iterator
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from dra_driver.cli.output import OUTPUT, answer, hanging
 from dra_driver.cli.rules.prepared_claims import ClaimDevice, NodeClaims, PreparedClaim, age_text
 from dra_driver.cli.scratch import node_settings
 from dra_driver.model.claim import Pods
+from dra_driver.model.dataclass import asdict
 from dra_driver.model.problems import FailingClaim
 from dra_driver.model.units import named
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from dataclasses import asdict
 
 from dra_driver.cli.flags import OF_NODE, switch
 from dra_driver.cli.node import pending_cleanup
 from dra_driver.cli.output import OUTPUT, answer, hanging
 from dra_driver.cli.rules.prepared_claims import shown
 from dra_driver.cli.scratch import node_settings
+from dra_driver.model.dataclass import asdict
 
 FLAGS = (
     switch("now", "Retry all pending cleanup now; run this as root on the node.", "--now"),

@@ -6,7 +6,6 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
-from dataclasses import asdict
 from functools import partial
 from typing import TypeVar
 
@@ -21,6 +20,7 @@ from dra_driver.errors import ApiRejectedError, ApiUnavailableError, FatalError,
 from dra_driver.kube.api_errors import ResponseTooLargeError
 from dra_driver.kube.client import ApiClient
 from dra_driver.kube.endpoint import load_endpoint
+from dra_driver.model.dataclass import asdict
 from dra_driver.model.ids import is_dns_label, printable
 from dra_driver.model.schema import JsonObject
 from dra_driver.model.units import first_of

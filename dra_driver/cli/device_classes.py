@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from dataclasses import replace
 
 from dra_driver.cli.flags import SIMULATE_SEVERAL, of_run
 from dra_driver.cli.inspect import possible_profiles
@@ -12,6 +11,7 @@ from dra_driver.cli.output import OUTPUT, Output, print_objects
 from dra_driver.cli.scratch import scratch_settings
 from dra_driver.cli.validation.rules.classes import mig_classes
 from dra_driver.errors import NotSupportedError
+from dra_driver.model.dataclass import replace
 from dra_driver.model.ids import printable
 from dra_driver.model.schema import Choice
 

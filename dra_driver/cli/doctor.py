@@ -7,7 +7,6 @@ from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
 
@@ -30,6 +29,7 @@ from dra_driver.cli.state_on_disk import is_only_simulated, plugin_problems, plu
 from dra_driver.host.processes import gpu_users
 from dra_driver.kube.client import ApiClient
 from dra_driver.kube.endpoint import load_endpoint
+from dra_driver.model.dataclass import asdict
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.units import counted
 

@@ -9,12 +9,12 @@ import importlib
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 from dra_driver.app.settings import FLAGS, Flag
 from dra_driver.errors import InvalidConfigError
+from dra_driver.model.dataclass import dataclass, field, replace
 from dra_driver.model.schema import Choice, Scalar
 
 _TRUE = ("1", "true", "t", "yes", "y", "on")

@@ -6,7 +6,6 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing, nullcontext, suppress
-from dataclasses import replace
 
 from dra_driver.app.settings import FLAGS as SETTINGS
 from dra_driver.app.settings import Flag, Settings
@@ -33,6 +32,7 @@ from dra_driver.host.sysfs import Sysfs
 from dra_driver.inventory.discovery import discover_once
 from dra_driver.journal.rules.cleanups import withholding
 from dra_driver.mig.offer import LedgerOwnership
+from dra_driver.model.dataclass import replace
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.ids import printable
 from dra_driver.model.inventory import Inventory, OfferedDevice

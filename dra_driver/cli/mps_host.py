@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 from argparse import Namespace
-from dataclasses import replace
 from pathlib import Path
 
 import structlog
@@ -20,6 +19,7 @@ from dra_driver.host.driver_programs import InstalledPrograms
 from dra_driver.host.gpu_nodes import CapabilityNodes, MigCaps
 from dra_driver.host.sysfs import Sysfs
 from dra_driver.inventory.detachment import Detachments
+from dra_driver.model.dataclass import replace
 from dra_driver.model.schema import Scalar
 from dra_driver.mps_host.daemon import HostTools
 from dra_driver.mps_host.daemon_compute_mode import ComputeMode

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -44,6 +43,7 @@ from dra_driver.journal.ledger import Ledger
 from dra_driver.journal.locks import GpuLocks
 from dra_driver.journal.records import RecordStore
 from dra_driver.journal.rules.cleanups import PendingCleanup
+from dra_driver.model.dataclass import dataclass, replace
 from dra_driver.model.gpu import Gpu, GpuLoad, GpuProcess
 from dra_driver.model.health import PolledHealth
 from dra_driver.model.inventory import Inventory

@@ -14,13 +14,13 @@ import time
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from dra_driver.app.logs import configure_logs
 from dra_driver.app.settings import DEFAULT_SIMULATOR_DIR, Settings, resolve
 from dra_driver.errors import FatalError
+from dra_driver.model.dataclass import replace
 
 
 @contextmanager

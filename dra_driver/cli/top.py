@@ -12,7 +12,6 @@ from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
 from types import FrameType
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -24,6 +23,7 @@ from dra_driver.cli.output import COLOR, OUTPUT, Output, answer, console, drawn,
 from dra_driver.cli.rules.node_view import Holding, NodeView, SeenGpu, SeenProcess, SeenReason, searched
 from dra_driver.cli.rules.prepared_claims import age_text
 from dra_driver.cli.scratch import scratch_settings
+from dra_driver.model.dataclass import asdict, dataclass, replace
 from dra_driver.model.gpu import GpuLoad
 from dra_driver.model.ids import printable
 from dra_driver.model.schema import Choice, Scalar

@@ -5,7 +5,6 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +31,7 @@ from dra_driver.errors import DraDriverError, InvalidConfigError, NvmlUnavailabl
 from dra_driver.health.rules.taints import PREFIX
 from dra_driver.kube.endpoint import load_endpoint
 from dra_driver.mig.rules.layouts import layout_gpus
+from dra_driver.model.dataclass import asdict
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.schema import JsonObject
 from dra_driver.model.units import counted

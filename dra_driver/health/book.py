@@ -10,7 +10,6 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
 
 import structlog
 
@@ -19,6 +18,7 @@ from dra_driver.errors import StateError
 from dra_driver.health.rules.state import XID, observe, rebooted, waits_for_reset
 from dra_driver.health.rules.xids import NO_CHANGES, XidPolicy, xid_text
 from dra_driver.health.store import HealthStore, KeptHealth, ServicedGpus
+from dra_driver.model.dataclass import dataclass, replace
 from dra_driver.model.health import (
     LOST,
     UNRESPONSIVE,

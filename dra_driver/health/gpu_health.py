@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from dra_driver.journal.ledger import Ledger
 from dra_driver.journal.rules.cleanups import Withholding
 from dra_driver.kubelet.pb import dra_health_v1_pb2 as v1
 from dra_driver.mig.mode import MigAction
+from dra_driver.model.dataclass import dataclass, replace
 from dra_driver.model.health import HealthChange, PolledHealth, Reason, Severity
 from dra_driver.model.ids import one_line
 from dra_driver.model.inventory import OfferedDevice, VfioDevice

@@ -15,7 +15,6 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -24,6 +23,7 @@ import structlog
 from dra_driver.errors import DeviceLostError, DraDriverError, NvmlUnavailableError
 from dra_driver.health.book import FRESH_S, OVERDUE_S, HealthBook, HealthThread
 from dra_driver.health.poller import GpuPoller
+from dra_driver.model.dataclass import dataclass
 from dra_driver.model.health import (
     UNRESPONSIVE,
     Hanging,

@@ -10,7 +10,6 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import structlog
@@ -20,6 +19,7 @@ from dra_driver.health.book import OVERDUE_S, HealthBook
 from dra_driver.health.rules.polling import compared
 from dra_driver.health.rules.state import shows_reset
 from dra_driver.health.rules.xids import RECOVERY_ACTION_CHANGED, severity_of_xid
+from dra_driver.model.dataclass import replace
 from dra_driver.model.health import (
     HealthEvent,
     HealthTarget,

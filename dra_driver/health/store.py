@@ -9,7 +9,6 @@ as after an observed reset, so the file can be read repeatedly. It is valid only
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dra_driver.base.atomic import read_or_none, write_atomically
@@ -25,6 +24,7 @@ from dra_driver.base.fields import (
 )
 from dra_driver.base.json_store import JsonStore, log_unreadable
 from dra_driver.errors import StateError
+from dra_driver.model.dataclass import dataclass, replace
 from dra_driver.model.health import HEALTH_FILE, HealthState, HealthTarget, Reason, Severity
 from dra_driver.model.problems import NodeProblem
 from dra_driver.model.schema import JsonObject

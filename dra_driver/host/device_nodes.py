@@ -12,7 +12,6 @@ import os
 import stat
 import threading
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Protocol
@@ -21,6 +20,7 @@ import structlog
 
 from dra_driver.base.atomic import replace_symlink
 from dra_driver.host.rooted_tree import RootedTree, join_root, names_in
+from dra_driver.model.dataclass import dataclass, replace
 from dra_driver.model.driver_files import CdiMount, HostNode
 from dra_driver.model.host import (
     HOST_DEVICE_FILES,

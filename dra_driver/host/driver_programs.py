@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 
 from dra_driver.base.atomic import replace_symlink, stamp_or_none
@@ -23,6 +22,7 @@ from dra_driver.errors import (
 )
 from dra_driver.host.libraries import scan_libraries
 from dra_driver.host.rooted_tree import RootedTree
+from dra_driver.model.dataclass import dataclass
 from dra_driver.model.driver_files import (
     CONTROL_PROGRAM,
     SERVER_PROGRAM,

@@ -8,12 +8,12 @@ import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 
 from dra_driver.base.atomic import stamp_or_none
 from dra_driver.base.bounded_program import run_program
 from dra_driver.errors import RetryableError
 from dra_driver.host.rooted_tree import RootedTree, join_root
+from dra_driver.model.dataclass import dataclass, replace
 from dra_driver.model.driver_files import BASE_HOOK_VERBS, MORE_HOOK_VERBS, NO_HOOK, exit_text
 from dra_driver.model.host import HostPaths
 

@@ -6,12 +6,12 @@ import json
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 from dra_driver.base.atomic import refuse_own_limit
 from dra_driver.host.rooted_tree import RootedTree
+from dra_driver.model.dataclass import dataclass, field
 from dra_driver.model.driver_files import DriverLink
 from dra_driver.model.units import counted
 

@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from pathlib import Path
@@ -30,6 +29,7 @@ from dra_driver.host.device_nodes import DeviceNodeReader, DevRoot
 from dra_driver.host.processes import users_of
 from dra_driver.host.rooted_tree import RootedTree, names_in, text_of
 from dra_driver.host.sysfs import Sysfs
+from dra_driver.model.dataclass import replace
 from dra_driver.model.driver_files import HostNode, exit_text
 from dra_driver.model.gpu import VFIO_PCI, Card, is_vfio, uuid_of_bus_id
 from dra_driver.model.host import HostPaths

@@ -43,7 +43,6 @@ import errno
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import replace
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -64,6 +63,7 @@ from dra_driver.errors import (
     StateError,
 )
 from dra_driver.model.claim import ClaimRef
+from dra_driver.model.dataclass import replace
 from dra_driver.model.maintenance import MAX_S, Detachment, Maintenance, maintenances
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.units import named

@@ -12,7 +12,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
 
 import structlog
 
@@ -43,6 +42,7 @@ from dra_driver.inventory.rules.assembly import (
     with_unready_since,
 )
 from dra_driver.mig.offer import MigOffer, MigOwnership
+from dra_driver.model.dataclass import dataclass, replace
 from dra_driver.model.gpu import Card, Gpu
 from dra_driver.model.health import PolledHealth
 from dra_driver.model.host import HostFingerprint

@@ -27,7 +27,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from dataclasses import dataclass
 
 import structlog
 
@@ -39,6 +38,7 @@ from dra_driver.journal.lanes import refuse_given_up
 from dra_driver.journal.ledger import Ledger
 from dra_driver.journal.records import RecordStore
 from dra_driver.model.claim import ClaimRef
+from dra_driver.model.dataclass import dataclass
 from dra_driver.model.maintenance import Detachment
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord, StartMaintenance

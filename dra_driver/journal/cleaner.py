@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -43,6 +42,7 @@ from dra_driver.journal.rules.cleanups import (
     without,
 )
 from dra_driver.model.claim import ClaimRef
+from dra_driver.model.dataclass import dataclass, replace
 from dra_driver.model.inventory import OfferedDevice
 from dra_driver.model.plan import Plan
 from dra_driver.model.problems import NodeProblem

@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Literal
@@ -34,6 +33,7 @@ from dra_driver.journal.lanes import Lanes, Operation
 from dra_driver.journal.records import RecordStore
 from dra_driver.journal.rules.cleanups import LedgerEntry, by_gpus, is_undone_in_lane
 from dra_driver.model.claim import ClaimRef
+from dra_driver.model.dataclass import dataclass, replace
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import (
     STEP_TEXTS,

@@ -22,7 +22,6 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager
 from contextvars import Context, ContextVar, copy_context
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, TypeVar
@@ -33,6 +32,7 @@ from dra_driver.base.deadline import time_left
 from dra_driver.base.file_lock import LockBusyError
 from dra_driver.errors import RetryableError
 from dra_driver.journal.locks import GpuLocks
+from dra_driver.model.dataclass import dataclass, field
 
 _log = structlog.get_logger(__name__)
 

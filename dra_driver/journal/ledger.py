@@ -32,7 +32,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -59,6 +58,7 @@ from dra_driver.journal.rules.cleanups import (
     is_undone_in_lane,
     pending_cleanups,
 )
+from dra_driver.model.dataclass import dataclass, replace
 from dra_driver.model.gpu import OwnedCard
 from dra_driver.model.mig import OwnedInstance, OwnedMode
 from dra_driver.model.problems import NodeProblem

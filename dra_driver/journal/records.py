@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -36,6 +35,7 @@ from dra_driver.base.file_lock import LockBusyError
 from dra_driver.base.json_store import JsonStore, UnreadableFile, log_unreadable, open_directory
 from dra_driver.errors import StateError
 from dra_driver.model.claim import AllocatedClaim
+from dra_driver.model.dataclass import dataclass, field
 from dra_driver.model.host import ImexChannels
 from dra_driver.model.ids import is_uid
 from dra_driver.model.mps import MpsShared, SharingMode, TimeSliced

@@ -6,7 +6,6 @@ import re
 import ssl
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any
@@ -24,6 +23,7 @@ from urllib3.exceptions import TimeoutError as HTTPTimeoutError
 
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError, InvalidConfigError
 from dra_driver.kube.decoding import TooLargeError, decode
+from dra_driver.model.dataclass import dataclass
 from dra_driver.model.ids import printable
 
 RETRYABLE_STATUS = frozenset({408, 429})

@@ -6,7 +6,6 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -17,6 +16,7 @@ from dra_driver.errors import ApiRejectedError
 from dra_driver.kube.claims import ClaimClient, reserved_pods
 from dra_driver.kube.client import ApiClient, is_not_found
 from dra_driver.model.claim import ClaimRef, DeviceFacts, DeviceStatus, MpsFacts, allocation_results
+from dra_driver.model.dataclass import KW_ONLY, dataclass
 from dra_driver.model.problems import EventObject
 from dra_driver.model.schema import JsonObject
 

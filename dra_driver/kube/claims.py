@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal
 
@@ -21,6 +20,7 @@ from dra_driver.model.claim import (
     allocation_results,
     pods_from,
 )
+from dra_driver.model.dataclass import dataclass
 
 _POD_CLAIM_NAME = "resource.kubernetes.io/pod-claim-name"
 

@@ -8,7 +8,6 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import KW_ONLY, dataclass
 from typing import Any
 from urllib.parse import quote, urlencode
 
@@ -22,6 +21,7 @@ from dra_driver.kube.api_errors import ApiErrors, PathNotFoundError
 from dra_driver.kube.decoding import MAX_BYTES, TooLargeError
 from dra_driver.kube.endpoint import Access, Endpoint
 from dra_driver.kube.transport import Route, body_of, new_manager, opened, piece_of, wait_for_each_piece
+from dra_driver.model.dataclass import KW_ONLY, dataclass
 
 FIELD_MANAGER = "gpu-dra-driver"
 """The default owner of the plugin's writes in `metadata.managedFields`: the beginning of the user agent."""

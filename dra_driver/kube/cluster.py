@@ -4,12 +4,12 @@ credentials.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from dra_driver.errors import ApiRejectedError
 from dra_driver.kube.api_errors import PathNotFoundError
 from dra_driver.kube.client import ApiClient, path_segment
+from dra_driver.model.dataclass import dataclass
 
 
 def node_uid(client: ApiClient, name: str) -> str:

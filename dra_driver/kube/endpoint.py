@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,6 +31,7 @@ from dra_driver.errors import DraDriverError, InvalidConfigError
 from dra_driver.kube.api_errors import one_line
 from dra_driver.kube.proxies import environment_proxy
 from dra_driver.kube.transport import Route
+from dra_driver.model.dataclass import dataclass, field
 
 _SERVICE_ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
 SERVICE_ACCOUNT_VARIABLE = "SERVICE_ACCOUNT_DIRECTORY"

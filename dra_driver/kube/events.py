@@ -10,12 +10,12 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass
 from datetime import UTC, datetime
 from typing import Any, Final
 
 from dra_driver.errors import ApiRejectedError
 from dra_driver.kube.client import MERGE_PATCH, ApiClient, is_not_found, path_segment
+from dra_driver.model.dataclass import KW_ONLY, dataclass
 from dra_driver.model.ids import one_line
 from dra_driver.model.problems import EventObject
 

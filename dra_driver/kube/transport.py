@@ -8,7 +8,6 @@ import socket
 import ssl
 import tempfile
 import time
-from dataclasses import dataclass, field
 from http.client import HTTPResponse
 from typing import Any
 
@@ -18,6 +17,7 @@ from urllib3.exceptions import HTTPError
 from urllib3.util import Timeout
 
 from dra_driver.kube.decoding import MAX_BYTES, TooLargeError
+from dra_driver.model.dataclass import dataclass, field
 
 _POOL_SIZE = 16
 CONNECT_TIMEOUT_S = 5.0

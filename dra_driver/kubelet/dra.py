@@ -8,7 +8,6 @@ use the other claims. Claim references are checked before any code uses them, es
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import grpc
@@ -23,6 +22,7 @@ from dra_driver.model.claim import (
     PrepareOutcome,
     UnprepareOutcome,
 )
+from dra_driver.model.dataclass import dataclass
 from dra_driver.model.ids import is_dns_label, is_subdomain, is_uid
 
 V1 = "v1.DRAPlugin"

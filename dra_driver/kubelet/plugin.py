@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from dra_driver.kubelet.sockets import (
     ensure_registry_dir,
     socket_paths,
 )
+from dra_driver.model.dataclass import dataclass
 from dra_driver.model.problems import NodeProblem
 
 HEALTH_VERSIONS = ("v1.DRAResourceHealth", "v1alpha1.DRAResourceHealth")

@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -24,6 +23,7 @@ from dra_driver.errors import FatalError
 from dra_driver.kubelet.grpc_server import Methods, RpcError, call_with_metadata, error_text, unary
 from dra_driver.kubelet.pb import registration_pb2 as pb
 from dra_driver.kubelet.sockets import identity, listening
+from dra_driver.model.dataclass import dataclass
 from dra_driver.model.problems import NodeProblem
 
 PLUGIN_TYPE = "DRAPlugin"

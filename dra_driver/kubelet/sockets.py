@@ -11,10 +11,10 @@ import os
 import socket
 import stat
 from base64 import urlsafe_b64encode
-from dataclasses import dataclass
 from pathlib import Path
 
 from dra_driver.errors import InvalidConfigError, StateError
+from dra_driver.model.dataclass import dataclass
 
 REGISTRY_DIR = Path("/var/lib/kubelet/plugins_registry")
 PLUGINS_DIR = Path("/var/lib/kubelet/plugins")

@@ -38,7 +38,6 @@ ours. The plugin destroys them only for a layout whose configuration allows it (
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Literal
 
 import structlog
@@ -60,6 +59,7 @@ from dra_driver.host.gpu_nodes import MigCaps
 from dra_driver.mig.mode import MigContext, MigMode
 from dra_driver.mig.rules.offered_devices import at_slot, is_ours
 from dra_driver.model.claim import ClaimRef
+from dra_driver.model.dataclass import replace
 from dra_driver.model.mig import GpuAddress, GpuInstance, OwnedInstance
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord, CreateMig, LeaveMigMode

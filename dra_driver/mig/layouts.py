@@ -26,7 +26,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
 
 import structlog
 
@@ -45,6 +44,7 @@ from dra_driver.mig.rules.layouts import (
     layout_gpus,
     target_of,
 )
+from dra_driver.model.dataclass import KW_ONLY, dataclass
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.ids import mig_slot_name
 from dra_driver.model.inventory import Inventory

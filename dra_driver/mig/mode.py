@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from typing import Literal
 
 import structlog
@@ -14,6 +13,7 @@ from dra_driver.base.deadline import seconds_for
 from dra_driver.errors import ClaimRefusedError, DraDriverError, NvmlUnavailableError, RetryableError
 from dra_driver.journal.ledger import Ledger
 from dra_driver.journal.records import RecordStore
+from dra_driver.model.dataclass import dataclass
 from dra_driver.model.mig import GpuAddress, OwnedInstance, OwnedMode
 from dra_driver.model.record import CreateMig
 from dra_driver.model.remedies import reset

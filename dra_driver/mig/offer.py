@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from dra_driver.journal.ledger import Ledger
@@ -15,6 +14,7 @@ from dra_driver.mig.rules.offered_devices import (
     offered_beside,
     offered_without_partitioning,
 )
+from dra_driver.model.dataclass import dataclass
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.mig import GpuInstance, OwnedInstance, OwnedMode

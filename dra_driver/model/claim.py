@@ -5,10 +5,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Final, Literal
 
+from dra_driver.model.dataclass import dataclass, field
 from dra_driver.model.ids import is_subdomain, is_uid
 
 _MAX_PODS: Final = 256

@@ -8,9 +8,9 @@ import errno
 import signal
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 
 from dra_driver.errors import RetryableError
+from dra_driver.model.dataclass import dataclass
 from dra_driver.model.host import DeviceNode
 
 NO_HOOK = "none"

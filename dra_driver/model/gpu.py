@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Literal
 
+from dra_driver.model.dataclass import dataclass, field
 from dra_driver.model.mig import MigDevice, Partitioning
 
 

@@ -5,10 +5,10 @@ since 1970.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import Literal
 
+from dra_driver.model.dataclass import dataclass
 from dra_driver.model.gpu import FabricRegistration
 from dra_driver.model.mig import MigDevice
 

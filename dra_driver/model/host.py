@@ -5,8 +5,9 @@ and the devices that containers get in addition to GPUs (IMEX channels, RDMA, st
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Final, Literal, get_args
+
+from dra_driver.model.dataclass import dataclass
 
 NodeType = Literal["b", "c", "u", "p"]
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
+from dra_driver.model.dataclass import dataclass, field, replace
 from dra_driver.model.gpu import Card, Gpu, uuid_of_bus_id
 from dra_driver.model.ids import (
     gpu_device_names,

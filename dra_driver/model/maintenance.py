@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Final, Literal
 
 from dra_driver.model.claim import ClaimRef
+from dra_driver.model.dataclass import dataclass
 from dra_driver.model.problems import NodeProblem
 from dra_driver.model.record import ClaimRecord, StartMaintenance
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
+
+from dra_driver.model.dataclass import dataclass, field
 
 
 class GpuAddress(NamedTuple):

@@ -4,8 +4,9 @@ directories.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
 from typing import Literal
+
+from dra_driver.model.dataclass import dataclass, fields
 
 MpsKind = Literal["gpu", "mig"]
 MpsState = Literal["starting", "ready", "fault", "stopped", "failed"]

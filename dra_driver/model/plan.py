@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
 
 from dra_driver.model.claim import AllocatedClaim, DeviceResult
+from dra_driver.model.dataclass import dataclass, replace
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.host import HostDevice, ImexChannels
 from dra_driver.model.inventory import DynamicMigDevice, OfferedDevice

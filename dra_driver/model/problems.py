@@ -7,10 +7,10 @@ returns it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from dra_driver.model.claim import ClaimRef
+from dra_driver.model.dataclass import dataclass, field
 
 ProblemCode = Literal[
     "check-failed",

@@ -8,10 +8,10 @@ cleaner then undoes everything in the ledgers that no record needs.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, replace
 from typing import Literal
 
 from dra_driver.model.claim import AllocatedClaim, ClaimRef
+from dra_driver.model.dataclass import dataclass, replace
 from dra_driver.model.host import HostDevice, ImexChannels
 from dra_driver.model.mig import GpuAddress, Placement
 from dra_driver.model.mps import MpsDaemonSpec, SharingMode

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, Final
 
+from dra_driver.model.dataclass import dataclass, field
 from dra_driver.model.ids import quoted
 
 JsonObject = dict[str, Any]

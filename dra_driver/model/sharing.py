@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal, assert_never
 
+from dra_driver.model.dataclass import dataclass
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import DynamicMigDevice, OfferedDevice, StaticMigDevice, VfioDevice, WholeGpu
 from dra_driver.model.record import DeviceKind

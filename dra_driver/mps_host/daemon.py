@@ -25,7 +25,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TypeVar
@@ -40,6 +39,7 @@ from dra_driver.errors import (
     NvmlDetachedError,
     RetryableError,
 )
+from dra_driver.model.dataclass import dataclass, field, replace
 from dra_driver.model.driver_files import FindPrograms
 from dra_driver.model.mps import MpsDaemonStatus, MpsState
 from dra_driver.mps_host import daemon_processes as processes

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import structlog
 
 from dra_driver.base.bounded_program import run_driver_program
 from dra_driver.errors import PermanentError, RetryableError
+from dra_driver.model.dataclass import dataclass, field
 from dra_driver.model.driver_files import CONTROL_PROGRAM, FindPrograms, exit_text, not_run
 from dra_driver.model.mps import MpsDaemonSpec, MpsDirectories
 from dra_driver.model.remedies import RESET_OR_REBOOT

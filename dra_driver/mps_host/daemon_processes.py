@@ -7,12 +7,12 @@ import signal
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from dra_driver.base.atomic import refuse_own_limit, state_error
 from dra_driver.errors import StateError
+from dra_driver.model.dataclass import dataclass
 
 PIPE_VARIABLE = "CUDA_MPS_PIPE_DIRECTORY"
 

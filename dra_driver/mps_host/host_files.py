@@ -49,7 +49,6 @@ import time
 from base64 import b32encode
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -73,6 +72,7 @@ from dra_driver.base.file_lock import is_locked
 from dra_driver.base.installation import helm_set
 from dra_driver.base.json_store import JsonStore, UnreadableFile, log_unreadable
 from dra_driver.errors import PermanentError, RetryableError, StateError
+from dra_driver.model.dataclass import dataclass, field
 from dra_driver.model.ids import is_dns_label
 from dra_driver.model.mps import (
     MpsDaemonSpec,

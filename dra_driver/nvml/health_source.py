@@ -8,12 +8,12 @@ import threading
 from collections import deque
 from collections.abc import Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import pynvml
 
 from dra_driver.errors import DraDriverError, NvmlUnavailableError
+from dra_driver.model.dataclass import dataclass, field
 from dra_driver.model.health import DoubleBitError, HealthEvent, PolledHealth, Xid
 from dra_driver.nvml.calls import nvml_errors, supported
 from dra_driver.nvml.health_polls import read_health, read_instances

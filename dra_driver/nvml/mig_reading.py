@@ -9,12 +9,12 @@ import math
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 import pynvml
 
 from dra_driver.errors import DeviceLostError, DraDriverError, NotSupportedError, NvmlUnavailableError
+from dra_driver.model.dataclass import replace
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import DiscoveryFault
 from dra_driver.model.mig import GpuInstance, MigDevice, MigProfile, Partitioning, PlacedProfile, Placement

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from dra_driver.base.file_lock import UseMark
+from dra_driver.model.dataclass import dataclass, replace
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.host import NvmlFingerprint
 from dra_driver.model.inventory import Inventory

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import uuid as uuidlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 import pynvml
 
 from dra_driver.errors import DraDriverError, NotSupportedError, RetryableError
+from dra_driver.model.dataclass import dataclass, field
 from dra_driver.model.gpu import Fabric, FabricRegistration, Gpu, UnreadyFabric
 from dra_driver.model.ids import pci_bus_id
 from dra_driver.model.inventory import ConfidentialMode, DiscoveryFault

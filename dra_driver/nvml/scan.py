@@ -5,7 +5,6 @@ finds which pairs of GPUs reach each other over NVLink.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
 from itertools import combinations
 
 import pynvml
@@ -17,6 +16,7 @@ from dra_driver.errors import (
     RetryableError,
     StateError,
 )
+from dra_driver.model.dataclass import dataclass, field, replace
 from dra_driver.model.gpu import Fabric, Gpu
 from dra_driver.model.host import GpuFingerprint, NvmlFingerprint
 from dra_driver.model.ids import pci_bus_id

@@ -9,11 +9,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from typing import Any
 
 import pynvml
 
+from dra_driver.model.dataclass import dataclass, replace
 from dra_driver.model.gpu import GpuLoad, GpuProcess, GpuUse
 from dra_driver.model.mig import GpuAddress, MigAddress
 from dra_driver.nvml.calls import Handle, query

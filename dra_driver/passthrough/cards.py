@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
 
 import structlog
 
 from dra_driver.errors import StateError
 from dra_driver.host.vfio import VfioCards
 from dra_driver.journal.ledger import Ledger
+from dra_driver.model.dataclass import dataclass, replace
 from dra_driver.model.gpu import Card, Gpu, OwnedCard
 from dra_driver.model.problems import NodeProblem
 from dra_driver.model.record import bindings

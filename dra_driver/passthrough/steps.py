@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import structlog
@@ -42,6 +41,7 @@ from dra_driver.host.vfio import NVIDIA, VfioCards
 from dra_driver.journal.lanes import Lanes, only_writes
 from dra_driver.journal.ledger import Ledger
 from dra_driver.model.claim import ClaimRef
+from dra_driver.model.dataclass import dataclass, field
 from dra_driver.model.gpu import VFIO_PCI, Card, FunctionBefore, OwnedCard, is_vfio
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import BindVfio, ClaimRecord

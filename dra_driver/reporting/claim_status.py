@@ -9,12 +9,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
 
 import structlog
 
 from dra_driver.errors import DraDriverError
 from dra_driver.model.claim import ClaimRef, DeviceStatus, ReportedDevice
+from dra_driver.model.dataclass import KW_ONLY, dataclass
 from dra_driver.model.health import HealthChange, HealthStates, HealthTarget
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.mig import OwnedInstance

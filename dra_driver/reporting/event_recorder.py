@@ -11,7 +11,6 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Final
 
 import structlog
@@ -22,6 +21,7 @@ from dra_driver.errors import ApiRejectedError, ApiUnavailableError, DraDriverEr
 from dra_driver.kube.claim_status_client import ClaimStatusClient
 from dra_driver.kube.events import EventWriter
 from dra_driver.model.claim import ClaimRef, DeviceStatus
+from dra_driver.model.dataclass import KW_ONLY, dataclass, field, replace
 from dra_driver.model.problems import EventObject, EventReason, claim_object, node_object
 
 _log = structlog.get_logger(__name__)

@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import KW_ONLY, dataclass, replace
 from typing import Literal
 
 import structlog
@@ -25,6 +24,7 @@ import structlog
 from dra_driver.base.threads import BoundedCall
 from dra_driver.errors import DraDriverError
 from dra_driver.model.claim import ClaimNow, ClaimRef
+from dra_driver.model.dataclass import KW_ONLY, dataclass, replace
 from dra_driver.model.problems import FailingClaim, NodeProblem
 from dra_driver.model.record import ClaimRecord
 

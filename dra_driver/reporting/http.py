@@ -23,7 +23,6 @@ import socket
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
 from io import StringIO
@@ -36,6 +35,7 @@ from prometheus_client.exposition import ThreadingWSGIServer, choose_encoder
 
 from dra_driver.errors import FatalError
 from dra_driver.inventory.discovery import NOT_DISCOVERED, Discovery
+from dra_driver.model.dataclass import dataclass
 from dra_driver.model.ids import split_address
 
 if TYPE_CHECKING:

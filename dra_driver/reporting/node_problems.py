@@ -18,7 +18,6 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -37,6 +36,7 @@ from dra_driver.base.fields import NUMBER, TEXT, Codec, FileFormat, list_of, req
 from dra_driver.base.file_lock import UseMark
 from dra_driver.base.threads import BackgroundWorker, BoundedCall
 from dra_driver.errors import DraDriverError, StateError
+from dra_driver.model.dataclass import KW_ONLY, dataclass, replace
 from dra_driver.model.problems import (
     FOUND_WITH_POOL,
     EventReason,

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Literal
 
 import structlog
@@ -22,6 +21,7 @@ from dra_driver.kube.client import ApiClient
 from dra_driver.kube.events import EventWriter
 from dra_driver.mig.mode import MigAction
 from dra_driver.model.claim import ClaimRef, Pods, ReportedDevice
+from dra_driver.model.dataclass import dataclass
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.mig import GpuLayout, LayoutState, OwnedInstance
 from dra_driver.model.mps import MpsDaemonStatus

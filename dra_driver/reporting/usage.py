@@ -7,10 +7,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
 from functools import partial
 
 from dra_driver.base.threads import BoundedCall
+from dra_driver.model.dataclass import KW_ONLY, dataclass
 from dra_driver.model.gpu import GpuProcess, GpuUse, ProcessOrigin
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.mig import GpuAddress, MigAddress

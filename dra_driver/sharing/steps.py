@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
 import structlog
 
 from dra_driver.base.deadline import seconds_for
@@ -18,6 +16,7 @@ from dra_driver.host.driver_programs import NvidiaSmi
 from dra_driver.journal.ledger import Ledger
 from dra_driver.journal.records import RecordStore
 from dra_driver.model.claim import ClaimRef
+from dra_driver.model.dataclass import dataclass, replace
 from dra_driver.model.mps import MpsDaemonSpec
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord, RunMps, SetTimeSlice

@@ -10,9 +10,10 @@ import functools
 import json
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
+
+from dra_driver.model.dataclass import dataclass, field
 
 KEPT_EVENTS = 512
 ANY_INSTANCE = 0xFFFFFFFF

@@ -7,11 +7,11 @@ NVIDIA driver.
 from __future__ import annotations
 
 import uuid
-from dataclasses import dataclass
 
 import pynvml
 
 from dra_driver.errors import InvalidConfigError
+from dra_driver.model.dataclass import dataclass
 from dra_driver.simulator.machine_state import ComputeInstance, Gpu, GpuInstance, MigProfile, Model
 
 NAMESPACE = uuid.UUID("6a1b63f4-08f2-5d10-9d8b-4c2f2c0e7a11")

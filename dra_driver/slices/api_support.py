@@ -20,7 +20,6 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
 
 import structlog
 
@@ -28,6 +27,7 @@ from dra_driver.errors import ApiRejectedError, ApiUnavailableError
 from dra_driver.kube.client import ApiClient
 from dra_driver.kube.cluster import server_version
 from dra_driver.mig.rules.counters import is_counted
+from dra_driver.model.dataclass import dataclass, replace
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.schema import JsonObject
 from dra_driver.model.sharing import SharingPolicy

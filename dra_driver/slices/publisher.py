@@ -10,7 +10,6 @@ import math
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from typing import Protocol
 
 import structlog
@@ -21,6 +20,7 @@ from dra_driver.base.threads import BackgroundWorker
 from dra_driver.errors import ApiUnavailableError, DraDriverError
 from dra_driver.kube.client import FIELD_MANAGER
 from dra_driver.kube.slices import SliceCache
+from dra_driver.model.dataclass import dataclass, replace
 from dra_driver.model.inventory import Inventory, OfferedDevice
 from dra_driver.model.problems import NodeProblem
 from dra_driver.model.schema import JsonObject

@@ -10,12 +10,12 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from typing import Final
 
 import structlog
 
 from dra_driver.errors import ApiRejectedError
+from dra_driver.model.dataclass import dataclass, replace
 from dra_driver.model.schema import JsonObject
 from dra_driver.model.units import named
 from dra_driver.slices.rules.build import Pool, SliceContent, has_its_counters

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 from dra_driver.cdi.rules.spec import checked_claim_uid, minimum_version
 from dra_driver.errors import ClaimRefusedError
 from dra_driver.model.claim import AllocatedClaim, ClaimRef, DeviceResult
+from dra_driver.model.dataclass import dataclass
 from dra_driver.model.ids import is_dns_label, is_subdomain
 from dra_driver.model.inventory import DynamicMigDevice, Inventory, OfferedDevice, StaticMigDevice
 from dra_driver.model.mig import OwnedInstance

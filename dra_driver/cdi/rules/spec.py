@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 from dra_driver.errors import ClaimRefusedError, RetryableError
+from dra_driver.model.dataclass import dataclass, replace
 from dra_driver.model.driver_files import CdiDevice, CdiMount, DriverFile, DriverFiles, HostNode
 from dra_driver.model.ids import is_uid
 from dra_driver.model.mps import MpsDirectories, MpsShared

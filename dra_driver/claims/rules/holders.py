@@ -15,10 +15,10 @@ The substitute for a lost record does not list allocated devices, and is never s
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from dra_driver.errors import ClaimRefusedError
 from dra_driver.model.claim import ClaimNow
+from dra_driver.model.dataclass import dataclass
 from dra_driver.model.mps import usage_kind
 from dra_driver.model.record import ClaimRecord, HeldDevice, StartMaintenance
 from dra_driver.model.units import counted, named

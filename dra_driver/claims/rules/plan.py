@@ -15,7 +15,6 @@ results.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 
 from dra_driver.api.config import DEFAULTS, MaintenanceConfig, VfioDeviceConfig
 from dra_driver.api.resolve import ResolvedConfig, asks_for_maintenance, config_for_result, manages
@@ -31,6 +30,7 @@ from dra_driver.claims.rules.holders import (
 from dra_driver.claims.rules.imex_channels import imex_of
 from dra_driver.errors import ClaimRefusedError, DeviceLostError, InvalidConfigError, RetryableError
 from dra_driver.model.claim import AllocatedClaim, ClaimRef, DeviceResult, Prepared, PreparedDevice
+from dra_driver.model.dataclass import replace
 from dra_driver.model.host import NO_EXTRA_DEVICES, ExtraDevices
 from dra_driver.model.ids import gpu_of_device
 from dra_driver.model.inventory import (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from dra_driver.base.installation import apply_again
 from dra_driver.cli.rules.findings import Finding, fail, ok, skip, warn
@@ -13,6 +12,7 @@ from dra_driver.kube.claims import ClaimClient
 from dra_driver.kube.client import GROUP_VERSION, MERGE_PATCH, ApiClient
 from dra_driver.kube.cluster import Permission, is_allowed
 from dra_driver.model.claim import ClaimRef, allocation_results
+from dra_driver.model.dataclass import dataclass
 from dra_driver.model.schema import JsonObject
 
 _FORBIDDEN = 403

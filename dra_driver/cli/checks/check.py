@@ -8,7 +8,6 @@ import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -17,6 +16,7 @@ from dra_driver.base.installation import from_outside, logs
 from dra_driver.base.threads import run_in_parallel
 from dra_driver.cli.rules.findings import Finding, fail, warn
 from dra_driver.errors import DraDriverError
+from dra_driver.model.dataclass import dataclass, replace
 
 T = TypeVar("T")
 

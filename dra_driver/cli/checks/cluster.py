@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 from dra_driver.app.settings import Settings
 from dra_driver.base.installation import apply_again, helm_set
@@ -17,6 +16,7 @@ from dra_driver.kube.api_errors import PathNotFoundError
 from dra_driver.kube.client import GROUP, GROUP_VERSION, ApiClient
 from dra_driver.kube.cluster import Permission, is_allowed, node_uid, read_node, server_version
 from dra_driver.model.claim import ClaimRef
+from dra_driver.model.dataclass import dataclass
 from dra_driver.model.schema import JsonObject
 from dra_driver.model.units import counted, named
 from dra_driver.slices.api_support import Support, ask_support

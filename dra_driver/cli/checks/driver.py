@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from dra_driver.app.settings import Settings
@@ -32,6 +31,7 @@ from dra_driver.host.imex import ImexChannelNodes, ImexDaemon
 from dra_driver.host.libraries import note_of_left_out, scan_libraries
 from dra_driver.host.rooted_tree import RootedTree, join_root, names_in
 from dra_driver.host.sysfs import Sysfs
+from dra_driver.model.dataclass import dataclass
 from dra_driver.model.driver_files import IMEX_PROGRAM
 from dra_driver.model.gpu import GpuProcess, is_vfio
 from dra_driver.model.host import (

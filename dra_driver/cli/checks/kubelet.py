@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from dra_driver.app.settings import Settings
@@ -20,6 +19,7 @@ from dra_driver.cli.rules.findings import (
 )
 from dra_driver.cli.rules.node_state import BOOT_UNKNOWN, NodeState
 from dra_driver.cli.state_on_disk import set_aside_files
+from dra_driver.model.dataclass import dataclass
 from dra_driver.model.units import counted, named
 from dra_driver.mps_host.host_files import MpsHostFiles, mps_layout
 from dra_driver.reporting.node_problems import Reported

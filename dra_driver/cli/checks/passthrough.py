@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from dra_driver.cli.checks.check import Check
 from dra_driver.cli.rules.findings import Finding, fail, ok, warn
 from dra_driver.cli.rules.node_state import NodeState
 from dra_driver.host.vfio import VfioCards
+from dra_driver.model.dataclass import dataclass
 from dra_driver.model.gpu import Card
 from dra_driver.model.record import BindVfio, bindings
 from dra_driver.model.units import counted, named

@@ -6,7 +6,6 @@ import json
 import posixpath
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from dra_driver.base.installation import helm_set
 from dra_driver.cli.checks.check import Check, not_written
 from dra_driver.cli.rules.findings import Finding, fail, ok, skip, warn, worst
 from dra_driver.host.rooted_tree import RootedTree
+from dra_driver.model.dataclass import dataclass, replace
 from dra_driver.model.host import HostPaths
 from dra_driver.model.schema import JsonObject
 

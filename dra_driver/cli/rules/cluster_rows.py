@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from dra_driver.cli.validation.rules.pods import IMPLICIT
 from dra_driver.model.claim import allocation_results
+from dra_driver.model.dataclass import dataclass, field
 from dra_driver.model.gpu import GpuLoad
 from dra_driver.model.schema import JsonObject
 from dra_driver.model.units import counted

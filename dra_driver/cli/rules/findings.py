@@ -7,9 +7,9 @@ could not be checked is no FAIL, because the pod may get its device.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
+from dra_driver.model.dataclass import dataclass
 from dra_driver.model.health import HEALTH_FILE
 from dra_driver.model.problems import NodeProblem, ProblemCode
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from dra_driver.cli.rules.node_state import NodeState
 from dra_driver.mig.rules.counters import partitioned
+from dra_driver.model.dataclass import dataclass
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.ids import mig_device_name, mig_slot_name
 from dra_driver.model.inventory import Inventory

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from dra_driver.journal.rules.cleanups import PendingCleanup
+from dra_driver.model.dataclass import dataclass
 from dra_driver.model.health import HealthState
 from dra_driver.model.ids import mig_device_name
 from dra_driver.model.inventory import Inventory

@@ -9,13 +9,13 @@ means. What NVML shows now is added. Without a plugin, the health is unknown, an
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 
 from dra_driver.cli.rules.node_state import NodeState, SavedHealth
 from dra_driver.cli.rules.prepared_claims import ClaimDevice, PreparedClaim
 from dra_driver.health.rules.polling import FABRIC, Finding, compared, findings_now
 from dra_driver.health.rules.state import HANGS_NOW, LOST_NOW
+from dra_driver.model.dataclass import asdict, dataclass, field, replace
 from dra_driver.model.gpu import GpuLoad, GpuProcess, ProcessOrigin
 from dra_driver.model.health import (
     HealthState,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from datetime import datetime
 
 from dra_driver.cli.rules.node_state import NodeState
 from dra_driver.journal.rules.cleanups import CleanupKind, PendingCleanup
 from dra_driver.model.claim import Pods
+from dra_driver.model.dataclass import dataclass, field
 from dra_driver.model.mig import OwnedInstance
 from dra_driver.model.mps import INTERVALS, LostMps, MpsShared, SharingMode, TimeSliced
 from dra_driver.model.problems import FailingClaim

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from dra_driver.cli.validation.documents import Document
 from dra_driver.cli.validation.rules.pods import claims_of, pod_faults, pod_specs
 from dra_driver.errors import ApiRejectedError, ApiUnavailableError
 from dra_driver.kube.client import ApiClient, is_not_found
 from dra_driver.kube.endpoint import Endpoint
+from dra_driver.model.dataclass import dataclass, field
 from dra_driver.model.schema import JsonObject
 
 Reference = tuple[str, str, str]

@@ -7,13 +7,13 @@ import os
 import re
 import sys
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from dra_driver.cli.validation.rules.manifests import is_of_device_plugin
 from dra_driver.errors import InvalidConfigError
+from dra_driver.model.dataclass import dataclass, replace
 from dra_driver.model.ids import quoted
 from dra_driver.model.schema import YAML_ERRORS
 

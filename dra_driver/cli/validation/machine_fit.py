@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 from dra_driver.claims.rules.plan import our_part, plan_claim
@@ -28,6 +27,7 @@ from dra_driver.cli.validation.rules.layout_trial import MigGpu
 from dra_driver.errors import DraDriverError, RetryableError
 from dra_driver.kube.claims import parse_allocated_claim
 from dra_driver.model.claim import ClaimRef
+from dra_driver.model.dataclass import dataclass
 from dra_driver.model.host import NO_EXTRA_DEVICES, ExtraDevices
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.schema import JsonObject

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
@@ -59,6 +58,7 @@ from dra_driver.cli.validation.rules.taints import (
     taint_rule_faults,
     toleration_hints,
 )
+from dra_driver.model.dataclass import asdict, dataclass, field
 from dra_driver.model.mig import LAYOUT_LABEL, Layouts
 from dra_driver.model.schema import JsonObject
 from dra_driver.model.units import named

@@ -9,9 +9,9 @@ virtual machine.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Final
 
+from dra_driver.model.dataclass import replace
 from dra_driver.model.health import FabricState, HealthState, NvLinks, PolledHealth, Severity
 from dra_driver.model.units import counted, named
 

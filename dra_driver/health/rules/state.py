@@ -8,7 +8,6 @@ query succeeded ends no reason; after two such polls in a row the GPU is unrespo
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from enum import Enum
 from itertools import chain
 
@@ -23,6 +22,7 @@ from dra_driver.health.rules.polling import (
     seen_nvlinks,
 )
 from dra_driver.health.rules.xids import NO_CHANGES, XidPolicy, is_program_fault, severity_of_xid, xid_text
+from dra_driver.model.dataclass import replace
 from dra_driver.model.health import (
     LOST,
     UNMONITORED,

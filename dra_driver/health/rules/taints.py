@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Literal, NamedTuple
 
@@ -18,6 +17,7 @@ from dra_driver.health.rules.polling import (
 )
 from dra_driver.journal.rules.cleanups import Withholding
 from dra_driver.mig.rules.counters import has_counters
+from dra_driver.model.dataclass import dataclass, field
 from dra_driver.model.health import (
     LOST,
     UNMONITORED,

@@ -11,8 +11,8 @@ mentions it from R565 on); with these drivers, such an Xid keeps new work away.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
+from dra_driver.model.dataclass import dataclass
 from dra_driver.model.health import Severity
 
 

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
 from itertools import combinations
 
 from dra_driver.errors import NvmlUnavailableError
+from dra_driver.model.dataclass import dataclass, replace
 from dra_driver.model.gpu import Fabric, Gpu
 from dra_driver.model.health import PolledHealth
 from dra_driver.model.host import HostFingerprint, NvmlFingerprint

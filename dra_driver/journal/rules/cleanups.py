@@ -14,10 +14,10 @@ except the directories of MPS daemons.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 from dra_driver.model.claim import AllocatedClaim, ClaimRef
+from dra_driver.model.dataclass import dataclass
 from dra_driver.model.gpu import OwnedCard
 from dra_driver.model.inventory import OfferedDevice
 from dra_driver.model.mig import OwnedInstance, OwnedMode

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from dra_driver.mig.rules.counters import fits_beside
+from dra_driver.model.dataclass import dataclass
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.mig import GpuInstance, LayoutEntry, Layouts, PlacedProfile, Placement

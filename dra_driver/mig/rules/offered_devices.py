@@ -5,9 +5,9 @@ created affects the published devices only after a failed undo.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
-from dataclasses import replace
 
 from dra_driver.mig.rules.counters import partitioned
+from dra_driver.model.dataclass import replace
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.mig import GpuInstance, MigDevice, OwnedInstance, Partitioning

@@ -7,9 +7,9 @@ are first unbound, then bound to vfio. On return, each function goes to its earl
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
+from dra_driver.model.dataclass import dataclass
 from dra_driver.model.gpu import VFIO_PCI
 
 Action = Literal["override", "unbind", "probe", "bind"]

@@ -12,9 +12,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 
 from dra_driver.model.claim import ClaimRef, PodRef
+from dra_driver.model.dataclass import dataclass, field
 from dra_driver.model.gpu import GpuLoad, GpuProcess, GpuUse, ProcessOrigin
 from dra_driver.model.inventory import DynamicMigDevice, Inventory, StaticMigDevice
 from dra_driver.model.mig import MigAddress, OwnedInstance

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 
+from dra_driver.model.dataclass import dataclass, replace
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import DriverVersions, OfferedDevice
 from dra_driver.model.mps import MpsDaemonStatus

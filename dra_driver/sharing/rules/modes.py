@@ -11,12 +11,12 @@ claim for several containers needs several requests.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 
 from dra_driver.api.config import MpsConfig, Sharing
 from dra_driver.api.resolve import ResolvedConfig
 from dra_driver.errors import ClaimRefusedError
 from dra_driver.model.claim import DeviceResult
+from dra_driver.model.dataclass import dataclass, replace
 from dra_driver.model.inventory import DriverVersions, OfferedDevice, WholeGpu
 from dra_driver.model.mps import (
     INTERVALS,

@@ -12,10 +12,10 @@ decides whether the limits are enforced.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from fractions import Fraction
 
 from dra_driver.model.claim import DeviceResult
+from dra_driver.model.dataclass import dataclass
 from dra_driver.model.inventory import DynamicMigDevice, OfferedDevice, StaticMigDevice, VfioDevice, WholeGpu
 from dra_driver.model.schema import JsonObject
 from dra_driver.model.sharing import SharingRule

@@ -7,8 +7,9 @@ import os
 import shutil
 import socket
 import stat
-from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from dra_driver.model.dataclass import asdict, dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 import pynvml
 
 from dra_driver.errors import StateError
+from dra_driver.model.dataclass import dataclass
 from dra_driver.simulator.machine_files import Session
 from dra_driver.simulator.machine_state import (
     NVIDIA,

@@ -7,11 +7,11 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from dataclasses import dataclass, field
 from typing import Any
 
 import pynvml
 
+from dra_driver.model.dataclass import dataclass, field
 from dra_driver.simulator.library.core import (
     KIND_GPU,
     KIND_MIG,

@@ -11,10 +11,10 @@ Source of the limits: validation of resource.k8s.io/v1 as of Kubernetes 1.37.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
 from dra_driver.mig.rules.counters import consumed_counters, counter_set, has_counters, is_counted
+from dra_driver.model.dataclass import dataclass, field
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.ids import is_dns_label
 from dra_driver.model.inventory import Inventory, OfferedDevice, StaticMigDevice, VfioDevice, WholeGpu

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import Any, Final
 
+from dra_driver.model.dataclass import dataclass, replace
 from dra_driver.model.schema import JsonObject
 from dra_driver.model.units import same_quantity
 from dra_driver.slices.rules.build import Pool, SliceContent

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 
+from dra_driver.model.dataclass import dataclass
 from dra_driver.model.schema import JsonObject
 
 _ONE_TIME_S = 2.0

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
@@ -19,6 +18,7 @@ from dra_driver.cli.validation.rules.manifests import alternatives
 from dra_driver.cli.validation.rules.selectors import Selector, compiled
 from dra_driver.errors import InvalidConfigError
 from dra_driver.model.claim import allocation_results
+from dra_driver.model.dataclass import dataclass, field
 from dra_driver.model.schema import JsonObject
 from dra_driver.model.units import format_bytes, format_decimal, parse_quantity
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from difflib import get_close_matches
 from fractions import Fraction
 from functools import cache
 from typing import Any
 
 from dra_driver.errors import InvalidConfigError
+from dra_driver.model.dataclass import dataclass
 from dra_driver.model.units import parse_quantity
 
 

@@ -6,7 +6,6 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from difflib import get_close_matches
 from fractions import Fraction
 
@@ -14,6 +13,7 @@ from dra_driver.cli.validation.rules.allocator import Candidate, Wanted, amount_
 from dra_driver.cli.validation.rules.cel import SelectorError, Version, reading
 from dra_driver.cli.validation.rules.selectors import DRIVER_SELECTOR, Selector, compiled
 from dra_driver.errors import InvalidConfigError
+from dra_driver.model.dataclass import dataclass
 from dra_driver.model.units import named
 
 _LONGEST_SHOWN = 100

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
@@ -18,6 +17,7 @@ from dra_driver.mig.rules.layouts import (
     generated_names,
     target_of,
 )
+from dra_driver.model.dataclass import dataclass, field
 from dra_driver.model.mig import Layouts, PlacedProfile
 from dra_driver.model.schema import YAML_ERRORS, faults
 from dra_driver.model.units import named

@@ -7,7 +7,6 @@ Based on the validation of resource.k8s.io/v1 in Kubernetes 1.37. Objects of old
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any, Final
 
@@ -18,6 +17,7 @@ from dra_driver.api.config import KINDS as CONFIG_KINDS
 from dra_driver.api.resolve import decode, needs_admin_access
 from dra_driver.cli.validation.rules.schema import GROUP, QUALIFIED, SERVED, dns_name, object_shape
 from dra_driver.errors import InvalidConfigError
+from dra_driver.model.dataclass import dataclass, replace
 from dra_driver.model.schema import YAML_ERRORS, FieldFault, JsonObject, Scalar, faults
 
 _OLD = (

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
 
 from dra_driver.cli.validation.rules.cel import DeviceView, NotJudgedError, program
 from dra_driver.cli.validation.rules.classes import standard_selector
 from dra_driver.errors import InvalidConfigError
+from dra_driver.model.dataclass import dataclass
 
 MAX_EXPRESSION_BYTES = 10 * 1024
 NOT_INSTALLED = "the Python package cel-expr-python is not installed"
