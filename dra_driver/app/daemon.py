@@ -111,7 +111,7 @@ _CALLS_S = 8.0
 """How long calls in progress may take when another process asks for the work. Waiting ones end after five seconds."""
 _STEPS_S = 3.0
 """How long steps on GPUs may still take after the calls have ended. One that hangs goes on alone."""
-_HAND_OVER_S = 15.0
+_HAND_OVER_S = 30.0
 """How long a hand-over may take in all."""
 _LATE_S = 45.0
 _SCAN_S = 2.0

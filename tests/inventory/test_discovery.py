@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import Field, dataclass, fields, replace
+from dataclasses import Field, fields, replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,7 @@ from dra_driver.host.driver_root import find_nvml_library
 from dra_driver.host.sysfs import Sysfs
 from dra_driver.inventory import discovery as module
 from dra_driver.inventory.discovery import NOT_DISCOVERED, Discovery
+from dra_driver.model.dataclass import dataclass
 from dra_driver.model.gpu import Card, Fabric, FabricRegistration, Gpu, UnreadyFabric
 from dra_driver.model.health import NvLinks, PolledHealth
 from dra_driver.model.host import GpuFingerprint, HostFingerprint, NvmlFingerprint
