@@ -122,7 +122,7 @@ _PLUGIN, _HTTP = "kubelet_plugin", "http"
 class Part(NamedTuple):
     """A part of the daemon. Parts stop in the reverse of the order in which they start.
 
-    `stands_by`: it also runs while another process works on the node.
+    `stands_by`: it changes nothing on the node, and may run while another process works there.
     """
 
     name: str
@@ -501,7 +501,8 @@ class Driver:
         yield Part("event_recorder", self.reporting.recorder.start, self.reporting.recorder.stop)
         yield Part("discovery", self.discovery.start, self.discovery.stop, stands_by=True)
         yield Part("mig_layouts", self.layouts.start, self.layouts.stop)
-        yield Part("health", self.health.monitor.start, self.health.monitor.stop)
+        yield Part("health_threads", stop=self.health.monitor.close, stands_by=True)
+        yield Part("health", self.health.monitor.start, self.health.monitor.leave)
         yield Part("admission", self._admit)
         yield Part(_PLUGIN, self._plugin.start, stands_by=True)
         yield Part("api_configuration", self._open_client)
@@ -647,6 +648,7 @@ class Driver:
         finally:
             limit.cancel()
         _log.info("handed_over", seconds=round(time.monotonic() - began, 3))
+        self._stop_readers()
 
     def _release(self) -> None:
         self.claims.waiter.stop()
@@ -654,13 +656,19 @@ class Driver:
             _log.warning("calls_left_behind", reason=f"they have not ended within {_CALLS_S:.0f} s")
         self._works, self._has_handed_over = False, True
         self.health.stream.stop()
-        kept = [part for part in self._running if part.name in (_PLUGIN, _HTTP)]
-        ending, self._running = [part for part in self._running if part not in kept], kept
+        ending = [part for part in self._running if not part.stands_by]
+        self._running = [part for part in self._running if part.stands_by]
         self._stop(ending)
         self._worker.close()
         self.claims.admission.end()
         # A kubelet that is restarted must not register this process again.
         self._plugin.withdraw()
+
+    def _stop_readers(self) -> None:
+        """Close NVML, so that maintenance need not wait for this process."""
+        readers = [part for part in self._running if part.name not in (_PLUGIN, _HTTP)]
+        self._running = [part for part in self._running if part not in readers]
+        self._stop(readers)
 
     def stop(self) -> None:
         """Stop the kubelet's side first, then the other parts in reverse order. Safe to call twice.

@@ -125,19 +125,28 @@ class Monitor(HealthThread):
         super().start()
 
     def stop(self) -> bool:
-        """Stop the threads. A thread that hangs in the NVIDIA driver or on the disk is left behind."""
-        self.retire()
-        has_ended = self.wait_ended(self.join_s)
-        nvml_users = [self.listener, *self._poll_threads]
-        for worker in nvml_users:
+        """Like `leave`, then `close`."""
+        self.leave()
+        return self.close()
+
+    def leave(self) -> None:
+        """Save the states for the next process, and change nothing any more. `close` waits for the threads."""
+        for worker in (self, self.listener, *self._poll_threads):
             worker.retire()
+        if self.book.writer.stop() and self._is_started:
+            self.book.write()
+
+    def close(self) -> bool:
+        """Wait for the threads that read NVML; returns whether all have ended. One that hangs in the NVIDIA driver is
+        left behind.
+        """
         until = time.monotonic() + self.join_s
-        for worker in nvml_users:
+        has_ended = self.wait_ended(self.join_s)
+        for worker in (self.listener, *self._poll_threads):
+            worker.retire()
             has_ended &= worker.wait_ended(max(0.0, until - time.monotonic()))
         if has_ended:
             self.source.close()
-        if self.book.writer.stop() and self._is_started:
-            self.book.write()
         return has_ended
 
     def devices_changed(self) -> None:

@@ -148,9 +148,9 @@ def test_hand_over_that_hangs_ends_the_process(make_node: Callable[..., Node]) -
     before = """
 import threading
 import dra_driver.app.daemon as daemon
-from dra_driver.nvml.health_source import HealthSource
+from dra_driver.slices.publisher import Publisher
 daemon._HAND_OVER_S = 0.5
-HealthSource.close = lambda self: threading.Event().wait(600)
+Publisher.stop = lambda _self: threading.Event().wait(600)
 """
     older = started(node, "older", before=before)
     node.wait_devices(8)
@@ -158,6 +158,22 @@ HealthSource.close = lambda self: threading.Event().wait(600)
     started(node, "newer")
     prepared(node, "two")
     assert older.wait(PATIENCE_S)
+
+
+def test_nvml_that_hangs_when_it_is_closed_does_not_delay_the_hand_over(
+    make_node: Callable[..., Node],
+) -> None:
+    node = make_node()
+    before = """
+import threading
+from dra_driver.nvml.health_source import HealthSource
+HealthSource.close = lambda _self: threading.Event().wait(600)
+"""
+    older = started(node, "older", before=before)
+    node.wait_devices(8)
+    started(node, "newer")
+    prepared(node, "one")
+    assert older.poll() is None
 
 
 def test_newer_daemon_restores_what_the_older_one_lost(
