@@ -184,8 +184,9 @@ class KubeletPlugin:
         return [NodeProblem("not-registered", text)]
 
     def _dial_self(self) -> str | None:
-        is_served = self._started_at is not None and not self.stopping
-        return dial(self.sockets.registrar) if is_served else None
+        fault = None if self._started_at is None or self.stopping else dial(self.sockets.registrar)
+        # The socket may have been withdrawn during the call.
+        return None if self.stopping else fault
 
     def _watch_sockets(self) -> float:
         if self._guard.pause(self.settings.guard_s):
