@@ -645,6 +645,7 @@ class Driver:
             self._release()
         except Exception as error:  # noqa: BLE001  raised by `wait`
             self._die(error)
+            return
         finally:
             limit.cancel()
         _log.info("handed_over", seconds=round(time.monotonic() - began, 3))
