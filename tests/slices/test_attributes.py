@@ -11,7 +11,7 @@ from dra_driver.mig.rules.counters import partitioned as beside
 from dra_driver.model.gpu import Fabric, Gpu
 from dra_driver.model.inventory import DriverVersions, Inventory
 from dra_driver.model.mig import Partitioning, PlacedProfile, Placement
-from dra_driver.slices.rules.attributes import semver, wire_device
+from dra_driver.slices.rules.attributes import ENTRIES, Entry, semver, wire_device
 from tests.fakes.samples import (
     GPU_0,
     ONE_G,
@@ -26,8 +26,9 @@ from tests.fakes.samples import (
     partitioned,
     uuid,
 )
-from tests.fakes.tables import data_of, tabled
+from tests.fakes.tables import IsGenerated, data_of, tabled
 
+API_PAGE = Path(__file__).parents[2] / "docs/api.md"
 CLUSTER = "7f3c1ad2-96f4-4e0b-8b7a-0d5f6a2c9e11"
 STD = "resource.kubernetes.io/"
 
@@ -62,11 +63,24 @@ def check_form(device: dict[str, Any]) -> None:
         assert form is None or re.fullmatch(form, value[kind]), (device["name"], name, value)
 
 
-def test_manual_names_every_attribute() -> None:
-    manual = (Path(__file__).parents[2] / "docs/api.md").read_text()
-    table = manual.partition("| Attribute | Type | gpu | mig | vfio |\n")[2].partition("\n\n")[0]
-    named = set(re.findall(r"`([^`]+)`", table))
-    assert GPU_ATTRIBUTES.keys() | MIG_ATTRIBUTES.keys() | VFIO_ATTRIBUTES.keys() <= named
+@pytest.mark.parametrize(("marks", "title"), [("attributes", "Attribute"), ("capacities", "Capacity")])
+def test_manual_describes_every_entry(marks: str, title: str, is_generated: IsGenerated) -> None:
+    rows: dict[str, list[str]] = {}
+    for entry in ENTRIES:
+        if entry.is_capacity == (marks == "capacities"):
+            kinds = [kind for kind in ("gpu", "mig", "vfio") if is_on(entry, kind)]
+            cells = f"{entry.type} | {', '.join(kinds) or 'shared'} | {entry.says}".rstrip()
+            names = rows.setdefault(cells, [])
+            shown = f"`{re.sub('[0-9]+$', '<N>', entry.name)}`"
+            names += [shown] if shown not in names else []
+    lines = [f"| {', '.join(names)} | {cells} |\n" for cells, names in rows.items()]
+    is_generated(
+        API_PAGE, marks, "".join([f"| {title} | Type | Devices | Value |\n|---|---|---|---|\n", *lines])
+    )
+
+
+def is_on(entry: Entry, kind: str) -> bool:
+    return getattr(entry, kind) is not None or (kind != "vfio" and entry.both is not None)
 
 
 def test_whole_gpu_has_every_attribute_when_all_is_known() -> None:
