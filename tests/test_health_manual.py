@@ -21,7 +21,7 @@ from dra_driver.health.gpu_health import HealthStream
 from dra_driver.health.rules import state as rules
 from dra_driver.health.rules.state import observe
 from dra_driver.health.rules.taints import PREFIX, TaintPolicy, taints_of
-from dra_driver.health.rules.xids import CATALOG, is_decided
+from dra_driver.health.rules.xids import CATALOG
 from dra_driver.kubelet.pb import dra_health_v1_pb2 as pb
 from dra_driver.model.health import (
     TAINTED_KEYS,
@@ -149,13 +149,13 @@ def xid_rows() -> Iterator[Row]:
     for number, entry in CATALOG.items():
         reasons = reported(Xid(number))
         severity = reasons[0].severity if reasons else 0
-        rows.setdefault((f"{9 - severity}", entry.text, entry.bucket), []).append(number)
+        rows.setdefault((f"{9 - severity}", entry.text, entry.action.name), []).append(number)
     for (_, text, bucket), numbers in sorted(rows.items(), key=lambda item: (item[0][0], min(item[1]))):
         [number, *_] = numbers
         reasons = reported(Xid(number))
         shown = ", ".join(map(str, numbers))
         notes = [f"`{bucket}`"] if bucket else []
-        notes += [] if is_decided(number) or not reasons else ["recovery action"]
+        notes += ["recovery action"] if CATALOG[number].action.severity == "undecided" else []
         in_brackets = f" ({', '.join(notes)})" if notes else ""
         group = group_of(reasons[0]) if reasons else ("", "Healthy")
         yield group, f"| {shown} | {text}{in_brackets} |\n"
