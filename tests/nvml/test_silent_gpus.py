@@ -169,7 +169,9 @@ def test_gpu_that_hangs_from_the_start_is_not_lost(node: SimulatedNode) -> None:
     eventually(
         lambda: (
             read_nvml_fingerprint(memory)[THIRD]
-            == GpuFingerprint(node.machine.gpu(THIRD).uuid, THIRD, (0, 0))
+            == GpuFingerprint(
+                node.machine.gpu(THIRD).uuid, {"minor": THIRD, "mig_capable": True, "mig_enabled": False}
+            )
         )
     )
 
