@@ -48,8 +48,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--update-golden",
         action="store_true",
-        help="write what the code makes now into tests/golden instead of comparing with it",
+        help="write what the code makes now into golden files and tables of the manual; no other tests run",
     )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keeps only the tests that write golden files when these are rewritten."""
+    if config.getoption("--update-golden"):
+        items[:] = [item for item in items if "update_golden" in getattr(item, "fixturenames", ())]
 
 
 def pytest_collection_finish() -> None:
