@@ -78,9 +78,17 @@ class Reading:
     kept_current: bool = False
 
 
-def _read(*what: str, default: Any = None, **more: Any) -> Any:
+def _read(
+    what: str | tuple[str, ...],
+    call: str = "",
+    to: Callable[[Any], Any] | None = None,
+    *,
+    default: Any = None,
+    **more: Any,
+) -> Any:
     """Returns a field of Gpu that NVML reports; the arguments are those of Reading."""
-    return field(default=default, metadata={"reading": Reading(what, **more)})
+    names = (what,) if isinstance(what, str) else what
+    return field(default=default, metadata={"reading": Reading(names, call, to, **more)})
 
 
 def _addressing_mode(value: Any) -> str | None:
@@ -99,6 +107,7 @@ _ARCHITECTURES: Final = {
     9: "Hopper", 10: "Blackwell", 11: "DLA", 12: "DLA", 13: "Rubin", 15: "NPU",
 }  # fmt: skip
 _ADDRESSING_MODES: Final = {0: "None", 1: "HMM", 2: "ATS"}
+_MIG_MODE: Final = ("MIG mode", "nvmlDeviceGetMigMode")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,40 +124,31 @@ class Gpu:
     """
 
     uuid: str
-    index: int | None = _read("index", call="nvmlDeviceGetIndex")
-    minor: int | None = _read("minor number", call="nvmlDeviceGetMinorNumber", kept_current=True)
-    pci_bus_id: str | None = _read(
-        "PCI bus ID", call="nvmlDeviceGetPciInfo", to=lambda info: pci_bus_id(info.busId)
-    )
-    product_name: str | None = _read("product name", call="nvmlDeviceGetName")
-    brand: str | None = _read("brand", call="nvmlDeviceGetBrand", to=_BRANDS.get)
-    architecture: str | None = _read("architecture", call="nvmlDeviceGetArchitecture", to=_ARCHITECTURES.get)
+    index: int | None = _read("index", "nvmlDeviceGetIndex")
+    minor: int | None = _read("minor number", "nvmlDeviceGetMinorNumber", kept_current=True)
+    pci_bus_id: str | None = _read("PCI bus ID", "nvmlDeviceGetPciInfo", lambda info: pci_bus_id(info.busId))
+    product_name: str | None = _read("product name", "nvmlDeviceGetName")
+    brand: str | None = _read("brand", "nvmlDeviceGetBrand", _BRANDS.get)
+    architecture: str | None = _read("architecture", "nvmlDeviceGetArchitecture", _ARCHITECTURES.get)
     cuda_compute_capability: tuple[int, int] | None = _read(
-        "CUDA compute capability", call="nvmlDeviceGetCudaComputeCapability", to=tuple
+        "CUDA compute capability", "nvmlDeviceGetCudaComputeCapability", tuple
     )
-    memory_bytes: int | None = _read(
-        "memory", call="nvmlDeviceGetMemoryInfo", to=lambda info: int(info.total)
-    )
-    addressing_mode: str | None = _read(
-        "addressing mode", call="nvmlDeviceGetAddressingMode", to=_addressing_mode
-    )
+    memory_bytes: int | None = _read("memory", "nvmlDeviceGetMemoryInfo", lambda info: int(info.total))
+    addressing_mode: str | None = _read("addressing mode", "nvmlDeviceGetAddressingMode", _addressing_mode)
     pcie_root: str | None = None
     numa_node: int | None = None
     nvlink_links: int | None = _read("NVLink")
     fabric: Fabric | None = _read("NVLink fabric")
     unready_fabric: UnreadyFabric | None = _read("NVLink fabric")
-    mig_capable: bool | None = _read(
-        "MIG mode", call="nvmlDeviceGetMigMode", to=lambda _: True, absent=False, kept_current=True
-    )
+    mig_capable: bool | None = _read(*_MIG_MODE, lambda _: True, absent=False, kept_current=True)
     mig_enabled: bool = _read(
-        "MIG mode", call="nvmlDeviceGetMigMode", to=lambda mode: mode[0] == 1, absent=False, default=False,
-        kept_current=True,
-    )  # fmt: skip
+        *_MIG_MODE, lambda mode: mode[0] == 1, absent=False, default=False, kept_current=True
+    )
     mig_devices: tuple[MigDevice, ...] = _read("MIG mode", default=())
-    multiprocessors: int | None = _read("CUDA compute capability", "number of cores")
+    multiprocessors: int | None = _read(("CUDA compute capability", "number of cores"))
     partitioning: Partitioning | None = None
-    memory_numa_node: int | None = _read("addressing mode", "NUMA node of the memory")
-    persistence: bool | None = _read("persistence mode", call="nvmlDeviceGetPersistenceMode", to=bool)
+    memory_numa_node: int | None = _read(("addressing mode", "NUMA node of the memory"))
+    persistence: bool | None = _read("persistence mode", "nvmlDeviceGetPersistenceMode", bool)
 
     @property
     def fabric_registration(self) -> FabricRegistration:
