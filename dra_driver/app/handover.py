@@ -17,6 +17,7 @@ killed process whose thread hangs in the kernel keeps its locks, but does not co
 | of the worker | no lock | the newest standby process works, or the next start |
 | of a process that asks, before it works | a worker that hands over or has handed over | that one starts anew |
 | of a process that asks, when it works | as above | as above, with the records on disk |
+| of an older pod's process, which starts again as the newest | one that was never ready | after a minute that one too |
 """
 
 from __future__ import annotations

@@ -125,14 +125,14 @@ def test_process_that_ends_while_it_hands_over_has_the_right_to_work_until_its_e
     vars(driver).update(
         health=SimpleNamespace(stream=stub), claims=SimpleNamespace(waiter=stub, admission=Admission()), probes=stub,
         _plugin=stub, _worker=node.process(100), _stopped=threading.Event(), _fatal=None,
-        _works=True, _has_handed_over=False, _running=[Part("reconciler", stop=lambda: is_slow.wait(PATIENCE_S))],
+        _works=True, _handed_over_at=None, _running=[Part("reconciler", stop=lambda: is_slow.wait(PATIENCE_S))],
     )  # fmt: skip
     driver._turns = BackgroundWorker("handover", driver._turn, lambda _: 0.0)
     driver._turns.join_s = 0.01
     assert driver._worker.take()
     newer.ask()
     driver._turns.start()
-    eventually(lambda: driver._has_handed_over)
+    eventually(lambda: driver._handed_over_at is not None)
     driver.stop()
     assert not newer.take()
     is_slow.set()
