@@ -621,6 +621,8 @@ class Driver:
         except StateError as error:
             _log.warning("worker_unknown", reason=str(error))
             return _LOCK_FAILED_S
+        except FatalError as error:
+            self._die(error)
         return _TURN_S
 
     def _stand_by(self) -> None:
@@ -704,7 +706,7 @@ class Driver:
     def _is_asked(self) -> bool:
         try:
             return self._worker.is_asked()
-        except StateError:
+        except (StateError, FatalError):
             return False
 
     def _stop(self, parts: list[Part]) -> None:

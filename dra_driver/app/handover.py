@@ -31,7 +31,7 @@ from pathlib import Path
 
 from dra_driver.base.atomic import open_plain, state_error
 from dra_driver.base.file_lock import LOCK_LAYOUT, byte_lock
-from dra_driver.errors import StateError
+from dra_driver.errors import FatalError, StateError
 from dra_driver.host.processes import sees_all_processes, start_time
 from dra_driver.kubelet.sockets import ensure_plugin_dir
 from dra_driver.reporting.node_problems import WORKER_LOCK
@@ -43,7 +43,10 @@ _FIRST, _LAST = 4, 2**62
 
 
 class WorkerLock:
-    """The right to work on a node, for one process at a time. Thread-safe."""
+    """The right to work on a node, for one process at a time. Thread-safe.
+
+    Every method but `close` raises FatalError if the lock file was removed.
+    """
 
     def __init__(self, directory: Path, proc: str = "/proc") -> None:
         self._path, self._proc = directory / WORKER_LOCK, proc
@@ -89,6 +92,11 @@ class WorkerLock:
                 self._descriptor = open_plain(self._path, os.O_RDWR | os.O_CREAT)
             except OSError as error:
                 raise state_error("open the lock file", self._path, error) from error
+        if os.fstat(self._descriptor).st_nlink == 0:
+            # A newer process would lock another file, and two would work.
+            raise FatalError(
+                f"{self._path} was removed, so this process can no longer lock it, and starts again"
+            )
         return self._descriptor
 
     def _lock(self, offset: int, kind: int = fcntl.F_WRLCK) -> None:

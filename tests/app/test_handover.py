@@ -16,6 +16,7 @@ from dra_driver.app.daemon import Driver, Part
 from dra_driver.app.handover import WorkerLock
 from dra_driver.base.threads import BackgroundWorker
 from dra_driver.claims.calls import Admission, CallsUnderWay, ClaimService, PrepareAttempt
+from dra_driver.errors import FatalError
 from dra_driver.model.claim import ClaimRef, Failed, Prepared
 from tests.fakes.preparing import Outcomes
 from tests.fakes.samples import claim
@@ -52,6 +53,17 @@ def node(tmp_path: Path) -> Iterator[Node]:
     yield node
     for lock in node.locks:
         lock.close()
+
+
+def test_processes_whose_lock_file_was_removed_start_again(node: Node) -> None:
+    """They and a newer process would lock different files."""
+    older, standby = node.process(100), node.process(200)
+    assert older.take()
+    standby.ask()
+    (node.root / "plugin/worker.lock").unlink()
+    for used in (older.is_asked, older.take, standby.ask, standby.take):
+        with pytest.raises(FatalError, match="lock was removed"):
+            used()
 
 
 def test_newer_process_that_asks_works_when_the_older_one_has_handed_over(node: Node) -> None:

@@ -277,6 +277,14 @@ def test_daemon_that_gets_no_answer_from_the_worker_is_not_ready_and_says_so(
     prepared(node, "one")
 
 
+def test_daemon_whose_lock_file_was_removed_ends(make_node: Callable[..., Node]) -> None:
+    node = make_node()
+    worker = started(node, "worker")
+    node.wait_devices(8)
+    (node.plugin_dir / "worker.lock").unlink()
+    assert worker.wait(PATIENCE_S) == 1
+
+
 def test_daemon_that_has_handed_over_stays_ready_and_has_no_socket(make_node: Callable[..., Node]) -> None:
     """Otherwise Kubernetes deletes its pod while the new one is not ready, and a restarted kubelet calls it."""
     node, address = make_node(), own_address()
