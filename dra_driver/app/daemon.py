@@ -173,7 +173,7 @@ class Driver:
     def _make_state(self) -> None:
         """Create the parts for the files on disk, which the next instance also uses."""
         settings, directory = self.settings, self._plugin_dir
-        self.records = RecordStore(directory / "claims")
+        self.records = RecordStore(directory / "claims", self.boot_id)
         self.lanes = Lanes(GpuLocks(directory / "locks"))
         self._specs = CdiDirectory(Path(settings.cdi_root), settings.driver_name)
         self._metadata_files = MetadataFiles(directory, settings.cdi_root, settings.driver_name)
@@ -548,19 +548,17 @@ class Driver:
         self.client.open()
 
     def _open_state(self) -> None:
-        self._read_state()
-        self._refuse_other_names()
+        self.records.open(self.boot_id)
+        self.ledger.open()
+        self._use_state()
         self.lanes.open()
         self._specs.create()
         self._metadata_files.create()
         self._maintenance.open()
 
-    def _read_state(self) -> None:
-        self.records.open(self.boot_id)
-        self.ledger.open()
+    def _use_state(self) -> None:
+        """Read what decides the names of devices. Stores that are not open read the disk, and change no file."""
         self.passthrough.open()
-
-    def _refuse_other_names(self) -> None:
         refuse_other_names(self.settings.device_names, self.ledger.known_records())
 
     def _close_state(self) -> None:
@@ -587,8 +585,7 @@ class Driver:
             else:
                 self._stood_by = True
                 _log.info("stands_by", pid=os.getpid())
-                self._read_state()
-                self._refuse_other_names()
+                self._use_state()
                 self._start(part for part in self._parts if part.stands_by and part.name != _PLUGIN)
             self._turns.start()
         except BaseException:

@@ -11,6 +11,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 from playground.kubelet_client import KubeletError
@@ -267,14 +268,17 @@ def test_daemon_that_gets_no_answer_from_the_worker_is_not_ready_and_says_so(
     older = started(node, "older")
     node.wait_devices(8)
     os.kill(older.pid, signal.SIGSTOP)
-    address = own_address()
+    address, damaged = own_address(), node.plugin_dir / f"claims/{uuid4()}.json"
+    damaged.write_text("damaged")
     before = "import dra_driver.app.daemon as daemon\ndaemon._LATE_S = 0.5"
     node.spawn(POD_UID="newer", before=before, HTTP_ENDPOINT=address)
 
     assert "has not handed this node over for" in page(address, "/readyz", "not handed")
+    assert node.records() == [damaged.name], "only the process that works sets files aside"
     os.kill(older.pid, signal.SIGCONT)
     node.kubelet.wait_registered(DRIVER, count=1)
     prepared(node, "one")
+    assert damaged.name not in node.records()
 
 
 def test_daemon_whose_lock_file_was_removed_ends(make_node: Callable[..., Node]) -> None:
