@@ -46,6 +46,19 @@ def change(cluster: Cluster, **container: Any) -> None:
     cluster.kubectl("patch", DAEMONSET, "-n", NAMESPACE, "-p", json.dumps(patch))
 
 
+def said(cluster: Cluster) -> list[tuple[str, Json, list[str]]]:
+    """The name and state of each pod of the driver, and what it logged of its readiness and of the hand-over."""
+
+    def logged(name: str) -> list[str]:
+        lines = cluster.kubectl("logs", name, "-n", NAMESPACE, "-c", "driver").splitlines()
+        return [line for line in lines if re.search("ready|stands_by|handed_over|plugin_registered", line)]
+
+    return [
+        (pod["metadata"]["name"], state_of(pod), logged(pod["metadata"]["name"]))
+        for pod in cluster.driver_pods()
+    ]
+
+
 def rolled_out(cluster: Cluster) -> None:
     cluster.rolled_out()
     wait_for("one ready pod of the driver", lambda: len(staying(cluster)) == 1 and cluster.driver_is_ready())
@@ -260,7 +273,11 @@ def test_restarts_of_the_kubelet_in_the_middle_of_an_update(updating: Cluster) -
     wait_for("the new version's pod", lambda: len(staying(updating)) == 2)
     updating.local.restart("kubelet")
     start_pods(updating, "during-1")
-    wait_for("both versions to be ready", lambda: len(staying(updating)) == 2 and updating.driver_is_ready())
+    wait_for(
+        "both versions to be ready",
+        lambda: len(staying(updating)) == 2 and updating.driver_is_ready(),
+        seen=lambda: said(updating),
+    )
     updating.local.restart("kubelet")
     start_pods(updating, "during-2", "during-3")
     updating.kubectl("patch", DAEMONSET, "-n", NAMESPACE, "-p", json.dumps({"spec": {"minReadySeconds": 0}}))
