@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dra_driver.mig.rules.counters import partitioned as beside
 from dra_driver.model.gpu import Fabric, Gpu
-from dra_driver.model.inventory import DriverVersions, Inventory
+from dra_driver.model.inventory import DriverVersions, Inventory, StaticMigDevice, VfioDevice, WholeGpu
 from dra_driver.model.mig import Partitioning, PlacedProfile, Placement
 from dra_driver.slices.rules.attributes import ENTRIES, Entry, semver, wire_device
 from tests.fakes.samples import (
@@ -81,8 +81,11 @@ def test_manual_describes_every_entry(marks: str, title: str, is_generated: IsGe
     )
 
 
+CLASSES = {"gpu": WholeGpu, "mig": StaticMigDevice, "vfio": VfioDevice}
+
+
 def is_on(entry: Entry, kind: str) -> bool:
-    return getattr(entry, kind) is not None or (kind != "vfio" and entry.both is not None)
+    return entry.of(CLASSES[kind]) is not None
 
 
 def test_whole_gpu_has_every_attribute_when_all_is_known() -> None:

@@ -157,9 +157,10 @@ def test_new_attribute_at_the_end_gives_way_first(
     kind: str, rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before, _ = fullest(kind, rule)
-    later = attributes.Entry("later", "int", both=lambda *_: 1, vfio=lambda _: 1)
-    for module in (attributes, build):
-        monkeypatch.setattr(module, "ENTRIES", (*attributes.ENTRIES, later))
+    later = attributes.Entry("later", "int", both=lambda *_: 1, vfio=lambda *_: 1)
+    table = (*attributes.ENTRIES, later)
+    monkeypatch.setattr(build, "ENTRIES", table)
+    monkeypatch.setattr(attributes, "_BY_KIND", attributes._entries_by_kind(table))
     device, pool = fullest(kind, rule)
     is_full = len(entries(before)) == 32
     assert ("later" not in device["attributes"], pool.faults) == (is_full, ())

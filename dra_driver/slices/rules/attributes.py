@@ -7,7 +7,7 @@ them. Every attribute except `type` is best effort: unknown values are omitted, 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final, Literal
 
 from dra_driver.mig.rules.counters import has_counters
@@ -36,39 +36,45 @@ MAX_STRING_BYTES = 64
 _MIB = 1 << 20
 
 
+_Kind = type[WholeGpu] | type[StaticMigDevice] | type[DynamicMigDevice] | type[VfioDevice]
+_KINDS: Final[tuple[_Kind, ...]] = (WholeGpu, StaticMigDevice, DynamicMigDevice, VfioDevice)
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """An attribute or capacity, and how it is found for each kind of device: `gpu` for whole GPUs, `mig`, `vfio`, and
-    `both` for whole GPUs and for MIG devices, which have their GPU's value.
+    `both` for whole GPUs and for MIG devices, which have their GPU's value. `static` MIG devices exist already.
 
-    Capacities are a `count`, or `bytes`. `says` describes the value in docs/api.md.
+    A function returns None if the value is unknown. Capacities are a `count`, or `bytes`. `says` describes the value in
+    docs/api.md.
     """
 
     name: str
     type: Literal["string", "int", "bool", "version", "count", "bytes"]
     says: str = ""
-    both: Callable[[Gpu, Inventory], Any] | None = None
-    gpu: Callable[[Gpu, Inventory], Any] | None = None
-    mig: Callable[[StaticMigDevice | DynamicMigDevice], Any] | None = None
-    vfio: Callable[[VfioDevice], Any] | None = None
+    both: Callable[[WholeGpu | StaticMigDevice | DynamicMigDevice, Inventory], Any] | None = None
+    gpu: Callable[[WholeGpu, Inventory], Any] | None = None
+    mig: Callable[[StaticMigDevice | DynamicMigDevice, Inventory], Any] | None = None
+    static: Callable[[StaticMigDevice, Inventory], Any] | None = None
+    vfio: Callable[[VfioDevice, Inventory], Any] | None = None
 
     @property
     def is_capacity(self) -> bool:
         """Whether the entry is a capacity, not an attribute."""
         return self.type in ("count", "bytes")
 
-    def value_of(self, device: OfferedDevice, inventory: Inventory) -> Any:
-        """Returns the value; None if it is unknown, or if the device does not have it."""
-        of_gpu = self.both
-        match device:
-            case WholeGpu():
-                of_gpu = self.both or self.gpu
-            case StaticMigDevice() | DynamicMigDevice():
-                if self.mig is not None:
-                    return self.mig(device)
-            case VfioDevice():
-                return None if self.vfio is None else self.vfio(device)
-        return None if of_gpu is None else of_gpu(device.gpu, inventory)
+    def of(self, kind: _Kind) -> Callable[[Any, Inventory], Any] | None:
+        """Returns the function for a class of devices; None if they do not have the entry."""
+        of_kind = {
+            WholeGpu: self.gpu or self.both,
+            StaticMigDevice: self.static or self.mig or self.both,
+            DynamicMigDevice: self.mig or self.both,
+            VfioDevice: self.vfio,
+        }
+        return of_kind[kind]
+
+
+_Found = tuple[tuple[Entry, Callable[[Any, Inventory], Any]], ...]
 
 
 def _engines(name: str, count: Callable[[MigProfile], int]) -> Entry:
@@ -76,8 +82,8 @@ def _engines(name: str, count: Callable[[MigProfile], int]) -> Entry:
         name,
         "count",
         _OF_PROFILE,
-        gpu=lambda gpu, _: _most(gpu, count),
-        mig=lambda device: count(device.profile),
+        gpu=lambda device, _: _most(device.gpu, count),
+        mig=lambda device, _: count(device.profile),
     )
 
 
@@ -88,11 +94,11 @@ def _most(gpu: Gpu, count: Callable[[MigProfile], int]) -> int | None:
 
 
 def _memory_slice(number: int) -> Entry:
-    def amount(device: StaticMigDevice | DynamicMigDevice) -> int | None:
-        return 1 if isinstance(device, StaticMigDevice) and number in device.placement.memory_slices else None
-
     return Entry(
-        f"memorySlice{number}", "count", "1 for each slice of the placement; absent on demand", mig=amount
+        f"memorySlice{number}",
+        "count",
+        "1 for each slice of the placement; absent on demand",
+        static=lambda device, _: 1 if number in device.placement.memory_slices else None,
     )
 
 
@@ -118,33 +124,34 @@ _OF_PROFILE: Final = "of a MIG device's profile; of a GPU only with MIG devices 
 ENTRIES: Final = (
     # What the scheduler and quotas count, and what a device is.
     Entry(MEMORY, "bytes", "of the GPU, or of the MIG device's profile",
-          gpu=lambda gpu, _: gpu.memory_bytes, mig=lambda device: device.profile.memory_mib * _MIB),
+          gpu=lambda device, _: device.gpu.memory_bytes, mig=lambda device, _: device.profile.memory_mib * _MIB),
     Entry(shared_device.SHARES, "count", _IF_SHARED),
     Entry(shared_device.MPS_CLIENTS, "count", _IF_SHARED),
     Entry(MULTIPROCESSORS, "count", _OF_PROFILE,
-          gpu=lambda gpu, _: _most(gpu, lambda profile: gpu.multiprocessors or profile.multiprocessors),
-          mig=lambda device: device.profile.multiprocessors),
+          gpu=lambda device, _: _most(device.gpu, lambda one: device.gpu.multiprocessors or one.multiprocessors),
+          mig=lambda device, _: device.profile.multiprocessors),
     Entry("addressableMemory", "bytes", "the sum of the GPU's 64-bit memory regions, rounded up to a power of two",
-          vfio=lambda device: device.card.addressable_memory),
+          vfio=lambda device, _: device.card.addressable_memory),
     Entry("type", "string", "`gpu`, `mig` or `vfio`",
-          gpu=lambda *_: "gpu", mig=lambda _: "mig", vfio=lambda _: "vfio"),
+          gpu=lambda *_: "gpu", mig=lambda *_: "mig", vfio=lambda *_: "vfio"),
     Entry("uuid", "string", "`GPU-…`; `MIG-…`, absent on demand; VFIO: made from the PCI bus ID, without a prefix",
-          gpu=lambda gpu, _: gpu.uuid, mig=lambda device: device.uuid, vfio=lambda device: device.uuid),
-    Entry("profile", "string", mig=lambda device: device.profile.name),
-    Entry("parentUUID", "string", mig=lambda device: device.gpu.uuid),
+          gpu=lambda device, _: device.gpu.uuid, mig=lambda device, _: device.uuid, vfio=lambda device, _: device.uuid),
+    Entry("profile", "string", mig=lambda device, _: device.profile.name),
+    Entry("parentUUID", "string", mig=lambda device, _: device.gpu.uuid),
     Entry("productName", "string", "VFIO: only while it is bound to the NVIDIA driver",
-          both=lambda gpu, _: gpu.product_name,
-          vfio=lambda device: device.card.product_name or device.gpu.product_name),
-    Entry(_STANDARD + "pciBusID", "string", both=lambda gpu, _: _bus_id(gpu.pci_bus_id),
-          vfio=lambda device: _bus_id(device.card.bus_id)),
-    Entry(_STANDARD + "pcieRoot", "string", both=lambda gpu, _: gpu.pcie_root,
-          vfio=lambda device: device.card.pcie_root),
+          both=lambda device, _: device.gpu.product_name,
+          vfio=lambda device, _: device.card.product_name or device.gpu.product_name),
+    Entry(_STANDARD + "pciBusID", "string", both=lambda device, _: _bus_id(device.gpu.pci_bus_id),
+          vfio=lambda device, _: _bus_id(device.card.bus_id)),
+    Entry(_STANDARD + "pcieRoot", "string", both=lambda device, _: device.gpu.pcie_root,
+          vfio=lambda device, _: device.card.pcie_root),
     Entry("driverVersion", "version", "SemVer: `570.124.06` is `570.124.6`", both=lambda _, node: node.versions.driver),
-    Entry("cudaComputeCapability", "version", both=lambda gpu, _: _dotted(gpu.cuda_compute_capability)),
-    Entry("architecture", "string", both=lambda gpu, _: gpu.architecture),
-    Entry(_STANDARD + "numaNode", "int", both=lambda gpu, _: gpu.numa_node, vfio=lambda device: device.card.numa_node),
-    Entry("deviceID", "string", "such as `0x2330`", vfio=lambda device: f"0x{device.card.device_id:04x}"),
-    Entry("vendorID", "string", "`0x10de`", vfio=lambda _: "0x10de"),
+    Entry("cudaComputeCapability", "version", both=lambda device, _: _dotted(device.gpu.cuda_compute_capability)),
+    Entry("architecture", "string", both=lambda device, _: device.gpu.architecture),
+    Entry(_STANDARD + "numaNode", "int", both=lambda device, _: device.gpu.numa_node,
+          vfio=lambda device, _: device.card.numa_node),
+    Entry("deviceID", "string", "such as `0x2330`", vfio=lambda device, _: f"0x{device.card.device_id:04x}"),
+    Entry("vendorID", "string", "`0x10de`", vfio=lambda *_: "0x10de"),
     # Rarely selected.
     _engines("copyEngines", lambda profile: profile.copy_engines),
     _engines("decoders", lambda profile: profile.decoders),
@@ -153,24 +160,26 @@ ENTRIES: Final = (
     _engines("ofaEngines", lambda profile: profile.ofa_engines),
     *(_memory_slice(number) for number in range(MAX_ATTRIBUTES_AND_CAPACITIES)),
     Entry("cudaDriverVersion", "version", both=lambda _, node: _dotted(node.versions.cuda)),
-    Entry("brand", "string", both=lambda gpu, _: gpu.brand),
-    Entry("iommuFDEnabled", "bool", "the host has `/dev/iommu`", vfio=lambda device: device.card.has_iommufd),
-    Entry("addressingMode", "string", both=lambda gpu, _: gpu.addressing_mode),
+    Entry("brand", "string", both=lambda device, _: device.gpu.brand),
+    Entry("iommuFDEnabled", "bool", "the host has `/dev/iommu`", vfio=lambda device, _: device.card.has_iommufd),
+    Entry("addressingMode", "string", both=lambda device, _: device.gpu.addressing_mode),
     # Not published by NVIDIA's driver.
-    Entry("nvlinkDomain", "string", "for `matchAttribute`", gpu=lambda gpu, node: node.nvlink_domains.get(gpu.uuid)),
-    Entry("fabricClusterUUID", "string", _IN_FABRIC, gpu=lambda gpu, _: gpu.fabric and gpu.fabric.cluster_uuid),
-    Entry("fabricCliqueID", "int", _IN_FABRIC, gpu=lambda gpu, _: gpu.fabric and gpu.fabric.clique_id),
+    Entry("nvlinkDomain", "string", "for `matchAttribute`",
+          gpu=lambda device, node: node.nvlink_domains.get(device.gpu.uuid)),
+    Entry("fabricClusterUUID", "string", _IN_FABRIC,
+          gpu=lambda device, _: device.gpu.fabric and device.gpu.fabric.cluster_uuid),
+    Entry("fabricCliqueID", "int", _IN_FABRIC, gpu=lambda device, _: device.gpu.fabric and device.gpu.fabric.clique_id),
     Entry("confidentialCompute", "string", "[`off`, `on`, `devtools`, `ppcie`](health.md#confidential-computing)",
           both=lambda _, node: node.confidential_compute),
-    Entry("iommuGroup", "int", vfio=lambda device: device.card.iommu_group),
+    Entry("iommuGroup", "int", vfio=lambda device, _: device.card.iommu_group),
     Entry("imexChannels", "int", "channels of the NVIDIA driver, if [`imex`](imex.md) is on",
-          gpu=lambda gpu, node: gpu.fabric and node.imex_channels),
-    Entry("nvlinkLinks", "int", "active links", gpu=lambda gpu, _: gpu.nvlink_links),
-    Entry("migCapable", "bool", gpu=lambda gpu, _: gpu.mig_capable),
-    Entry("parentIndex", "int", mig=lambda device: device.gpu.index),
-    Entry("index", "int", gpu=lambda gpu, _: gpu.index),
-    Entry("parentMinor", "int", "absent with MIG on demand", mig=lambda device: _minor(device.gpu)),
-    Entry("minor", "int", "absent with MIG on demand", gpu=lambda gpu, _: _minor(gpu)),
+          gpu=lambda device, node: device.gpu.fabric and node.imex_channels),
+    Entry("nvlinkLinks", "int", "active links", gpu=lambda device, _: device.gpu.nvlink_links),
+    Entry("migCapable", "bool", gpu=lambda device, _: device.gpu.mig_capable),
+    Entry("parentIndex", "int", mig=lambda device, _: device.gpu.index),
+    Entry("index", "int", gpu=lambda device, _: device.gpu.index),
+    Entry("parentMinor", "int", "absent with MIG on demand", mig=lambda device, _: _minor(device.gpu)),
+    Entry("minor", "int", "absent with MIG on demand", gpu=lambda device, _: _minor(device.gpu)),
     Entry(SHAREABLE, "bool", "`true` if the section `sharing` selects the device, else absent"),
 )  # fmt: skip
 """All attributes and capacities, the most important first: if a device has more than the API allows, the last ones give
@@ -197,16 +206,29 @@ def wire_device(device: OfferedDevice, inventory: Inventory, bound: BoundedRule 
 
 def attributes_of(device: OfferedDevice, inventory: Inventory) -> JsonObject:
     """Returns the attributes of a device by name, such as `{"type": {"string": "gpu"}}`."""
-    found = {
-        one.name: _wire(one.type, one.value_of(device, inventory)) for one in ENTRIES if not one.is_capacity
-    }
+    found = {one.name: _wire(one.type, of(device, inventory)) for one, of in _BY_KIND[type(device)][0]}
     return _sorted({name: value for name, value in found.items() if value is not None})
 
 
 def _amounts_of(device: OfferedDevice, inventory: Inventory) -> dict[str, int]:
     """Returns the known capacities of a device, such as `{"memory": 85520809984}`; memory in bytes."""
-    found = {one.name: one.value_of(device, inventory) for one in ENTRIES if one.is_capacity}
+    found = {one.name: of(device, inventory) for one, of in _BY_KIND[type(device)][1]}
     return {name: amount for name, amount in found.items() if amount is not None}
+
+
+def _entries_by_kind(entries: tuple[Entry, ...]) -> Mapping[_Kind, tuple[_Found, _Found]]:
+    """Returns the attributes and the capacities that the devices of each class can have."""
+    of_kind = {kind: [(one, of) for one in entries if (of := one.of(kind)) is not None] for kind in _KINDS}
+    return {
+        kind: (
+            tuple(item for item in found if not item[0].is_capacity),
+            tuple(item for item in found if item[0].is_capacity),
+        )
+        for kind, found in of_kind.items()
+    }
+
+
+_BY_KIND = _entries_by_kind(ENTRIES)
 
 
 def _sorted(entries: JsonObject) -> JsonObject:
