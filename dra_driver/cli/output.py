@@ -103,7 +103,8 @@ def console(file: IO[str] | None, width: int | None, *, is_colored: bool) -> Con
     return Console(
         file=file,
         width=width,
-        height=None if width is None else 25,  # without a height, rich takes a dumb terminal for 80 columns wide
+        # Without a height, rich takes every dumb terminal for 80 columns wide.
+        height=None if width is None else 25,
         force_terminal=True,
         color_system="standard" if is_colored else None,
         highlight=False,

@@ -391,8 +391,9 @@ def _in_place(gpus: Iterable[SeenGpu]) -> tuple[SeenGpu, ...]:
     used, free = {gpu.index for gpu in ordered}, 0
     for at, gpu in enumerate(ordered):
         if gpu.index is None and gpu.health == "lost" and free not in used:
-            ordered[at] = gpu = replace(gpu, index=free)
-        free = free if gpu.index is None else gpu.index + 1
+            ordered[at] = replace(gpu, index=free)
+        index = ordered[at].index
+        free = free if index is None else index + 1
     return tuple(ordered)
 
 
