@@ -28,6 +28,8 @@ MANUAL = Path(__file__).parents[1] / "docs/log-events.md"
 BEGIN, END = "<!-- log events -->\n", "<!-- end of log events -->\n"
 COMMON_FIELDS = {"claim_uid", "device", "gpu_uuid", "reason", "error", "remedy", "exception"}
 """The table at the top of the manual has them."""
+_NAMES_SAY_IT = ("info", "debug")
+"""Levels at which an event needs a meaning in the manual only if its name does not say it."""
 SECRET = "s3cr3t-0123456789-abcdef"
 log = structlog.get_logger(__name__)
 
@@ -62,7 +64,8 @@ def test_manual_lists_every_event_with_its_meaning(update_golden: bool) -> None:
     text = MANUAL.read_text()
     before, rest = text.split(BEGIN)
     table, after = rest.split(END)
-    rows = [[cell.strip() for cell in line.strip("|\n").split(" | ")] for line in table.splitlines()]
+    lines = [line for line in table.splitlines() if line.startswith("|")]
+    rows = [[cell.strip() for cell in line.strip("|\n").split(" | ")] for line in lines]
     meanings = {row[0].split("`")[1]: row[-1] for row in rows if "`" in row[0]}
     made = "".join(event_table(meanings))
     if update_golden:
@@ -81,6 +84,7 @@ def event_table(meanings: dict[str, str]) -> Iterator[str]:
             if "/playground/" not in call.file:
                 calls.setdefault(event, []).append(call)
     rows: dict[str, list[str]] = {level: [] for level in reversed(LEVELS)}
+    names: dict[str, list[str]] = {level: [] for level in _NAMES_SAY_IT}
     for event, found in sorted(calls.items()):
         used = {level for call in found for level in call.levels}
         fields = {field for call in found for field in call.fields} - {"exc_info"}
@@ -91,11 +95,16 @@ def event_table(meanings: dict[str, str]) -> Iterator[str]:
         also = "".join(f", or {one}" for one in lower)
         named = ", ".join(f"`{field}`" for field in sorted(fields - COMMON_FIELDS))
         shown = f"`{event}`{also}" + (f" ({named})" if named else "")
-        rows[level].append(f"| {shown} | {meanings.get(event, '?')} |\n")
+        if level in names and event not in meanings:
+            names[level].append(shown)
+        else:
+            rows[level].append(f"| {shown} | {meanings.get(event, '?')} |\n")
     for level, lines in rows.items():
         if lines:
             yield f"### {level.title()}\n\n| Event (more fields) | Meaning |\n|---|---|\n"
             yield from [*lines, "\n"]
+        if names.get(level):
+            yield f"Other events of level {level}: {'; '.join(names[level])}.\n\n"
 
 
 LEAKS = {
