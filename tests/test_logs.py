@@ -281,7 +281,7 @@ def test_stacks_of_all_threads_are_shown(form: str, capfd: pytest.CaptureFixture
         assert any("hold_on_here" in frame for frame in stacks["holder"])
         assert "show_stacks" in stacks["MainThread"][1]
     else:
-        assert "stacks_shown" in err.splitlines()[-1]
+        assert "stacks_logged" in err.splitlines()[-1]
 
 
 @pytest.fixture

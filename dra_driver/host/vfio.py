@@ -348,7 +348,7 @@ class VfioCards(Sysfs):
             bounded(f"the kernel ({action})", lambda: self._control.write(path, text), wait_s)
         except OSError as error:
             kind = DeviceBusyError if error.errno == errno.EBUSY else RetryableError
-            raise kind(f"{action}: {error.strerror}; see the kernel log") from error
+            raise kind(f"cannot {action}: {error.strerror}; see the kernel log") from error
 
     # --- one card ------------------------------------------------------------------------------
 

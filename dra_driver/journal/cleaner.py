@@ -304,7 +304,7 @@ class Cleaner(BackgroundWorker):
         except DraDriverError:  # the restorer logs the cause
             return False
         except Exception:  # noqa: BLE001  a bug of a restorer must not keep a claim from ending
-            _log.exception("put_right_crashed", gpu_uuid=gpu, what=restorer.what)
+            _log.exception("restore_failed", gpu_uuid=gpu, what=restorer.what)
             return False
 
     def _undo_all(self, gpus: frozenset[str]) -> bool:
@@ -372,7 +372,7 @@ class Cleaner(BackgroundWorker):
         except DraDriverError as error:
             if str(error) != self._problem:
                 self._problem = str(error)
-                _log.warning("cleanup_not_tried", reason=self._problem)
+                _log.warning("cleanup_not_started", reason=self._problem)
             return _CHECK_EVERY_S
         self._problem = None
         return _TOOLS_EVERY_S if works else _CHECK_EVERY_S

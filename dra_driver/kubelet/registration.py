@@ -180,7 +180,7 @@ class SocketWatch:
             owner = before.owner  # the same process, which now hangs
         if before is None or before.owner != owner:
             _log.info(
-                "socket_seen",
+                "socket_found",
                 path=str(path),
                 origin=owner.origin,
                 endpoint=str(owner.endpoint or ""),

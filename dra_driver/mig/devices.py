@@ -267,7 +267,7 @@ class MigDevices:
         except MayAppearError:
             pass
         except DraDriverError as error:
-            _log.error("mig_device_not_undone", device=failed.device, reason=str(error))
+            _log.error("mig_device_cleanup_failed", device=failed.device, reason=str(error))
 
     def _clear(self, gpu: GpuAddress, in_the_way: Sequence[GpuInstance], wanted: str) -> None:
         """Destroys these instances, unless one has no ledger detail or is used by a claim.
@@ -349,7 +349,7 @@ class MigDevices:
         inside = self._hardware.compute_instances(*known.gpu, there.gpu_instance_id)
         if not is_ours(known, there, inside):
             _log.warning(
-                "mig_device_remade",
+                "mig_device_replaced",
                 device=known.device,
                 gpu_uuid=known.gpu_uuid,
                 gpu_instance_id=there.gpu_instance_id,

@@ -183,7 +183,7 @@ class NodeLayouts(BackgroundWorker):
         try:
             self.file.save(list(found.values()))
         except DraDriverError as error:
-            _log.warning("mig_layout_not_kept", reason=str(error))
+            _log.warning("mig_layout_not_saved", reason=str(error))
         new = [one for uuid, one in found.items() if before.get(uuid) != one]
         for one in new:
             _log.info(
@@ -214,7 +214,7 @@ class NodeLayouts(BackgroundWorker):
         except (TimeoutError, DraDriverError) as error:
             # The GPU cannot be read now, so keep its last known state.
             _log.warning(
-                "mig_layout_not_seen",
+                "mig_layout_not_read",
                 gpu_uuid=gpu.uuid,
                 reason=str(error) or "the check did not finish in time",
             )

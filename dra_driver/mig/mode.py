@@ -216,10 +216,10 @@ class MigMode:
                             raise RetryableError(
                                 f"NVML reported success, but GPU {gpu_uuid} is still in MIG mode"
                             )
-                        _log.info("mig_mode_left", gpu_uuid=gpu_uuid)
+                        _log.info("mig_mode_disabled", gpu_uuid=gpu_uuid)
             except DraDriverError as error:
                 if self._logged.get(gpu_uuid) != str(error):
-                    _log.warning("mig_mode_not_left", gpu_uuid=gpu_uuid, reason=str(error))
+                    _log.warning("mig_mode_disable_failed", gpu_uuid=gpu_uuid, reason=str(error))
                 self._logged[gpu_uuid] = str(error)
                 raise
             self._disown(gpu)
@@ -239,7 +239,7 @@ class MigMode:
                         self._hardware.set_mode(*gpu, False)
                     self._disown(gpu)
         except DraDriverError as error:
-            _log.warning("mig_mode_unsure", gpu_uuid=gpu.uuid, reason=str(error))
+            _log.warning("mig_mode_unknown", gpu_uuid=gpu.uuid, reason=str(error))
 
     def _switch(self, gpu: GpuAddress, *, on: bool) -> None:
         with self._context.observed("mode-on" if on else "mode-off", gpu.uuid) as switched:

@@ -162,7 +162,7 @@ def not_run(action: str, program: str, error: OSError) -> RetryableError:
     """Returns the error to raise if the kernel refuses to execute a program."""
     why = _WHY_NOT_RUN.get(error.errno or 0)
     reason = f"{error.strerror or error}: {why}" if why else str(error.strerror or error)
-    return _without_effect(f"{action}: {program} did not start: {reason}")
+    return _without_effect(f"cannot {action}: {program} did not start: {reason}")
 
 
 def check_started(action: str, program: str, code: int, output: str) -> None:
@@ -171,7 +171,7 @@ def check_started(action: str, program: str, code: int, output: str) -> None:
     no_nvml = code == _NO_NVML_CODE and program.rpartition("/")[2] == SMI_PROGRAM
     if no_nvml or code in _NOT_STARTED_CODES or (code and any(part in lowered for part in _LOADER_SAYS)):
         raise _without_effect(
-            f"{action}: {program} did not start ({exit_text(code)}): {' '.join(output.split())}; run it on "
+            f"cannot {action}: {program} did not start ({exit_text(code)}): {' '.join(output.split())}; run it on "
             "the host; if it works there, report a bug in gpu-dra-driver"
         )
 

@@ -306,7 +306,7 @@ class Daemon:
         done, unset = _on_each(partial(self._where_supported, make_exclusive), wrong)
         if again:
             for uuid in sorted(done.keys() - self._without_mode):
-                _log.warning("compute_mode_set_again", device=spec.device, before=wrong[uuid])
+                _log.warning("compute_mode_restored", device=spec.device, before=wrong[uuid])
         problem = unread or unset
         if problem is not None:
             raise problem
@@ -350,7 +350,7 @@ class Daemon:
             self._check_gpus_at = 0.0  # check as soon as NVML is open again, because the mode may be lost
         except DraDriverError as error:
             self._check_gpus_at = time.monotonic() + self._tools.timings.exclusive
-            _log.warning("compute_mode_not_kept", device=self._record.spec.device, error=str(error))
+            _log.warning("compute_mode_not_set", device=self._record.spec.device, error=str(error))
 
     def _clear_pipes(self) -> None:
         """Stops the servers of a dead daemon, and removes files that would make a new daemon believe that the dead

@@ -104,11 +104,11 @@ class ComputeMode:
             with held as descriptor, inherited([descriptor]):
                 yield
         except LockBusyError as error:
-            raise RetryableError(f"{action}: {error}") from error
+            raise RetryableError(f"cannot {action}: {error}") from error
 
 
 def _problem(action: str, code: int, text: str, *, is_unsupported: bool = False) -> Exception:
-    message = f"{action}: {' '.join(text.split()) or 'nvidia-smi printed nothing'} ({exit_text(code)})"
+    message = f"cannot {action}: {' '.join(text.split()) or 'nvidia-smi printed nothing'} ({exit_text(code)})"
     if is_unsupported or _NOT_SUPPORTED in text.lower():
         return NotSupportedError(message)
     return RetryableError(message)

@@ -191,7 +191,7 @@ class MpsHostFiles:
         try:
             self._await_host(deadline)
         except NoMpsHostError as error:
-            _log.warning("mps_stop_left_to_next_host", device=device, reason=str(error))
+            _log.warning("mps_stop_deferred", device=device, reason=str(error))
             raise
         while layout.has_traces(device):
             status = self._statuses.get(device)

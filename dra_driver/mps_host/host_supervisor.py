@@ -279,7 +279,7 @@ class Supervisor:
             thread.start()
             self._workers[name] = thread
         except RuntimeError as error:  # the next check retries
-            _log.warning("mps_look_delayed", thread=thread.name, reason=str(error))
+            _log.warning("mps_check_delayed", thread=thread.name, reason=str(error))
 
 
 def _free(path: Path, is_right: Callable[[Path], bool]) -> None:

@@ -81,18 +81,18 @@ def translated(error: pynvml.NVMLError, action: str) -> DraDriverError:
     code = error.value
     if code in _UNAVAILABLE:
         kind = DriverGoneError if code in _GONE else NvmlUnavailableError
-        return kind(f"{action}: {_UNAVAILABLE[code]}")
+        return kind(f"cannot {action}: {_UNAVAILABLE[code]}")
     if code in _LOST:
-        return DeviceLostError(f"{action}: the GPU does not answer ({error})")
+        return DeviceLostError(f"cannot {action}: the GPU does not answer ({error})")
     if code in _ABSENT:
-        return NotSupportedError(f"{action}: {error}")
+        return NotSupportedError(f"cannot {action}: {error}")
     if code == pynvml.NVML_ERROR_IN_USE:
-        return DeviceBusyError(f"{action}: {error}")
+        return DeviceBusyError(f"cannot {action}: {error}")
     if code in _PASSING:
-        return NvmlTransientError(f"{action}: {error}")
+        return NvmlTransientError(f"cannot {action}: {error}")
     if code in _UNSURE:
-        return NvmlUnknownOutcomeError(f"{action}: {error}")
-    return RetryableError(f"{action}: {_REMEDIES.get(code, error)}")
+        return NvmlUnknownOutcomeError(f"cannot {action}: {error}")
+    return RetryableError(f"cannot {action}: {_REMEDIES.get(code, error)}")
 
 
 @contextmanager
@@ -107,7 +107,7 @@ def nvml_errors(action: str) -> Iterator[None]:
     except pynvml.NVMLError as error:
         raise translated(error, action) from error
     except getattr(pynvml, "NVMLLibraryMismatchError", ()) as error:
-        raise NotSupportedError(f"{action}: {error}") from error
+        raise NotSupportedError(f"cannot {action}: {error}") from error
 
 
 @contextmanager

@@ -120,7 +120,7 @@ def busy_error(action: str, holders: Sequence[str], subject: str, look_at: str) 
     """
     if not holders:
         return DeviceBusyError(
-            f"{action}: {subject} is in use, but NVML shows no process on it; a monitor such as DCGM or "
+            f"cannot {action}: {subject} is in use, but NVML shows no process on it; a monitor such as DCGM or "
             f"another process may have the device file open: check with {look_at}"
         )
     remedy = (
@@ -128,7 +128,7 @@ def busy_error(action: str, holders: Sequence[str], subject: str, look_at: str) 
         if len(holders) == 1
         else "stop them, or wait until they stop"
     )
-    return DeviceBusyError(f"{action}: {subject} is in use by {named(holders, _MAX_NAMED)}; {remedy}")
+    return DeviceBusyError(f"cannot {action}: {subject} is in use by {named(holders, _MAX_NAMED)}; {remedy}")
 
 
 class PersistenceModes:
@@ -157,5 +157,5 @@ class PersistenceModes:
                 pynvml.nvmlDeviceSetPersistenceMode(gpu_handle(gpu_uuid, pci_bus_id), int(on))
             if self.get(gpu_uuid, pci_bus_id) != on:
                 raise RetryableError(
-                    f"{action}: NVML reported success, but the mode did not change; check nvidia-persistenced"
+                    f"cannot {action}: NVML reported success, but the mode did not change; check nvidia-persistenced"
                 )

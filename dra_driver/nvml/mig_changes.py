@@ -110,11 +110,11 @@ class MigHardware:
         action = f"switch MIG mode of GPU {gpu_uuid} {'on' if on else 'off'}"
         before = mig_mode(handle, gpu_uuid)
         if before is None:
-            raise NotSupportedError(f"{action}: the GPU does not support MIG")
+            raise NotSupportedError(f"cannot {action}: the GPU does not support MIG")
         if before == (on, on):
             return
         waits = RetryableError(
-            f"{action}: the mode takes effect at the next reset of the GPU; {reset(gpu_uuid)} or virtual machine"
+            f"cannot {action}: the mode takes effect at the next reset of the GPU; {reset(gpu_uuid)} or virtual machine"
         )
         try:
             # Every process with NVML open is a client of every GPU.
@@ -188,21 +188,21 @@ class MigHardware:
                     raise self._no_room(action, handle, gpu_uuid, profile_id, placement) from error
                 except pynvml.NVMLError_InvalidArgument as error:
                     raise RetryableError(
-                        f"{action}: the NVIDIA driver does not accept this profile or placement ({error}); delete the "
-                        "pod and its claim so that the scheduler allocates another device"
+                        f"cannot {action}: the NVIDIA driver does not accept this profile or placement ({error}); "
+                        "delete the pod and its claim so that the scheduler allocates another device"
                     ) from error
         except NotSupportedError as error:
             mode = mig_mode(handle, gpu_uuid)
             if mode is None or mode[0]:
                 raise
-            raise NvmlTransientError(f"{action}: MIG mode was switched off") from error
+            raise NvmlTransientError(f"cannot {action}: MIG mode was switched off") from error
         try:
-            with nvml_errors(f"{action}: read it back"):
+            with nvml_errors(f"read it back ({action})"):
                 info = pynvml.nvmlGpuInstanceGetInfo(made)
             found, where = int(info.profileId), placement_of(info)
             if (found, where) != (profile_id, placement):
                 raise RetryableError(
-                    f"{action}: the NVIDIA driver created profile {found} at {_slices(where)} instead"
+                    f"cannot {action}: the NVIDIA driver created profile {found} at {_slices(where)} instead"
                 )
         except DraDriverError as error:
             _destroy_again(error, pynvml.nvmlGpuInstanceDestroy, made)
@@ -232,7 +232,7 @@ class MigHardware:
             if inside and not holders:
                 left = ", ".join(f"{number} ({uuid})" for number, uuid, _ in inside)
                 raise DeviceBusyError(
-                    f"{action}: it contains compute instances: {left}; destroy them first"
+                    f"cannot {action}: it contains compute instances: {left}; destroy them first"
                 ) from error
             raise busy_error(action, holders, "it", _LOOK_AT_CAPS) from error
 
@@ -256,7 +256,7 @@ class MigHardware:
             except pynvml.NVMLError_NotFound as error:
                 if gpu_instance_handle(handle, gpu_uuid, gpu_instance_id) is None:
                     return ()
-                raise RetryableError(f"{action}: one of the instances was destroyed") from error
+                raise RetryableError(f"cannot {action}: one of the instances was destroyed") from error
 
     @_whole
     def create_compute(self, gpu_uuid: str, pci_bus_id: str | None, gpu_instance_id: int) -> tuple[int, str]:
@@ -269,7 +269,7 @@ class MigHardware:
         action = f"create a compute instance in GPU instance {gpu_instance_id} of GPU {gpu_uuid}"
         instance = gpu_instance_handle(handle, gpu_uuid, gpu_instance_id)
         if instance is None:
-            raise NvmlTransientError(f"{action}: another program destroyed the GPU instance")
+            raise NvmlTransientError(f"cannot {action}: another program destroyed the GPU instance")
         profiles = self._table(handle, gpu_uuid)
         with _creation_errors(action):
             profile = profiles.get(int(pynvml.nvmlGpuInstanceGetInfo(instance).profileId))
@@ -277,11 +277,11 @@ class MigHardware:
             chosen = None if profile is None else whole_compute_profile(offered, profile)
             if chosen is None:
                 raise NotSupportedError(
-                    f"{action}: NVML offers no compute instance that uses the whole GPU instance"
+                    f"cannot {action}: NVML offers no compute instance that uses the whole GPU instance"
                 )
             made = pynvml.nvmlGpuInstanceCreateComputeInstance(instance, chosen)
         try:
-            with nvml_errors(f"{action}: read it back"):
+            with nvml_errors(f"read it back ({action})"):
                 return compute_identity(made)
         except DraDriverError as error:
             _destroy_again(error, pynvml.nvmlComputeInstanceDestroy, made)
@@ -346,18 +346,18 @@ class MigHardware:
             found = self._instances(handle, gpu_uuid)
             profile = self._table(handle, gpu_uuid).get(profile_id)
         except DraDriverError as error:
-            return NvmlTransientError(f"{action}: {_NO_SPACE}; the reason cannot be read ({error})")
+            return NvmlTransientError(f"cannot {action}: {_NO_SPACE}; the reason cannot be read ({error})")
         in_the_way = [item for item in found if item.placement.overlaps(placement)]
         if in_the_way:
-            return RetryableError(f"{action}: {_NO_SPACE}; in the way: {_listed(in_the_way)}")
+            return RetryableError(f"cannot {action}: {_NO_SPACE}; in the way: {_listed(in_the_way)}")
         same = [item for item in found if item.profile_id == profile_id]
         if profile is not None and len(same) >= profile.max_instances:
             return RetryableError(
-                f"{action}: the GPU cannot have more instances of this profile; it has: {_listed(same)}"
+                f"cannot {action}: the GPU cannot have more instances of this profile; it has: {_listed(same)}"
             )
         return NvmlTransientError(
-            f"{action}: {_NO_SPACE}, although nothing is in the way; the NVIDIA driver may still be scrubbing the "
-            f"memory of the previous instance (existing GPU instances: {_listed(found) or 'none'})"
+            f"cannot {action}: {_NO_SPACE}, although nothing is in the way; the NVIDIA driver may still be scrubbing "
+            f"the memory of the previous instance (existing GPU instances: {_listed(found) or 'none'})"
         )
 
 

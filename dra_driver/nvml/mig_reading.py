@@ -57,10 +57,10 @@ def gpu_handle(gpu_uuid: str, pci_bus_id: str | None) -> Handle:
             found = pynvml.nvmlDeviceGetUUID(handle)
         except pynvml.NVMLError_NotFound as error:
             raise DeviceLostError(
-                f"{action}: NVML shows no such GPU{where}; it was removed or fell off the bus"
+                f"cannot {action}: NVML shows no such GPU{where}; it was removed or fell off the bus"
             ) from error
     if found != gpu_uuid:
-        raise DeviceLostError(f"{action}: GPU {found} is{where} now; the GPU was moved or replaced")
+        raise DeviceLostError(f"cannot {action}: GPU {found} is{where} now; the GPU was moved or replaced")
     return handle
 
 

@@ -176,7 +176,7 @@ def link_states(handle: Handle) -> list[bool]:
     states: list[int | None] = []
     for link in range(_MAX_LINKS):
         try:
-            with nvml_errors(f"link {link}"):
+            with nvml_errors(f"read NVLink {link}"):
                 states.append(int(pynvml.nvmlDeviceGetNvLinkState(handle, link)))
         except NotSupportedError:
             states.append(None)

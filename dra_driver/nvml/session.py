@@ -166,11 +166,11 @@ class NvmlSession:
             except NvmlInUseError as error:
                 # The process exits, which shuts NVML down without interrupting a change to a GPU. While a
                 # call hangs, the shutdown may hang too.
-                _log.warning("nvml_left_open", reason=str(error).partition(";")[0])
+                _log.warning("nvml_not_shut_down", reason=str(error).partition(";")[0])
                 return
             self._begin("shut down")
         if not self._changed(self._shut_down if was_open else lambda: None, _PATIENCE_S):
-            _log.warning("nvml_left_open", reason="shut NVML down: it hangs in the NVIDIA driver")
+            _log.warning("nvml_not_shut_down", reason="shut NVML down: it hangs in the NVIDIA driver")
 
     def release(self, why: str) -> None:
         """Shuts NVML down until the next `reopen`; `why` is the error text for all calls until then.
@@ -264,12 +264,12 @@ class NvmlSession:
                 text, lasts_s, hangs_after_s = found
                 if lasts_s >= hangs_after_s:
                     raise NvmlInUseError(
-                        f"{what}: {text} has been in progress for more than {hangs_after_s:.0f} s, so it may hang in "
-                        f"the NVIDIA driver; {_REMEDY}"
+                        f"cannot {what}: {text} has been in progress for more than {hangs_after_s:.0f} s, so it may "
+                        f"hang in the NVIDIA driver; {_REMEDY}"
                     )
                 left = until - time.monotonic()
                 if left <= 0:
-                    raise NvmlInUseError(f"{what}: {text} is in progress; gpu-dra-driver retries soon")
+                    raise NvmlInUseError(f"cannot {what}: {text} is in progress; gpu-dra-driver retries soon")
                 self._turn.wait(min(left, _CHECK_EVERY_S))
         finally:
             self._waiting -= 1
@@ -356,7 +356,7 @@ class NvmlSession:
         try:
             self._open_counted()
         except DraDriverError as error:
-            _log.warning("nvml_not_opened_again", reason=str(error))
+            _log.warning("nvml_reopen_failed", reason=str(error))
 
     def _open_counted(self) -> None:
         self._reopens = False
@@ -411,7 +411,7 @@ class NvmlSession:
         self._end_session()
         left = open_device_files()
         if left:
-            _log.error("nvml_left_device_files", files=left)
+            _log.error("nvml_device_files_open", files=left)
         elif self.mark is not None:
             self.mark.release()
 

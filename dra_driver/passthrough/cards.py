@@ -93,7 +93,7 @@ class Passthrough:
         before, self._cards = self._cards, self._known.read(gpus)
         reasons = refused(self._cards)
         if reasons and reasons != refused(before):
-            _log.warning("cards_not_offered", cards=reasons, offered=len(self._cards) - len(reasons))
+            _log.warning("vfio_unavailable", cards=reasons, offered=len(self._cards) - len(reasons))
         return self._cards
 
     def problems(self) -> Sequence[NodeProblem]:

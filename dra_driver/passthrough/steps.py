@@ -151,7 +151,7 @@ class VfioSteps:
             card, driver, seconds_for(f"wait for the vfio node of GPU {step.gpu_uuid}", _NODE_S)
         )
         _log.info(
-            "card_bound",
+            "vfio_bound",
             device=step.device,
             gpu_uuid=step.gpu_uuid,
             driver=driver,
@@ -286,7 +286,7 @@ class VfioSteps:
             with until(time.monotonic() + _UNDO_S):
                 self._return(step)
         except DraDriverError as error:
-            _log.warning("card_not_returned", device=step.device, reason=str(error))
+            _log.warning("vfio_release_failed", device=step.device, reason=str(error))
             return False
         return True
 
@@ -320,7 +320,7 @@ class VfioSteps:
                     f"GPU {step.gpu_uuid} ({card.bus_id}) is no longer bound to vfio, but its driver_override could "
                     f"not be {f'restored to {override}' if override else 'cleared'}; see the kernel log"
                 )
-            _log.info("card_returned", device=step.device, gpu_uuid=step.gpu_uuid)
+            _log.info("vfio_released", device=step.device, gpu_uuid=step.gpu_uuid)
         self.rescan(seconds_for("check the card", _RESCAN_S))
         if entry is not None and entry.persistence:
             with suppress(NotSupportedError):  # the NVIDIA driver was replaced in between
@@ -356,7 +356,7 @@ class VfioSteps:
             try:
                 self._wait_for_write(self._make([move]), step)
             except RetryableError as error:
-                _log.warning("function_not_moved", bus_id=move.bus_id, reason=str(error))
+                _log.warning("pci_function_not_rebound", bus_id=move.bus_id, reason=str(error))
                 if move.action == "unbind" and move.bus_id == step.pci_bus_id:
                     raise
                 if move.action == "bind":

@@ -192,5 +192,5 @@ class ClaimHealthReporter:
                 record.ref for record in records if is_hit(record, target, inventory, self.created_instance)
             ]
         except DraDriverError as error:
-            _log.warning("holders_unknown", subject=str(target), reason=str(error))
+            _log.warning("gpu_claims_unknown", subject=str(target), reason=str(error))
             return ()

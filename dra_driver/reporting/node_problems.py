@@ -313,7 +313,7 @@ class NodeProblems(BackgroundWorker):
         try:
             self._mark.hold()
         except StateError as error:
-            _log.warning("running_not_shown", reason=str(error))
+            _log.warning("running_lock_failed", reason=str(error))
         self.restore()
         super().start()
 

@@ -101,7 +101,7 @@ class TimeSliceSteps:
                 record = self._records.get(uid)
                 if record is not None and step in record.steps:
                     self._nvidia_smi.set_time_slice(gpu_uuid, step.interval)
-                    _log.info("time_slice_set_again", gpu_uuid=gpu_uuid, claim_uid=uid)
+                    _log.info("time_slice_restored", gpu_uuid=gpu_uuid, claim_uid=uid)
             except DraDriverError as error:
                 if reason != str(error):
                     _log.error("time_slice_lost", gpu_uuid=gpu_uuid, claim_uid=uid, reason=str(error))

@@ -264,7 +264,7 @@ class ApiSupport:
             self._known, self._knows_counting = known, self._matters
             self._asked_at, self._is_asked = self.clock(), True
             if before.missing - self._known.missing:
-                _log.info("slice_fields_kept_now", gates=sorted(before.missing - self._known.missing))
+                _log.info("slice_fields_accepted", gates=sorted(before.missing - self._known.missing))
         shares = self._caution is not None and shares_counters(inventory, self.sharing)
         self.caution = self._caution if shares else None
         return self._known

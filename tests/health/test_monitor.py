@@ -707,7 +707,7 @@ def test_a_disk_that_refuses_costs_only_the_memory(bench, logs, monkeypatch):
     bench.machine.raise_xid(0, 48)
     bench.turn()
     assert (bench.reasons(0), bench.changes) == (["xid/48"], 1)
-    assert "health_not_kept" in [line["event"] for line in logs]
+    assert "health_not_saved" in [line["event"] for line in logs]
 
 
 class HangingSource:
