@@ -74,7 +74,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Prints how many tests used NVIDIA's own programs; skipped tests say why others did not."""
+    """Print how many tests used NVIDIA's own programs; skipped tests say why others did not."""
     ran: Counter[str] = Counter()
     for outcome in ("passed", "failed"):
         for report in terminalreporter.getreports(outcome):
@@ -173,7 +173,7 @@ def _memory_root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def make_memory_path(_memory_root: Path) -> Callable[[], Path]:
-    """Creates directories that last as long as the session."""
+    """Create directories that last as long as the session."""
     return lambda: Path(tempfile.mkdtemp(dir=_memory_root))
 
 
@@ -199,7 +199,7 @@ def disk_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def is_golden(update_golden: bool) -> Callable[[Path, str], None]:
-    """Compares a text with a golden file, or rewrites that."""
+    """Compare a text with a golden file, or rewrites that."""
 
     def compare(golden: Path, text: str) -> None:
         if update_golden:

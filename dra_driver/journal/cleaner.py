@@ -236,7 +236,7 @@ class Cleaner(BackgroundWorker):
     def _refuse_withheld(
         self, wanted: Collection[tuple[str, Step]], devices: Sequence[OfferedDevice]
     ) -> None:
-        """Raises: RetryableError, like `clean_before`."""
+        """Raise RetryableError, like `clean_before`."""
         now = self._pending()
         left = [
             replace(one, steps=tuple(step for step in one.steps if (one.name, step) in wanted)) for one in now
@@ -275,7 +275,7 @@ class Cleaner(BackgroundWorker):
         return self.lanes.submit(gpus, what, work, once=("cleanup", gpus))
 
     def _to_restore(self) -> list[tuple[frozenset[str], str]]:
-        """Raises: StateError."""
+        """Raise StateError."""
         return [(frozenset({gpu}), restorer.what) for restorer in self.restorers for gpu in restorer.gpus()]
 
     def _converge(self, gpus: frozenset[str], operation: Operation) -> None:

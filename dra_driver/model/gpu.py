@@ -183,7 +183,7 @@ def is_vfio(driver: str | None) -> bool:
 
 
 def uuid_of_bus_id(bus_id: str) -> str:
-    """Returns a UUID of a card that stays the same under every driver: UUIDv5 of the bus ID in the DNS namespace."""
+    """Return a UUID of a card that stays the same under every driver: UUIDv5 of the bus ID in the DNS namespace."""
     return str(uuid.uuid5(uuid.NAMESPACE_DNS, bus_id))
 
 

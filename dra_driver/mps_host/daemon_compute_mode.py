@@ -57,7 +57,7 @@ class ComputeMode:
         self._locks = locks
 
     def get(self, gpu_uuid: str) -> int | None:
-        """Returns the mode; None if the GPU or the NVIDIA driver is gone.
+        """Return the mode; None if the GPU or the NVIDIA driver is gone.
 
         Raises: NotSupportedError if the GPU has no compute mode, RetryableError for other failures.
         """
@@ -71,7 +71,7 @@ class ComputeMode:
         raise _problem(action, code, text, is_unsupported=code == 0 and name in _NO_SETTING)
 
     def set(self, gpu_uuid: str, mode: int) -> None:
-        """Sets the mode and reads it back. Raises: NotSupportedError if the GPU does not support it; RetryableError,
+        """Set the mode and read it back. Raises: NotSupportedError if the GPU does not support it; RetryableError,
         including if the mode did not change.
         """
         action = f"cannot set the compute mode of {gpu_uuid} to {_NAMES[mode]}"

@@ -77,7 +77,7 @@ process, and eight GPUs should not take eight times as long.
 
 
 def translated(error: pynvml.NVMLError, action: str) -> DraDriverError:
-    """Returns our error for an NVML error; `action` describes the attempt and its object."""
+    """Return our error for an NVML error; `action` describes the attempt and its object."""
     code = error.value
     if code in _UNAVAILABLE:
         kind = DriverGoneError if code in _GONE else NvmlUnavailableError
@@ -97,7 +97,7 @@ def translated(error: pynvml.NVMLError, action: str) -> DraDriverError:
 
 @contextmanager
 def nvml_errors(action: str) -> Iterator[None]:
-    """Converts all errors of the binding to ours.
+    """Convert all errors of the binding to ours.
 
     Raises: NvmlUnavailableError (DriverGoneError), DeviceLostError, DeviceBusyError, NotSupportedError,
     NvmlTransientError (NvmlUnknownOutcomeError), RetryableError.
@@ -130,7 +130,7 @@ def collected(faults: list[DiscoveryFault], subject: str) -> AbstractContextMana
 
 
 def supported(call: Callable[..., T], *args: object) -> T | None:
-    """Returns the call's result, or None if the GPU or driver lacks the feature.
+    """Return the call's result, or None if the GPU or driver lacks the feature.
 
     Raises: the other errors of `nvml_errors`.
     """
@@ -144,7 +144,7 @@ def supported(call: Callable[..., T], *args: object) -> T | None:
 def query(
     call: Callable[..., T], *args: object, failed: Callable[[Exception], object] = lambda _error: None
 ) -> T | None:
-    """Returns the call's result; None if it is not supported or fails. Errors are passed to `failed`.
+    """Return the call's result; None if it is not supported or fails. Errors are passed to `failed`.
 
     Raises: the errors of `best_effort`.
     """
@@ -166,7 +166,7 @@ class GpuWalk:
         self._outstanding: dict[int, Future[Any]] = {}
 
     def each(self, indexes: Sequence[int], read: Callable[[int], T]) -> dict[int, Future[T]]:
-        """Returns the results of `read`, by index, as completed futures. GPUs that do not answer are omitted.
+        """Return the results of `read`, by index, as completed futures. GPUs that do not answer are omitted.
 
         >>> [index for index, answer in GpuWalk().each(range(2), lambda index: index * 10).items()]
         [0, 1]
@@ -194,7 +194,7 @@ class GpuWalk:
         return answers
 
     def _begun(self, indexes: Sequence[int], read: Callable[[int], T]) -> dict[int, Future[T]]:
-        """Starts a thread that reads the GPUs in this order, and exits at the first cancelled call."""
+        """Start a thread that reads the GPUs in this order, and exits at the first cancelled call."""
         calls: dict[int, Future[T]] = {index: Future() for index in indexes}
 
         def run() -> None:

@@ -52,7 +52,7 @@ _LOOK_AT_CAPS = "`fuser -v /dev/nvidia-caps/*` on the node"
 def _whole(
     method: Callable[Concatenate[MigHardware, P], T],
 ) -> Callable[Concatenate[MigHardware, P], T]:
-    """Runs the method as one NVML operation, so that NVML is not shut down before the method returns."""
+    """Run the method as one NVML operation, so that NVML is not shut down before the method returns."""
 
     @wraps(method)
     def as_operation(self: MigHardware, /, *arguments: P.args, **options: P.kwargs) -> T:
@@ -96,7 +96,7 @@ class MigHardware:
 
     @_whole
     def mode(self, gpu_uuid: str, pci_bus_id: str | None) -> tuple[bool, bool] | None:
-        """Returns MIG mode as (current, after the next reset); None for a GPU without MIG."""
+        """Return MIG mode as (current, after the next reset); None for a GPU without MIG."""
         return mig_mode(gpu_handle(gpu_uuid, pci_bus_id), gpu_uuid)
 
     @_whole
@@ -137,14 +137,14 @@ class MigHardware:
 
     @_whole
     def minor(self, gpu_uuid: str, pci_bus_id: str | None) -> int | None:
-        """Returns the current minor number of the GPU's device node; None if NVML does not report it."""
+        """Return the current minor number of the GPU's device node; None if NVML does not report it."""
         handle = gpu_handle(gpu_uuid, pci_bus_id)
         with nvml_errors(f"read the minor number of GPU {gpu_uuid}"):
             return supported(pynvml.nvmlDeviceGetMinorNumber, handle)
 
     @_whole
     def cuts(self, gpu: Gpu) -> tuple[str, tuple[PlacedProfile, ...]]:
-        """Returns the GPU's PCI device and vendor ID, such as `0x233010de`, and every profile with its placements,
+        """Return the GPU's PCI device and vendor ID, such as `0x233010de`, and every profile with its placements,
         whether MIG mode is on or off.
 
         Raises: RetryableError if the table is incomplete.
@@ -160,7 +160,7 @@ class MigHardware:
 
     @_whole
     def instances(self, gpu_uuid: str, pci_bus_id: str | None) -> tuple[GpuInstance, ...]:
-        """Returns every GPU instance of the GPU sorted by placement, with or without compute instances; none
+        """Return every GPU instance of the GPU sorted by placement, with or without compute instances; none
         while MIG mode is off.
 
         Raises: RetryableError if an instance cannot be read.
@@ -169,7 +169,7 @@ class MigHardware:
 
     @_whole
     def create(self, gpu_uuid: str, pci_bus_id: str | None, profile_id: int, placement: Placement) -> int:
-        """Creates a GPU instance at exactly this placement and returns its ID.
+        """Create a GPU instance at exactly this placement and return its ID.
 
         Raises: RetryableError if an instance is in the way, or the NVIDIA driver used another placement;
         NvmlTransientError, for example if MIG mode is off, or if nothing is in the way but the NVIDIA driver has no
@@ -242,7 +242,7 @@ class MigHardware:
     def compute_instances(
         self, gpu_uuid: str, pci_bus_id: str | None, gpu_instance_id: int
     ) -> tuple[tuple[int, str], ...]:
-        """Returns the compute instances in a GPU instance as (ID, UUID of the MIG device); empty if the GPU
+        """Return the compute instances in a GPU instance as (ID, UUID of the MIG device); empty if the GPU
         instance is gone.
         """
         handle = gpu_handle(gpu_uuid, pci_bus_id)
@@ -260,7 +260,7 @@ class MigHardware:
 
     @_whole
     def create_compute(self, gpu_uuid: str, pci_bus_id: str | None, gpu_instance_id: int) -> tuple[int, str]:
-        """Creates the compute instance that covers a whole GPU instance; returns (ID, UUID of the MIG device). A
+        """Create the compute instance that covers a whole GPU instance; return (ID, UUID of the MIG device). A
         failure leaves nothing behind, except with NvmlUnknownOutcomeError.
 
         Raises: NvmlTransientError if the GPU instance is gone or already has compute instances.
@@ -320,11 +320,11 @@ class MigHardware:
         return read_gpu_instances(handle, gpu_uuid, self._table(handle, gpu_uuid).values())
 
     def _table(self, handle: Handle, gpu_uuid: str) -> dict[int, MigProfile]:
-        """Returns the GPU's profiles by ID. Raises: RetryableError if the table is incomplete."""
+        """Return the GPU's profiles by ID. Raises: RetryableError if the table is incomplete."""
         return self._complete_table(self._profiles, handle, Gpu(uuid=gpu_uuid))
 
     def _complete_table(self, tables: Tables[T], handle: Handle, gpu: Gpu) -> T:
-        """Returns the GPU's table from `tables`, which reads it once for each driver version.
+        """Return the GPU's table from `tables`, which reads it once for each driver version.
 
         Raises: RetryableError if the table is incomplete.
         """
@@ -339,7 +339,7 @@ class MigHardware:
     def _no_room(
         self, action: str, handle: Handle, gpu_uuid: str, profile_id: int, placement: Placement
     ) -> RetryableError:
-        """Returns why the NVIDIA driver has no space. The error is transient unless existing instances are the
+        """Return why the NVIDIA driver has no space. The error is transient unless existing instances are the
         reason.
         """
         try:
@@ -374,7 +374,7 @@ def _creation_errors(action: str) -> Iterator[None]:
 
 
 def _listed(instances: Iterable[GpuInstance]) -> str:
-    """Formats instances for messages: `GPU instance 3 (profile 9) at memory slices 0-3`."""
+    """Format instances for messages: `GPU instance 3 (profile 9) at memory slices 0-3`."""
     return ", ".join(
         f"GPU instance {item.gpu_instance_id} (profile {item.profile_id}) at {_slices(item.placement)}"
         for item in instances
@@ -402,7 +402,7 @@ def _destroy_again(error: DraDriverError, destroy: Callable[[Handle], object], m
 
 
 def _compute_instances_in(instance: Handle) -> list[tuple[int, str, Handle]]:
-    """Returns (ID, UUID, handle of the MIG device) of the compute instances that can be read, to explain an error."""
+    """Return (ID, UUID, handle of the MIG device) of the compute instances that can be read, to explain an error."""
     found = []
     try:
         for compute in compute_instance_handles(instance):

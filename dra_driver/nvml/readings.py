@@ -72,7 +72,7 @@ class FaultLog:
     def read(
         self, what: str, call: Callable[..., Any], *args: object, to: Callable[[Any], object] | None = None
     ) -> Any:
-        """Returns the call's result converted by `to`; None if the call is not supported, or if it failed, which adds
+        """Return the call's result converted by `to`; None if the call is not supported, or if it failed, which adds
         a fault.
 
         Raises: DeviceLostError, NvmlUnavailableError, because nothing else can be read after these.
@@ -84,7 +84,7 @@ class FaultLog:
 
 
 def read_gpu(index: int) -> tuple[Handle, Gpu, list[DiscoveryFault]]:
-    """Returns the NVML handle and the values of GPU number `index`, and a fault for each failed read.
+    """Return the NVML handle and the values of GPU number `index`, and a fault for each failed read.
 
     MIG devices and topology are read elsewhere. Raises: DeviceLostError, RetryableError if the handle or the
     UUID cannot be read.
@@ -159,7 +159,7 @@ def _addressing_mode(value: Any) -> str | None:
 
 
 def _memory_numa_node(log: FaultLog, handle: Handle, addressing: str | None) -> int | None:
-    """Queries NVML only if the addressing mode is ATS or unknown: other GPUs have no such node."""
+    """Query NVML only if the addressing mode is ATS or unknown: other GPUs have no such node."""
     if addressing in ("None", "HMM"):
         return None
     node = log.read("NUMA node of the memory", pynvml.nvmlDeviceGetNumaNodeId, handle)
@@ -167,7 +167,7 @@ def _memory_numa_node(log: FaultLog, handle: Handle, addressing: str | None) -> 
 
 
 def link_states(handle: Handle) -> list[bool]:
-    """Returns for each NVLink number whether the link is up; an empty list for a GPU without NVLink. A board may skip
+    """Return for each NVLink number whether the link is up; an empty list for a GPU without NVLink. A board may skip
     link numbers.
 
     Raises: the errors of `nvml_errors` if a link cannot be read, because a partial result would look like a
@@ -189,7 +189,7 @@ def link_states(handle: Handle) -> list[bool]:
 
 
 def _fabric(log: FaultLog, handle: Handle) -> FabricRegistration:
-    """Returns an unreadable fabric as "unknown", not as None: otherwise a claim would be prepared without its
+    """Return an unreadable fabric as "unknown", not as None: otherwise a claim would be prepared without its
     IMEX channel and never get it.
     """
     known_faults = len(log.faults)
@@ -200,7 +200,7 @@ def _fabric(log: FaultLog, handle: Handle) -> FabricRegistration:
 
 
 def fabric_info(handle: Handle) -> Any:
-    """Returns NVML's structure, or None if the GPU has no fabric or the library does not support fabrics.
+    """Return NVML's structure, or None if the GPU has no fabric or the library does not support fabrics.
 
     The structure has `state`, `status` and `clusterUuid`; from v2 on `healthMask`, from v3 on also `healthSummary`;
     in v4 `cliques` and `numCliques`, before v4 `cliqueId`. Raises: DeviceLostError, NvmlUnavailableError,
@@ -225,7 +225,7 @@ def fabric_info(handle: Handle) -> Any:
 
 
 def fabric_registration(info: Any) -> FabricRegistration:
-    """Returns the registration from the structure that `fabric_info` returned.
+    """Return the registration from the structure that `fabric_info` returned.
 
     A single board also completes its registration, with a cluster UUID of zeros. Until then it is unknown whether the
     fabric extends beyond the board.
@@ -244,7 +244,7 @@ def fabric_registration(info: Any) -> FabricRegistration:
 
 
 def _unicast_cliques(info: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the cliques for pointers and for logical endpoints. Before v4 NVML reports only the first
+    """Return the cliques for pointers and for logical endpoints. Before v4 NVML reports only the first
     clique for pointers.
     """
     if not hasattr(info, "cliques"):
@@ -257,7 +257,7 @@ def _unicast_cliques(info: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def confidential_mode() -> ConfidentialMode:
-    """Returns the GPUs' confidential computing mode. Raises: NVMLError; ValueError for an unknown mode."""
+    """Return the GPUs' confidential computing mode. Raises: NVMLError; ValueError for an unknown mode."""
     feature, has_tools, several_gpus = _settings()
     if several_gpus == pynvml.NVML_CC_SYSTEM_MULTIGPU_PROTECTED_PCIE:
         return "ppcie"  # the feature itself is off then
@@ -284,7 +284,7 @@ def accepts_work() -> bool | None:
 
 
 def _settings() -> tuple[int, bool, int]:
-    """Returns the feature, whether developer tools are allowed, and the multi-GPU mode, which drivers before
+    """Return the feature, whether developer tools are allowed, and the multi-GPU mode, which drivers before
     R550 and GPUs before Hopper do not report.
     """
     settings = pynvml.c_nvmlSystemConfComputeSettings_v1_t()

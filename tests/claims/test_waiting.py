@@ -481,7 +481,7 @@ def test_release_is_seen_although_the_api_server_is_slow(
 
 
 def tries_of(node: Node) -> list[int]:
-    """Returns a list that gets an entry for each plan that the node makes from now on."""
+    """Return a list that gets an entry for each plan that the node makes from now on."""
     tries: list[int] = []
     plan = node.preparer.planner.plan
     node.preparer.planner.plan = lambda *args: tries.append(1) or plan(*args)  # type: ignore[func-returns-value, method-assign]

@@ -43,7 +43,7 @@ def root(nvidia: Programs, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def one_gpu(nvidia: Programs, root: Path, tmp_path: Path) -> OneGpu:
-    """Provides a test NVML; its answers are macros of one_gpu_nvml.c."""
+    """Provide a test NVML; its answers are macros of one_gpu_nvml.c."""
     if shutil.which("cc") is None:
         pytest.fail("a C compiler is missing; run: python3 hack/debian_programs.py")
 

@@ -55,7 +55,7 @@ def tls_server(certificates):
 
 @pytest.fixture
 def client_of(tmp_path):
-    """Creates clients for kubeconfigs with this cluster and user, or for a pod, and closes them after the
+    """Create clients for kubeconfigs with this cluster and user, or for a pod, and close them after the
     test.
     """
     clients = []

@@ -86,7 +86,7 @@ def bench(pair: Bench) -> Bench:
 
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Any], None]:
-    """Puts another function into the place of one of the driver's."""
+    """Put another function into the place of one of the driver's."""
 
     def put(name: str, function: Any) -> None:
         monkeypatch.setattr(pynvml.nvmlLib, name, function)

@@ -71,7 +71,7 @@ class OfBranch:
 
 @pytest.fixture
 def of_branch(nvidia: Programs, machine: Callable[[str], SimulatedNode]) -> Callable[[str], SimulatedNode]:
-    """Creates simulated machines whose NVML has the functions of the branch, with MIG on demand."""
+    """Create simulated machines whose NVML has the functions of the branch, with MIG on demand."""
     real = ctypes.CDLL(str(nvidia.library("libnvidia-ml")))
 
     def make(name: str) -> SimulatedNode:

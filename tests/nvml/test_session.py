@@ -92,7 +92,7 @@ def test_device_files_that_stay_open_keep_the_mark(
 
 @contextmanager
 def in_thread(work: Callable[[], object]) -> Iterator[None]:
-    """Does `work` in a thread during the block, and asserts that it succeeds."""
+    """Do `work` in a thread during the block, and asserts that it succeeds."""
     errors: list[BaseException] = []
 
     def run() -> None:

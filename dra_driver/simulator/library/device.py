@@ -93,7 +93,7 @@ _VERSIONS = {
 
 
 def busy(holders: Iterable[Holder]) -> int:
-    """Returns the percentage of time in which the GPU is busy."""
+    """Return the percentage of time in which the GPU is busy."""
     return min(100, sum(holder.utilisation for holder in holders))
 
 
@@ -343,7 +343,7 @@ class Links(Core):
         return state, gpu, model, number(link)
 
     def _active(self, handle: Any, link: Any) -> tuple[State, Gpu, Model, int, str]:
-        """Returns (…, remote type, remote address) of an active link."""
+        """Return (…, remote type, remote address) of an active link."""
         state, gpu, model, wanted = self._link(handle, link)
         for index, kind, remote in active_links(gpu):
             if index == wanted:
@@ -438,7 +438,7 @@ class Links(Core):
 
 
 def _cliques(fabric: dict[str, Any]) -> list[list[int]]:
-    """Returns (type, number) of each clique, in NVML's order."""
+    """Return (type, number) of each clique, in NVML's order."""
     return sorted(fabric.get("cliques") or [[_UNICAST_POINTER, fabric.get("clique", 0)]])
 
 
@@ -447,7 +447,7 @@ def _first_clique(fabric: dict[str, Any]) -> int:
 
 
 def _health(fabric: dict[str, Any]) -> tuple[int, int]:
-    """Returns the health mask and the health summary."""
+    """Return the health mask and the health summary."""
     summary = fabric.get("health_summary", 0)
     is_complete = fabric.get("state") == pynvml.NVML_GPU_FABRIC_STATE_COMPLETED
     return fabric.get("health_mask", 0), summary or int(is_complete)

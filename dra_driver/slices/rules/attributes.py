@@ -33,7 +33,7 @@ _IN_BYTES = frozenset({MEMORY, "addressableMemory"})
 
 
 def wire_device(device: OfferedDevice, inventory: Inventory, bound: BoundedRule | None = None) -> JsonObject:
-    """Returns one entry of `spec.devices`: `{"name", "attributes", "capacity"}`.
+    """Return one entry of `spec.devices`: `{"name", "attributes", "capacity"}`.
 
     With a rule, several claims may hold the device at the same time.
     """
@@ -50,7 +50,7 @@ def wire_device(device: OfferedDevice, inventory: Inventory, bound: BoundedRule 
 
 
 def attributes_of(device: OfferedDevice, inventory: Inventory) -> JsonObject:
-    """Returns the attributes of a device by name, such as `{"type": {"string": "gpu"}}`."""
+    """Return the attributes of a device by name, such as `{"type": {"string": "gpu"}}`."""
     match device:
         case WholeGpu():
             found = _whole_gpu_attributes(device.gpu, inventory) | _common_attributes(device.gpu, inventory)
@@ -62,7 +62,7 @@ def attributes_of(device: OfferedDevice, inventory: Inventory) -> JsonObject:
 
 
 def amounts_of(device: OfferedDevice) -> dict[str, int]:
-    """Returns the known capacities of a device, such as `{"memory": 85520809984}`; memory in bytes."""
+    """Return the known capacities of a device, such as `{"memory": 85520809984}`; memory in bytes."""
     match device:
         case WholeGpu():
             return _whole_gpu_amounts(device.gpu)
@@ -130,7 +130,7 @@ def _mig_attributes(device: StaticMigDevice | DynamicMigDevice) -> dict[str, Jso
 
 
 def _vfio_attributes(device: VfioDevice) -> dict[str, JsonObject | None]:
-    """Uses the host's data about the card, which does not depend on its driver."""
+    """Use the host's data about the card, which does not depend on its driver."""
     card = device.card
     return {
         "type": {"string": "vfio"},
@@ -147,7 +147,7 @@ def _vfio_attributes(device: VfioDevice) -> dict[str, JsonObject | None]:
 
 
 def _minor(gpu: Gpu) -> JsonObject | None:
-    """Returns None with MIG on demand: MIG mode changes the minor number, and claims change the mode."""
+    """Return None with MIG on demand: MIG mode changes the minor number, and claims change the mode."""
     return _int(gpu.minor) if gpu.partitioning is None else None
 
 
@@ -178,7 +178,7 @@ def _engines(profile: MigProfile) -> dict[str, int]:
 
 
 def _string(value: str | None) -> JsonObject | None:
-    """Returns a string value, truncated to the API's limit, because a long product name must not invalidate
+    """Return a string value, truncated to the API's limit, because a long product name must not invalidate
     the whole slice.
     """
     if not value:
@@ -201,12 +201,12 @@ def _version(text: str | None) -> JsonObject | None:
 
 
 def _standard_bus_id(bus_id: str | None) -> JsonObject | None:
-    """The standard attribute has four domain digits; larger domains have no standard form."""
+    """Return the standard attribute has four domain digits; larger domains have no standard form."""
     return {"string": bus_id} if bus_id is not None and len(bus_id) == len("0000:00:00.0") else None
 
 
 def semver(text: str | None) -> str | None:
-    """Returns a driver version as SemVer 2.0.0: `570.124.06` becomes `570.124.6`; None without a number.
+    """Return a driver version as SemVer 2.0.0: `570.124.06` becomes `570.124.6`; None without a number.
 
     A fourth component becomes build metadata, which comparisons ignore: `6.19.14.31400000` becomes
     `6.19.14+31400000`. Missing components are zero.
