@@ -165,7 +165,7 @@ class _Look:
                 continue
             entries = answer.get("items", answer)
             if not isinstance(entries, list | None):
-                raise ApiUnavailableError(f"list {plural}: the answer contains no list of {plural}")
+                raise ApiUnavailableError(f"cannot list {plural}: the answer contains no list of {plural}")
             found += [one for entry in entries or () for one in self._seen(entry, seen, plural)]
             if not (token := (answer.get("metadata") or {}).get("continue")):
                 return found

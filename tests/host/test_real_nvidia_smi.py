@@ -75,7 +75,7 @@ def test_a_driver_that_is_not_loaded_is_reported_as_that(nvidia: Programs, tmp_p
         NvidiaSmi(find).set_time_slice(UUID, 2)
     assert (
         str(caught.value)
-        == f"set the time slice of GPU {UUID}: nvidia-smi failed with exit code 9: {NO_DRIVER}"
+        == f"cannot set the time slice of GPU {UUID}: nvidia-smi failed with exit code 9: {NO_DRIVER}"
     )
     assert ComputeMode(find).get(UUID) is None
     with pytest.raises(RetryableError, match="to EXCLUSIVE_PROCESS: NVIDIA-SMI has failed"):

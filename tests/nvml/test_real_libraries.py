@@ -51,7 +51,7 @@ def test_driver_that_is_not_loaded_is_reported_when_the_library_is_the_real_one(
         with pytest.raises(DriverGoneError) as caught:
             session.reopen()
         assert str(caught.value) == (
-            "initialise NVML: the NVIDIA kernel driver is not loaded; load it (modprobe nvidia)"
+            "cannot initialise NVML: the NVIDIA kernel driver is not loaded; load it (modprobe nvidia)"
         )
         assert (session.is_open, session.driver_loads) == (False, 0)
 
