@@ -77,7 +77,7 @@ def staying(cluster: Cluster) -> list[Json]:
 
 
 def state_of(pod: Json) -> Json:
-    """Returns the state of its only container; empty before the kubelet has reported it."""
+    """Return the state of its only container; empty before the kubelet has reported it."""
     statuses = pod["status"].get("containerStatuses", [])
     return statuses[0] if statuses else {"state": {}, "lastState": {}, "restartCount": 0}
 

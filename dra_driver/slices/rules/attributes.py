@@ -58,7 +58,7 @@ class Entry:
         return self.type in ("count", "bytes")
 
     def value_of(self, device: OfferedDevice, inventory: Inventory) -> Any:
-        """Returns the value; None if it is unknown, or if the device does not have it."""
+        """Return the value; None if it is unknown, or if the device does not have it."""
         of_gpu = self.both
         match device:
             case WholeGpu():
@@ -97,12 +97,12 @@ def _memory_slice(number: int) -> Entry:
 
 
 def _minor(gpu: Gpu) -> int | None:
-    """Returns None with MIG on demand: MIG mode changes the minor number, and claims change the mode."""
+    """Return None with MIG on demand: MIG mode changes the minor number, and claims change the mode."""
     return gpu.minor if gpu.partitioning is None else None
 
 
 def _bus_id(bus_id: str | None) -> str | None:
-    """The standard attribute has four domain digits; larger domains have no standard form."""
+    """Return None for a domain with more than four digits, which has no standard form."""
     return bus_id if bus_id is not None and len(bus_id) == len("0000:00:00.0") else None
 
 
@@ -179,7 +179,7 @@ way, so that the device itself is published. Entries without a function are adde
 
 
 def wire_device(device: OfferedDevice, inventory: Inventory, bound: BoundedRule | None = None) -> JsonObject:
-    """Returns one entry of `spec.devices`: `{"name", "attributes", "capacity"}`.
+    """Return one entry of `spec.devices`: `{"name", "attributes", "capacity"}`.
 
     With a rule, several claims may hold the device at the same time.
     """
@@ -196,7 +196,7 @@ def wire_device(device: OfferedDevice, inventory: Inventory, bound: BoundedRule 
 
 
 def attributes_of(device: OfferedDevice, inventory: Inventory) -> JsonObject:
-    """Returns the attributes of a device by name, such as `{"type": {"string": "gpu"}}`."""
+    """Return the attributes of a device by name, such as `{"type": {"string": "gpu"}}`."""
     found = {
         one.name: _wire(one.type, one.value_of(device, inventory)) for one in ENTRIES if not one.is_capacity
     }
@@ -204,7 +204,7 @@ def attributes_of(device: OfferedDevice, inventory: Inventory) -> JsonObject:
 
 
 def _amounts_of(device: OfferedDevice, inventory: Inventory) -> dict[str, int]:
-    """Returns the known capacities of a device, such as `{"memory": 85520809984}`; memory in bytes."""
+    """Return the known capacities of a device, such as `{"memory": 85520809984}`; memory in bytes."""
     found = {one.name: one.value_of(device, inventory) for one in ENTRIES if one.is_capacity}
     return {name: amount for name, amount in found.items() if amount is not None}
 
@@ -221,7 +221,7 @@ def _quantity(name: str, amount: int) -> str:
 
 
 def _wire(kind: str, value: Any) -> JsonObject | None:
-    """Returns an attribute's value in API form; None if it is unknown, empty, or not a version."""
+    """Return an attribute's value in API form; None if it is unknown, empty, or not a version."""
     if kind == "version":
         value = semver(value)
         if value is None or len(value) > MAX_STRING_BYTES:
@@ -233,7 +233,7 @@ def _wire(kind: str, value: Any) -> JsonObject | None:
 
 
 def semver(text: str | None) -> str | None:
-    """Returns a driver version as SemVer 2.0.0: `570.124.06` becomes `570.124.6`; None without a number.
+    """Return a driver version as SemVer 2.0.0: `570.124.06` becomes `570.124.6`; None without a number.
 
     A fourth component becomes build metadata, which comparisons ignore: `6.19.14.31400000` becomes
     `6.19.14+31400000`. Missing components are zero.
