@@ -82,7 +82,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Prints how many tests used NVIDIA's own programs; skipped tests say why others did not."""
+    """Print how many tests used NVIDIA's own programs; skipped tests say why others did not."""
     ran: Counter[str] = Counter()
     for outcome in ("passed", "failed"):
         for report in terminalreporter.getreports(outcome):
@@ -181,7 +181,7 @@ def _memory_root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def make_memory_path(_memory_root: Path) -> Callable[[], Path]:
-    """Creates directories that last as long as the session."""
+    """Create directories that last as long as the session."""
     return lambda: Path(tempfile.mkdtemp(dir=_memory_root))
 
 

@@ -124,7 +124,7 @@ def names_in(source: str) -> Iterator[str]:
 
 
 def looked_up(function: ast.FunctionDef) -> tuple[set[str], set[str]]:
-    """Returns the library functions that a function of the binding uses, and the binding's functions that it
+    """Return the library functions that a function of the binding uses, and the binding's functions that it
     calls.
     """
     symbols, called = set(), set()
@@ -157,7 +157,7 @@ def lacking_words(nvidia: Programs) -> set[str]:
 
 
 def lacking_commands(nvidia: Programs) -> set[str]:
-    """Returns the commands of ours that the branch's own control daemon does not support."""
+    """Return the commands of ours that the branch's own control daemon does not support."""
     top = Path(tempfile.mkdtemp(prefix="mps-"))
     directories = MpsDirectories(*(str(top / name) for name in ("pipe", "log", "shm")))
     for directory in (directories.pipe, directories.log):

@@ -27,6 +27,8 @@ from tests.fakes.waiting import PATIENCE_S
 MANUAL = Path(__file__).parents[1] / "docs/log-events.md"
 COMMON_FIELDS = {"claim_uid", "device", "gpu_uuid", "reason", "error", "remedy", "exception"}
 """The table at the top of the manual has them."""
+_NAMES_SAY_IT = ("info", "debug")
+"""Levels at which an event needs a meaning in the manual only if its name does not say it."""
 SECRET = "s3cr3t-0123456789-abcdef"
 log = structlog.get_logger(__name__)
 
@@ -74,6 +76,7 @@ def event_table(meanings: dict[str, str]) -> Iterator[str]:
             if "/playground/" not in call.file:
                 calls.setdefault(event, []).append(call)
     rows: dict[str, list[str]] = {level: [] for level in reversed(LEVELS)}
+    names: dict[str, list[str]] = {level: [] for level in _NAMES_SAY_IT}
     for event, found in sorted(calls.items()):
         used = {level for call in found for level in call.levels}
         fields = {field for call in found for field in call.fields} - {"exc_info"}
@@ -84,11 +87,16 @@ def event_table(meanings: dict[str, str]) -> Iterator[str]:
         also = "".join(f", or {one}" for one in lower)
         named = ", ".join(f"`{field}`" for field in sorted(fields - COMMON_FIELDS))
         shown = f"`{event}`{also}" + (f" ({named})" if named else "")
-        rows[level].append(f"| {shown} | {meanings.get(event, '?')} |\n")
+        if level in names and event not in meanings:
+            names[level].append(shown)
+        else:
+            rows[level].append(f"| {shown} | {meanings.get(event, '?')} |\n")
     for level, lines in rows.items():
         if lines:
             yield f"### {level.title()}\n\n| Event (more fields) | Meaning |\n|---|---|\n"
             yield from [*lines, "\n"]
+        if names.get(level):
+            yield f"Other events of level {level}: {'; '.join(names[level])}.\n\n"
 
 
 LEAKS = {
@@ -265,7 +273,7 @@ def test_stacks_of_all_threads_are_shown(form: str, capfd: pytest.CaptureFixture
         assert any("hold_on_here" in frame for frame in stacks["holder"])
         assert "show_stacks" in stacks["MainThread"][1]
     else:
-        assert "stacks_shown" in err.splitlines()[-1]
+        assert "stacks_logged" in err.splitlines()[-1]
 
 
 @pytest.fixture

@@ -124,7 +124,7 @@ _PLUGIN, _HTTP = "kubelet_plugin", "http"
 class Part(NamedTuple):
     """A part of the daemon. Parts stop in the reverse of the order in which they start.
 
-    `stands_by`: it changes nothing on the node, and may run while another process works there.
+    `standby`: it changes nothing on the node, and may run while another process works there.
     """
 
     name: str
@@ -564,7 +564,7 @@ class Driver:
     def _close_state(self) -> None:
         """End the steps on GPUs, and make every later use of the records and the ledgers fail."""
         if not self.lanes.close(_STEPS_S):
-            _log.warning("steps_left_behind", gpu_uuids=sorted(self.lanes.under_way()))
+            _log.warning("steps_unfinished", gpu_uuids=sorted(self.lanes.under_way()))
         self.records.close()
         self.ledger.close()
 
@@ -584,7 +584,7 @@ class Driver:
                 self._start(self._parts)
             else:
                 self._stood_by = True
-                _log.info("stands_by", pid=os.getpid())
+                _log.info("standby", pid=os.getpid())
                 self._use_state()
                 self._start(part for part in self._parts if part.stands_by and part.name != _PLUGIN)
             self._turns.start()
@@ -667,7 +667,7 @@ class Driver:
     def _release(self) -> None:
         self.claims.waiter.stop()
         if not self.claims.admission.close(_CALLS_S):
-            _log.warning("calls_left_behind", reason=f"they have not ended within {_CALLS_S:.0f} s")
+            _log.warning("calls_unfinished", reason=f"they have not ended within {_CALLS_S:.0f} s")
         self._works, self._handed_over_at = False, time.monotonic()
         self.health.stream.stop()
         ending = [part for part in self._running if not part.stands_by]

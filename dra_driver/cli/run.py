@@ -34,7 +34,7 @@ _M_ARENA_MAX = -8
 
 
 def run(given: Namespace) -> None:
-    """Runs until it receives SIGTERM.
+    """Run until it receives SIGTERM.
 
     Flags and environment variables have the same names as in NVIDIA's own DRA driver, so its manifests work.
     """

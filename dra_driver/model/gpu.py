@@ -86,7 +86,7 @@ def _read(
     default: Any = None,
     **more: Any,
 ) -> Any:
-    """Returns a field of Gpu that NVML reports; the arguments are those of Reading."""
+    """Return a field of Gpu that NVML reports; the arguments are those of Reading."""
     names = (what,) if isinstance(what, str) else what
     return field(default=default, metadata={"reading": Reading(names, call, to, **more)})
 
@@ -245,7 +245,7 @@ def is_vfio(driver: str | None) -> bool:
 
 
 def uuid_of_bus_id(bus_id: str) -> str:
-    """Returns a UUID of a card that stays the same under every driver: UUIDv5 of the bus ID in the DNS namespace."""
+    """Return a UUID of a card that stays the same under every driver: UUIDv5 of the bus ID in the DNS namespace."""
     return str(uuid.uuid5(uuid.NAMESPACE_DNS, bus_id))
 
 

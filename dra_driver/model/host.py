@@ -139,6 +139,6 @@ NO_EXTRA_DEVICES: Final = ExtraDevices()
 
 
 def in_order(names: Iterable[str]) -> tuple[HostDevice, ...]:
-    """Returns the known names in display order, without duplicates."""
+    """Return the known names in display order, without duplicates."""
     given = frozenset(names)
     return tuple(name for name in HOST_DEVICES if name in given)

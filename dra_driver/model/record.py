@@ -199,7 +199,7 @@ class ClaimRecord:
         return self.claim.ref
 
     def as_of(self, boot_id: str) -> ClaimRecord:
-        """Returns the record as it applies in a boot. A reboot undoes the steps, so the claim is no longer
+        """Return the record as it applies in a boot. A reboot undoes the steps, so the claim is no longer
         prepared.
         """
         is_void = self.phase == "prepared" and self.boot_id != boot_id
@@ -225,11 +225,11 @@ class ClaimRecord:
 
 
 def maintenance_of(steps: Iterable[Step]) -> StartMaintenance | None:
-    """Returns the step that takes GPUs out of service; None if the claim is not a maintenance claim."""
+    """Return the step that takes GPUs out of service; None if the claim is not a maintenance claim."""
     return next((step for step in steps if isinstance(step, StartMaintenance)), None)
 
 
 def bindings(records: Iterable[ClaimRecord], boot_id: str | None) -> list[BindVfio]:
-    """Returns the vfio bindings in records of this boot."""
+    """Return the vfio bindings in records of this boot."""
     steps = (step for record in records if record.boot_id == boot_id for step in record.steps)
     return [step for step in steps if isinstance(step, BindVfio)]

@@ -62,7 +62,7 @@ class FaultLog:
     failed: dict[str, str] = field(default_factory=dict)
 
     def read(self, what: str, call: Callable[..., Any], *args: object) -> Any:
-        """Returns the call's result; None if the call is not supported, or if it failed, which adds a fault.
+        """Return the call's result; None if the call is not supported, or if it failed, which adds a fault.
 
         Raises: DeviceLostError, NvmlUnavailableError, because nothing else can be read after these.
         """
@@ -75,7 +75,7 @@ class FaultLog:
 
 
 def read_values(handle: Handle, readings: Mapping[str, Reading], read: Callable[..., Any]) -> dict[str, Any]:
-    """Returns the fields of a GPU that have a call. `read` gets the name of a query, a function and its arguments, and
+    """Return the fields of a GPU that have a call. `read` gets the name of a query, a function and its arguments, and
     returns the function's result, or None. Its errors are passed on.
     """
     answers: dict[str, Any] = {}
@@ -95,7 +95,7 @@ def read_values(handle: Handle, readings: Mapping[str, Reading], read: Callable[
 
 
 def read_gpu(index: int) -> tuple[Handle, Gpu, FaultLog]:
-    """Returns the NVML handle and the values of GPU number `index`, and what could not be read.
+    """Return the NVML handle and the values of GPU number `index`, and what could not be read.
 
     MIG devices and topology are read elsewhere. Raises: DeviceLostError, RetryableError if the handle or the
     UUID cannot be read.
@@ -138,7 +138,7 @@ def _multiprocessors(log: FaultLog, handle: Handle, compute: tuple[int, int] | N
 
 
 def _memory_numa_node(log: FaultLog, handle: Handle, addressing: str | None) -> int | None:
-    """Queries NVML only if the addressing mode is ATS or unknown: other GPUs have no such node."""
+    """Query NVML only if the addressing mode is ATS or unknown: other GPUs have no such node."""
     if addressing in ("None", "HMM"):
         return None
     node = log.read("NUMA node of the memory", pynvml.nvmlDeviceGetNumaNodeId, handle)
@@ -146,7 +146,7 @@ def _memory_numa_node(log: FaultLog, handle: Handle, addressing: str | None) -> 
 
 
 def link_states(handle: Handle) -> list[bool]:
-    """Returns for each NVLink number whether the link is up; an empty list for a GPU without NVLink. A board may skip
+    """Return for each NVLink number whether the link is up; an empty list for a GPU without NVLink. A board may skip
     link numbers.
 
     Raises: the errors of `nvml_errors` if a link cannot be read, because a partial result would look like a
@@ -155,7 +155,7 @@ def link_states(handle: Handle) -> list[bool]:
     states: list[int | None] = []
     for link in range(_MAX_LINKS):
         try:
-            with nvml_errors(f"link {link}"):
+            with nvml_errors(f"read NVLink {link}"):
                 states.append(int(pynvml.nvmlDeviceGetNvLinkState(handle, link)))
         except NotSupportedError:
             states.append(None)
@@ -168,7 +168,7 @@ def link_states(handle: Handle) -> list[bool]:
 
 
 def _fabric(log: FaultLog, handle: Handle) -> FabricRegistration:
-    """Returns an unreadable fabric as "unknown", not as None: otherwise a claim would be prepared without its
+    """Return an unreadable fabric as "unknown", not as None: otherwise a claim would be prepared without its
     IMEX channel and never get it.
     """
     info = log.read("NVLink fabric", fabric_info, handle)
@@ -178,7 +178,7 @@ def _fabric(log: FaultLog, handle: Handle) -> FabricRegistration:
 
 
 def fabric_info(handle: Handle) -> Any:
-    """Returns NVML's structure, or None if the GPU has no fabric or the library does not support fabrics.
+    """Return NVML's structure, or None if the GPU has no fabric or the library does not support fabrics.
 
     The structure has `state`, `status` and `clusterUuid`; from v2 on `healthMask`, from v3 on also `healthSummary`;
     in v4 `cliques` and `numCliques`, before v4 `cliqueId`. Raises: DeviceLostError, NvmlUnavailableError,
@@ -203,7 +203,7 @@ def fabric_info(handle: Handle) -> Any:
 
 
 def fabric_registration(info: Any) -> FabricRegistration:
-    """Returns the registration from the structure that `fabric_info` returned.
+    """Return the registration from the structure that `fabric_info` returned.
 
     A single board also completes its registration, with a cluster UUID of zeros. Until then it is unknown whether the
     fabric extends beyond the board.
@@ -222,7 +222,7 @@ def fabric_registration(info: Any) -> FabricRegistration:
 
 
 def _unicast_cliques(info: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the cliques for pointers and for logical endpoints. Before v4 NVML reports only the first
+    """Return the cliques for pointers and for logical endpoints. Before v4 NVML reports only the first
     clique for pointers.
     """
     if not hasattr(info, "cliques"):
@@ -235,7 +235,7 @@ def _unicast_cliques(info: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def confidential_mode() -> ConfidentialMode:
-    """Returns the GPUs' confidential computing mode. Raises: NVMLError; ValueError for an unknown mode."""
+    """Return the GPUs' confidential computing mode. Raises: NVMLError; ValueError for an unknown mode."""
     feature, has_tools, several_gpus = _settings()
     if several_gpus == pynvml.NVML_CC_SYSTEM_MULTIGPU_PROTECTED_PCIE:
         return "ppcie"  # the feature itself is off then
@@ -262,7 +262,7 @@ def accepts_work() -> bool | None:
 
 
 def _settings() -> tuple[int, bool, int]:
-    """Returns the feature, whether developer tools are allowed, and the multi-GPU mode, which drivers before
+    """Return the feature, whether developer tools are allowed, and the multi-GPU mode, which drivers before
     R550 and GPUs before Hopper do not report.
     """
     settings = pynvml.c_nvmlSystemConfComputeSettings_v1_t()

@@ -47,7 +47,7 @@ class PeerMemory:
         self._remotes.clear()
 
     def recalled(self, handle: Handle, gpu: Gpu) -> Gpu:
-        """Returns the GPU with its links and fabric as they were outside of MIG mode, if known."""
+        """Return the GPU with its links and fabric as they were outside of MIG mode, if known."""
         if _is_out_of_mig_mode(handle, gpu):
             self._gpus[gpu.uuid] = (gpu.nvlink_links, gpu.fabric)
             return gpu
@@ -57,7 +57,7 @@ class PeerMemory:
         return gpu if gpu.fabric or fabric is None else replace(gpu, fabric=fabric, unready_fabric=None)
 
     def remote(self, handle: Handle, gpu: Gpu, link: int) -> str | None:
-        """Returns the other end of a link: a PCI bus ID or a switch; None if the driver does not report it.
+        """Return the other end of a link: a PCI bus ID or a switch; None if the driver does not report it.
 
         Read only once, because it depends only on the wiring.
         """
@@ -91,7 +91,7 @@ def read_reachable_pairs(
     silent: Sequence[Gpu],
     walk: GpuWalk,
 ) -> tuple[Pairs, list[DiscoveryFault]]:
-    """Returns pairs of GPU UUIDs with NVLink peer access and the number of links between them, and a fault for each
+    """Return pairs of GPU UUIDs with NVLink peer access and the number of links between them, and a fault for each
     failed read.
 
     The keys of `gpus` are NVML indexes; `walk` must be the walk that `read_gpus` used. The NVIDIA driver's report on
@@ -152,7 +152,7 @@ def read_reachable_pairs(
 def _links_of_pair(
     a: Gpu, b: Gpu, found: Mapping[str, _PeerAnswers], out_of_mig_mode: Set[str], memory: PeerMemory
 ) -> int:
-    """Returns the number of links between two GPUs, and stores it in `memory`.
+    """Return the number of links between two GPUs, and stores it in `memory`.
 
     Without usable answers it returns the stored number; if there is none, the links decide in MIG mode, else 0.
     """
@@ -171,14 +171,14 @@ _UNREAD = _PeerAnswers(None, {}, False, ())
 
 
 def _pairs_of_silent(others: Sequence[Gpu], silent: Sequence[Gpu], memory: PeerMemory) -> Pairs:
-    """Returns the last known pairs of GPUs that do not answer."""
+    """Return the last known pairs of GPUs that do not answer."""
     shown = {gpu.uuid for gpu in (*others, *silent)}
     uuids = {gpu.uuid for gpu in silent}
     return {pair: links for pair, links in memory.pairs.items() if links and pair & uuids and pair <= shown}
 
 
 def _links(of_a: Mapping[str, int], of_b: Mapping[str, int], b: Gpu, granted: bool | None) -> int:
-    """Returns the number of links between two GPUs, 1 through switches; 0 if the NVIDIA driver does not grant
+    """Return the number of links between two GPUs, 1 through switches; 0 if the NVIDIA driver does not grant
     peer access.
     """
     direct = of_a.get(b.pci_bus_id or "", 0)
@@ -210,7 +210,7 @@ def _peer_access(a: Handle, b: Handle) -> bool | None:
 
 
 def _remotes(handle: Handle, gpu: Gpu, memory: PeerMemory) -> Mapping[str, int] | None:
-    """Returns the number of active links by their other end, a PCI bus ID or a switch; None if they cannot be
+    """Return the number of active links by their other end, a PCI bus ID or a switch; None if they cannot be
     read.
     """
     try:
@@ -230,7 +230,7 @@ def _remotes(handle: Handle, gpu: Gpu, memory: PeerMemory) -> Mapping[str, int] 
 
 
 def _remote(handle: Handle, link: int) -> str | None:
-    """Returns the other end of a link; None if the NVIDIA driver does not report it."""
+    """Return the other end of a link; None if the NVIDIA driver does not report it."""
     try:
         kind = supported(pynvml.nvmlDeviceGetNvLinkRemoteDeviceType, handle, link)
         if kind == pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH:
@@ -242,7 +242,7 @@ def _remote(handle: Handle, link: int) -> str | None:
 
 
 ForeignInstances = Callable[[str, Sequence[GpuInstance]], Sequence[GpuInstance]]
-"""Returns the instances on a GPU (given by UUID) that this plugin did not create. Raises: StateError."""
+"""Return the instances on a GPU (given by UUID) that this plugin did not create. Raises: StateError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +276,7 @@ def read_gpus(
     memory: ScanMemory,
     foreign_instances: ForeignInstances | None,
 ) -> Inventory:
-    """Returns all GPUs in PCI order, without NVLink domains.
+    """Return all GPUs in PCI order, without NVLink domains.
 
     A GPU that does not answer is reported as a fault; the others are still read. GPUs and values that cannot be read
     now are returned as last read, if they were read before; lost GPUs are omitted. GPUs that `on_demand` selects
@@ -351,7 +351,7 @@ def _place(gpu: Gpu) -> tuple[str, str]:
 
 
 def _with_known(gpu: Gpu, log: FaultLog, known: Gpu | None, unread: set[str]) -> Gpu:
-    """Returns the GPU with the earlier value for each failed query, because a failure does not mean that the
+    """Return the GPU with the earlier value for each failed query, because a failure does not mean that the
     value changed.
 
     Raises: RetryableError if the architecture of a new device or the PCI bus ID of a known GPU could not be read.
@@ -406,7 +406,7 @@ _HANGS = GpuFingerprint("")
 
 
 def read_nvml_fingerprint(memory: ScanMemory) -> NvmlFingerprint:
-    """Returns a cheap value that changes when a GPU appears, is lost or changes its MIG mode; takes
+    """Return a cheap value that changes when a GPU appears, is lost or changes its MIG mode; takes
     microseconds for each GPU.
 
     It has one entry for each GPU, None for a GPU that NVML reports as lost. A GPU that does not answer keeps
@@ -428,7 +428,7 @@ def read_nvml_fingerprint(memory: ScanMemory) -> NvmlFingerprint:
 
 
 def _fingerprint_of(index: int, memory: ScanMemory) -> GpuFingerprint | None:
-    """Returns the UUID and the values that are kept current.
+    """Return the UUID and the values that are kept current.
 
     After a drain another card may have this index, but the handle is still that of the card that is gone. Raises:
     DraDriverError if the GPU does not report them.

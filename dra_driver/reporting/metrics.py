@@ -48,7 +48,7 @@ REASONS = (*(reason for _, reason in _REASONS), _INTERNAL)
 
 
 def reason_of(error: Exception) -> str:
-    """Returns the value of the label `error_type` for an error."""
+    """Return the value of the label `error_type` for an error."""
     return next((reason for kind, reason in _REASONS if isinstance(error, kind)), _INTERNAL)
 
 
@@ -69,7 +69,7 @@ _Shown = TypeVar("_Shown", Counter, Gauge, Histogram)
 
 
 def step_label(step: type[Step]) -> str:
-    """Returns `write_cdi_spec` for `WriteCdiSpec`."""
+    """Return `write_cdi_spec` for `WriteCdiSpec`."""
     return re.sub(r"(?<!^)(?=[A-Z])", "_", step.__name__).lower()
 
 
@@ -186,7 +186,7 @@ class Metrics:
 
     @contextmanager
     def in_flight(self, operation: Operation) -> Iterator[None]:
-        """Counts a gRPC call from its arrival to its response."""
+        """Count a gRPC call from its arrival to its response."""
         gauge = self._inflight.labels(self._driver, operation)
         gauge.inc()
         try:
@@ -197,7 +197,7 @@ class Metrics:
     def _shown(
         self, kind: Callable[..., _Shown], name: str, text: str, labels: Mapping[str, Sequence[str]]
     ) -> _Shown:
-        """Returns a metric with a series for each combination of label values; the first label is the name of our
+        """Return a metric with a series for each combination of label values; the first label is the name of our
         DRA driver.
         """
         metric = kind(f"nvidia_dra_{name}", text, ("driver", *labels), registry=self.registry)

@@ -44,7 +44,7 @@ class TimeSliceSteps:
         self._lost: dict[tuple[str, SetTimeSlice], str | None] = {}  # the last error
 
     def do(self, step: SetTimeSlice, plan: Plan) -> None:
-        """Sets the time slice, whatever its current value: a reboot or driver reload resets it.
+        """Set the time slice, whatever its current value: a reboot or driver reload resets it.
 
         Raises: ClaimRefusedError if the GPU does not support it; the errors of `NvidiaSmi.set_time_slice`.
         """
@@ -68,15 +68,15 @@ class TimeSliceSteps:
             _log.info("time_slice_not_reset", gpu_uuid=step.gpu_uuid, reason=str(error))
 
     def in_place(self, step: SetTimeSlice, record: ClaimRecord) -> bool:
-        """Always True: the driver does not report the current time slice."""
+        """Return True: the driver does not report the current time slice."""
         return True
 
     def driver_reloaded(self) -> None:
-        """Notes that the NVIDIA driver was reloaded or the GPUs changed, so every time slice may be lost."""
+        """Note that the NVIDIA driver was reloaded or the GPUs changed, so every time slice may be lost."""
         self._reloads += 1
 
     def gpus(self) -> set[str]:
-        """Returns the GPUs with lost time slices. Raises: StateError.
+        """Return the GPUs with lost time slices. Raises: StateError.
 
         MPS daemons are not included: the MPS host restores them.
         """
@@ -101,7 +101,7 @@ class TimeSliceSteps:
                 record = self._records.get(uid)
                 if record is not None and step in record.steps:
                     self._nvidia_smi.set_time_slice(gpu_uuid, step.interval)
-                    _log.info("time_slice_set_again", gpu_uuid=gpu_uuid, claim_uid=uid)
+                    _log.info("time_slice_restored", gpu_uuid=gpu_uuid, claim_uid=uid)
             except DraDriverError as error:
                 if reason != str(error):
                     _log.error("time_slice_lost", gpu_uuid=gpu_uuid, claim_uid=uid, reason=str(error))
@@ -122,7 +122,7 @@ class MpsSteps:
     ledger: Ledger
 
     def do(self, step: RunMps, plan: Plan) -> None:
-        """Starts the daemon if necessary, and waits until it responds. Raises: the errors of `MpsHostFiles.ensure`;
+        """Start the daemon if necessary, and wait until it responds. Raises: the errors of `MpsHostFiles.ensure`;
         StateError if the daemon is in FAULT, or if the MIG device does not exist.
         """
         timeout = seconds_for(f"start the MPS daemon of device {step.spec.device}", _MPS_START_S)
@@ -134,12 +134,12 @@ class MpsSteps:
             )
 
     def undo(self, step: RunMps, ref: ClaimRef) -> None:
-        """Stops the daemon. Raises: the errors of `MpsHostFiles.stop`."""
+        """Stop the daemon. Raises: the errors of `MpsHostFiles.stop`."""
         device = step.spec.device
         self.host.stop(device, seconds_for(f"stop the MPS daemon of device {device}", _MPS_STOP_S))
 
     def _of_today(self, spec: MpsDaemonSpec) -> MpsDaemonSpec:
-        """Returns the spec with the current UUID of a MIG device, which changes each time it is created."""
+        """Return the spec with the current UUID of a MIG device, which changes each time it is created."""
         if spec.uuid:
             return spec
         uuid = self.ledger.created_uuid(spec.device)

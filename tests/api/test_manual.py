@@ -70,7 +70,7 @@ def test_manual_has_each_field_with_its_type_and_values(kind: str, is_generated:
 
 
 def examples(kind: str) -> list[dict[str, Any]]:
-    """Returns the page's examples of a kind of parameters, as in the claims there."""
+    """Return the page's examples of a kind of parameters, as in the claims there."""
     blocks = re.findall(r"```yaml\n(.*?)```", MANUAL.read_text(), re.DOTALL)
     claims = [claim for block in blocks for claim in yaml.safe_load_all(block)]
     configs = [one for claim in claims for one in claim["spec"]["devices"].get("config", ())]

@@ -98,7 +98,7 @@ def says(finding: Finding, status: str, *parts: str) -> None:
 def assert_golden(
     request: pytest.FixtureRequest, is_golden: Callable[[Path, str], None]
 ) -> Iterator[CompareFinding]:
-    """Takes findings; all of a test are compared with a golden file, without what differs from run to run."""
+    """Take findings; all of a test are compared with a golden file, without what differs from run to run."""
     found: list[str] = []
 
     def tell(finding: Finding) -> None:

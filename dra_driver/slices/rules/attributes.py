@@ -64,7 +64,7 @@ class Entry:
         return self.type in ("count", "bytes")
 
     def of(self, kind: _Kind) -> Callable[[Any, Inventory], Any] | None:
-        """Returns the function for a class of devices; None if they do not have the entry."""
+        """Return the function for a class of devices; None if they do not have the entry."""
         of_kind = {
             WholeGpu: self.gpu or self.both,
             StaticMigDevice: self.static or self.mig or self.both,
@@ -103,7 +103,7 @@ def _memory_slice(number: int) -> Entry:
 
 
 def _minor(gpu: Gpu) -> int | None:
-    """Returns None with MIG on demand: MIG mode changes the minor number, and claims change the mode."""
+    """Return None with MIG on demand: MIG mode changes the minor number, and claims change the mode."""
     return gpu.minor if gpu.partitioning is None else None
 
 
@@ -188,7 +188,7 @@ way, so that the device itself is published. Entries without a function are adde
 
 
 def wire_device(device: OfferedDevice, inventory: Inventory, bound: BoundedRule | None = None) -> JsonObject:
-    """Returns one entry of `spec.devices`: `{"name", "attributes", "capacity"}`.
+    """Return one entry of `spec.devices`: `{"name", "attributes", "capacity"}`.
 
     With a rule, several claims may hold the device at the same time.
     """
@@ -205,19 +205,19 @@ def wire_device(device: OfferedDevice, inventory: Inventory, bound: BoundedRule 
 
 
 def attributes_of(device: OfferedDevice, inventory: Inventory) -> JsonObject:
-    """Returns the attributes of a device by name, such as `{"type": {"string": "gpu"}}`."""
+    """Return the attributes of a device by name, such as `{"type": {"string": "gpu"}}`."""
     found = {one.name: _wire(one.type, of(device, inventory)) for one, of in _BY_KIND[type(device)][0]}
     return _sorted({name: value for name, value in found.items() if value is not None})
 
 
 def _amounts_of(device: OfferedDevice, inventory: Inventory) -> dict[str, int]:
-    """Returns the known capacities of a device, such as `{"memory": 85520809984}`; memory in bytes."""
+    """Return the known capacities of a device, such as `{"memory": 85520809984}`; memory in bytes."""
     found = {one.name: of(device, inventory) for one, of in _BY_KIND[type(device)][1]}
     return {name: amount for name, amount in found.items() if amount is not None}
 
 
 def _entries_by_kind(entries: tuple[Entry, ...]) -> Mapping[_Kind, tuple[_Found, _Found]]:
-    """Returns the attributes and the capacities that the devices of each class can have."""
+    """Return the attributes and the capacities that the devices of each class can have."""
     of_kind = {kind: [(one, of) for one in entries if (of := one.of(kind)) is not None] for kind in _KINDS}
     return {
         kind: (
@@ -243,7 +243,7 @@ def _quantity(name: str, amount: int) -> str:
 
 
 def _wire(kind: str, value: Any) -> JsonObject | None:
-    """Returns an attribute's value in API form; None if it is unknown, empty, or not a version."""
+    """Return an attribute's value in API form; None if it is unknown, empty, or not a version."""
     if kind == "version":
         value = semver(value)
         if value is None or len(value) > MAX_STRING_BYTES:
@@ -255,7 +255,7 @@ def _wire(kind: str, value: Any) -> JsonObject | None:
 
 
 def semver(text: str | None) -> str | None:
-    """Returns a driver version as SemVer 2.0.0: `570.124.06` becomes `570.124.6`; None without a number.
+    """Return a driver version as SemVer 2.0.0: `570.124.06` becomes `570.124.6`; None without a number.
 
     A fourth component becomes build metadata, which comparisons ignore: `6.19.14.31400000` becomes
     `6.19.14+31400000`. Missing components are zero.

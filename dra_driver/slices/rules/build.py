@@ -53,12 +53,12 @@ OLDEST_TAINTS = TaintLimits(informational=False, most=_MAX_TAINTS_BEFORE)
 
 
 def untainted(device: OfferedDevice) -> Sequence[JsonObject]:
-    """Returns no taints."""
+    """Return no taints."""
     return ()
 
 
 def none_withheld(device: OfferedDevice) -> bool:
-    """Returns False for every device."""
+    """Return False for every device."""
     return False
 
 
@@ -108,7 +108,7 @@ def build_pool(
     *,
     compatibility_groups: bool = False,
 ) -> Pool:
-    """Returns the pool of a node: counter sets, then devices in PCI order, in slices within the API's limits.
+    """Return the pool of a node: counter sets, then devices in PCI order, in slices within the API's limits.
     The result is deterministic.
 
     Devices with a rule in `sharing` can be allocated several times. `taints` returns the taints of a device in API
@@ -162,7 +162,7 @@ def build_pool(
 
 
 def _counter_sets(inventory: Inventory, faults: list[str]) -> tuple[dict[str, JsonObject], set[str]]:
-    """Returns the counter set of each GPU that has one, by UUID, and the GPUs whose set would be rejected."""
+    """Return the counter set of each GPU that has one, by UUID, and the GPUs whose set would be rejected."""
     sets: dict[str, JsonObject] = {}
     refused: set[str] = set()
     for gpu in inventory.offered_gpus:
@@ -191,7 +191,7 @@ def _entry(
 
 
 def _without_excess(device: JsonObject) -> tuple[JsonObject, tuple[str, ...]]:
-    """Returns the device with at most the allowed number of attributes and capacities, and the names of the others.
+    """Return the device with at most the allowed number of attributes and capacities, and the names of the others.
 
     Capacities of 0 give way first, then the last of `ENTRIES`.
     """
@@ -232,7 +232,7 @@ def _group(device: OfferedDevice) -> str:
 
 
 def _blocks(gpu: Gpu, devices: Sequence[JsonObject], *, has_card: bool) -> Iterator[_Block]:
-    """Yields a block for each device without counters, and one for all devices of a counter set.
+    """Yield a block for each device without counters, and one for all devices of a counter set.
 
     The block of a counter set reserves room for every device that the GPU could have, so that a change to one GPU never
     moves a device of another GPU to another slice.
@@ -252,13 +252,13 @@ def _chunks(items: Sequence[T], size: int) -> Iterator[tuple[T, ...]]:
 
 
 def device_faults(device: JsonObject) -> list[str]:
-    """Returns a text for each rule of the API server that this device breaks."""
+    """Return a text for each rule of the API server that this device breaks."""
     name = device["name"]
     return [] if is_dns_label(name) else [f"device {name!r}: the name is not a DNS label"]
 
 
 def counter_set_faults(entry: JsonObject) -> list[str]:
-    """Returns a text if this counter set has no counters or too many."""
+    """Return a text if this counter set has no counters or too many."""
     count = len(entry["counters"])
     if 0 < count <= MAX_COUNTERS_PER_SET:
         return []
