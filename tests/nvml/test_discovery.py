@@ -91,7 +91,7 @@ def test_some_links_that_fail_do_not_look_like_a_gpu_with_fewer(dgx: SimulatedNo
     _, gpu, log = read_gpu(0)
     assert (gpu.nvlink_links, [fault.text.rpartition(":")[0] for fault in log.faults]) == (
         None,
-        ["NVLink: link 0"],
+        ["NVLink: cannot read NVLink 0"],
     )
 
 
@@ -327,7 +327,7 @@ def test_mig_device_that_cannot_be_read_hides_no_other(machine: Make) -> None:
     assert found.gpus[0].mig_devices == healthy.gpus[0].mig_devices[1:]
     assert found.gpus[1:] == healthy.gpus[1:]
     (fault,) = found.faults
-    assert fault.text.startswith(f"read MIG device 0 of GPU {healthy.gpus[0].uuid}")
+    assert fault.text.startswith(f"cannot read MIG device 0 of GPU {healthy.gpus[0].uuid}")
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,7 @@ def _minor(gpu: Gpu) -> int | None:
 
 
 def _bus_id(bus_id: str | None) -> str | None:
-    """The standard attribute has four domain digits; larger domains have no standard form."""
+    """Return None for a larger domain than the standard attribute allows, which is four digits."""
     return bus_id if bus_id is not None and len(bus_id) == len("0000:00:00.0") else None
 
 
