@@ -7,14 +7,14 @@ give a utilisation. So the first reading of a device has no utilisation, and eac
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 import pynvml
 
 from dra_driver.model.dataclass import dataclass, replace
-from dra_driver.model.gpu import GpuLoad, GpuProcess, GpuUse
+from dra_driver.model.gpu import GpuLoad, GpuMeters, GpuProcess, GpuUse, Throttle
 from dra_driver.model.mig import GpuAddress, MigAddress
 from dra_driver.nvml.calls import Handle, query
 from dra_driver.nvml.gpu_users import read_gpu_processes
@@ -27,6 +27,23 @@ _FULL = 100
 _SHORTEST_S = 1.0
 """The minimum time between two samples of a device. A reading before that, such as for a second Prometheus, gets the
 previous value."""
+_ALL_LINKS = 0xFFFFFFFF
+"""As the scope of a field, this is the sum of all NVLinks of the GPU."""
+_TRAFFIC: Mapping[str, tuple[int, int, int]] = {
+    "nvlink_sent_bytes": (pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, _ALL_LINKS, 1024),
+    "nvlink_received_bytes": (pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX, _ALL_LINKS, 1024),
+    "pcie_sent_bytes": (pynvml.NVML_FI_DEV_PCIE_COUNT_TX_BYTES, 0, 1),
+    "pcie_received_bytes": (pynvml.NVML_FI_DEV_PCIE_COUNT_RX_BYTES, 0, 1),
+}
+"""By the name in `GpuMeters`: field, scope, and bytes of NVML's unit."""
+_THROTTLES: Mapping[Throttle, int] = {
+    "sw_power_cap": pynvml.nvmlClocksEventReasonSwPowerCap,
+    "hw_slowdown": pynvml.nvmlClocksEventReasonHwSlowdown,
+    "sw_thermal_slowdown": pynvml.nvmlClocksEventReasonSwThermalSlowdown,
+    "hw_thermal_slowdown": pynvml.nvmlClocksEventReasonHwThermalSlowdown,
+    "hw_power_brake": pynvml.nvmlClocksEventReasonHwPowerBrakeSlowdown,
+}
+_MHZ = 1_000_000
 
 
 def read_load(uuid: str, handle: Handle | None = None) -> GpuLoad:
@@ -48,6 +65,40 @@ def read_load(uuid: str, handle: Handle | None = None) -> GpuLoad:
         power_w=None if power is None else power / 1000,
         power_limit_w=None if limit is None else limit / 1000,
     )
+
+
+def read_meters(handle: Handle) -> GpuMeters:
+    """Returns the GPU's meters. Raises: DeviceLostError, NvmlUnavailableError."""
+    energy = query(pynvml.nvmlDeviceGetTotalEnergyConsumption, handle)
+    sm = query(pynvml.nvmlDeviceGetClockInfo, handle, pynvml.NVML_CLOCK_SM)
+    memory = query(pynvml.nvmlDeviceGetClockInfo, handle, pynvml.NVML_CLOCK_MEM)
+    reasons = query(clock_reasons, handle)
+    wanted = [(field, scope) for field, scope, _ in _TRAFFIC.values()]
+    entries = query(pynvml.nvmlDeviceGetFieldValues, handle, wanted) or ()
+    traffic = {
+        name: int(entry.value.ullVal) * unit
+        for (name, (_, _, unit)), entry in zip(_TRAFFIC.items(), entries, strict=False)
+        if entry.nvmlReturn == pynvml.NVML_SUCCESS
+    }
+    return GpuMeters(
+        energy_j=None if energy is None else energy / 1000,
+        sm_clock_hz=None if sm is None else sm * _MHZ,
+        memory_clock_hz=None if memory is None else memory * _MHZ,
+        throttles=None
+        if reasons is None
+        else frozenset(name for name, bit in _THROTTLES.items() if reasons & bit),
+        **traffic,
+    )
+
+
+def clock_reasons(handle: Handle) -> int:
+    """Returns the reasons for the current clocks as NVML's bits. Falls back to an older call. Raises:
+    pynvml.NVMLError.
+    """
+    try:
+        return int(pynvml.nvmlDeviceGetCurrentClocksEventReasons(handle))
+    except pynvml.NVMLError_FunctionNotFound:
+        return int(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
 
 
 def temperature(handle: Handle) -> int:
@@ -135,7 +186,7 @@ class UsageSource:
                         memory_total_bytes=None if memory is None else int(memory.total),
                         utilisation_percent=self._percent(handle, device, samples) if has_samples else None,
                     )
-            return GpuUse(load, found, self._processes(gpu, handle, load))
+            return GpuUse(load, found, self._processes(gpu, handle, load), read_meters(handle))
 
     def read_processes(self, gpu: GpuAddress) -> GpuUse:
         """Returns only the processes on the GPU. Raises: the errors of `read`."""

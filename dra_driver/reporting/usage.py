@@ -22,6 +22,7 @@ from dra_driver.reporting.rules.claim_usage import (
     NodeUse,
     Origins,
     device_uses,
+    gpu_labels,
     held_devices,
     mig_addresses,
     pod_uses,
@@ -72,6 +73,7 @@ class Usage:
             device_uses(records, inventory, addresses, gpus),
             pod_uses(records, addresses, gpus, origins),
             gpus,
+            gpu_labels(records, inventory),
             _unclaimed(gpus, held, addresses, origins),
         )
 

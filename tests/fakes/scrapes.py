@@ -14,14 +14,14 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families as parse
 
 from dra_driver.model.claim import ClaimRef, PodRef
-from dra_driver.model.gpu import GpuLoad, GpuProcess, GpuUse, ProcessOrigin
+from dra_driver.model.gpu import GpuLoad, GpuMeters, GpuProcess, GpuUse, ProcessOrigin
 from dra_driver.model.health import HealthState, HealthTarget, Reason, Severity
 from dra_driver.model.inventory import StaticMigDevice
 from dra_driver.model.maintenance import Maintenance
 from dra_driver.model.mig import GpuLayout, MigAddress
 from dra_driver.model.record import ClaimRecord
 from dra_driver.reporting.metrics import Metrics
-from dra_driver.reporting.rules.claim_usage import NodeUse, device_uses, pod_uses
+from dra_driver.reporting.rules.claim_usage import NodeUse, device_uses, gpu_labels, pod_uses
 from tests.fakes.samples import DRIVER, GPU_0, MIG_1G, MIXED, NODE, hold, record, uuid
 
 DOCUMENT = Path(__file__).parents[2] / "docs/metrics.md"
@@ -91,6 +91,9 @@ class KnownHealth:
 
 BUSY = GpuLoad(60 << 30, 80 << 30, 70, 40, 350.0, 700.0)
 IDLE = GpuLoad(1 << 30, 10 << 30, 0)
+METERS = GpuMeters(
+    1000.5, 1 << 30, 2 << 30, 3 << 20, 4 << 20, 1_755_000_000, 1_593_000_000, frozenset({"sw_power_cap"})
+)
 
 
 def node_use(
@@ -115,7 +118,9 @@ def node_use(
         for pod in record.claim.pods or ()
     }
     seen = {
-        gpu.uuid: GpuUse(busy, mig, [*(one for one in own if (gpu.uuid, one.pid) in places), *unclaimed])
+        gpu.uuid: GpuUse(
+            busy, mig, [*(one for one in own if (gpu.uuid, one.pid) in places), *unclaimed], METERS
+        )
         for gpu in MIXED.gpus
     }
     origins = {pid: ProcessOrigin("container", uid) for uid, pid in pids.items()} | {
@@ -130,6 +135,7 @@ def node_use(
         device_uses(records, MIXED, addresses, seen),
         pod_uses(records, addresses, seen, origins),
         seen,
+        gpu_labels(records, MIXED),
         dict.fromkeys(seen, unclaimed),
     )
 
