@@ -198,6 +198,22 @@ class GpuUse:
     meters: GpuMeters = field(default_factory=GpuMeters)
 
 
+@dataclass(frozen=True, slots=True)
+class GpuMeasure:
+    """A reading of a GPU for the receipts of claims; values that NVML does not report are None.
+
+    `at` is in seconds since 1970. `busy` has NVML's samples since the previous reading, oldest first: the end of each
+    sample, and the percentage of time in which a kernel ran. `mig` has the loads of MIG devices by UUID.
+    """
+
+    at: float
+    energy_j: float | None = None
+    memory_used_bytes: int | None = None
+    memory_total_bytes: int | None = None
+    busy: Sequence[tuple[float, float]] | None = None
+    mig: Mapping[str, GpuLoad] = field(default_factory=dict)
+
+
 VFIO_PCI = "vfio-pci"
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pynvml
 
 from dra_driver.model.dataclass import dataclass, replace
-from dra_driver.model.gpu import GpuLoad, GpuMeters, GpuProcess, GpuUse, Throttle
+from dra_driver.model.gpu import GpuLoad, GpuMeasure, GpuMeters, GpuProcess, GpuUse, Throttle
 from dra_driver.model.mig import GpuAddress, MigAddress
 from dra_driver.nvml.calls import Handle, query
 from dra_driver.nvml.gpu_users import read_gpu_processes
@@ -171,22 +171,53 @@ class UsageSource:
         with self._session.kept_open():
             handle = gpu_handle(gpu.uuid, gpu.pci_bus_id)
             load = read_load(gpu.uuid, handle)
-            samples = self._samples.setdefault(gpu.uuid, {})
-            wanted = {device.uuid for device in devices}
-            for uuid in samples.keys() - wanted:
-                _free(samples.pop(uuid))
-            has_samples = bool(devices) and _has_samples(handle)
-            found: dict[str, GpuLoad] = {}
-            for device in devices:
-                mig = _mig_handle(handle, device)
-                if mig is not None:
-                    memory = query(read_memory, mig)
-                    found[device.uuid] = GpuLoad(
-                        memory_used_bytes=None if memory is None else int(memory.used),
-                        memory_total_bytes=None if memory is None else int(memory.total),
-                        utilisation_percent=self._percent(handle, device, samples) if has_samples else None,
-                    )
+            found = self._of_mig(gpu, handle, devices)
             return GpuUse(load, found, self._processes(gpu, handle, load), read_meters(handle))
+
+    def measure(self, gpu: GpuAddress, devices: Collection[MigAddress], since: float) -> GpuMeasure:
+        """Returns a reading of the GPU and these MIG devices, with the samples since a time in seconds since 1970.
+
+        Raises: the errors of `read`.
+        """
+        with self._session.kept_open():
+            handle = gpu_handle(gpu.uuid, gpu.pci_bus_id)
+            memory = query(read_memory, handle)
+            energy = query(pynvml.nvmlDeviceGetTotalEnergyConsumption, handle)
+            mig = self._of_mig(gpu, handle, devices)
+            busy = query(_busy_samples, handle, since)
+            at = time.time()
+            if busy == ():
+                # NVML keeps no samples of an idle GPU.
+                rates = query(pynvml.nvmlDeviceGetUtilizationRates, handle)
+                busy = ((since, 0.0), (at, 0.0)) if rates is not None and rates.gpu == 0 else None
+            return GpuMeasure(
+                at,
+                None if energy is None else energy / 1000,
+                None if memory is None else int(memory.used),
+                None if memory is None else int(memory.total),
+                busy,
+                mig,
+            )
+
+    def _of_mig(
+        self, gpu: GpuAddress, handle: Handle, devices: Collection[MigAddress]
+    ) -> Mapping[str, GpuLoad]:
+        """Returns the loads of these MIG devices by UUID, and forgets the samples of others."""
+        samples = self._samples.setdefault(gpu.uuid, {})
+        for uuid in samples.keys() - {device.uuid for device in devices}:
+            _free(samples.pop(uuid))
+        has_samples = bool(devices) and _has_samples(handle)
+        found: dict[str, GpuLoad] = {}
+        for device in devices:
+            mig = _mig_handle(handle, device)
+            if mig is not None:
+                memory = query(read_memory, mig)
+                found[device.uuid] = GpuLoad(
+                    memory_used_bytes=None if memory is None else int(memory.used),
+                    memory_total_bytes=None if memory is None else int(memory.total),
+                    utilisation_percent=self._percent(handle, device, samples) if has_samples else None,
+                )
+        return found
 
     def read_processes(self, gpu: GpuAddress) -> GpuUse:
         """Returns only the processes on the GPU. Raises: the errors of `read`."""
@@ -250,6 +281,23 @@ def _process_samples(handle: Handle) -> Sequence[Any]:
             raise
         return ()
     return samples
+
+
+def _busy_samples(handle: Handle, since: float) -> Sequence[tuple[float, float]]:
+    """Returns (time, percentage) of each sample of the utilisation, oldest first. Raises: pynvml.NVMLError."""
+    try:
+        kind, samples = pynvml.nvmlDeviceGetSamples(
+            handle, pynvml.NVML_GPU_UTILIZATION_SAMPLES, int(since * 1e6)
+        )
+    except pynvml.NVMLError_NotFound:
+        return ()
+    member = _VALUES[kind]
+    found = ((one.timeStamp / 1e6, float(getattr(one.sampleValue, member))) for one in samples)
+    return tuple(sorted((at, value) for at, value in found if at > since and 0 <= value <= _FULL))
+
+
+_VALUES = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
+"""The member of NVML's union, by its value type."""
 
 
 def _mig_handle(handle: Handle, device: MigAddress) -> Handle | None:

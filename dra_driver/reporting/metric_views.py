@@ -11,7 +11,7 @@ import time
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import get_args
+from typing import Literal, get_args
 
 import structlog
 from prometheus_client import Counter
@@ -33,6 +33,7 @@ from dra_driver.model.mps import MPS_STATES
 from dra_driver.model.problems import FOUND_BY_TOP, ProblemCode
 from dra_driver.model.record import ClaimRecord
 from dra_driver.reporting.rules.claim_usage import DeviceUse, GpuLabels, NodeUse, PodUse, mig_profile
+from dra_driver.reporting.rules.receipts import Part, totals
 
 _log = structlog.get_logger(__name__)
 
@@ -124,6 +125,14 @@ _OF_GPUS: Mapping[str, tuple[str, str, _OfGpu]] = {
 }  # fmt: skip
 """Of each GPU, with or without a claim, by name without `nvidia_dra_gpu_`: help, an additional label, and the values by
 that label."""
+
+_OF_CLAIMS: Mapping[str, tuple[str, Literal["gpu_s", "busy_s", "energy_j"]]] = {
+    "gpu_seconds": ("GPU-seconds for which claims had devices.", "gpu_s"),
+    "busy_gpu_seconds": ("GPU-seconds in which programs of claims computed.", "busy_s"),
+    "energy_joules": ("Energy of the devices of claims.", "energy_j"),
+}
+"""By name without `nvidia_dra_claim_` and `_total`: help and quantity. A namespace has no series of a quantity that is
+unknown for all of its claims."""
 
 
 class Views(Collector):
@@ -237,6 +246,18 @@ class Views(Collector):
     def usage(self, look: Callable[[], NodeUse]) -> None:
         """Usage of the devices of claims, and memory without a claim. Each scrape queries NVML."""
         self._add("usage", lambda: self._usage(look()))
+
+    def receipts(self, sums: Callable[[], Mapping[tuple[str, str, str], Part]]) -> None:
+        """What claims have used, by namespace, product and kind."""
+
+        def read() -> Iterator[Metric]:
+            found = sums()
+            for name, (text, value) in _OF_CLAIMS.items():
+                samples: Samples = {(self._driver, *key): number for key, number in totals(found, value)}
+                labels = ("driver", "namespace", "product", "device_type")
+                yield _family(CounterMetricFamily, f"nvidia_dra_claim_{name}_total", text, labels, samples)
+
+        self._add("receipts", read)
 
     def inventory(self, inventory: InventorySource) -> None:
         """What discovery found."""

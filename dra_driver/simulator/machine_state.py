@@ -176,6 +176,10 @@ class Gpu:
         if self.loads[-1][1] != self.busy:
             self.loads.append([time.time(), self.busy])
 
+    def load_at(self, at: float) -> int:
+        """Returns the percentage of time in which the GPU was busy at this moment."""
+        return int(next((percent for since, percent in reversed(self.loads) if since <= at), 0))
+
     def busy_s(self, now: float) -> float:
         """Returns the busy seconds since the NVIDIA driver was loaded."""
         ends = [since for since, _ in self.loads[1:]] + [now]

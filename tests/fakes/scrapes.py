@@ -22,6 +22,7 @@ from dra_driver.model.mig import GpuLayout, MigAddress
 from dra_driver.model.record import ClaimRecord
 from dra_driver.reporting.metrics import Metrics
 from dra_driver.reporting.rules.claim_usage import NodeUse, device_uses, gpu_labels, pod_uses
+from dra_driver.reporting.rules.receipts import Part
 from tests.fakes.samples import DRIVER, GPU_0, MIG_1G, MIXED, NODE, hold, record, uuid
 
 DOCUMENT = Path(__file__).parents[2] / "docs/metrics.md"
@@ -152,6 +153,8 @@ def complete_metrics() -> Metrics:
     metrics = Metrics(DRIVER, NODE, lambda: ["gpu"])
     metrics.show.claims(lambda: records, lambda device: None, lambda: MIXED)
     metrics.show.usage(lambda: node_use(records, by_pod={"uid-0": 70}))
+    used = Part("NVIDIA H100 80GB HBM3", "gpu", 0, None, 7200, 3600, 7200, 0, 3.6e6, 7200)
+    metrics.show.receipts(lambda: {("default", used.product, used.kind): used})
     metrics.show.devices(lambda: MIXED, health, dict)
     metrics.show.inventory(lambda: MIXED)
     metrics.show.health(lambda: MIXED, health)
@@ -186,7 +189,7 @@ def table() -> str:
 def _line(family: Metric) -> str:
     suffix = {"counter": "_total", "info": "_info"}.get(family.type, "")
     labels = sorted({label for sample in family.samples for label in sample.labels} - {"le", "driver"})
-    assert (family.type == "histogram") == family.name.endswith("_seconds")
+    assert family.type == "counter" or (family.type == "histogram") == family.name.endswith("_seconds")
     shown = f"{{{', '.join(labels)}}}" if labels else ""
     return f"| `{family.name}{suffix}{shown}` | {family.documentation} |"
 

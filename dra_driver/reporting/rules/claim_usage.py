@@ -181,7 +181,7 @@ def _use(
         load = seen.load if held.kind == "gpu" else seen.mig.get(uuid)
     listed = None if load is None else _processes_on(held, mig, seen)
     processes = None if listed is None else sum(not one.is_mps_server for one in listed)
-    fraction = _fraction(held, inventory)
+    fraction = gpu_fraction(held, inventory)
     return DeviceUse(held.device, held.kind, uuid, held.gpu_uuid, is_shared, fraction, load, processes)
 
 
@@ -279,7 +279,8 @@ def _processes_on(
     return [process for process in seen.processes if place in (None, process.gpu_instance_id)]
 
 
-def _fraction(held: HeldDevice, inventory: Inventory) -> float | None:
+def gpu_fraction(held: HeldDevice, inventory: Inventory) -> float | None:
+    """Returns the device's fraction of the GPU's memory; None if it is unknown."""
     if held.kind != "mig":
         return 1.0
     device = _mig_device(held, inventory)

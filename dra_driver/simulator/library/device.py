@@ -195,6 +195,28 @@ class Device(Core):
         rates.gpu = gpu.busy
         rates.memory = rates.gpu // 2
 
+    def nvmlDeviceGetSamples(  # noqa: N802
+        self, handle: Any, kind: Any, since: Any, value_type: Any, count: Any, out: Any
+    ) -> int:
+        """Only samples of the utilisation. An idle GPU has none."""
+        _, gpu = self.gpu(handle)
+        if gpu.mig_mode or number(kind) != pynvml.NVML_GPU_UTILIZATION_SAMPLES:
+            raise _unsupported()
+        last = int(time.time() / _SAMPLE_S)
+        first = max(int(number(since) / 1e6 / _SAMPLE_S) + 1, last - _KEPT_SAMPLES + 1)
+        found = [(tick * _SAMPLE_S, gpu.load_at((tick - 0.5) * _SAMPLE_S)) for tick in range(first, last + 1)]
+        put(value_type, pynvml.NVML_VALUE_TYPE_UNSIGNED_INT)
+        if not any(percent for _, percent in found):
+            return int(pynvml.NVML_ERROR_NOT_FOUND)
+        room = number(target(count))
+        if out is None:
+            put(count, len(found))
+            return int(pynvml.NVML_SUCCESS)
+        put(count, min(room, len(found)))
+        for slot, (at, percent) in zip(target(out), found[:room], strict=False):
+            slot.timeStamp, slot.sampleValue.uiVal = int(at * 1e6), percent
+        return int(pynvml.NVML_SUCCESS)
+
     def nvmlDeviceGetClockInfo(self, handle: Any, kind: Any, out: Any) -> None:  # noqa: N802
         _, gpu = self.gpu(handle)
         if number(kind) not in _CLOCKS_MHZ:
