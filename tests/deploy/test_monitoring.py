@@ -431,6 +431,15 @@ def test_alert_fires_alone_and_has_the_labels_of_its_words(alert: str) -> None:
     if alert == "GpuDraDriverAbsent":
         assert firing("load 30s\n  other 1x120") == {alert: {"job": "gpu-dra-driver"}}
         return
+    if alert == "GpuDraVersionsDiffer":
+        older = {
+            ("nvidia_dra_gpu_driver_info", (("cuda", "12.0"), ("driver", DRIVER), ("version", "1.2"))): 1.0
+        }
+        nodes = [series(samples, well, node) for node in (NODE, "node-b")] + [series(older, well, "node-old")]
+        fired = firing("load 30s\n" + "\n".join(one.partition("\n")[2] for one in nodes))
+        assert fired.keys() == {alert}
+        assert (fired[alert]["node"], fired[alert]["version"]) == ("node-old", "1.2")
+        return
     metric, first, step = TROUBLE[alert]
 
     def grown(name: str, labels: dict[str, str]) -> Grown | None:
