@@ -9,14 +9,14 @@ from typing import Any
 
 import yaml
 
+from tests.fakes.tables import IsGenerated
+
 ROOT = Path(__file__).parents[1]
-DOCUMENT = ROOT / "docs/conformance.md"
-BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 ROWS: list[dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("conformance.yaml").read_text())
 _ON_CLUSTER = re.compile(r"^pytestmark = \[?pytest\.mark\.cluster", re.MULTILINE)
 
 
-def test_every_number_has_a_test_and_the_document_lists_it(update_golden: bool) -> None:
+def test_every_number_has_a_test_and_the_document_lists_it(is_generated: IsGenerated) -> None:
     assert {row["number"] for row in ROWS} == set(range(1, 26))
     cells: dict[tuple[int, bool], list[str]] = {}
     for row in ROWS:
@@ -28,12 +28,7 @@ def test_every_number_has_a_test_and_the_document_lists_it(update_golden: bool) 
             for number in range(1, 26)
         ]
     )
-    before, _, rest = DOCUMENT.read_text().partition(BEGIN)
-    table, _, after = rest.partition(END)
-    if update_golden:
-        DOCUMENT.write_text(f"{before}{BEGIN}\n{made}\n{END}{after}")
-    else:
-        assert table.strip() == made, "run this test with --update-golden"
+    is_generated(ROOT / "docs/conformance.md", "conformance", made + "\n")
 
 
 def is_on_cluster(test: str) -> bool:
