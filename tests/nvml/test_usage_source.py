@@ -271,3 +271,27 @@ def test_driver_that_goes_away_is_not_a_missing_value(node):
     node.machine.set_fault("nvmlDeviceGetTemperature*", code="UNINITIALIZED")
     with pytest.raises(NvmlUnavailableError):
         read_load(uuid)
+
+
+def test_measure_has_the_samples_since_a_time_and_an_idle_gpu_counts_as_idle(machine):
+    seen = Watched(machine("hgx-h100-4"), cut=False)
+    now = time.time()
+    idle = seen.source.measure(seen.gpu, (), now - 10)
+    assert [percent for _, percent in idle.busy] == [0, 0], "NVML keeps no samples of an idle GPU"
+    seen.machine.set_gpu(0, loads=[[now - 100, 0], [now - 5, 80]])
+    busy = seen.source.measure(seen.gpu, (), now - 10).busy
+    assert [at for at, _ in busy] == sorted(at for at, _ in busy)
+    assert {percent for at, percent in busy if at < now - 5.5} == {0}
+    assert {percent for at, percent in busy if at > now - 4.5} == {80}
+    assert min(at for at, _ in seen.source.measure(seen.gpu, (), now - 1000).busy) > now - 30, (
+        "the buffer is full"
+    )
+    seen.machine.set_fault("nvmlDeviceGetSamples", code="NOT_SUPPORTED")
+    assert seen.source.measure(seen.gpu, (), now - 10).busy is None
+
+
+def test_gpu_whose_samples_are_gone_is_not_idle_while_it_works(machine):
+    seen = Watched(machine("hgx-h100-4"), cut=False)
+    seen.machine.hold_gpu(0, 4711, "python3", utilisation=70)
+    seen.machine.set_fault("nvmlDeviceGetSamples", code="NOT_FOUND")
+    assert seen.source.measure(seen.gpu, (), time.time() - 10).busy is None
