@@ -64,6 +64,7 @@ from dra_driver.mig.layout_file import LAYOUT_FILE, LayoutFile
 from dra_driver.mig.layouts import NodeLayouts
 from dra_driver.mig.mode import MigAction, MigHolders, MigMode, mig_context
 from dra_driver.mig.offer import LedgerOwnership
+from dra_driver.model.dataclass import replace
 from dra_driver.model.driver_files import IMEX_PROGRAM, SMI_PROGRAM
 from dra_driver.model.health import LOST, HealthChange
 from dra_driver.model.maintenance import Maintenance, overdue_problems
@@ -94,6 +95,7 @@ from dra_driver.reporting.http import (
 )
 from dra_driver.reporting.metrics import Metrics
 from dra_driver.reporting.node_problems import DiskWatch, NodeProblems, ProblemSource
+from dra_driver.reporting.receipts import Receipts, receipt_store
 from dra_driver.reporting.reporter import Reports
 from dra_driver.reporting.usage import UnclaimedMemory, Usage
 from dra_driver.sharing.steps import MpsSteps, TimeSliceSteps
@@ -445,6 +447,7 @@ class Driver:
                 "claims with MPS": self.reporting.mps.problems,
                 "the status of claims": self.reporting.claims.renew_statuses,
                 "memory without a claim": self._unclaimed_memory,
+                "the receipts": lambda: () if self._receipts is None else self._receipts.problems(),
                 **{f"writes in {one.directory}": one.problems for one in disks},
                 **{f"the disk of {one.directory}": one.look for one in disks},
             },
@@ -488,6 +491,7 @@ class Driver:
     def _watch_usage(self) -> None:
         """Watch for GPU memory that belongs to no claim. Scrapes measure it too."""
         self._unclaimed_memory: ProblemSource = lambda: ()
+        self._receipts: Receipts | None = None
         if not self.settings.usage_metrics:
             return
         usage = Usage(
@@ -502,11 +506,23 @@ class Driver:
         )
         self.metrics.show.usage(usage.look)
         self._unclaimed_memory = UnclaimedMemory(usage.unclaimed).problems
+        # A source of its own: the utilisation of MIG devices is that since the source's last reading.
+        measured = replace(usage, source=self.nvml.usage_source(sees_all=False))
+        self._receipts = self.reporting.reporter.receipts = Receipts(
+            receipt_store(self._plugin_dir),
+            measured.measure,
+            self.discovery.latest,
+            self.records.all,
+            self.ledger.created_instance,
+        )
+        self.metrics.show.receipts(self._receipts.sums)
 
     def _all_parts(self) -> Iterator[Part]:
         """Yield all parts, in the order in which they start."""
         yield Part("api_client", stop=self.client.close)
         yield Part("state", self._open_state, self._close_state)
+        if self._receipts is not None:
+            yield Part("receipts", self._receipts.start, self._receipts.stop)
         yield Part("event_recorder", self.reporting.recorder.start, self.reporting.recorder.stop)
         yield Part("discovery", self.discovery.start, self.discovery.stop, stands_by=True)
         yield Part("mig_layouts", self.layouts.start, self.layouts.stop)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
-from dra_driver.cli.flags import OF_NODE
+from dra_driver.cli.flags import OF_NODE, switch
 from dra_driver.cli.node import prepared_claims
 from dra_driver.cli.output import OUTPUT, answer, hanging
 from dra_driver.cli.rules.prepared_claims import ClaimDevice, NodeClaims, PreparedClaim, age_text
@@ -17,9 +18,15 @@ from dra_driver.model.claim import Pods
 from dra_driver.model.dataclass import asdict
 from dra_driver.model.problems import FailingClaim
 from dra_driver.model.units import named
+from dra_driver.reporting.receipts import read_receipts
+from dra_driver.reporting.rules.receipts import Receipt, ended, line
 
-FLAGS = (OUTPUT, *OF_NODE)
-EXAMPLES = ("", "-o yaml")
+FLAGS = (
+    switch("ended", "Show what the last 1,000 ended claims used, newest first."),
+    OUTPUT,
+    *OF_NODE,
+)
+EXAMPLES = ("", "-o yaml", "--ended", "--ended -o json")
 _STEPS = {
     "set_time_slice": "time slice", "run_mps": "MPS daemon", "create_mig": "MIG device", "bind_vfio": "vfio",
     "leave_mig_mode": "MIG mode", "start_maintenance": "maintenance", "write_device_metadata": "device metadata",
@@ -31,9 +38,16 @@ _STEPS = {
 def claims(given: Namespace) -> None:
     """Show their devices and pods, from the records on this node. Works without the API server and NVML, even if
     gpu-dra-driver is not running, and changes nothing. Use the same directory flags as for `run`. The pods of a
-    shared claim are recorded every ten minutes; -o json and -o yaml list all pods.
+    shared claim are recorded every ten minutes; -o json and -o yaml list all pods. With --ended it shows the
+    receipts of ended claims instead: GPU-hours, busy time, peak of memory, energy. gpu-dra-driver writes them once a
+    minute.
     """
     settings = node_settings(given)
+    if given.ended:
+        receipts = read_receipts(settings.plugin_directory)
+        shown = {"ended": [asdict(ended(one)) for one in receipts]}
+        answer(given.output, partial(_ended_lines, receipts), lambda: shown)
+        return
     found = prepared_claims(settings)
     answer(given.output, partial(_lines, found, settings.plugin_directory), lambda: asdict(found))
 
@@ -50,6 +64,17 @@ def _lines(found: NodeClaims, directory: Path, width: int | None) -> list[str]:
         lines += [_device(device, width) for device in claim.devices]
     lines += [hanging("", one.text, width) for one in found.cleanups]
     lines += [hanging("problem: ", problem, width) for problem in found.problems]
+    return lines
+
+
+def _ended_lines(receipts: Sequence[Receipt], width: int | None) -> list[str]:
+    lines = [] if receipts else ["no claim has ended since gpu-dra-driver began to write receipts"]
+    for one in receipts:
+        at = datetime.fromtimestamp(one.until, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
+        when = f"ended {at}" if one.end == "ended" else f"ENDED AFTER {at}, while gpu-dra-driver did not run"
+        lasted = age_text(max(0.0, one.until - one.began))
+        lines.append(hanging(f"{one.claim.namespace}/{one.claim.name}  ", f"{when}, ran for {lasted}", width))
+        lines += [hanging("    ", line(part), width) for part in one.parts]
     return lines
 
 

@@ -35,6 +35,7 @@ _FORGOTTEN = 410
 _PAGED_TRIES = 3
 _MAX_UNKNOWN = 5
 _GROUP = "/apis/resource.k8s.io/v1"
+_PLUGINS = {"labelSelector": "app.kubernetes.io/component=node"}
 _METRICS_AT_ONCE = 16
 _METRICS_ONE_S = 10.0
 
@@ -57,11 +58,13 @@ EXAMPLES = ("", "--usage -n ml", "--filter taint", "-o json")
 
 def cluster(given: Namespace) -> None:
     """Print a row for each GPU, and for each MIG device and share that a claim has: node, device, claim, pods,
-    usage, problem. A claim's device that is no longer in a slice is listed too, for example after the NVIDIA driver
-    was unloaded. Waiting claims and pods come last, with the reason from the scheduler. The command runs nothing on
-    the nodes. `kubectl gpus` is this command, and `kubectl gpus top NODE` runs `top` in the plugin's pod on that
-    node. Needs permission to list resourceslices, resourceclaims, deviceclasses and pods. With --usage it reads the
-    plugins' metrics through the API server, and also needs permission to get pods/proxy in their namespace.
+    usage, problem. For products with MIG it also prints how many whole GPUs, or devices of each profile, still fit,
+    and it names the nodes whose NVIDIA driver, CUDA or plugin differs from the others. A claim's device that is no
+    longer in a slice is listed too, for example after the NVIDIA driver was unloaded. Waiting claims and pods come
+    last, with the reason from the scheduler. The command runs nothing on the nodes. `kubectl gpus` is this command,
+    and `kubectl gpus top NODE` runs `top` in the plugin's pod on that node. Needs permission to list
+    resourceslices, resourceclaims, deviceclasses and pods. With --usage it reads the plugins' metrics through the
+    API server, and also needs permission to get pods/proxy in their namespace.
     """
     configure_logs("critical", "console")
     if given.namespace is not None and not is_dns_label(given.namespace):
@@ -76,8 +79,11 @@ def cluster(given: Namespace) -> None:
         if any(name.startswith(inside) for name in (row.claim, *row.pods))
         and given.filter.lower() in str(asdict(row).values()).lower()
     ]
-    shown = {"totals": asdict(totals), "rows": [asdict(row) for row in rows], "unknown": look.unknown}
-    answer(given.output, partial(_lines, rows, totals), lambda: shown)
+    shown = {
+        "totals": asdict(totals), "rows": [asdict(row) for row in rows], "versions": look.versions,
+        "unknown": look.unknown,
+    }  # fmt: skip
+    answer(given.output, partial(_lines, rows, totals, [*rules.drift(look.versions)]), lambda: shown)
     if given.output.is_for_people:
         sys.stdout.flush()  # keeps the order if stdout and stderr go into one pipe
         left = len(look.unknown) - _MAX_UNKNOWN
@@ -86,8 +92,12 @@ def cluster(given: Namespace) -> None:
             print(f"gpu-dra-driver: {printable(text)}", file=sys.stderr)
 
 
-def _lines(rows: Sequence[Row], totals: Totals, width: int | None) -> Iterator[str]:
+def _lines(rows: Sequence[Row], totals: Totals, versions: Sequence[str], width: int | None) -> Iterator[str]:
     yield hanging("", str(totals), width)
+    for product, counts in totals.fits.items():
+        yield hanging("  ", rules.room_text(product, counts), width)
+    for text in versions:
+        yield hanging("VERSIONS DIFFER: ", text, width)
     if not totals.gpus:
         yield hanging(
             "", "no node publishes GPUs; run `gpu-dra-driver doctor` in the plugin's pod on a GPU node", width
@@ -111,6 +121,7 @@ class _Look:
         self._client = client
         self._driver = driver
         self.unknown: list[str] = []
+        self.versions: dict[str, dict[str, str]] = {}
 
     def read(self, *, with_usage: bool) -> tuple[list[Row], Totals]:
         """Return rows and totals.
@@ -128,6 +139,13 @@ class _Look:
             pods = self._list("/api/v1/pods", rules.seen_pod, query=unscheduled)
         except FatalError as error:
             self.unknown.append(f"waiting pods are not shown: {error}")
+        images: list[tuple[str, str]] = []
+        try:
+            listed = self._list("/api/v1/pods", partial(rules.plugin_image, driver=driver), query=_PLUGINS)
+            images = [one for one in listed if one is not None]
+        except FatalError as error:
+            self.unknown.append(f"the versions of the plugin are not compared: {error}")
+        self.versions = rules.versions_of(slices, images)
         loads = self._loads() if with_usage else None
         return rules.cluster_rows(driver, slices, claims, classes, pods, loads)
 
@@ -174,7 +192,9 @@ class _Look:
     def _seen(self, entry: JsonObject, seen: Callable[[JsonObject], T], plural: str) -> Iterator[T]:
         try:
             yield seen(entry)
-        except (KeyError, TypeError, ValueError, AttributeError, StopIteration) as error:
+        except (
+            KeyError, TypeError, ValueError, AttributeError, StopIteration, InvalidConfigError,
+        ) as error:  # fmt: skip
             metadata = entry.get("metadata") if isinstance(entry, dict) else None
             name = metadata.get("name") if isinstance(metadata, dict) else None
             why = f"{type(error).__name__} {error}"
@@ -184,8 +204,7 @@ class _Look:
 
     def _loads(self) -> dict[Slot, Used]:
         """Return the usage of each claimed device, by pool and device name."""
-        plugins = {"labelSelector": "app.kubernetes.io/component=node"}
-        listed = self._list("/api/v1/pods", partial(rules.plugin_pod, driver=self._driver), query=plugins)
+        listed = self._list("/api/v1/pods", partial(rules.plugin_pod, driver=self._driver), query=_PLUGINS)
         pods = [pod for pod in listed if pod is not None]
         if not pods:
             self.unknown.append(f"usage is not known: no pod of driver {self._driver} serves metrics")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_args
 
 from dra_driver.model.dataclass import dataclass, field, fields
 from dra_driver.model.ids import pci_bus_id
@@ -222,9 +222,34 @@ class GpuLoad:
     power_limit_w: float | None = None
 
 
+Throttle = Literal[
+    "sw_power_cap", "hw_slowdown", "sw_thermal_slowdown", "hw_thermal_slowdown", "hw_power_brake"
+]
+"""Why a GPU reduces its clocks; the names are those of nvidia-smi."""
+THROTTLES: tuple[Throttle, ...] = get_args(Throttle)
+
+
+@dataclass(frozen=True, slots=True)
+class GpuMeters:
+    """Counters of a physical GPU since the NVIDIA driver was loaded, its clocks, and why it reduces them; values that
+    NVML does not report are None.
+
+    NVLink counters are the sum of all links, without protocol overhead. NVML's PCIe counters may start over at 0.
+    """
+
+    energy_j: float | None = None
+    nvlink_sent_bytes: int | None = None
+    nvlink_received_bytes: int | None = None
+    pcie_sent_bytes: int | None = None
+    pcie_received_bytes: int | None = None
+    sm_clock_hz: int | None = None
+    memory_clock_hz: int | None = None
+    throttles: frozenset[Throttle] | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class GpuUse:
-    """One reading of a GPU: its load, the loads of MIG devices by UUID, and all its processes.
+    """One reading of a GPU: its load, the loads of MIG devices by UUID, all its processes, and its meters.
 
     `processes` is None outside the host's PID namespace, where NVML hides the processes of other containers.
     """
@@ -232,6 +257,23 @@ class GpuUse:
     load: GpuLoad
     mig: Mapping[str, GpuLoad] = field(default_factory=dict)
     processes: Sequence[GpuProcess] | None = ()
+    meters: GpuMeters = field(default_factory=GpuMeters)
+
+
+@dataclass(frozen=True, slots=True)
+class GpuMeasure:
+    """A reading of a GPU for the receipts of claims; values that NVML does not report are None.
+
+    `at` is in seconds since 1970. `busy` has NVML's samples since the previous reading, oldest first: the end of each
+    sample, and the percentage of time in which a kernel ran. `mig` has the loads of MIG devices by UUID.
+    """
+
+    at: float
+    energy_j: float | None = None
+    memory_used_bytes: int | None = None
+    memory_total_bytes: int | None = None
+    busy: Sequence[tuple[float, float]] | None = None
+    mig: Mapping[str, GpuLoad] = field(default_factory=dict)
 
 
 VFIO_PCI = "vfio-pci"

@@ -21,7 +21,7 @@ from dra_driver.nvml.readings import (
     fabric_registration,
     link_states,
 )
-from dra_driver.nvml.usage_source import temperature
+from dra_driver.nvml.usage_source import clock_reasons, temperature
 
 T = TypeVar("T")
 _RECOVERY_ACTION_FIELD = getattr(pynvml, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION", 230)
@@ -111,7 +111,7 @@ def read_health(uuid: str, handle: Handle | None = None, before: PolledHealth | 
         pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
         pynvml.NVML_VOLATILE_ECC,
     )
-    clocks = queries.query_gpu("slowdowns", _clock_reasons, handle)
+    clocks = queries.query_gpu("slowdowns", clock_reasons, handle)
     if not queries.has_succeeded:
         # Every GPU has this sensor, even if it supports none of the queries above.
         queries.query_gpu("temperature", temperature, handle)
@@ -279,16 +279,6 @@ def _pcie_narrow(handle: Handle) -> bool:
 def _pcie_slow(handle: Handle) -> bool:
     now = pynvml.nvmlDeviceGetCurrPcieLinkGeneration(handle)
     return bool(now < pynvml.nvmlDeviceGetMaxPcieLinkGeneration(handle))
-
-
-def _clock_reasons(handle: Handle) -> int:
-    """Return the reasons for the current clocks as NVML's bits. Falls back to an older call. Raises:
-    pynvml.NVMLError.
-    """
-    try:
-        return int(pynvml.nvmlDeviceGetCurrentClocksEventReasons(handle))
-    except pynvml.NVMLError_FunctionNotFound:
-        return int(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
 
 
 def _slowdowns(clocks: int) -> frozenset[str]:

@@ -7,14 +7,14 @@ give a utilisation. So the first reading of a device has no utilisation, and eac
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 import pynvml
 
 from dra_driver.model.dataclass import dataclass, replace
-from dra_driver.model.gpu import GpuLoad, GpuProcess, GpuUse
+from dra_driver.model.gpu import GpuLoad, GpuMeasure, GpuMeters, GpuProcess, GpuUse, Throttle
 from dra_driver.model.mig import GpuAddress, MigAddress
 from dra_driver.nvml.calls import Handle, query
 from dra_driver.nvml.gpu_users import read_gpu_processes
@@ -27,6 +27,23 @@ _FULL = 100
 _SHORTEST_S = 1.0
 """The minimum time between two samples of a device. A reading before that, such as for a second Prometheus, gets the
 previous value."""
+_ALL_LINKS = 0xFFFFFFFF
+"""As the scope of a field, this is the sum of all NVLinks of the GPU."""
+_TRAFFIC: Mapping[str, tuple[int, int, int]] = {
+    "nvlink_sent_bytes": (pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, _ALL_LINKS, 1024),
+    "nvlink_received_bytes": (pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX, _ALL_LINKS, 1024),
+    "pcie_sent_bytes": (pynvml.NVML_FI_DEV_PCIE_COUNT_TX_BYTES, 0, 1),
+    "pcie_received_bytes": (pynvml.NVML_FI_DEV_PCIE_COUNT_RX_BYTES, 0, 1),
+}
+"""By the name in `GpuMeters`: field, scope, and bytes of NVML's unit."""
+_THROTTLES: Mapping[Throttle, int] = {
+    "sw_power_cap": pynvml.nvmlClocksEventReasonSwPowerCap,
+    "hw_slowdown": pynvml.nvmlClocksEventReasonHwSlowdown,
+    "sw_thermal_slowdown": pynvml.nvmlClocksEventReasonSwThermalSlowdown,
+    "hw_thermal_slowdown": pynvml.nvmlClocksEventReasonHwThermalSlowdown,
+    "hw_power_brake": pynvml.nvmlClocksEventReasonHwPowerBrakeSlowdown,
+}
+_MHZ = 1_000_000
 
 
 def read_load(uuid: str, handle: Handle | None = None) -> GpuLoad:
@@ -48,6 +65,40 @@ def read_load(uuid: str, handle: Handle | None = None) -> GpuLoad:
         power_w=None if power is None else power / 1000,
         power_limit_w=None if limit is None else limit / 1000,
     )
+
+
+def read_meters(handle: Handle) -> GpuMeters:
+    """Return the GPU's meters. Raises: DeviceLostError, NvmlUnavailableError."""
+    energy = query(pynvml.nvmlDeviceGetTotalEnergyConsumption, handle)
+    sm = query(pynvml.nvmlDeviceGetClockInfo, handle, pynvml.NVML_CLOCK_SM)
+    memory = query(pynvml.nvmlDeviceGetClockInfo, handle, pynvml.NVML_CLOCK_MEM)
+    reasons = query(clock_reasons, handle)
+    wanted = [(field, scope) for field, scope, _ in _TRAFFIC.values()]
+    entries = query(pynvml.nvmlDeviceGetFieldValues, handle, wanted) or ()
+    traffic = {
+        name: int(entry.value.ullVal) * unit
+        for (name, (_, _, unit)), entry in zip(_TRAFFIC.items(), entries, strict=False)
+        if entry.nvmlReturn == pynvml.NVML_SUCCESS
+    }
+    return GpuMeters(
+        energy_j=None if energy is None else energy / 1000,
+        sm_clock_hz=None if sm is None else sm * _MHZ,
+        memory_clock_hz=None if memory is None else memory * _MHZ,
+        throttles=None
+        if reasons is None
+        else frozenset(name for name, bit in _THROTTLES.items() if reasons & bit),
+        **traffic,
+    )
+
+
+def clock_reasons(handle: Handle) -> int:
+    """Return the reasons for the current clocks as NVML's bits. Falls back to an older call. Raises:
+    pynvml.NVMLError.
+    """
+    try:
+        return int(pynvml.nvmlDeviceGetCurrentClocksEventReasons(handle))
+    except pynvml.NVMLError_FunctionNotFound:
+        return int(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
 
 
 def temperature(handle: Handle) -> int:
@@ -120,22 +171,53 @@ class UsageSource:
         with self._session.kept_open():
             handle = gpu_handle(gpu.uuid, gpu.pci_bus_id)
             load = read_load(gpu.uuid, handle)
-            samples = self._samples.setdefault(gpu.uuid, {})
-            wanted = {device.uuid for device in devices}
-            for uuid in samples.keys() - wanted:
-                _free(samples.pop(uuid))
-            has_samples = bool(devices) and _has_samples(handle)
-            found: dict[str, GpuLoad] = {}
-            for device in devices:
-                mig = _mig_handle(handle, device)
-                if mig is not None:
-                    memory = query(read_memory, mig)
-                    found[device.uuid] = GpuLoad(
-                        memory_used_bytes=None if memory is None else int(memory.used),
-                        memory_total_bytes=None if memory is None else int(memory.total),
-                        utilisation_percent=self._percent(handle, device, samples) if has_samples else None,
-                    )
-            return GpuUse(load, found, self._processes(gpu, handle, load))
+            found = self._of_mig(gpu, handle, devices)
+            return GpuUse(load, found, self._processes(gpu, handle, load), read_meters(handle))
+
+    def measure(self, gpu: GpuAddress, devices: Collection[MigAddress], since: float) -> GpuMeasure:
+        """Return a reading of the GPU and these MIG devices, with the samples since a time in seconds since 1970.
+
+        Raises: the errors of `read`.
+        """
+        with self._session.kept_open():
+            handle = gpu_handle(gpu.uuid, gpu.pci_bus_id)
+            memory = query(read_memory, handle)
+            energy = query(pynvml.nvmlDeviceGetTotalEnergyConsumption, handle)
+            mig = self._of_mig(gpu, handle, devices)
+            busy = query(_busy_samples, handle, since)
+            at = time.time()
+            if busy == ():
+                # NVML keeps no samples of an idle GPU.
+                rates = query(pynvml.nvmlDeviceGetUtilizationRates, handle)
+                busy = ((since, 0.0), (at, 0.0)) if rates is not None and rates.gpu == 0 else None
+            return GpuMeasure(
+                at,
+                None if energy is None else energy / 1000,
+                None if memory is None else int(memory.used),
+                None if memory is None else int(memory.total),
+                busy,
+                mig,
+            )
+
+    def _of_mig(
+        self, gpu: GpuAddress, handle: Handle, devices: Collection[MigAddress]
+    ) -> Mapping[str, GpuLoad]:
+        """Return the loads of these MIG devices by UUID, and forgets the samples of others."""
+        samples = self._samples.setdefault(gpu.uuid, {})
+        for uuid in samples.keys() - {device.uuid for device in devices}:
+            _free(samples.pop(uuid))
+        has_samples = bool(devices) and _has_samples(handle)
+        found: dict[str, GpuLoad] = {}
+        for device in devices:
+            mig = _mig_handle(handle, device)
+            if mig is not None:
+                memory = query(read_memory, mig)
+                found[device.uuid] = GpuLoad(
+                    memory_used_bytes=None if memory is None else int(memory.used),
+                    memory_total_bytes=None if memory is None else int(memory.total),
+                    utilisation_percent=self._percent(handle, device, samples) if has_samples else None,
+                )
+        return found
 
     def read_processes(self, gpu: GpuAddress) -> GpuUse:
         """Return only the processes on the GPU. Raises: the errors of `read`."""
@@ -199,6 +281,23 @@ def _process_samples(handle: Handle) -> Sequence[Any]:
             raise
         return ()
     return samples
+
+
+def _busy_samples(handle: Handle, since: float) -> Sequence[tuple[float, float]]:
+    """Return (time, percentage) of each sample of the utilisation, oldest first. Raises: pynvml.NVMLError."""
+    try:
+        kind, samples = pynvml.nvmlDeviceGetSamples(
+            handle, pynvml.NVML_GPU_UTILIZATION_SAMPLES, int(since * 1e6)
+        )
+    except pynvml.NVMLError_NotFound:
+        return ()
+    member = _VALUES[kind]
+    found = ((one.timeStamp / 1e6, float(getattr(one.sampleValue, member))) for one in samples)
+    return tuple(sorted((at, value) for at, value in found if at > since and 0 <= value <= _FULL))
+
+
+_VALUES = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
+"""The member of NVML's union, by its value type."""
 
 
 def _mig_handle(handle: Handle, device: MigAddress) -> Handle | None:

@@ -11,7 +11,7 @@ import time
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import get_args
+from typing import Literal, get_args
 
 import structlog
 from prometheus_client import Counter
@@ -24,7 +24,7 @@ from dra_driver.health.book import HealthBook
 from dra_driver.health.rules.taints import MadeInstance, device_reasons
 from dra_driver.journal.rules.cleanups import CLEANUP_KINDS, PendingCleanup, kind_of
 from dra_driver.model.claim import Pods
-from dra_driver.model.gpu import GpuLoad
+from dra_driver.model.gpu import THROTTLES, GpuLoad, GpuMeters
 from dra_driver.model.health import UNRESPONSIVE, Condition, HealthState, HealthTarget, Severity, condition
 from dra_driver.model.inventory import Inventory, OfferedDevice, StaticMigDevice, VfioDevice, WholeGpu
 from dra_driver.model.maintenance import Maintenance, MaintenanceState
@@ -32,7 +32,8 @@ from dra_driver.model.mig import GpuLayout
 from dra_driver.model.mps import MPS_STATES
 from dra_driver.model.problems import FOUND_BY_TOP, ProblemCode
 from dra_driver.model.record import ClaimRecord
-from dra_driver.reporting.rules.claim_usage import DeviceUse, NodeUse, PodUse, mig_profile
+from dra_driver.reporting.rules.claim_usage import DeviceUse, GpuLabels, NodeUse, PodUse, mig_profile
+from dra_driver.reporting.rules.receipts import Part, totals
 
 _log = structlog.get_logger(__name__)
 
@@ -65,7 +66,6 @@ _GAUGES: Mapping[str, tuple[str, ...]] = {
     "gpu_info": ("1 for each GPU; `product` is empty while unknown.",
                  "uuid", "product"),
     "gpu_monitored": ("1 while the GPU's health is known, 0 if the last answer is too old.", "uuid"),
-    "gpu_power_watts": ("Power of a GPU that prepared claims use.", "uuid"),
     "gpu_reason": ("Severity of each health reason of a GPU or its MIG devices.", "uuid", "reason"),
     "gpu_severity": ("0 healthy, 1 information, 2 degraded, 3 unhealthy, 4 lost; missing while unknown.", "uuid"),
     "maintenance_gpus": ("GPUs of a maintenance claim, by claim state.", "claim_namespace", "claim_name", "state"),
@@ -104,6 +104,35 @@ _OF_DEVICES: Mapping[str, tuple[str, Callable[[DeviceUse, GpuLoad], float | None
 }  # fmt: skip
 """Help and value of each gauge of a device. `shared` is true if several claims share the device, so that the usage of
 each claim is unknown."""
+_OfGpu = Callable[[GpuLoad, GpuMeters], Mapping[str, float | None]]
+_OF_GPUS: Mapping[str, tuple[str, str, _OfGpu]] = {
+    "utilization_ratio": ("Fraction of time in which programs computed on the GPU.", "",
+                          lambda load, _: {"": _busy(load)}),
+    "memory_used_bytes": ("Memory in use on the GPU.", "", lambda load, _: {"": load.memory_used_bytes}),
+    "memory_total_bytes": ("Memory of the GPU.", "", lambda load, _: {"": load.memory_total_bytes}),
+    "temperature_celsius": ("Temperature of the GPU.", "", lambda load, _: {"": load.temperature_c}),
+    "power_watts": ("Power of the GPU.", "", lambda load, _: {"": load.power_w}),
+    "energy_joules_total": ("Energy of the GPU since the NVIDIA driver was loaded.", "",
+                            lambda _, meters: {"": meters.energy_j}),
+    "nvlink_bytes_total": ("Data over all NVLinks of the GPU.", "direction", lambda _, meters: {
+        "sent": meters.nvlink_sent_bytes, "received": meters.nvlink_received_bytes}),
+    "pcie_bytes_total": ("Data between the GPU and its PCIe slot.", "direction", lambda _, meters: {
+        "sent": meters.pcie_sent_bytes, "received": meters.pcie_received_bytes}),
+    "clock_hertz": ("Clock of the multiprocessors or of the memory.", "clock", lambda _, meters: {
+        "sm": meters.sm_clock_hz, "memory": meters.memory_clock_hz}),
+    "throttled": ("1 while the GPU reduces its clocks for this reason.", "reason", lambda _, meters: {
+        reason: None if meters.throttles is None else reason in meters.throttles for reason in THROTTLES}),
+}  # fmt: skip
+"""Of each GPU, with or without a claim, by name without `nvidia_dra_gpu_`: help, an additional label, and the values by
+that label."""
+
+_OF_CLAIMS: Mapping[str, tuple[str, Literal["gpu_s", "busy_s", "energy_j"]]] = {
+    "gpu_seconds": ("GPU-seconds for which claims had devices.", "gpu_s"),
+    "busy_gpu_seconds": ("GPU-seconds in which programs of claims computed.", "busy_s"),
+    "energy_joules": ("Energy of the devices of claims.", "energy_j"),
+}
+"""By name without `nvidia_dra_claim_` and `_total`: help and quantity. A namespace has no series of a quantity that is
+unknown for all of its claims."""
 
 
 class Views(Collector):
@@ -218,6 +247,18 @@ class Views(Collector):
         """Usage of the devices of claims, and memory without a claim. Each scrape queries NVML."""
         self._add("usage", lambda: self._usage(look()))
 
+    def receipts(self, sums: Callable[[], Mapping[tuple[str, str, str], Part]]) -> None:
+        """What claims have used, by namespace, product and kind."""
+
+        def read() -> Iterator[Metric]:
+            found = sums()
+            for name, (text, value) in _OF_CLAIMS.items():
+                samples: Samples = {(self._driver, *key): number for key, number in totals(found, value)}
+                labels = ("driver", "namespace", "product", "device_type")
+                yield _family(CounterMetricFamily, f"nvidia_dra_claim_{name}_total", text, labels, samples)
+
+        self._add("receipts", read)
+
     def inventory(self, inventory: InventorySource) -> None:
         """What discovery found."""
         self._add("inventory", partial(self._read_inventory, inventory))
@@ -331,15 +372,24 @@ class Views(Collector):
             yield _gauge(
                 f"nvidia_dra_pod_{name}", text, of_pods, {key: n for key, n in counts if n is not None}
             )
-        claimed = {device.gpu_uuid for device in node.devices}
-        power = {uuid: use.load.power_w for uuid, use in node.gpus.items() if uuid in claimed}
-        watts: Samples = {(uuid,): value for uuid, value in power.items() if value is not None}
-        yield self._gauge("gpu_power_watts", watts)
+        for name, of_gpu in _OF_GPUS.items():
+            yield self._of_gpus(name, *of_gpu, node)
         unclaimed: Samples = {
             (uuid,): sum(one.memory_bytes or 0 for one in processes)
             for uuid, processes in node.unclaimed.items()
         }
         yield self._gauge("unclaimed_memory_bytes", unclaimed)
+
+    def _of_gpus(self, name: str, text: str, label: str, values: _OfGpu, node: NodeUse) -> Metric:
+        samples = {
+            (self._driver, uuid, *node.labels.get(uuid, GpuLabels()), *([value] if label else [])): number
+            for uuid, use in node.gpus.items()
+            for value, number in values(use.load, use.meters).items()
+            if number is not None
+        }
+        kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+        labels = ("driver", "uuid", *GpuLabels._fields, *([label] if label else []))
+        return _family(kind, f"nvidia_dra_gpu_{name}", text, labels, samples)
 
     def _read_inventory(self, inventory: InventorySource) -> Iterator[Metric]:
         found = inventory() or Inventory()

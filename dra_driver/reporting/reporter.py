@@ -32,6 +32,7 @@ from dra_driver.reporting.claim_status import ClaimHealthReporter, ClaimStatusRe
 from dra_driver.reporting.event_recorder import EventRecorder
 from dra_driver.reporting.failing_claims import FailingClaims
 from dra_driver.reporting.metrics import Metrics, Operation
+from dra_driver.reporting.receipts import Receipts
 from dra_driver.sharing.rules.client_limits import notes_of
 from dra_driver.sharing.rules.modes import advice_on_requests
 
@@ -90,8 +91,8 @@ _CHANGED: Mapping[str, tuple[EventReason, str]] = {
 class Reporter:
     """Receives events of Prepare, Unprepare and the MIG code.
 
-    `users` returns a claim whose record uses an on-demand MIG device. `freed` is called after a claim was
-    unprepared.
+    `receipts` is None if they are switched off. `users` returns a claim whose record uses an on-demand MIG device.
+    `freed` is called after a claim was unprepared.
     """
 
     metrics: Metrics
@@ -101,6 +102,7 @@ class Reporter:
     users: Callable[[str], ClaimRef | None]
     freed: Callable[[], None]
     failing: FailingClaims
+    receipts: Receipts | None = None
 
     @contextmanager
     def in_flight(self, action: Operation, claims: Sequence[ClaimRef]) -> Iterator[None]:
@@ -114,6 +116,8 @@ class Reporter:
         self.failing.succeeded(ref)
         if record is None:
             return
+        if self.receipts is not None:
+            self.receipts.prepared(record)
         self.statuses.prepared(record)
         if record.maintenance is not None:
             text = f"{', '.join(record.maintenance.gpu_uuids)}: in maintenance for this claim"
@@ -124,6 +128,8 @@ class Reporter:
         self.metrics.ended("unprepare", duration_s)
         self.failing.succeeded(ref)
         self.statuses.forget(ref)
+        if self.receipts is not None:
+            self.receipts.unprepared(ref)
         if record is not None and record.maintenance is not None and record.phase == "prepared":
             uuids = ", ".join(record.maintenance.gpu_uuids)
             text = f"{uuids}: maintenance ended; gpu-dra-driver publishes the devices again"

@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
+from typing import Any, TypeVar
 
 from dra_driver.base.threads import BoundedCall
 from dra_driver.model.dataclass import KW_ONLY, dataclass
-from dra_driver.model.gpu import GpuProcess, GpuUse, ProcessOrigin
+from dra_driver.model.gpu import Gpu, GpuMeasure, GpuProcess, GpuUse, ProcessOrigin
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.mig import GpuAddress, MigAddress
 from dra_driver.model.problems import NodeProblem
@@ -22,12 +23,17 @@ from dra_driver.reporting.rules.claim_usage import (
     NodeUse,
     Origins,
     device_uses,
+    gpu_labels,
     held_devices,
     mig_addresses,
     pod_uses,
     unclaimed,
     unclaimed_text,
 )
+
+T = TypeVar("T")
+Wanted = Mapping[str, tuple[Collection[MigAddress], float]]
+"""By GPU UUID: the MIG devices to read, and the time of the previous reading, in seconds since 1970."""
 
 _WITHIN_S = 0.8
 """Shorter than the time that a scrape waits."""
@@ -54,7 +60,7 @@ class Usage:
 
     def __post_init__(self) -> None:
         self._turn = threading.Lock()
-        self._hanging: dict[GpuAddress, BoundedCall[GpuUse]] = {}
+        self._hanging: dict[GpuAddress, BoundedCall[Any]] = {}
 
     def look(self) -> NodeUse:
         """Return the current usage of all GPUs. Raises: StateError if the records cannot be read."""
@@ -65,13 +71,14 @@ class Usage:
         for name, mig in addresses.items():
             wanted.setdefault(held[name].gpu_uuid, []).append(mig)
         gpus = self._ask(
-            inventory, lambda gpu: partial(self.source.read, gpu, tuple(wanted.get(gpu.uuid, ())))
+            inventory.gpus, lambda gpu: partial(self.source.read, gpu, tuple(wanted.get(gpu.uuid, ())))
         )
         origins = self._origins(gpus)
         return NodeUse(
             device_uses(records, inventory, addresses, gpus),
             pod_uses(records, addresses, gpus, origins),
             gpus,
+            gpu_labels(records, inventory),
             _unclaimed(gpus, held, addresses, origins),
         )
 
@@ -83,24 +90,27 @@ class Usage:
         """
         inventory, records = self.inventory() or Inventory(), [*self.records().values()]
         held = held_devices(records)
-        gpus = self._ask(inventory, lambda gpu: partial(self.source.read_processes, gpu))
+        gpus = self._ask(inventory.gpus, lambda gpu: partial(self.source.read_processes, gpu))
         return _unclaimed(gpus, held, mig_addresses(held, inventory, self.made), self._origins(gpus))
+
+    def measure(self, wanted: Wanted) -> Mapping[str, GpuMeasure]:
+        """Return a reading of each wanted GPU that answers in time, by UUID."""
+        gpus = [gpu for gpu in (self.inventory() or Inventory()).gpus if gpu.uuid in wanted]
+        return self._ask(gpus, lambda gpu: partial(self.source.measure, gpu, *wanted[gpu.uuid]))
 
     def _origins(self, gpus: Mapping[str, GpuUse]) -> Origins:
         pids = {process.pid for use in gpus.values() for process in use.processes or ()}
         return {pid: self.origin(pid) for pid in pids}
 
-    def _ask(
-        self, inventory: Inventory, read_of: Callable[[GpuAddress], Callable[[], GpuUse]]
-    ) -> Mapping[str, GpuUse]:
-        """Return the usage of the GPUs that answer in time, by UUID. `read_of` returns a function that reads
+    def _ask(self, gpus: Iterable[Gpu], read_of: Callable[[GpuAddress], Callable[[], T]]) -> Mapping[str, T]:
+        """Return the readings of the GPUs that answer in time, by UUID. `read_of` returns a function that reads
         a GPU.
         """
         with self._turn:
             end = time.monotonic() + self.within_s
             hanging = {gpu: call for gpu, call in self._hanging.items() if call.is_running}
-            asked: dict[GpuAddress, BoundedCall[GpuUse]] = {}
-            for gpu in (GpuAddress(gpu.uuid, gpu.pci_bus_id) for gpu in inventory.gpus):
+            asked: dict[GpuAddress, BoundedCall[T]] = {}
+            for gpu in (GpuAddress(gpu.uuid, gpu.pci_bus_id) for gpu in gpus):
                 if gpu not in hanging:
                     call = asked[gpu] = BoundedCall(f"NVML (usage of GPU {gpu.uuid})", read_of(gpu))
                     call.start()

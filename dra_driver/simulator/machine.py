@@ -225,7 +225,8 @@ class Machine:
 
     def _removed(self, gpu: Gpu) -> None:
         gpu.present = False
-        gpu.instances, gpu.holders = [], []
+        gpu.instances = []
+        gpu.set_holders([])
         gpu.mig_mode = gpu.mig_pending = gpu.recovery_action = 0
         self._policies.set(COMPUTE_MODE, gpu.uuid, 0)
         self._policies.set(TIMESLICE, gpu.uuid, 0)
@@ -292,13 +293,14 @@ class Machine:
         further fields of `Holder`.
         """
         with self._change() as state:
-            self._find(state, selector).holders.append(Holder(pid, name, **more))
+            gpu = self._find(state, selector)
+            gpu.set_holders([*gpu.holders, Holder(pid, name, **more)])
 
     def release_gpu(self, selector: Selector, pid: int | None = None) -> None:
         """Stop the process; without a PID stops all processes of the GPU."""
         with self._change() as state:
             gpu = self._find(state, selector)
-            gpu.holders = [] if pid is None else [item for item in gpu.holders if item.pid != pid]
+            gpu.set_holders([] if pid is None else [item for item in gpu.holders if item.pid != pid])
             if pci.is_leaving(gpu) and not gpu.holders:
                 self._removed(gpu)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import operator
+import time
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any
@@ -110,10 +111,15 @@ class Holder:
     utilisation: int = 40
 
 
+def _idle_now() -> list[list[float]]:
+    return [[time.time(), 0]]
+
+
 @dataclass(slots=True)
 class Gpu:
     """A GPU. `driver` is its kernel driver (if that is loaded), `boot_driver` its driver after a boot, `override` the
-    only driver that may bind it, `vfio` the number of its vfio device.
+    only driver that may bind it, `vfio` the number of its vfio device. `loads` has when the utilisation changed since
+    the NVIDIA driver was loaded, in seconds since 1970, each with the percentage from then on.
     """
 
     uuid: str
@@ -157,6 +163,29 @@ class Gpu:
     boot_driver: str = NVIDIA
     override: str = ""
     vfio: int | None = None
+    loads: list[list[float]] = field(default_factory=_idle_now)
+
+    @property
+    def busy(self) -> int:
+        """The percentage of time in which the GPU is busy."""
+        return min(100, sum(holder.utilisation for holder in self.holders))
+
+    def set_holders(self, holders: list[Holder]) -> None:
+        """Replace the processes, and record the utilisation from now on."""
+        self.holders = holders
+        if self.loads[-1][1] != self.busy:
+            self.loads.append([time.time(), self.busy])
+
+    def load_at(self, at: float) -> int:
+        """Return the percentage of time in which the GPU was busy at this moment."""
+        return int(next((percent for since, percent in reversed(self.loads) if since <= at), 0))
+
+    def busy_s(self, now: float) -> float:
+        """Return the busy seconds since the NVIDIA driver was loaded."""
+        ends = [since for since, _ in self.loads[1:]] + [now]
+        return sum(
+            (end - since) * percent / 100 for (since, percent), end in zip(self.loads, ends, strict=True)
+        )
 
     def reset(self) -> None:
         """Apply pending changes, and clears volatile counters."""
@@ -164,6 +193,7 @@ class Gpu:
         self.remapped_rows[2] = 0
         self.bank_remap_pending, self.repairs_pending, self.nvlink_errors = False, [0, 0], {}
         self.resets += 1
+        self.loads = [[time.time(), self.busy]]
 
     def instance(self, gi: int) -> GpuInstance | None:
         return next((item for item in self.instances if item.id == gi), None)

@@ -6,6 +6,7 @@ NVIDIA driver.
 
 from __future__ import annotations
 
+import time
 import uuid
 
 import pynvml
@@ -213,8 +214,7 @@ def set_mode(gpu: Gpu, model: Model, on: int, *, has_clients: bool = False) -> i
 
 def after_reboot(gpu: Gpu, model: Model) -> None:
     """Apply a reboot: remove all instances, and keep MIG mode only if the board stores it."""
-    gpu.instances = []
-    gpu.holders = []
+    gpu.instances, gpu.holders, gpu.loads = [], [], [[time.time(), 0]]
     gpu.mig_mode = 0 if model.resetless_mig else gpu.mig_pending
     gpu.mig_pending = gpu.mig_mode
 

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 import dra_driver
-from dra_driver.base.fields import FileFormat, NewerFormatError
+from dra_driver.base.fields import Codec, FileFormat, NewerFormatError
 from dra_driver.base.file_lock import hold_file
 from dra_driver.errors import NvmlDetachedError, RetryableError, StateError
 from dra_driver.health.store import HealthStore, ServicedGpus
@@ -37,6 +37,8 @@ from dra_driver.model.mps import MpsDaemonStatus
 from dra_driver.model.problems import FailingClaim
 from dra_driver.mps_host.host_files import LOCK_FILE, DaemonRecord, DaemonRecords, MpsHostFiles, mps_layout
 from dra_driver.reporting.node_problems import Reported, read_problems
+from dra_driver.reporting.receipts import KeptReceipts, receipt_store
+from dra_driver.reporting.rules.receipts import Part, Receipt
 from tests.fakes.waiting import eventually
 from tests.health.test_store import KEPT
 from tests.journal.test_ledger import CARD, ENTRY, GPU, MODE, ONE
@@ -45,6 +47,8 @@ from tests.reporting.test_node_problems import UNKNOWN
 from tests.reporting.test_node_problems import Bench as ProblemsBench
 
 REF = ClaimRef("default", "reset", "uid-9")
+RECEIPT = Receipt(REF, 1.0, 2.0, (Part("H100", "gpu", 1, gpu_s=1.0, peak_bytes=5),))
+ENDED = Codec(Receipt).encode(replace(RECEIPT, end="ended"))
 NEWER = "gpu-dra-driver 9.0.0 wrote the "
 REMEDY = "install gpu-dra-driver 9.0.0 or newer"
 REFUSED = pytest.raises(StateError, match=REMEDY)
@@ -133,6 +137,16 @@ def use_layouts(plugin: Path) -> None:
     assert len(LayoutFile(plugin / "mig-layout.json").load()) == 1
 
 
+def use_receipts(plugin: Path) -> None:
+    store = receipt_store(plugin)
+    store.load()
+    assert store.get("receipts") is None
+    with REFUSED:
+        store.write("receipts", KeptReceipts(), durable=False, whole=True)
+    [problem] = store.problems()
+    assert (problem.code, REMEDY in problem.text) == ("newer-files", True)
+
+
 def use_lock(plugin: Path) -> None:
     with host_of(plugin, (plugin / "mps/host.lock").read_bytes()) as host:
         assert "is from a different release than gpu-dra-driver" in (host.host_problem() or "")
@@ -197,6 +211,9 @@ ROWS = {
     "detach file": Row("detach.json", Detachment("boot-1", 1e9, "later", REF, (GPU,)), use_detachments),
     "MIG layout file": Row(
         "mig-layout.json", (GpuLayout(GPU, "b", "waiting", "", 2),), use_layouts, stays=False
+    ),
+    "file of receipts": Row(
+        "receipts.json", KeptReceipts((RECEIPT,), (ENDED,), {GPU: (5.0, 7.0)}), use_receipts
     ),
     "lock file": Row("mps/host.lock", None, use_lock),
     "MPS daemon request": Row("mps/host.wanted/gpu-1.json", MPS, use_wanted),

@@ -12,13 +12,17 @@ from dra_driver.cli.rules.cluster_rows import (
     Totals,
     Used,
     cluster_rows,
+    drift,
     loads_of,
+    plugin_image,
     plugin_pod,
+    room_text,
     seen_claim,
     seen_class,
     seen_pod,
     seen_slice,
     use_text,
+    versions_of,
 )
 from dra_driver.cli.validation.rules.classes import standard_classes
 from dra_driver.model.gpu import GpuLoad
@@ -235,3 +239,71 @@ def test_pod_of_a_plugin_is_known_by_its_environment(
     metadata = {"name": "p", "namespace": "gpus"}
     found = plugin_pod({"metadata": metadata, "spec": {} if spec is None else {**whole, **spec}}, DRIVER)
     assert (found and found.path) == expected
+
+
+PROFILES = {"1g.10gb": (1, range(7)), "3g.40gb": (4, (0, 4)), "7g.80gb": (8, (0,))}
+"""By name: memory slices, and the placements."""
+
+
+def mig_node(node: str, gpus: int = 1, **more: Any) -> list[Json]:
+    """The slices of a node with MIG on demand: counter sets, and devices that consume memory slices."""
+    counters = [
+        {"name": f"gpu-{gpu}", "counters": {f"slice-{one}": {"value": "1"} for one in range(8)}}
+        for gpu in range(gpus)
+    ]
+    devices = []
+    for gpu in range(gpus):
+        for profile, (size, starts) in {"": (8, (0,)), **PROFILES}.items():
+            for start in starts:
+                name = f"gpu-{gpu}-{profile}-{start}" if profile else f"gpu-{gpu}"
+                one = device(name, "mig" if profile else "gpu", f"0000:{gpu}", made=not profile, **more)
+                if profile:
+                    one["attributes"]["profile"] = {"string": profile}
+                used = {f"slice-{place}": {"value": "1"} for place in range(start, start + size)}
+                one["consumesCounters"] = [{"counterSet": f"gpu-{gpu}", "counters": used}]
+                devices.append(one)
+    shared = slice_of(node, total=2)
+    shared["spec"]["sharedCounters"] = counters
+    return [shared, slice_of(node, *devices, total=2)]
+
+
+def test_room_is_what_still_fits_of_each_profile_and_not_the_number_of_devices() -> None:
+    free = {"whole": 2, "1g.10gb": 14, "3g.40gb": 4, "7g.80gb": 2}
+    assert look(mig_node("n", 2), [])[1].fits == {"H100": free}
+    _, sums = look(mig_node("n", 2), [claim("part", "gpu-0-1g.10gb-5")])
+    assert sums.fits == {"H100": {"whole": 1, "1g.10gb": 13, "3g.40gb": 3, "7g.80gb": 1}}
+    text = "H100: room for 1 whole GPU, or 13 x 1g.10gb, or 3 x 3g.40gb, or 1 x 7g.80gb"
+    assert room_text("H100", sums.fits["H100"]) == text
+    _, sums = look(mig_node("n"), [claim("whole", "gpu-0")])
+    assert sums.fits == {"H100": {"1g.10gb": 0, "3g.40gb": 0, "7g.80gb": 0}}
+
+
+def test_tainted_devices_and_incomplete_pools_have_no_room() -> None:
+    taint = {"key": "gpu.nvidia.com/xid", "effect": "NoSchedule"}
+    _, sums = look(mig_node("n", taints=[taint]), [])
+    assert set(sums.fits["H100"].values()) == {0}
+    assert look(mig_node("n")[1:], [])[1].fits == {}
+    assert look([slice_of("n", device("gpu-1"))], [])[1].fits == {}, "the totals say it"
+
+
+def test_nodes_whose_version_differs_from_most_are_named() -> None:
+    def node(name: str, driver: str) -> Json:
+        one = device("gpu-0")
+        one["attributes"] |= {
+            "driverVersion": {"version": driver},
+            "cudaDriverVersion": {"version": "13.0.0"},
+        }
+        return slice_of(name, one)
+
+    nodes = [node(f"n-{number}", "580.95.5") for number in range(3)]
+    slices = [seen_slice(one) for one in (*nodes, node("old", "570.1.1"))]
+    images = [(f"n-{number}", f"gpu-dra-driver:{'0.2.0' if number else '0.1.0'}") for number in range(3)]
+    assert [*drift(versions_of(slices, images))] == [
+        "NVIDIA driver 570.1.1 on old, 580.95.5 on 3 other nodes",
+        "image of gpu-dra-driver gpu-dra-driver:0.1.0 on n-0, gpu-dra-driver:0.2.0 on 2 other nodes",
+    ]
+    assert [*drift(versions_of(slices[:3], images[1:]))] == []
+    container = {"image": "a:1", "env": [{"name": "DRIVER_NAME", "value": DRIVER}]}
+    assert plugin_image(pod("p", nodeName="n", containers=[container]), DRIVER) == ("n", "a:1")
+    for other in (pod("p", containers=[container]), pod("p", nodeName="n", containers=[{"name": "x"}])):
+        assert plugin_image(other, DRIVER) is None

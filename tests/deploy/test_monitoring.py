@@ -319,7 +319,7 @@ def test_board_reports_who_uses_which_gpu() -> None:
 def test_records_report_what_each_team_holds_and_uses() -> None:
     mine = held_by("d", hold(MIG_1G), hold(MIG_3G), namespace="team-c")
     load = series(used_node(mine), lambda *_: None)
-    answers = requested(load, *(recorded(name) for name in list(RECORDS)[1:]))
+    answers = requested(load, *(recorded(name) for name in RECORDS if name.startswith("namespace:")))
     found = [{labels["namespace"]: round(value, 3) for labels, value in answer} for answer in answers]
     part = round((9984 + 40448) / 81559, 3)
     assert found[:2] == [
@@ -329,6 +329,15 @@ def test_records_report_what_each_team_holds_and_uses() -> None:
     # Within the hour, including the samples of its first and last minute.
     assert found[2] == {team: pytest.approx(gpus, rel=0.02) for team, gpus in found[0].items()}
     assert found[3] == {team: pytest.approx(gpus, rel=0.02) for team, gpus in found[1].items()}
+
+
+@pytest.mark.cluster
+def test_records_of_nodes_count_gpus_without_claims_too() -> None:
+    load = series(used_node(), lambda *_: None)
+    names = [name for name in RECORDS if name.startswith("node:")]
+    assert requested(load, *(recorded(name) for name in names)) == [
+        [({"node": NODE}, 0.5)], [({"node": NODE}, 3 * 350)],
+    ]  # fmt: skip
 
 
 @pytest.mark.cluster
@@ -421,6 +430,15 @@ def test_alert_fires_alone_and_has_the_labels_of_its_words(alert: str) -> None:
     samples = with_foreign(scraped(complete_metrics()))
     if alert == "GpuDraDriverAbsent":
         assert firing("load 30s\n  other 1x120") == {alert: {"job": "gpu-dra-driver"}}
+        return
+    if alert == "GpuDraVersionsDiffer":
+        older = {
+            ("nvidia_dra_gpu_driver_info", (("cuda", "12.0"), ("driver", DRIVER), ("version", "1.2"))): 1.0
+        }
+        nodes = [series(samples, well, node) for node in (NODE, "node-b")] + [series(older, well, "node-old")]
+        fired = firing("load 30s\n" + "\n".join(one.partition("\n")[2] for one in nodes))
+        assert fired.keys() == {alert}
+        assert (fired[alert]["node"], fired[alert]["version"]) == ("node-old", "1.2")
         return
     metric, first, step = TROUBLE[alert]
 

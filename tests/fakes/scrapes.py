@@ -11,14 +11,15 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families as parse
 
 from dra_driver.model.claim import ClaimRef, PodRef
-from dra_driver.model.gpu import GpuLoad, GpuProcess, GpuUse, ProcessOrigin
+from dra_driver.model.gpu import GpuLoad, GpuMeters, GpuProcess, GpuUse, ProcessOrigin
 from dra_driver.model.health import HealthState, HealthTarget, Reason, Severity
 from dra_driver.model.inventory import StaticMigDevice
 from dra_driver.model.maintenance import Maintenance
 from dra_driver.model.mig import GpuLayout, MigAddress
 from dra_driver.model.record import ClaimRecord
 from dra_driver.reporting.metrics import Metrics
-from dra_driver.reporting.rules.claim_usage import NodeUse, device_uses, pod_uses
+from dra_driver.reporting.rules.claim_usage import NodeUse, device_uses, gpu_labels, pod_uses
+from dra_driver.reporting.rules.receipts import Part
 from tests.fakes.samples import DRIVER, GPU_0, MIG_1G, MIXED, NODE, hold, record, uuid
 
 DOCUMENT = Path(__file__).parents[2] / "docs/metrics.md"
@@ -87,6 +88,9 @@ class KnownHealth:
 
 BUSY = GpuLoad(60 << 30, 80 << 30, 70, 40, 350.0, 700.0)
 IDLE = GpuLoad(1 << 30, 10 << 30, 0)
+METERS = GpuMeters(
+    1000.5, 1 << 30, 2 << 30, 3 << 20, 4 << 20, 1_755_000_000, 1_593_000_000, frozenset({"sw_power_cap"})
+)
 
 
 def node_use(
@@ -111,7 +115,9 @@ def node_use(
         for pod in record.claim.pods or ()
     }
     seen = {
-        gpu.uuid: GpuUse(busy, mig, [*(one for one in own if (gpu.uuid, one.pid) in places), *unclaimed])
+        gpu.uuid: GpuUse(
+            busy, mig, [*(one for one in own if (gpu.uuid, one.pid) in places), *unclaimed], METERS
+        )
         for gpu in MIXED.gpus
     }
     origins = {pid: ProcessOrigin("container", uid) for uid, pid in pids.items()} | {
@@ -126,6 +132,7 @@ def node_use(
         device_uses(records, MIXED, addresses, seen),
         pod_uses(records, addresses, seen, origins),
         seen,
+        gpu_labels(records, MIXED),
         dict.fromkeys(seen, unclaimed),
     )
 
@@ -142,6 +149,8 @@ def complete_metrics() -> Metrics:
     metrics = Metrics(DRIVER, NODE, lambda: ["gpu"])
     metrics.show.claims(lambda: records, lambda device: None, lambda: MIXED)
     metrics.show.usage(lambda: node_use(records, by_pod={"uid-0": 70}))
+    used = Part("NVIDIA H100 80GB HBM3", "gpu", 0, None, 7200, 3600, 7200, 0, 3.6e6, 7200)
+    metrics.show.receipts(lambda: {("default", used.product, used.kind): used})
     metrics.show.devices(lambda: MIXED, health, dict)
     metrics.show.inventory(lambda: MIXED)
     metrics.show.health(lambda: MIXED, health)
@@ -176,6 +185,6 @@ def table() -> str:
 def _line(family: Metric) -> str:
     suffix = {"counter": "_total", "info": "_info"}.get(family.type, "")
     labels = sorted({label for sample in family.samples for label in sample.labels} - {"le", "driver"})
-    assert (family.type == "histogram") == family.name.endswith("_seconds")
+    assert family.type == "counter" or (family.type == "histogram") == family.name.endswith("_seconds")
     shown = f"{{{', '.join(labels)}}}" if labels else ""
     return f"| `{family.name}{suffix}{shown}` | {family.documentation} |"

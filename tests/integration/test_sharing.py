@@ -65,7 +65,7 @@ def snapshot(node: Node) -> dict[str, bytes]:
         if path.parent.name != "locks"
         and "host." not in str(path)
         and path.name != "mps"
-        and not any(name in path.name for name in ("health.json", "problems.json"))
+        and not any(name in path.name for name in ("health.json", "problems.json", "receipts.json"))
     }
     processes = {
         f"process {file.parent.name}": b""

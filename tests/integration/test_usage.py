@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable
 
@@ -9,6 +10,7 @@ from dra_driver.simulator import Machine
 from tests.fakes.scrapes import by_label
 from tests.fakes.waiting import eventually
 from tests.integration.conftest import Node
+from tests.integration.test_process import call
 
 UTILISATION = "nvidia_dra_device_utilization_ratio"
 
@@ -49,3 +51,60 @@ def test_scrape_that_hangs_on_a_gpu_delays_no_prepare_on_it(node: Node) -> None:
     assert len(hanging) == 1, "it has not waited for the end of the scrape's call"
     assert ratios(node) == {names[1]: 0}
     node.machine.clear_faults()
+
+
+def test_every_gpu_is_measured_without_a_claim(node: Node) -> None:
+    """AI conformance: utilisation and memory of each accelerator; temperature, power and interconnect."""
+    uuids = [gpu.uuid for gpu in node.machine.current().shown]
+    node.machine.hold_gpu(0, 4711, "python3", utilisation=50, memory_mib=1024)
+    metrics = node.driver.metrics
+    seen = {
+        name: by_label(metrics, f"nvidia_dra_gpu_{name}", "uuid")
+        for name in (
+            "utilization_ratio", "memory_used_bytes", "memory_total_bytes", "temperature_celsius", "power_watts",
+            "energy_joules_total",
+        )
+    }  # fmt: skip
+    assert {tuple(key for (key,) in values) for values in seen.values()} == {tuple(uuids)}
+    assert [*seen["utilization_ratio"].values()] == [0.5] + [0.0] * (len(uuids) - 1)
+    assert seen["memory_used_bytes"][uuids[0],] == 1 << 30
+    assert seen["power_watts"][uuids[0],] > seen["power_watts"][uuids[1],] > 0
+    for traffic in ("nvlink_bytes_total", "pcie_bytes_total"):
+        found = by_label(metrics, f"nvidia_dra_gpu_{traffic}", "uuid", "direction")
+        assert len(found) == 2 * len(uuids)
+        assert found[uuids[0], "sent"] > 0
+    node.machine.set_fault("nvmlDeviceGetTemperature*", delay_s=15.0, gpu=uuids[0])
+    left = by_label(metrics, "nvidia_dra_gpu_temperature_celsius", "uuid")
+    assert left.keys() == {(uuid,) for uuid in uuids[1:]}
+    node.machine.clear_faults()
+
+
+def test_receipts_of_ended_claims_are_in_the_file_and_the_command(node: Node) -> None:
+    first, second = (device["name"] for device in node.devices()[:2])
+    refs = [node.allocated_by_hand("train", first), node.allocated_by_hand("idle", second)]
+    for ref in refs:
+        node.ready(ref)
+    busy = next(index for index in range(8) if node.machine.gpu(index).uuid == _uuid_of(node, first))
+    node.machine.hold_gpu(busy, 4711, "python3", utilisation=80)
+    seconds = "nvidia_dra_claim_busy_gpu_seconds_total"
+    eventually(lambda: by_label(node.driver.metrics, seconds, "namespace"))
+    for ref in refs:
+        node.must_unprepare(ref)
+    node.restart_driver()
+    done = call("claims", "--ended", "-o", "json", *node.machine_flags)
+    assert done.returncode == 0, done.stderr
+    found = {one["name"]: one for one in json.loads(done.stdout)["ended"]}
+    assert found.keys() == {"train", "idle"}
+    assert {one["end"] for one in found.values()} == {"ended"}
+    [train], [idle] = found["train"]["parts"], found["idle"]["parts"]
+    assert train["gpu_seconds"] >= train["busy_gpu_seconds"] > 0
+    assert idle["busy_gpu_seconds"] == 0
+    assert train["peak_memory_bytes"] == 512 << 20
+    text = call("claims", "--ended", *node.machine_flags).stdout
+    assert "/train  ended 20" in text
+    assert "1 x NVIDIA H100 80GB HBM3" in text
+
+
+def _uuid_of(node: Node, device: str) -> str:
+    [found] = [one for one in node.devices() if one["name"] == device]
+    return str(found["attributes"]["uuid"]["string"])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
 import pynvml
 import pytest
 
 from dra_driver.errors import DeviceLostError, NvmlUnavailableError
-from dra_driver.model.gpu import GpuLoad, GpuProcess
+from dra_driver.model.gpu import GpuLoad, GpuMeters, GpuProcess
 from dra_driver.model.mig import GpuAddress, MigAddress
 from dra_driver.nvml.usage_source import UsageSource, read_load
 
@@ -52,7 +54,7 @@ def test_whole_gpu_has_its_load_and_its_processes(machine):
     seen = Watched(machine("hgx-h100-4"), cut=False)
     seen.machine.hold_gpu(0, 4711, "python3", utilisation=70)
     use = seen.source.read(seen.gpu, ())
-    assert use.load == GpuLoad(512 << 20, 81559 << 20, 70, 30, 70.0, 700.0)
+    assert use.load == GpuLoad(512 << 20, 81559 << 20, 70, 58, 462.0, 700.0)
     assert (use.mig, use.processes) == ({}, [GpuProcess(4711, "python3", 512 << 20, None, 70)])
     seen.source.sees_all = False
     assert seen.source.read(seen.gpu, ()).processes is None, "in another PID namespace than the host's"
@@ -62,6 +64,44 @@ def test_whole_gpu_has_its_load_and_its_processes(machine):
     seen.machine.lose_gpu(0)
     with pytest.raises(DeviceLostError):
         seen.source.read(seen.gpu, ())
+
+
+def test_meters_count_with_the_work_of_the_gpu(machine):
+    seen = Watched(machine("hgx-h100-4"), cut=False)
+    idle = seen.source.read(seen.gpu, ()).meters
+    assert (idle.nvlink_sent_bytes, idle.pcie_received_bytes, idle.throttles) == (0, 0, frozenset())
+    assert (idle.sm_clock_hz, idle.memory_clock_hz) == (345_000_000, 1_593_000_000)
+    seen.machine.set_gpu(0, slowdown=0x40 | 0x8 | 0x1, loads=[[time.time() - 100, 50]])
+    busy = seen.source.read(seen.gpu, ()).meters
+    # 50 s of work: 70 W for 100 s, and 560 W in addition; 18 links.
+    assert busy.energy_j == pytest.approx(7000 + 28000, rel=0.01)
+    assert busy.nvlink_sent_bytes == pytest.approx(50 * 18 * 1024 * 10**6, rel=0.01)
+    assert busy.pcie_sent_bytes == pytest.approx(50 * 10**9, rel=0.01)
+    assert busy.throttles == {"hw_slowdown", "hw_thermal_slowdown"}
+
+
+@pytest.mark.parametrize(
+    ("function", "missing"),
+    [
+        ("nvmlDeviceGetTotalEnergyConsumption", {"energy_j"}),
+        ("nvmlDeviceGetClockInfo", {"sm_clock_hz", "memory_clock_hz"}),
+        ("nvmlDeviceGetCurrentClocks*", {"throttles"}),
+        ("nvmlDeviceGetFieldValues", {name for name in GpuMeters.__slots__ if name.endswith("_bytes")}),
+    ],
+)
+def test_meter_that_fails_is_unknown_and_costs_no_other(machine, function, missing):
+    seen = Watched(machine("hgx-h100-4"), cut=False)
+    seen.machine.set_fault(function, code="UNKNOWN")
+    meters = seen.source.read(seen.gpu, ()).meters
+    assert {name for name in GpuMeters.__slots__ if getattr(meters, name) is None} == missing
+
+
+def test_gpu_without_nvlink_or_pcie_counters_has_no_traffic(machine):
+    seen = Watched(machine("t4-4"), cut=False)
+    meters = seen.source.read(seen.gpu, ()).meters
+    assert [name for name in GpuMeters.__slots__ if getattr(meters, name) is None] == [
+        "nvlink_sent_bytes", "nvlink_received_bytes", "pcie_sent_bytes", "pcie_received_bytes",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -231,3 +271,27 @@ def test_driver_that_goes_away_is_not_a_missing_value(node):
     node.machine.set_fault("nvmlDeviceGetTemperature*", code="UNINITIALIZED")
     with pytest.raises(NvmlUnavailableError):
         read_load(uuid)
+
+
+def test_measure_has_the_samples_since_a_time_and_an_idle_gpu_counts_as_idle(machine):
+    seen = Watched(machine("hgx-h100-4"), cut=False)
+    now = time.time()
+    idle = seen.source.measure(seen.gpu, (), now - 10)
+    assert [percent for _, percent in idle.busy] == [0, 0], "NVML keeps no samples of an idle GPU"
+    seen.machine.set_gpu(0, loads=[[now - 100, 0], [now - 5, 80]])
+    busy = seen.source.measure(seen.gpu, (), now - 10).busy
+    assert [at for at, _ in busy] == sorted(at for at, _ in busy)
+    assert {percent for at, percent in busy if at < now - 5.5} == {0}
+    assert {percent for at, percent in busy if at > now - 4.5} == {80}
+    assert min(at for at, _ in seen.source.measure(seen.gpu, (), now - 1000).busy) > now - 30, (
+        "the buffer is full"
+    )
+    seen.machine.set_fault("nvmlDeviceGetSamples", code="NOT_SUPPORTED")
+    assert seen.source.measure(seen.gpu, (), now - 10).busy is None
+
+
+def test_gpu_whose_samples_are_gone_is_not_idle_while_it_works(machine):
+    seen = Watched(machine("hgx-h100-4"), cut=False)
+    seen.machine.hold_gpu(0, 4711, "python3", utilisation=70)
+    seen.machine.set_fault("nvmlDeviceGetSamples", code="NOT_FOUND")
+    assert seen.source.measure(seen.gpu, (), time.time() - 10).busy is None

@@ -12,7 +12,7 @@ import pytest
 
 from dra_driver.errors import DeviceLostError
 from dra_driver.model.claim import PodRef
-from dra_driver.model.gpu import GpuLoad, GpuProcess, GpuUse, ProcessOrigin
+from dra_driver.model.gpu import THROTTLES, GpuLoad, GpuMeters, GpuProcess, GpuUse, ProcessOrigin
 from dra_driver.model.mig import GpuAddress, MigAddress, OwnedInstance, Placement
 from dra_driver.model.record import ClaimRecord, HeldDevice
 from dra_driver.reporting import usage
@@ -121,7 +121,55 @@ def test_each_device_of_a_prepared_claim_has_its_use_once() -> None:
     assert node.values("nvidia_dra_device_memory_total_bytes") == {GPU_0: 80 << 30}
     assert node.values("nvidia_dra_device_processes") == {GPU_0: 1}
     assert node.values("nvidia_dra_device_gpu_fraction") == {GPU_0: 1}
-    assert by_label(node.metrics(), "nvidia_dra_gpu_power_watts", "uuid") == {(uuid(0),): 350}
+
+
+def test_every_gpu_is_measured_and_names_the_claim_and_pod_that_have_it() -> None:
+    pods = PodRef("pod-0", "uid-0"), PodRef("pod-1", "uid-1")
+    alone, together = record(hold(GPU_0), uid="a"), record(hold(GPU_1), hold(MIG_1G), uid="b")
+    node = Node(
+        replace(alone, claim=replace(alone.claim, pods=pods[:1])),
+        replace(together, claim=replace(together.claim, pods=pods)),
+        record(replace(hold(GPU_0), admin_access=True), uid="monitor"),
+        record(hold(GPU_1), uid="c", phase="preparing"),
+    )
+    meters = GpuMeters(12.5, nvlink_sent_bytes=7, throttles=frozenset({"hw_slowdown"}))
+    node.uses[uuid(0)] = replace(node.uses[uuid(0)], meters=meters)
+    metrics = node.metrics()
+    labels = "gpu", "uuid", "namespace", "claim", "pod"
+    names = alone.ref.namespace, alone.ref.name, together.ref.name
+    gpus = {
+        0: ("0", uuid(0), *names[:2], "pod-0"), 1: ("1", uuid(1), names[0], names[2], ""),
+        2: ("2", uuid(2), "", "", ""),
+    }  # fmt: skip
+    values = {
+        "temperature_celsius": (40, 30, 30),
+        "power_watts": (350, 70, 70),
+        "memory_used_bytes": (4 << 30, 0, 0),
+    }
+    for name, of_gpus in values.items():
+        found = by_label(metrics, f"nvidia_dra_gpu_{name}", *labels)
+        assert found == {gpus[index]: value for index, value in enumerate(of_gpus)}
+    # A GPU in MIG mode has no utilisation, and only the first one was asked for its meters.
+    assert by_label(metrics, "nvidia_dra_gpu_utilization_ratio", *labels) == {gpus[0]: 0.7, gpus[1]: 0}
+    assert by_label(metrics, "nvidia_dra_gpu_energy_joules_total", *labels) == {gpus[0]: 12.5}
+    assert by_label(metrics, "nvidia_dra_gpu_nvlink_bytes_total", "direction") == {("sent",): 7}
+    throttled = by_label(metrics, "nvidia_dra_gpu_throttled", "uuid", "reason")
+    assert throttled == {(uuid(0), one): int(one == "hw_slowdown") for one in THROTTLES}
+
+
+def test_gpu_without_an_answer_loses_only_its_own_series() -> None:
+    node = Node()
+    end = node.hang[uuid(0)] = threading.Event()
+    node.fail.add(uuid(1))
+    assert by_label(node.metrics(), "nvidia_dra_gpu_temperature_celsius", "uuid") == {(uuid(2),): 30}
+    end.set()
+
+
+def test_gpu_that_two_claims_share_names_neither() -> None:
+    shared = [record(hold(GPU_0), uid="a"), record(hold(GPU_0), uid="b")]
+    shared[1] = replace(shared[1], claim=replace(shared[1].claim, ref=replace(shared[1].ref, name="other")))
+    found = by_label(Node(*shared).metrics(), "nvidia_dra_gpu_power_watts", "uuid", "claim")
+    assert found[uuid(0), ""] == 350
 
 
 def test_device_of_several_claims_says_that_its_use_is_shared() -> None:

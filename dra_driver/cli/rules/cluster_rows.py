@@ -1,22 +1,26 @@
 """The GPUs of a cluster and the claims that hold them: a row for each device that a claim has or could have.
 
 The functions `seen_…` read v1 objects of the API. For an invalid object they raise KeyError, TypeError,
-ValueError, AttributeError or StopIteration; the caller skips it and reports its name.
+ValueError, AttributeError, StopIteration or InvalidConfigError; the caller skips it and reports its name.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any, TypeVar
 
+from dra_driver.cli.validation.rules.allocator import amount_of
 from dra_driver.cli.validation.rules.pods import IMPLICIT
 from dra_driver.model.claim import allocation_results
 from dra_driver.model.dataclass import dataclass, field
 from dra_driver.model.gpu import GpuLoad
 from dra_driver.model.schema import JsonObject
-from dra_driver.model.units import counted
+from dra_driver.model.units import counted, first_of
 
 Slot = tuple[str, str]
 """Pool and device name."""
@@ -24,6 +28,11 @@ Slot = tuple[str, str]
 _BUS_ID = "resource.kubernetes.io/pciBusID"
 _KEEP_AWAY = (":NoSchedule", ":NoExecute")
 _ANY_NODE = "(several nodes)"
+_VERSIONS = {"NVIDIA driver": "driverVersion", "CUDA": "cudaDriverVersion"}
+"""The attribute of each version."""
+PLUGIN = "image of gpu-dra-driver"
+WHOLE = "whole"
+T = TypeVar("T")
 _PREFIXES = ("nvidia_dra_device_", "nvidia_dra_pod_")
 _GIB = 1 << 30
 NOT_PUBLISHED = "the device is not in any slice: run `gpu-dra-driver doctor` in the plugin's pod on this node"
@@ -33,7 +42,8 @@ NOT_PUBLISHED = "the device is not in any slice: run `gpu-dra-driver doctor` in 
 class Device:
     """A device in a slice. `card` identifies its GPU: the PCI bus ID, or the device's name if it has none.
 
-    A MIG device on demand has `is_made` False.
+    A MIG device on demand has `is_made` False. `consumes` is what the device takes of `counter_set`: amounts by the
+    name of the counter. `versions` are those of the NVIDIA driver and of CUDA.
     """
 
     name: str
@@ -43,17 +53,24 @@ class Device:
     product: str
     taints: tuple[str, ...]
     is_made: bool
+    profile: str | None = None
+    counter_set: str = ""
+    consumes: tuple[tuple[str, Fraction], ...] = ()
+    versions: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A slice of a pool. `total` is how many slices the pool should have."""
+    """A slice of a pool. `total` is how many slices the pool should have; `counters` are amounts by counter set and
+    counter.
+    """
 
     pool: str
     generation: int
     total: int
     node: str
     devices: tuple[Device, ...]
+    counters: Mapping[tuple[str, str], Fraction] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +137,8 @@ class Used:
 class Totals:
     """Counts of the GPUs in slices: free, held by claims in whole or part, and with a taint that keeps new pods away.
     A tainted GPU may also be in use. `maintenance` counts devices out of service; `missing` counts other claimed
-    devices that are in no slice.
+    devices that are in no slice. `fits` has for each product with MIG devices how many whole GPUs (`whole`), or devices
+    of each profile, still fit, each as if nothing else were allocated.
     """
 
     gpus: int = 0
@@ -130,6 +148,7 @@ class Totals:
     missing: int = 0
     waiting: int = 0
     maintenance: int = 0
+    fits: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     def __str__(self) -> str:
         text = f"{counted(self.gpus, 'GPU')}: {self.free} free, {self.used} in use, {self.tainted} tainted"
@@ -144,8 +163,18 @@ def seen_slice(entry: JsonObject) -> Slice:
     spec, pool = entry["spec"], entry["spec"]["pool"]
     node = spec.get("nodeName") or _ANY_NODE
     devices = tuple(_device(device, spec["driver"], node) for device in spec.get("devices") or ())
+    counters = {
+        (str(one["name"]), str(name)): amount_of(entry["value"])
+        for one in spec.get("sharedCounters") or ()
+        for name, entry in one["counters"].items()
+    }
     return Slice(
-        str(pool["name"]), int(pool["generation"]), int(pool["resourceSliceCount"]), str(node), devices
+        str(pool["name"]),
+        int(pool["generation"]),
+        int(pool["resourceSliceCount"]),
+        str(node),
+        devices,
+        counters,
     )
 
 
@@ -158,6 +187,9 @@ def _device(device: JsonObject, driver: str, node: str) -> Device:
         return str(next(iter(value.values()))) if value else None
 
     kind = text("type") or "gpu"
+    consumed: JsonObject = next(iter(device.get("consumesCounters") or ()), {})
+    amounts = ((str(name), amount_of(one["value"])) for name, one in (consumed.get("counters") or {}).items())
+    versions = ((name, text(attribute)) for name, attribute in _VERSIONS.items())
     return Device(
         str(device["name"]),
         str(device.get("nodeName") or node),
@@ -166,7 +198,17 @@ def _device(device: JsonObject, driver: str, node: str) -> Device:
         text("productName") or "-",
         tuple(map(taint_text, device.get("taints") or ())),
         is_made=kind != "mig" or text("uuid") is not None,
+        profile=text("profile"),
+        counter_set=sys.intern(str(consumed.get("counterSet") or "")),
+        consumes=_shared(tuple(amounts)),
+        versions=_shared(tuple((name, version) for name, version in versions if version)),
     )
+
+
+@lru_cache(maxsize=4096)
+def _shared(value: T) -> T:
+    """Return one object for equal values: a large cluster has a million devices, but few kinds of them."""
+    return value
 
 
 def taint_text(taint: JsonObject) -> str:
@@ -275,10 +317,14 @@ def cluster_rows(
             pools.setdefault(one.pool, []).append(one)
     rows: list[Row] = []
     sums: Counter[str] = Counter()
+    fits: dict[str, Counter[str]] = {}
     for pool, members in pools.items():
         total = members[0].total
         fault = None if len(members) == total else f"only {len(members)} of {total} slices exist"
         rows += _pool_rows(pool, members, fault, holders, loads or {}, sums)
+        # The scheduler does not use an incomplete pool.
+        for (product, what), count in ({} if fault else _fitting(pool, members, holders)).items():
+            fits.setdefault(product, Counter())[what] += count
     published = {
         (pool, device.name) for pool, members in pools.items() for one in members for device in one.devices
     }
@@ -291,7 +337,71 @@ def cluster_rows(
         rows += _held(slot, slot[0], "-", held if by is None else [*held, by], problem, loads or {})
     rows.sort(key=lambda row: (-row.wasted_bytes, row.problem == "-", row.node))
     waiting = [*_waiting(driver, claims, classes, pods)]
-    return rows + waiting, Totals(**sums, waiting=len(waiting))
+    of_mig = {product: counts for product, counts in fits.items() if counts.keys() - {WHOLE}}
+    return rows + waiting, Totals(**sums, waiting=len(waiting), fits=of_mig)
+
+
+def _fitting(
+    pool: str, members: Sequence[Slice], holders: Mapping[Slot, Sequence[Claim]]
+) -> Mapping[tuple[str, str], int]:
+    """Return how many whole GPUs and devices of each profile a pool can still give to claims, by product."""
+    left = {counter: amount for one in members for counter, amount in one.counters.items()}
+    free: dict[tuple[str, str], list[Device]] = {}
+    for device in (device for one in members for device in one.devices):
+        if (pool, device.name) in holders:
+            _take(device, left, is_held=True)
+        elif device.kind == "gpu" or device.profile is not None:
+            free.setdefault((device.product, device.profile or WHOLE), []).append(device)
+    found = {}
+    for key, devices in free.items():
+        rest = dict(left)
+        usable = [one for one in devices if not any(taint.endswith(_KEEP_AWAY) for taint in one.taints)]
+        found[key] = sum(_take(one, rest) for one in usable)
+    return found
+
+
+def _take(device: Device, left: dict[tuple[str, str], Fraction], *, is_held: bool = False) -> bool:
+    """Take what the device consumes, if there is enough of it or a claim has the device; returns whether it did."""
+    wanted = {(device.counter_set, name): amount for name, amount in device.consumes}
+    is_taken = is_held or all(left.get(counter, 0) >= amount for counter, amount in wanted.items())
+    if is_taken:
+        left.update({counter: left.get(counter, Fraction()) - amount for counter, amount in wanted.items()})
+    return is_taken
+
+
+def room_text(product: str, counts: Mapping[str, int]) -> str:
+    """Return for example `NVIDIA A100-SXM4-40GB: room for 6 whole GPUs, or 42 x 1g.5gb, or 18 x 2g.10gb`."""
+    whole = [counted(counts[WHOLE], "whole GPU")] if WHOLE in counts else []
+    profiles = [f"{count} x {profile}" for profile, count in counts.items() if profile != WHOLE]
+    return f"{product}: room for {', or '.join([*whole, *profiles])}"
+
+
+def versions_of(slices: Iterable[Slice], images: Iterable[tuple[str, str]]) -> dict[str, dict[str, str]]:
+    """Return the version on each node, by what it is the version of. `images` has nodes with the plugin's image."""
+    found: dict[str, dict[str, str]] = {}
+    for device in (device for one in slices for device in one.devices):
+        for what, version in device.versions:
+            found.setdefault(what, {})[device.node] = version
+    return found | ({PLUGIN: dict(images)} if images else {})
+
+
+def drift(versions: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
+    """Yield a sentence for each version that only a minority of the nodes has, with the names of these nodes."""
+    for what, of_nodes in versions.items():
+        (usual, count), *others = Counter(of_nodes.values()).most_common() or [("", 0)]
+        for version, _ in others:
+            nodes = sorted(node for node, own in of_nodes.items() if own == version)
+            yield f"{what} {version} on {first_of(nodes)}, {usual} on {counted(count, 'other node')}"
+
+
+def plugin_image(pod: Mapping[str, Any], driver: str) -> tuple[str, str] | None:
+    """Return a pod's node and its image of the plugin; None for another program or driver, and without a node."""
+    spec = pod.get("spec") or {}
+    for container in spec.get("containers") or ():
+        values = {entry["name"]: entry.get("value") for entry in container.get("env") or ()}
+        if values.get("DRIVER_NAME") == driver and spec.get("nodeName"):
+            return str(spec["nodeName"]), str(container.get("image"))
+    return None
 
 
 def _pool_rows(

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from dra_driver.model.claim import ClaimRef, PodRef
 from dra_driver.model.dataclass import dataclass, field
@@ -76,10 +77,23 @@ class PodUse:
     utilisation_percent: int | None
 
 
+class GpuLabels(NamedTuple):
+    """The index of a GPU in NVML, and the claim and pod that have the whole GPU.
+
+    Namespace and claim are empty if no claim or several claims have the GPU, or claims have MIG devices of it; the pod
+    also if several pods have the claim. The index is empty while it is unknown.
+    """
+
+    gpu: str = ""
+    namespace: str = ""
+    claim: str = ""
+    pod: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class NodeUse:
-    """One reading of all GPUs: the devices of claims, and the pods on them. `gpus` has the reading of each GPU, and
-    `unclaimed` its unclaimed processes, by GPU UUID.
+    """One reading of all GPUs: the devices of claims, and the pods on them. `gpus` has the reading of each GPU,
+    `labels` its labels, and `unclaimed` its unclaimed processes, by GPU UUID.
 
     GPUs that did not answer in time are not included.
     """
@@ -87,6 +101,7 @@ class NodeUse:
     devices: Sequence[DeviceUse] = ()
     pods: Sequence[PodUse] = ()
     gpus: Mapping[str, GpuUse] = field(default_factory=dict)
+    labels: Mapping[str, GpuLabels] = field(default_factory=dict)
     unclaimed: Mapping[str, Sequence[GpuProcess]] = field(default_factory=dict)
 
 
@@ -166,8 +181,25 @@ def _use(
         load = seen.load if held.kind == "gpu" else seen.mig.get(uuid)
     listed = None if load is None else _processes_on(held, mig, seen)
     processes = None if listed is None else sum(not one.is_mps_server for one in listed)
-    fraction = _fraction(held, inventory)
+    fraction = gpu_fraction(held, inventory)
     return DeviceUse(held.device, held.kind, uuid, held.gpu_uuid, is_shared, fraction, load, processes)
+
+
+def gpu_labels(records: Iterable[ClaimRecord], inventory: Inventory) -> dict[str, GpuLabels]:
+    """Return the labels of each GPU of the inventory, by UUID."""
+    holders: dict[str, set[GpuLabels]] = {}
+    for record, held in _held(record for record in records if record.phase == "prepared"):
+        if held.kind == "gpu":
+            pods = record.claim.pods or ()
+            pod = pods[0].name if len(pods) == 1 else ""
+            holder = GpuLabels("", record.ref.namespace, record.ref.name, pod)
+            holders.setdefault(held.gpu_uuid, set()).add(holder)
+    found = {}
+    for gpu in inventory.gpus:
+        of_gpu = holders.get(gpu.uuid, set())
+        holder = next(iter(of_gpu)) if len(of_gpu) == 1 else GpuLabels()
+        found[gpu.uuid] = holder._replace(gpu="" if gpu.index is None else str(gpu.index))
+    return found
 
 
 def pod_uses(
@@ -247,7 +279,8 @@ def _processes_on(
     return [process for process in seen.processes if place in (None, process.gpu_instance_id)]
 
 
-def _fraction(held: HeldDevice, inventory: Inventory) -> float | None:
+def gpu_fraction(held: HeldDevice, inventory: Inventory) -> float | None:
+    """Return the device's fraction of the GPU's memory; None if it is unknown."""
     if held.kind != "mig":
         return 1.0
     device = _mig_device(held, inventory)

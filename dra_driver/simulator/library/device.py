@@ -39,8 +39,34 @@ _BLACKWELL = 10
 _NVLINK_ERRORS = {38: "crc", 45: "crc data", 52: "replay", 59: "recovery"}
 """Totals over all links, on GPUs before Blackwell; later GPUs have a count for each link."""
 _LINK_RECOVERIES = 215
-_HOPPER = 9
+_HOPPER, _VOLTA = 9, 5
 _UNLIKE = 4711.0
+_IDLE_POWER, _LOAD_POWER = 0.1, 0.8
+"""The power of an idle GPU, and what a busy one needs in addition, as fractions of its limit."""
+_CLOCKS_MHZ = {pynvml.NVML_CLOCK_SM: (345, 1755), pynvml.NVML_CLOCK_MEM: (1593, 1593)}
+"""Idle, and busy."""
+_PCIE_FIELDS = (pynvml.NVML_FI_DEV_PCIE_COUNT_TX_BYTES, pynvml.NVML_FI_DEV_PCIE_COUNT_RX_BYTES)
+_NVLINK_FIELDS = (pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX)
+_ALL_LINKS = 0xFFFFFFFF
+_PCIE_BYTES_S, _LINK_KIB_S = 10**9, 10**6
+"""Traffic of a busy GPU, and of each of its NVLinks."""
+_SAMPLE_S, _KEPT_SAMPLES = 0.2, 100
+
+
+def _power_mw(model: Model, gpu: Gpu) -> int:
+    return round(model.power_limit_w * 1000 * (_IDLE_POWER + _LOAD_POWER * gpu.busy / 100))
+
+
+def _energy_mj(model: Model, gpu: Gpu) -> int | None:
+    """Return the energy since the NVIDIA driver was loaded; older GPUs do not count it."""
+    now = time.time()
+    full_s = _IDLE_POWER * (now - gpu.loads[0][0]) + _LOAD_POWER * gpu.busy_s(now)
+    return round(model.power_limit_w * 1000 * full_s) if model.architecture >= _VOLTA else None
+
+
+def _celsius(_model: Model, gpu: Gpu) -> int:
+    return 30 + gpu.minor % 8 + 40 * gpu.busy // 100
+
 
 _Read = Callable[[Model, Gpu], int | Sequence[int] | Mapping[str, int] | None]
 """Return one value, the values of several output arguments, or the fields of a struct; None if the GPU does not
@@ -59,10 +85,11 @@ _OF_GPUS: Mapping[str, _Read] = {
     "nvmlDeviceGetMinorNumber": lambda _, gpu: gpu.minor,
     "nvmlDeviceGetNumGpuCores": lambda model, _: model.cores,
     "nvmlDeviceGetPersistenceMode": lambda _, gpu: gpu.persistence,
-    "nvmlDeviceGetPowerUsage": lambda model, _: model.power_limit_w * 100,
+    "nvmlDeviceGetPowerUsage": _power_mw,
     "nvmlDeviceGetRetiredPagesPendingStatus": lambda model, gpu: gpu.retired_pending if model.retired_pages else None,
-    "nvmlDeviceGetTemperature": lambda _, gpu: 30 + gpu.minor % 8,
-    "nvmlDeviceGetTemperatureV": lambda _, gpu: {"temperature": 30 + gpu.minor % 8},
+    "nvmlDeviceGetTemperature": _celsius,
+    "nvmlDeviceGetTemperatureV": lambda model, gpu: {"temperature": _celsius(model, gpu)},
+    "nvmlDeviceGetTotalEnergyConsumption": _energy_mj,
     "nvmlDeviceGetVirtualizationMode": lambda _, gpu: gpu.virtualization,
     "nvmlGpmQueryDeviceSupport": lambda model, _: {"isSupportedDevice": model.architecture >= _HOPPER},
 }  # fmt: skip
@@ -165,8 +192,36 @@ class Device(Core):
         if gpu.mig_mode:
             raise _unsupported()
         rates = target(out)
-        rates.gpu = busy(gpu.holders)
+        rates.gpu = gpu.busy
         rates.memory = rates.gpu // 2
+
+    def nvmlDeviceGetSamples(  # noqa: N802
+        self, handle: Any, kind: Any, since: Any, value_type: Any, count: Any, out: Any
+    ) -> int:
+        """Only samples of the utilisation. An idle GPU has none."""
+        _, gpu = self.gpu(handle)
+        if gpu.mig_mode or number(kind) != pynvml.NVML_GPU_UTILIZATION_SAMPLES:
+            raise _unsupported()
+        last = int(time.time() / _SAMPLE_S)
+        first = max(int(number(since) / 1e6 / _SAMPLE_S) + 1, last - _KEPT_SAMPLES + 1)
+        found = [(tick * _SAMPLE_S, gpu.load_at((tick - 0.5) * _SAMPLE_S)) for tick in range(first, last + 1)]
+        put(value_type, pynvml.NVML_VALUE_TYPE_UNSIGNED_INT)
+        if not any(percent for _, percent in found):
+            return int(pynvml.NVML_ERROR_NOT_FOUND)
+        room = number(target(count))
+        if out is None:
+            put(count, len(found))
+            return int(pynvml.NVML_SUCCESS)
+        put(count, min(room, len(found)))
+        for slot, (at, percent) in zip(target(out), found[:room], strict=False):
+            slot.timeStamp, slot.sampleValue.uiVal = int(at * 1e6), percent
+        return int(pynvml.NVML_SUCCESS)
+
+    def nvmlDeviceGetClockInfo(self, handle: Any, kind: Any, out: Any) -> None:  # noqa: N802
+        _, gpu = self.gpu(handle)
+        if number(kind) not in _CLOCKS_MHZ:
+            raise Refusal(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+        put(out, _CLOCKS_MHZ[number(kind)][bool(gpu.busy)])
 
     def nvmlDeviceSetPersistenceMode(self, handle: Any, mode: Any) -> None:  # noqa: N802
         _, gpu = self.gpu(handle)
@@ -258,6 +313,11 @@ class Device(Core):
             return gpu.recovery_action
         if model.nvlinks and model.architecture < _BLACKWELL and field in _NVLINK_ERRORS:
             return gpu.nvlink_errors.get(_NVLINK_ERRORS[field], 0)
+        if field in _PCIE_FIELDS and model.architecture >= _HOPPER:
+            return int(gpu.busy_s(time.time()) * _PCIE_BYTES_S)
+        if field in _NVLINK_FIELDS and model.nvlinks and (scope < model.nvlinks or scope == _ALL_LINKS):
+            links = len(active_links(gpu)) if scope == _ALL_LINKS else 1
+            return int(gpu.busy_s(time.time()) * _LINK_KIB_S) * links
         if scope < model.nvlinks and model.architecture >= _BLACKWELL and field == _LINK_RECOVERIES:
             # The state has only totals, which are reported for the first link.
             return gpu.nvlink_errors.get("recovery", 0) if scope == 0 else 0
