@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,16 @@ import pytest
 from dra_driver.claims.calls import KubeletCall
 from dra_driver.errors import RetryableError
 from dra_driver.model.claim import AllocatedClaim, ClaimRef, Failed, Prepared
-from dra_driver.model.record import (
+from dra_driver.model.record import ClaimRecord
+from dra_driver.model.steps import (
+    STEPS,
     BindVfio,
-    ClaimRecord,
     CreateMig,
+    FileStep,
     LeaveMigMode,
     RunMps,
     SetTimeSlice,
+    StartMaintenance,
     Step,
     WriteCdiSpec,
 )
@@ -41,7 +45,7 @@ from tests.fakes.waiting import PATIENCE_S, eventually
 HURRY_S = 2.3
 """A kubelet deadline that leaves 0.3 s to the plugin."""
 _HANGS = re.compile("has not finished; the kubelet's deadline has passed|Cleanup pending")
-STEPS: dict[str, type] = {
+BY_KIND: dict[str, type[Step]] = {
     "time-slicing": SetTimeSlice,
     "MPS settings": RunMps,
     "share": RunMps,
@@ -49,6 +53,11 @@ STEPS: dict[str, type] = {
     "whole GPU with MIG on demand": LeaveMigMode,
     "virtual machine": BindVfio,
 }
+
+
+def test_every_kind_of_step_on_a_gpu_has_a_kind_of_claim() -> None:
+    """A maintenance claim closes NVML instead, which tests/claims/test_maintenance.py covers."""
+    assert {step for step in STEPS if not issubclass(step, FileStep)} == {*BY_KIND.values(), StartMaintenance}
 
 
 def cells(action: str) -> list[tuple[str, str, int]]:
@@ -102,9 +111,13 @@ def replaced(
     node: KindNode, step: type, do: Callable[[Callable[..., Any], Step, Any], Any]
 ) -> Iterator[None]:
     """Within it steps of this type are done by `do`, which gets what does them really."""
-    runner = node.runner.runners[step]
+    real = node.runner.do
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "do", lambda step, plan, real=runner.do: do(real, step, plan))
+        patch.setattr(
+            node.runner,
+            "do",
+            lambda one, plan: do(real, one, plan) if isinstance(one, step) else real(one, plan),
+        )
         yield
 
 
@@ -127,7 +140,7 @@ def others_feel_nothing(node: KindNode, *others: AllocatedClaim) -> None:
     for other in (*others, sliced):
         assert isinstance(node.prepare(other), Prepared)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(node.runner.runners[SetTimeSlice], "undo", failing_undo)
+        patch.setattr(node.runner, "undo", partial(undo_without_time_slices, node.runner.undo))
         for other in (*others, sliced):
             assert node.unprepare(other) is None
     assert "sliced" in [one.record.ref.uid for one in node.cleaner.outstanding()]
@@ -148,8 +161,10 @@ def a_mig_device(case: Case) -> AllocatedClaim:
     return claim(case.site.possible(free, "1g.10gb", 0), uid="cut")
 
 
-def failing_undo(_step: Step, _record: object) -> None:
-    raise RetryableError("not today")
+def undo_without_time_slices(real: Callable[..., None], step: Step, ref: ClaimRef) -> None:
+    if isinstance(step, SetTimeSlice):
+        raise RetryableError("not today")
+    real(step, ref)
 
 
 def in_the_end_nothing_is_left(node: KindNode, untouched: object) -> None:
@@ -191,7 +206,7 @@ def test_unprepare_whose_change_hangs_succeeds_and_holds_nothing_up(
     in_the_end_nothing_is_left(node if boot == BOOTS[0] else node.again(), untouched)
 
 
-@pytest.mark.parametrize("kind", STEPS)
+@pytest.mark.parametrize("kind", BY_KIND)
 def test_prepare_continues_once_the_step_has_ended(case: Case, kind: str) -> None:
     node, reached, let = case.fresh(), threading.Event(), threading.Event()
 
@@ -200,7 +215,7 @@ def test_prepare_continues_once_the_step_has_ended(case: Case, kind: str) -> Non
         let.wait()
         return real(step, plan)
 
-    with replaced(node, STEPS[kind], hang):
+    with replaced(node, BY_KIND[kind], hang):
         try:
             prepare_until(node, case.wanted, reached)
         finally:
@@ -210,7 +225,7 @@ def test_prepare_continues_once_the_step_has_ended(case: Case, kind: str) -> Non
 
 
 @pytest.mark.parametrize("how", ["hangs", "fails"])
-@pytest.mark.parametrize("kind", STEPS)
+@pytest.mark.parametrize("kind", BY_KIND)
 def test_prepared_claim_in_place_is_answered_whatever_its_tool_does(case: Case, kind: str, how: str) -> None:
     """Its pod may run."""
     node, wanted, let = case.prepared(), case.wanted, threading.Event()
@@ -223,7 +238,7 @@ def test_prepared_claim_in_place_is_answered_whatever_its_tool_does(case: Case, 
         let.wait()
         return real(step, plan)
 
-    with replaced(node, STEPS[kind], broken):
+    with replaced(node, BY_KIND[kind], broken):
         try:
             assert node.prepare(wanted) == expected
             node.specs.file(wanted.ref.uid).unlink()
@@ -238,7 +253,7 @@ in_the_second_boot = pytest.mark.parametrize("boot", BOOTS[1:], indirect=True)
 
 
 @in_the_second_boot
-@pytest.mark.parametrize("kind", STEPS)
+@pytest.mark.parametrize("kind", BY_KIND)
 def test_slow_step_after_a_reboot_has_the_time_of_a_first_prepare(
     case: Case, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -249,7 +264,7 @@ def test_slow_step_after_a_reboot_has_the_time_of_a_first_prepare(
         time.sleep(0.2)
         real(step, plan)
 
-    with replaced(node, STEPS[kind], slowly):
+    with replaced(node, BY_KIND[kind], slowly):
         assert isinstance(node.prepare(case.wanted), Prepared)
     assert node.record_of(case.wanted.ref.uid).phase == "prepared"
 
@@ -260,7 +275,7 @@ def test_failing_step_after_a_reboot_is_never_answered_prepared(case: Case, kind
     """Every kind has a step: the CDI spec at least. The CDI root outlives the boot here."""
     node, wanted = case.fresh(), case.wanted
     assert wanted.ref.uid in node.specs.list()
-    with replaced(node, STEPS.get(kind, WriteCdiSpec), failing):
+    with replaced(node, BY_KIND.get(kind, WriteCdiSpec), failing):
         for _ in range(2):
             answer = node.prepare(wanted)
             assert isinstance(answer, Failed)
