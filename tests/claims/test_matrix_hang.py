@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -111,13 +110,9 @@ def replaced(
     node: KindNode, step: type, do: Callable[[Callable[..., Any], Step, Any], Any]
 ) -> Iterator[None]:
     """Within it steps of this type are done by `do`, which gets what does them really."""
-    real = node.runner.do
+    runner = node.runner.runners[step]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            node.runner,
-            "do",
-            lambda one, plan: do(real, one, plan) if isinstance(one, step) else real(one, plan),
-        )
+        patch.setattr(runner, "do", lambda step, plan, real=runner.do: do(real, step, plan))
         yield
 
 
@@ -140,7 +135,7 @@ def others_feel_nothing(node: KindNode, *others: AllocatedClaim) -> None:
     for other in (*others, sliced):
         assert isinstance(node.prepare(other), Prepared)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(node.runner, "undo", partial(undo_without_time_slices, node.runner.undo))
+        patch.setattr(node.runner.runners[SetTimeSlice], "undo", failing_undo)
         for other in (*others, sliced):
             assert node.unprepare(other) is None
     assert "sliced" in [one.record.ref.uid for one in node.cleaner.outstanding()]
@@ -161,10 +156,8 @@ def a_mig_device(case: Case) -> AllocatedClaim:
     return claim(case.site.possible(free, "1g.10gb", 0), uid="cut")
 
 
-def undo_without_time_slices(real: Callable[..., None], step: Step, ref: ClaimRef) -> None:
-    if isinstance(step, SetTimeSlice):
-        raise RetryableError("not today")
-    real(step, ref)
+def failing_undo(_step: Step, _record: object) -> None:
+    raise RetryableError("not today")
 
 
 def in_the_end_nothing_is_left(node: KindNode, untouched: object) -> None:
