@@ -89,7 +89,7 @@ class ReadOnlyLibrary:
         self._library = library
 
     def __getattr__(self, name: str) -> Callable[..., int]:
-        """Raises: AttributeError for a getter that the library lacks."""
+        """Raise AttributeError for a getter that the library lacks."""
         # nvmlErrorString returns a text, not a code, so the binding sets its result type.
         if _GETTER.match(name) or not name.startswith("nvml") or name == "nvmlErrorString":
             function: Callable[..., int] = getattr(self._library, name)

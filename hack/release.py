@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def check(root: Path, version: str) -> None:
-    """Raises: RefusedError if the version cannot be released."""
+    """Raise RefusedError if the version cannot be released."""
     if not _VERSION.fullmatch(version):
         raise RefusedError(f"{version!r} is not a version: write VERSION=1.2.3 or VERSION=1.2.3-rc.1.")
     wrong = {name: found for name, found in versions(root).items() if found != version}

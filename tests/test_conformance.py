@@ -1,4 +1,4 @@
-"""docs/conformance.md lists for each expectation of Kubernetes the tests that show it."""
+"""conformance.yaml lists for each expectation of Kubernetes the tests that show it."""
 
 from __future__ import annotations
 
@@ -11,29 +11,15 @@ import yaml
 
 ROOT = Path(__file__).parents[1]
 DOCUMENT = ROOT / "docs/conformance.md"
-BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 ROWS: list[dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("conformance.yaml").read_text())
 _ON_CLUSTER = re.compile(r"^pytestmark = \[?pytest\.mark\.cluster", re.MULTILINE)
 
 
-def test_every_number_has_a_test_and_the_document_lists_it(update_golden: bool) -> None:
+def test_every_number_has_a_test_that_exists() -> None:
     assert {row["number"] for row in ROWS} == set(range(1, 26))
-    cells: dict[tuple[int, bool], list[str]] = {}
-    for row in ROWS:
-        cells.setdefault((row["number"], is_on_cluster(row["test"])), []).append(row["shows"])
-    made = "\n".join(
-        ["| No. | Simulated | Real cluster |", "|---|---|---|"]
-        + [
-            f"| {number} | {' '.join(cells.get((number, False), []))} | {' '.join(cells.get((number, True), []))} |"
-            for number in range(1, 26)
-        ]
-    )
-    before, _, rest = DOCUMENT.read_text().partition(BEGIN)
-    table, _, after = rest.partition(END)
-    if update_golden:
-        DOCUMENT.write_text(f"{before}{BEGIN}\n{made}\n{END}{after}")
-    else:
-        assert table.strip() == made, "run this test with --update-golden"
+    assert all(row["shows"].endswith(".") for row in ROWS)
+    on_cluster = {row["number"] for row in ROWS if is_on_cluster(row["test"])}
+    assert f"`make e2e` runs {len(on_cluster)} of the\nnumbers" in DOCUMENT.read_text()
 
 
 def is_on_cluster(test: str) -> bool:

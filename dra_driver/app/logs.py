@@ -251,10 +251,10 @@ def show_stacks(form: str) -> None:
     """Log every thread's stack: in one event for `json`, else as text before the event."""
     stacks = list(_stacks())
     if form == "json":
-        _log.warning("stacks_shown", threads=len(stacks), stacks=stacks)
+        _log.warning("stacks_logged", threads=len(stacks), stacks=stacks)
         return
     faulthandler.dump_traceback(sys.stderr, all_threads=True)
-    _log.warning("stacks_shown", threads=len(stacks))
+    _log.warning("stacks_logged", threads=len(stacks))
 
 
 def _stacks() -> Iterator[dict[str, Any]]:

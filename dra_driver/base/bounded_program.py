@@ -130,7 +130,7 @@ def run_driver_program(
             [program, *arguments], environment, timeout_s=timeout_s, slot=slot, text=text
         )
     except TimeoutError as error:
-        raise RetryableError(f"{action}: {name} does not answer: {error}") from error
+        raise RetryableError(f"cannot {action}: {name} does not answer: {error}") from error
     except OSError as error:
         raise not_run(action, program, error) from error
     check_started(action, program, code, output)

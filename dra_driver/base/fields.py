@@ -293,7 +293,7 @@ class FileFormat(Generic[T]):
             raise StateError(f"not a {self.what}: {error}") from error
 
     def _check(self, number: object) -> None:
-        """Raises: NewerFormatError, StateError."""
+        """Raise NewerFormatError, StateError."""
         if type(number) is not int or number < self.oldest:
             raise StateError(f"format version {number!r} is unknown")
         if number > self.number:

@@ -18,9 +18,9 @@ def helm_set(setting: str) -> str:
     """Return the command that sets a value of the chart.
 
     >>> helm_set("mps.enabled=true")
-    '`helm upgrade gpu-dra-driver -n gpu-dra-driver daemonset/chart --reuse-values --set mps.enabled=true`'
+    '`helm upgrade gpu-dra-driver -n gpu-dra-driver daemonset/chart --reset-then-reuse-values --set mps.enabled=true`'
     """
-    return f"`helm upgrade {_release()} {_CHART} --reuse-values --set {setting}`"
+    return f"`helm upgrade {_release()} {_CHART} --reset-then-reuse-values --set {setting}`"
 
 
 def apply_again() -> str:

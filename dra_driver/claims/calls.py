@@ -211,7 +211,7 @@ def failed(observer: Observer, action: Action, ref: ClaimRef, duration_s: float,
     else:
         text = f"internal error ({type(error).__name__}: {' '.join(str(error).split())}); see the log of gpu-dra-driver"
         _log.exception("claim_crashed", action=action, claim_uid=ref.uid)
-    message = f"{action} claim {ref.namespace}/{ref.name} (UID {ref.uid}): {text}"
+    message = f"cannot {action} claim {ref.namespace}/{ref.name} (UID {ref.uid}): {text}"
     observer.failed(action, ref, duration_s, error, message)
     return Failed(message)
 

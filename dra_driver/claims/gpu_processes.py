@@ -128,7 +128,7 @@ class GpuProcesses:
                 yield held
 
     def _users_of(self, uuid: str, device: str, end: float) -> dict[int, str]:
-        """Raises: RetryableError if NVML does not answer by `end` (time.monotonic()), or fails."""
+        """Raise RetryableError if NVML does not answer by `end` (time.monotonic()), or fails."""
         hangs = RetryableError(f"NVML did not return the processes on {device} in time")
         if not self._turn.acquire(timeout=max(0.0, end - time.monotonic())):
             raise hangs

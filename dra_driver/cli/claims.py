@@ -25,7 +25,7 @@ _SHOWN = {step.tag: step.shown for step in STEPS}
 
 
 def claims(given: Namespace) -> None:
-    """Shows their devices and pods, from the records on this node. Works without the API server and NVML, even if
+    """Show their devices and pods, from the records on this node. Works without the API server and NVML, even if
     gpu-dra-driver is not running, and changes nothing. Use the same directory flags as for `run`. The pods of a
     shared claim are recorded every ten minutes; -o json and -o yaml list all pods.
     """

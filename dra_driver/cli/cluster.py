@@ -56,7 +56,7 @@ EXAMPLES = ("", "--usage -n ml", "--filter taint", "-o json")
 
 
 def cluster(given: Namespace) -> None:
-    """Prints a row for each GPU, and for each MIG device and share that a claim has: node, device, claim, pods,
+    """Print a row for each GPU, and for each MIG device and share that a claim has: node, device, claim, pods,
     usage, problem. A claim's device that is no longer in a slice is listed too, for example after the NVIDIA driver
     was unloaded. Waiting claims and pods come last, with the reason from the scheduler. The command runs nothing on
     the nodes. `kubectl gpus` is this command, and `kubectl gpus top NODE` runs `top` in the plugin's pod on that
@@ -165,7 +165,7 @@ class _Look:
                 continue
             entries = answer.get("items", answer)
             if not isinstance(entries, list | None):
-                raise ApiUnavailableError(f"list {plural}: the answer contains no list of {plural}")
+                raise ApiUnavailableError(f"cannot list {plural}: the answer contains no list of {plural}")
             found += [one for entry in entries or () for one in self._seen(entry, seen, plural)]
             if not (token := (answer.get("metadata") or {}).get("continue")):
                 return found

@@ -45,28 +45,33 @@ def _complete_values(parser: argparse.ArgumentParser, files: object) -> None:
             action.choices = action.metavar.split("|")
 
 
+_LOOK, _ACT, _DAEMONS = "Look", "Act", "Daemons, which the Helm chart starts"
 _SUMMARIES = {
-    "run": "Publish this node's GPUs and prepare them for pods.",
-    "mps-host": "Start and watch the MPS daemons of this node.",
-    "inspect": "Print the slices that `run` would publish here.",
-    "cluster": "Show the GPUs of the whole cluster and who uses them.",
-    "device-classes": "Print a DeviceClass for each MIG profile.",
-    "doctor": "Check this node and its GPUs, and suggest remedies.",
-    "claims": "Print the claims that are prepared on this node.",
-    "cleanup": "Print the pending cleanup of claims.",
-    "detach": "Close NVML on this node for a limited time.",
-    "serviced": "Confirm that a GPU was reset or replaced.",
-    "top": "Show this node live: GPUs, claims, health.",
-    "validate": "Check manifests and configuration files.",
+    "top": (_LOOK, "Show this node live: GPUs, claims, health."),
+    "cluster": (_LOOK, "Show the GPUs of the whole cluster and who uses them."),
+    "claims": (_LOOK, "Print the claims that are prepared on this node."),
+    "cleanup": (_LOOK, "Print the pending cleanup of claims, or retry it."),
+    "inspect": (_LOOK, "Print the slices that `run` would publish here."),
+    "doctor": (_LOOK, "Check this node and its GPUs, and suggest remedies."),
+    "validate": (_LOOK, "Check manifests and configuration files."),
+    "device-classes": (_ACT, "Print a DeviceClass for each MIG profile."),
+    "detach": (_ACT, "Close NVML on this node for a limited time."),
+    "serviced": (_ACT, "Confirm that a GPU was reset or replaced."),
+    "run": (_DAEMONS, "Publish this node's GPUs and prepare them for pods."),
+    "mps-host": (_DAEMONS, "Start and watch the MPS daemons of this node."),
 }
 ROOT: Final = Command(
     "Kubernetes DRA driver for NVIDIA GPUs: publishes a node's GPUs and prepares them for pods.",
     commands={
-        **{name: Command(text, module=name.replace("-", "_")) for name, text in _SUMMARIES.items()},
+        **{
+            name: Command(text, module=name.replace("-", "_"), title=title)
+            for name, (title, text) in _SUMMARIES.items()
+        },
         "simulate": Command(
             "Create simulated machines, and break and repair them.",
             "For tests, and for clusters without GPUs.",
             module="simulate",
+            title=_ACT,
         ),
         "completion": Command(
             "Print a shell completion script.",
@@ -74,6 +79,7 @@ ROOT: Final = Command(
             (Flag("shell", "The shell.", Choice(("bash", "zsh", "fish")), metavar="SHELL", count="1"),),
             _completion,
             examples=("bash", "zsh", "fish"),
+            title=_ACT,
         ),
     },
 )

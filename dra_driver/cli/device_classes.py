@@ -24,7 +24,7 @@ EXAMPLES = ("--simulate dgx-h100", "--simulate a30-4 | kubectl apply -f -")
 
 
 def device_classes(given: Namespace) -> None:
-    """Uses the profiles of this machine's GPUs; the output is ready for `kubectl apply -f -`. The class
+    """Use the profiles of this machine's GPUs; the output is ready for `kubectl apply -f -`. The class
     mig-PROFILE.nvidia.com matches all MIG devices of that profile. Pods can also request such a device without a
     claim, through the extended resource nvidia.com/mig-PROFILE.
     """

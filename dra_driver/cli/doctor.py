@@ -57,7 +57,7 @@ EXAMPLES = (
 
 
 def doctor(given: Namespace) -> int:
-    """Checks the host, the health of the GPUs, the container runtime, the plugin, the kubelet and the cluster. It
+    """Check the host, the health of the GPUs, the container runtime, the plugin, the kubelet and the cluster. It
     writes a small file into each directory that the plugin needs and removes it; it changes nothing else. Run it in
     the pod of gpu-dra-driver (`kubectl exec`), where it has the right settings, or on the node with the flags of
     `run`. Exit code 0: no check fails, 1: at least one check fails.

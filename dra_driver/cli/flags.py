@@ -9,6 +9,7 @@ import importlib
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -62,12 +63,14 @@ def usual_kubeconfig() -> str | None:
 class Parser(argparse.ArgumentParser):
     """An argument parser with one-sentence errors, and help as wide as the terminal."""
 
-    def __init__(self, prog: str, about: str, usage: str, **more: Any) -> None:
+    def __init__(
+        self, prog: str, about: str, usage: str, *, help_column: int = _HELP_COLUMN, **more: Any
+    ) -> None:
         super().__init__(
             prog,
             f"%(prog)s {usage}",
             about,
-            formatter_class=_HelpText,
+            formatter_class=partial(_HelpText, help_column=help_column),
             allow_abbrev=False,
             add_help=False,
             argument_default=argparse.SUPPRESS,
@@ -83,11 +86,11 @@ class Parser(argparse.ArgumentParser):
 
 
 class _HelpText(argparse.HelpFormatter):
-    """Keeps paragraphs, and lists commands without a line of all names in braces."""
+    """Keeps paragraphs, and names flags as users type them."""
 
-    def __init__(self, prog: str) -> None:
+    def __init__(self, prog: str, *, help_column: int) -> None:
         width = min(shutil.get_terminal_size().columns, _WIDEST)
-        super().__init__(prog, max_help_position=_HELP_COLUMN, width=width)
+        super().__init__(prog, max_help_position=help_column, width=width)
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         if text.startswith(_EXAMPLES):
@@ -100,11 +103,6 @@ class _HelpText(argparse.HelpFormatter):
             return super()._format_action_invocation(action)
         return f"{', '.join(action.option_strings)} {action.metavar}"
 
-    def _format_action(self, action: argparse.Action) -> str:
-        if not isinstance(action, argparse._SubParsersAction):
-            return super()._format_action(action)
-        return "".join(map(super()._format_action, action._get_subactions()))
-
     def add_usage(self, *args: Any, **more: Any) -> None:
         super().add_usage(*args, **{"prefix": "Usage: ", **more})
 
@@ -112,7 +110,7 @@ class _HelpText(argparse.HelpFormatter):
 @dataclass(frozen=True)
 class Command:
     """A command, or a group of `commands` by name. Its help shows `about` after the summary; `examples` are
-    arguments.
+    arguments. The help of the command above lists it under `title`.
 
     `act` runs it with the values of its flags and returns the exit code (None for 0). A `module` of `cli`
     provides everything except the summary: FLAGS, EXAMPLES, COMMANDS, and a function of the module's name whose
@@ -126,6 +124,7 @@ class Command:
     commands: Mapping[str, Command] = field(default_factory=dict)
     module: str = ""
     examples: Sequence[str] = ()
+    title: str = "Commands"
 
     def loaded(self) -> Command:
         """Return the command with the content of its module."""
@@ -139,7 +138,8 @@ class Command:
 
     def parser(self, prog: str, *, is_whole: bool = False) -> Parser:
         """Return the parser of this command; with `is_whole`, including all commands below it."""
-        parser = Parser(prog, *self._texts())
+        column = max((len(name) + 4 for name in self.commands), default=_HELP_COLUMN)
+        parser = Parser(prog, *self._texts(), help_column=column)
         if self.examples:
             parser.epilog = "\n".join([_EXAMPLES, *(f"  {prog} {words}".rstrip() for words in self.examples)])
         self._declare(parser, is_whole)
@@ -154,15 +154,21 @@ class Command:
     def _declare(self, parser: Parser, is_whole: bool) -> None:
         for flag in self.flags:
             _add(parser, flag)
-        if not self.commands:
+        if is_whole and self.commands:
+            within = parser.add_subparsers(prog=parser.prog)
+            for name, command in self.commands.items():
+                below = command.loaded()
+                about, usage = below._texts()
+                below._declare(
+                    within.add_parser(name, help=command.summary, about=about, usage=usage), is_whole
+                )
             return
-        within = parser.add_subparsers(title="Commands", prog=parser.prog)
+        groups = {
+            title: parser.add_argument_group(title)
+            for title in dict.fromkeys(one.title for one in self.commands.values())
+        }
         for name, command in self.commands.items():
-            below = command.loaded() if is_whole else command
-            about, usage = below._texts()
-            child = within.add_parser(name, help=command.summary, about=about, usage=usage)
-            if is_whole:
-                below._declare(child, is_whole)
+            groups[command.title].add_argument(name, nargs="?", metavar=name, help=command.summary)
 
 
 def _add(parser: Parser, flag: Flag) -> None:

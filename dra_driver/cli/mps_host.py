@@ -73,7 +73,7 @@ EXAMPLES = ("", "--simulate dgx-h100 --simulator-dir /tmp/machine")
 
 
 def mps_host(given: Namespace) -> None:
-    """Runs one nvidia-cuda-mps-control for each GPU, MIG device or group of GPUs with MPS, until it receives SIGTERM.
+    """Run one nvidia-cuda-mps-control for each GPU, MIG device or group of GPUs with MPS, until it receives SIGTERM.
 
     `run` lists the daemons that it needs in PLUGINS/DRIVER/mps/host.wanted, which only root can open. Each daemon has
     its own session: it continues when this process stops, and the next mps-host adopts it. In a container the daemons

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 _WIDE = 1 << 16
 _MIN_TEXT = 24
-"""The minimum width of a table's last column, and of a text after a prefix."""
+"""The minimum width of a text after a prefix, and of a table's last column while another column can be dropped."""
+_MIN_LAST, _MIN_NAME = 12, 8
+"""The minimum widths of the last column and the others if no column can be dropped."""
 _DEEPER = 4
 _STYLES = {
     "ok": "green", "information": "cyan", "degraded": "yellow", "unhealthy": "bold red", "lost": "bold red",
@@ -38,8 +40,10 @@ def table(
     unlimited.
 
     If the table is too wide, the columns with the highest numbers are dropped first; columns with 0 stay. A column
-    whose title ends with `?` is also dropped if it is empty. Cells that still do not fit are wrapped.
+    whose title ends with `?` is also dropped if it is empty. The last column is wrapped between words. What still
+    does not fit is shortened, from right to left, and ends with `…`.
     """
+    from rich.cells import cell_len
     from rich.table import Table
     from rich.text import Text
 
@@ -48,28 +52,38 @@ def table(
         return []
     titles, room = [*columns], width or _WIDE
     sizes = {
-        title: max(len(title.rstrip("?")), *(len(row[at]) for row in cells))
+        title: max(cell_len(title.rstrip("?")), *(cell_len(row[at]) for row in cells))
         for at, title in enumerate(titles)
     }
     for at, title in enumerate(titles):
         if title[-1] == "?" and all(row[at] in ("-", "") for row in cells):
             del sizes[title]
 
-    def is_full() -> bool:
+    def lacks(least: int) -> int:
+        """Return how much the other columns are too wide if the last has `least`, or its whole size."""
         *others, last = sizes.values()
-        return sum(others) + min(last, _MIN_TEXT) + 2 * len(others) > room
+        return sum(others) + 2 * len(others) + min(last, least) - room
 
     for title in sorted(columns, key=lambda title: -columns[title]):
-        if columns[title] and title in sizes and is_full():
+        if columns[title] and title in sizes and lacks(_MIN_TEXT) > 0:
             del sizes[title]
-    last = [*sizes][-1]
-    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    *others, last = sizes
+    for title in reversed(others):
+        sizes[title] = max(min(sizes[title], _MIN_NAME), sizes[title] - max(0, lacks(_MIN_LAST)))
+    sizes[last] = max(1, sizes[last] - max(0, lacks(_WIDE)))
+    made = Table(box=None, pad_edge=False, padding=0, header_style="bold")
     for title, size in sizes.items():
-        least = None if title == last or is_full() else size
-        made.add_column(title.rstrip("?"), min_width=least, overflow="fold")
+        gap = 0 if title == last else 2
+        made.add_column(title.rstrip("?"), width=size + gap, overflow="ellipsis", no_wrap=title != last)
     for row in cells:
-        shown = [cell for cell, title in zip(row, titles, strict=True) if title in sizes]
-        made.add_row(*(Text(cell, _STYLES.get(cell.partition(";")[0].lower(), "")) for cell in shown))
+        texts = {
+            title: Text(cell, _STYLES.get(cell.partition(";")[0].lower(), ""))
+            for cell, title in zip(row, titles, strict=True)
+            if title in sizes
+        }
+        for title in others:
+            texts[title].truncate(sizes[title], overflow="ellipsis")
+        made.add_row(*texts.values())
     return [made]
 
 
@@ -89,6 +103,8 @@ def console(file: IO[str] | None, width: int | None, *, is_colored: bool) -> Con
     return Console(
         file=file,
         width=width,
+        # Without a height, rich takes every dumb terminal for 80 columns wide.
+        height=None if width is None else 25,
         force_terminal=True,
         color_system="standard" if is_colored else None,
         highlight=False,

@@ -176,7 +176,7 @@ COMMANDS = {
         _argument("confidential_compute", "off, on, devtools or ppcie.", "MODE"),
         switch("confidential_ready", "The GPUs accept work, until a reboot.", "--ready"),
         said="confidential computing of {machine.name} is {confidential_compute}, its GPUs are {confidential_ready}"),
-    "give": _does("give_to", "Bind a GPU to nvidia or a vfio driver, as an administrator does.", "0 vfio-pci", _GPU,
+    "give": _does("give_to", "Bind a GPU to nvidia or a vfio driver by hand.", "0 vfio-pci", _GPU,
         _argument("driver", "nvidia, vfio-pci or nvgrace-gpu-vfio-pci."), said="{called} is bound to {driver}",
         about="The binding survives reboots, as with driverctl."),
     "vfio": _does("vfio", "Set the kernel's support for virtual machines.", "--no-iommu",

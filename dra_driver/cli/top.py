@@ -122,7 +122,7 @@ def node_picture(
     utilisations of each GPU in percent, by device name, newest last.
     """
     sections = [
-        [_head(view), *_problems(view)],
+        [_head(view, width), *_problems(view)],
         _gpus(view, width, order, history or {}),
         [*_details(view)] if text else [],
         _health(view, width),
@@ -143,10 +143,15 @@ def _text(text: str, style: str = "") -> RenderableType:
     return Text(printable(text), style)
 
 
-def _head(view: NodeView) -> RenderableType:
+def _head(view: NodeView, width: int | None) -> RenderableType:
+    """Return the title. On a narrow terminal it leaves out the DRA driver's name, then versions."""
     nvidia = f"NVIDIA driver {view.nvidia_version or 'unknown'}"
     cuda = f"CUDA {view.cuda_version}" if view.cuda_version else None
-    return _text("  ".join(filter(None, [view.node, nvidia, cuda, view.driver, view.taken_at])))
+    parts = [view.node, nvidia, cuda, view.driver, view.taken_at]
+    for at in (3, 2, 1):
+        if width is not None and len("  ".join(filter(None, parts))) > width:
+            parts[at] = None
+    return _text("  ".join(filter(None, parts)))
 
 
 def _problems(view: NodeView) -> Iterator[RenderableType]:
@@ -159,14 +164,17 @@ def _gpus(
     view: NodeView, width: int | None, order: Order, history: Mapping[str, Sequence[int]]
 ) -> list[RenderableType]:
     columns = {
-        "#": 0, "GPU": 0, "PRODUCT": 4, "PCI BUS ID": 5, "MIG?": 3, "MEMORY MiB": 0, "UTIL %": 0, "UTIL?": 2,
-        "TEMP": 1, "POWER W": 1, "HEALTH": 0,
+        "#": 0, "GPU": 0, "PRODUCT": 7, "PCI BUS ID": 8, "MIG?": 6, "MEMORY MiB": 0, "UTIL %": 0, "UTIL?": 5,
+        "TEMP": 3, "POWER W": 4, "HEALTH": 0, "CLAIM?": 1, "POD?": 2,
     }  # fmt: skip
-    rows = [_gpu(gpu, history.get(gpu.name, ())) for gpu in sorted(view.gpus, key=_ORDERS[order])]
+    rows = [
+        _gpu(gpu, history.get(gpu.name, ()), view.holdings) for gpu in sorted(view.gpus, key=_ORDERS[order])
+    ]
     return table(columns, rows, width) or [_text("no GPU was found", "bold")]
 
 
-def _gpu(gpu: SeenGpu, history: Sequence[int]) -> list[object]:
+def _gpu(gpu: SeenGpu, history: Sequence[int], holdings: Iterable[Holding]) -> list[object]:
+    held = [one for one in holdings if gpu.uuid and one.gpu_uuid == gpu.uuid]
     load = gpu.load or GpuLoad()
     used, total, percent = load.memory_used_bytes, load.memory_total_bytes, load.utilisation_percent
     watts = [None if value is None else f"{value:.0f}" for value in (load.power_w, load.power_limit_w)]
@@ -182,6 +190,8 @@ def _gpu(gpu: SeenGpu, history: Sequence[int]) -> list[object]:
         load.temperature_c and f"{load.temperature_c}C",
         watts[0] if watts[1] is None else f"{watts[0] or '-'}/{watts[1]}",
         _word(gpu.health),
+        first_of([*dict.fromkeys(one.claim for one in held)]) or None,
+        first_of([*dict.fromkeys(pod for one in held for pod in one.pods or ())]) or None,
     ]
 
 

@@ -70,7 +70,7 @@ EXAMPLES = ("claims.yaml", "--simulate dgx-h100 examples/one-gpu", "--server -n 
 
 
 def validate(given: Namespace) -> int:
-    """Checks ResourceClaims, their templates, DeviceClasses, pods and workloads, and configuration files of
+    """Check ResourceClaims, their templates, DeviceClasses, pods and workloads, and configuration files of
     gpu-dra-driver. It also checks whether each claim, and all claims of a pod together, fit a machine with all
     devices free: a simulated machine, or this node with the configuration from --config or from the files. Exit code
     0: no fault, 1: faults, 2: wrong usage, 3: no fault found, but the cluster could not be read.

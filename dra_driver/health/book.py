@@ -207,7 +207,7 @@ class HealthBook:
             )
         except StateError as error:
             if str(error) != self._logged:
-                _log.error("health_not_kept", reason=str(error))
+                _log.error("health_not_saved", reason=str(error))
             self._logged = str(error)
         else:
             self._logged = ""

@@ -347,7 +347,7 @@ class EventListener(HealthThread):
         return wait_s
 
     def _open(self, pollers: Iterable[GpuPoller]) -> None:
-        """Raises: NvmlUnavailableError, RetryableError."""
+        """Raise NvmlUnavailableError, RetryableError."""
         if not self._refresh.is_set() and self._source.set_number() is not None:
             return
         self._refresh.clear()
@@ -368,7 +368,7 @@ class EventListener(HealthThread):
             poller.poll_soon()
 
     def _receive(self, pollers: Mapping[str, GpuPoller], wait_s: float) -> float:
-        """Raises: NvmlUnavailableError, RetryableError."""
+        """Raise NvmlUnavailableError, RetryableError."""
         wait = wait_s
         for _ in range(_EVENTS_AT_ONCE):
             self._calling_since = self._book.monotonic()

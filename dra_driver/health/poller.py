@@ -154,7 +154,7 @@ class GpuPoller:
             self._take_monitored()
 
     def _register(self) -> None:
-        """Raises: NvmlUnavailableError."""
+        """Raise NvmlUnavailableError."""
         number = self._source.set_number()
         if number is None or number == self._set_number:
             return
@@ -212,7 +212,7 @@ class GpuPoller:
         return True
 
     def _poll(self) -> None:
-        """Raises: NvmlUnavailableError."""
+        """Raise NvmlUnavailableError."""
         now, state = self._book.monotonic(), self._book.state(self._target)
         is_full = self._rare is None or now >= self._rare_due or state.severity >= Severity.DEGRADED
         if is_full:

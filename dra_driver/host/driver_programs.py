@@ -156,7 +156,7 @@ class NvidiaSmi:
             try:
                 held.enter_context(self.using_nvml(timeout_s))
             except NvmlDetachedError as error:
-                waits = RetryableError(f"{action}: {error}")
+                waits = RetryableError(f"cannot {action}: {error}")
                 waits.has_no_effect = True
                 raise waits from error
             self._run(action, gpu_uuid, level, max(_MIN_S, until - time.monotonic()))
@@ -165,7 +165,7 @@ class NvidiaSmi:
         programs = self.find()
         if SMI_PROGRAM not in programs.paths:
             absent = NvmlUnavailableError(
-                f"{action}: nvidia-smi is not below the driver root {programs.root}; install the NVIDIA driver"
+                f"cannot {action}: nvidia-smi is not below the driver root {programs.root}; install the NVIDIA driver"
             )
             absent.has_no_effect = True
             raise absent
@@ -176,10 +176,10 @@ class NvidiaSmi:
         lowered = output.lower()
         said = f"nvidia-smi failed with {exit_text(code)}: {' '.join(output.split()) or 'it printed nothing'}"
         if code in _ABSENT_CODES or (code and any(part in lowered for part in _ABSENT)):
-            raise NvmlUnavailableError(f"{action}: {said}")
+            raise NvmlUnavailableError(f"cannot {action}: {said}")
         if "not supported" in lowered:
-            raise NotSupportedError(f"{action}: the GPU does not support it ({said})")
+            raise NotSupportedError(f"cannot {action}: the GPU does not support it ({said})")
         if "not found" in lowered:
-            raise NvmlUnavailableError(f"{action}: {said}")
+            raise NvmlUnavailableError(f"cannot {action}: {said}")
         if code:
-            raise RetryableError(f"{action}: {said}")
+            raise RetryableError(f"cannot {action}: {said}")

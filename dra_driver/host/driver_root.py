@@ -95,8 +95,8 @@ class DriverRoot:
         hook: str | None = None,
         machine: str = MACHINE,
     ) -> None:
-        """`hook` is the host path of nvidia-cdi-hook (or nvidia-ctk) if it is not in a usual place. `machine`
-        is the architecture of the libraries, as in `uname -m`.
+        """Read below the driver root. `hook` is the host path of nvidia-cdi-hook (or nvidia-ctk) if it is not in a
+        usual place. `machine` is the architecture of the libraries, as in `uname -m`.
         """
         self._paths = paths
         self._machine = machine

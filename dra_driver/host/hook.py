@@ -81,8 +81,8 @@ class HookFinder:
     """
 
     def __init__(self, paths: HostPaths, configured: str | None) -> None:
-        """`configured` is the host path of nvidia-cdi-hook or nvidia-ctk; None searches for it, and `none` uses
-        no hook.
+        """Search for the hook. `configured` is the host path of nvidia-cdi-hook or nvidia-ctk; None searches in the
+        usual places, and `none` uses no hook.
         """
         views = [_View(paths.driver_root, paths.host_driver_root)]
         if paths.host_root is not None:

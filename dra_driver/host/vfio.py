@@ -270,7 +270,7 @@ class VfioCards(Sysfs):
             return self._control.maps_memory()
         except OSError as error:
             raise RetryableError(
-                f"open {CONTAINER_NODE}: {error.strerror}; see the kernel log for vfio errors"
+                f"cannot open {CONTAINER_NODE}: {error.strerror}; see the kernel log for vfio errors"
             ) from error
 
     def _load(self, module: str, purpose: str, wait_s: float) -> None:
@@ -330,7 +330,7 @@ class VfioCards(Sysfs):
         until = time.monotonic() + wait_s
         while (problem := self._not_yet(card, driver)) is not None:
             if time.monotonic() >= until:
-                raise RetryableError(f"bind GPU {card.bus_id} to {driver}: {problem}")
+                raise RetryableError(f"cannot bind GPU {card.bus_id} to {driver}: {problem}")
             time.sleep(_POLL_S)
 
     def _not_yet(self, card: Card, driver: str) -> str | None:
@@ -348,7 +348,7 @@ class VfioCards(Sysfs):
             bounded(f"the kernel ({action})", lambda: self._control.write(path, text), wait_s)
         except OSError as error:
             kind = DeviceBusyError if error.errno == errno.EBUSY else RetryableError
-            raise kind(f"{action}: {error.strerror}; see the kernel log") from error
+            raise kind(f"cannot {action}: {error.strerror}; see the kernel log") from error
 
     # --- one card ------------------------------------------------------------------------------
 

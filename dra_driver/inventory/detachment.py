@@ -278,7 +278,7 @@ class Detachments:
         finally:
             self._own_pauses.remove(mark)
             mark.release()
-            _log.info("nvml_pause_over", seconds=round(time.monotonic() - began, 1))
+            _log.info("nvml_pause_ended", seconds=round(time.monotonic() - began, 1))
 
     def begin(
         self, seconds: float, claim: ClaimRef | None = None, gpu_uuids: tuple[str, ...] = ()

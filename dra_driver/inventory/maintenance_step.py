@@ -165,14 +165,14 @@ class MaintenanceSteps:
                 self.rescan()
 
     def _is_prepared(self, ref: ClaimRef, step: StartMaintenance) -> bool:
-        """Raises: RetryableError if the claim's record does not have this step any more."""
+        """Raise RetryableError if the claim's record does not have this step any more."""
         record = self.records.get(ref.uid)
         if record is None or step not in record.steps:
             raise RetryableError("the claim was unprepared or changed while NVML was being closed for it")
         return record.phase == "prepared"
 
     def _refuse_users(self, step: StartMaintenance, plan: Plan) -> None:
-        """Raises: DeviceBusyError."""
+        """Raise DeviceBusyError."""
         if plan.waits_for:
             raise DeviceBusyError(
                 f"waits for the claims on its GPUs: {named(plan.waits_for, _MAX_NAMED)}; maintenance starts when their "

@@ -237,7 +237,7 @@ class Cleaner(BackgroundWorker):
     def _refuse_withheld(
         self, wanted: Collection[tuple[str, LedgerStep]], devices: Sequence[OfferedDevice]
     ) -> None:
-        """Raises: RetryableError, like `clean_before`."""
+        """Raise RetryableError, like `clean_before`."""
         now = self._pending()
         left = [
             replace(one, steps=tuple(step for step in one.steps if (one.name, step) in wanted)) for one in now
@@ -276,7 +276,7 @@ class Cleaner(BackgroundWorker):
         return self.lanes.submit(gpus, what, work, once=("cleanup", gpus))
 
     def _to_restore(self) -> list[tuple[frozenset[str], str]]:
-        """Raises: StateError."""
+        """Raise StateError."""
         return [(frozenset({gpu}), restorer.what) for restorer in self.restorers for gpu in restorer.gpus()]
 
     def _converge(self, gpus: frozenset[str], operation: Operation) -> None:
@@ -305,7 +305,7 @@ class Cleaner(BackgroundWorker):
         except DraDriverError:  # the restorer logs the cause
             return False
         except Exception:  # noqa: BLE001  a bug of a restorer must not keep a claim from ending
-            _log.exception("put_right_crashed", gpu_uuid=gpu, what=restorer.what)
+            _log.exception("restore_failed", gpu_uuid=gpu, what=restorer.what)
             return False
 
     def _undo_all(self, gpus: frozenset[str]) -> bool:
@@ -373,7 +373,7 @@ class Cleaner(BackgroundWorker):
         except DraDriverError as error:
             if str(error) != self._problem:
                 self._problem = str(error)
-                _log.warning("cleanup_not_tried", reason=self._problem)
+                _log.warning("cleanup_not_started", reason=self._problem)
             return _CHECK_EVERY_S
         self._problem = None
         return _TOOLS_EVERY_S if works else _CHECK_EVERY_S

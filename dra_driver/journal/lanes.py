@@ -219,7 +219,7 @@ class Lanes:
             try:
                 threading.Thread(target=self._work, args=(operation,), name="lane", daemon=True).start()
             except (RuntimeError, MemoryError) as error:
-                _log.warning("lane_has_no_thread", what=operation.what, reason=str(error))
+                _log.warning("gpu_thread_not_started", what=operation.what, reason=str(error))
                 self._work(operation)
 
     def _work(self, operation: Operation | None) -> None:

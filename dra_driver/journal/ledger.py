@@ -274,7 +274,7 @@ class Ledger:
         }
 
     def refuse_newer(self, gpu_uuids: Collection[str]) -> None:
-        """Raises: StateError if a newer release wrote the ledger of one of these GPUs. What is set on the GPU, and what
+        """Raise StateError if a newer release wrote the ledger of one of these GPUs. What is set on the GPU, and what
         must be undone, is then unknown.
         """
         for uuid, unread in sorted(self.newer().items()):

@@ -77,7 +77,7 @@ RECORD_FILE = FileFormat("claim record", _RECORD.decode, _RECORD.encode)
 def _in_time(
     lock: threading.Lock, timeout_s: float, busy: str, is_cancelled: Callable[[], bool] | None
 ) -> Iterator[None]:
-    """Raises: LockBusyError with the text `busy` if another thread keeps the lock for `timeout_s` seconds, or
+    """Raise LockBusyError with the text `busy` if another thread keeps the lock for `timeout_s` seconds, or
     `is_cancelled` returns True.
     """
     deadline = time.monotonic() + timeout_s

@@ -64,11 +64,11 @@ class SettingSteps(Generic[S]):
 
     @abstractmethod
     def bounds(self, step: S) -> tuple[int, int] | None:
-        """Returns the lowest and the highest value of the step's GPU; None if unknown. Raises: like `read`."""
+        """Return the lowest and the highest value of the step's GPU; None if unknown. Raises: like `read`."""
 
     @abstractmethod
     def read(self, step: S) -> int | None:
-        """Returns the current value of the step's GPU; None if the NVIDIA driver does not report it.
+        """Return the current value of the step's GPU; None if the NVIDIA driver does not report it.
 
         Raises: NotSupportedError; DriverGoneError if the GPU or its driver is missing, and the value with it;
         RetryableError.
@@ -76,14 +76,14 @@ class SettingSteps(Generic[S]):
 
     @abstractmethod
     def write(self, step: S, value: int) -> None:
-        """Sets a value on the step's GPU. Raises: like `read`."""
+        """Set a value on the step's GPU. Raises: like `read`."""
 
     @abstractmethod
     def text(self, value: int) -> str:
-        """Returns a value with its unit, for messages."""
+        """Return a value with its unit, for messages."""
 
     def do(self, step: S, plan: Plan) -> None:
-        """Sets the value, whatever it is now: a reboot or driver reload resets it.
+        """Set the value, whatever it is now: a reboot or driver reload resets it.
 
         Raises: ClaimRefusedError if the GPU does not accept it; StateError; the errors of `read`.
         """
@@ -96,7 +96,7 @@ class SettingSteps(Generic[S]):
             raise refused from error
 
     def _note(self, step: S) -> None:
-        """Writes the current value to the ledger, if it is not there. Refuses a value outside the bounds."""
+        """Write the current value to the ledger, if it is not there. Refuse a value outside the bounds."""
         try:
             least, most = self.bounds(step) or (step.value, step.value)
             if not least <= step.value <= most:
@@ -116,7 +116,7 @@ class SettingSteps(Generic[S]):
         return [note for note in notes if note.setting == step.tag]
 
     def _set(self, step: S, value: int) -> bool:
-        """Sets a value and reads it back; returns whether it was another one before."""
+        """Set a value and read it back; return whether it was another one before."""
         if self.read(step) == value:
             return False
         self.write(step, value)
@@ -128,7 +128,7 @@ class SettingSteps(Generic[S]):
         return True
 
     def undo(self, step: S, ref: ClaimRef) -> None:
-        """Restores the value before the first claim, or the default. Raises: StateError; the errors of `read`."""
+        """Restore the value before the first claim, or the default. Raises: StateError; the errors of `read`."""
         notes = self._notes(step)
         before = notes[0].value if notes else self._default
         try:
@@ -141,15 +141,15 @@ class SettingSteps(Generic[S]):
             self._ledger.remove(note)
 
     def in_place(self, step: S, record: ClaimRecord) -> bool:
-        """Always True: the value is not visible without the driver."""
+        """Return True: the value is not visible without the driver."""
         return True
 
     def driver_reloaded(self) -> None:
-        """Notes that the NVIDIA driver was reloaded or the GPUs changed, so every value may be lost."""
+        """Note that the NVIDIA driver was reloaded or the GPUs changed, so every value may be lost."""
         self._reloads += 1
 
     def gpus(self) -> set[str]:
-        """Returns the GPUs with lost values. Raises: StateError."""
+        """Return the GPUs with lost values. Raises: StateError."""
         reloads = self._reloads
         if reloads != self._reloads_handled:
             records = self._ledger.records.all()
@@ -159,7 +159,7 @@ class SettingSteps(Generic[S]):
         return {step.gpu_uuid for _, step in self._lost.copy()}
 
     def restore(self, gpu_uuid: str) -> None:
-        """Sets the lost values of a GPU again. Runs in the GPU's lane. Logs each failure reason once.
+        """Set the lost values of a GPU again. Runs in the GPU's lane. Log each failure reason once.
 
         Raises: RetryableError, StateError; the value then counts as lost until the next attempt.
         """

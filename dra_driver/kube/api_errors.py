@@ -68,19 +68,19 @@ class ApiErrors:
         try:
             yield
         except InvalidConfigError as error:
-            raise ApiUnavailableError(f"{self.action}: {error}") from None
+            raise ApiUnavailableError(f"cannot {self.action}: {error}") from None
         except TooLargeError as error:
-            raise ResponseTooLargeError(f"{self.action}: {error}") from None
+            raise ResponseTooLargeError(f"cannot {self.action}: {error}") from None
         except HTTPError as error:
             is_brief = isinstance(error, ConnectTimeoutError | ProtocolError)
             # In urllib3 a refused connection is a timeout.
             timed_out = isinstance(error, HTTPTimeoutError) and not isinstance(error, NewConnectionError)
-            text = f"{self.action}: {self._transport_text(error)}"
+            text = f"cannot {self.action}: {self._transport_text(error)}"
             raise ApiUnavailableError(text, is_brief=is_brief, timed_out=timed_out) from None
         # Certificates are being rotated, or a value cannot be sent.
         except (OSError, ValueError, RecursionError) as error:
             timed_out = isinstance(error, TimeoutError)
-            text = f"{self.action}: {self.line(str(error))}"
+            text = f"cannot {self.action}: {self.line(str(error))}"
             raise ApiUnavailableError(text, timed_out=timed_out) from None
 
     def decoded(self, data: bytes | bytearray) -> Any:
@@ -91,12 +91,12 @@ class ApiErrors:
         except ResponseTooLargeError:
             raise
         except ApiUnavailableError as error:
-            why = str(error).removeprefix(f"{self.action}: ")
+            why = str(error).removeprefix(f"cannot {self.action}: ")
             start = self._start(data)
             shown = one_line(start[:_SHOWN])
             text = _page_text(start) or f"the response begins with {shown!r} and is not JSON: {why}"
             raise ApiUnavailableError(
-                f"{self.action}: {text}; check the server of the kubeconfig and the proxy in front of it"
+                f"cannot {self.action}: {text}; check the server of the kubeconfig and the proxy in front of it"
             ) from None
 
     def check_status(self, response: urllib3.BaseHTTPResponse, body: bytes | bytearray) -> None:
@@ -128,7 +128,7 @@ class ApiErrors:
 
         `status` is the API's Status object ({} if there is none); `retry_after` is the header Retry-After.
         """
-        text = f"{self.action}: {self.line(message)} (HTTP {code})"
+        text = f"cannot {self.action}: {self.line(message)} (HTTP {code})"
         if code in RETRYABLE_STATUS or code >= 500:
             retry_s = _retry_after(retry_after.strip(), status)
             return ApiUnavailableError(text, retry_after_s=retry_s, is_brief=True)

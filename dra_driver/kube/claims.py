@@ -178,7 +178,7 @@ def _result(entry: dict[str, Any]) -> DeviceResult:
 
 
 def _text(entry: dict[str, Any], name: str) -> str:
-    """Raises: KeyError; TypeError if the value is not a string."""
+    """Raise KeyError; TypeError if the value is not a string."""
     value = entry[name]
     if not isinstance(value, str):
         raise TypeError(f"{name} is not a string")

@@ -86,7 +86,7 @@ class Endpoint:
     def __init__(
         self, kubeconfig: Path | str | None = None, *, context: str | None = None, server: str | None = None
     ) -> None:
-        """Raises: InvalidConfigError if the kubeconfig cannot be read, or if neither `kubeconfig` nor `server` is
+        """Raise InvalidConfigError if the kubeconfig cannot be read, or if neither `kubeconfig` nor `server` is
         given outside a pod.
         """
         self._kubeconfig, self._context, self._server = kubeconfig, context, server
@@ -206,7 +206,7 @@ class Endpoint:
         )
 
     def _from_kubeconfig(self, paths: str) -> Access:
-        """Raises: the errors of `kubernetes`."""
+        """Raise the errors of `kubernetes`."""
         from kubernetes.config import kube_config
 
         merger = kube_config.KubeConfigMerger(paths)
@@ -287,7 +287,7 @@ class Endpoint:
         expires_at: float = math.inf,
         **route: Any,
     ) -> Access:
-        """Raises: ValueError."""
+        """Raise ValueError."""
         self._conceal(authorization.partition(" ")[2])
         url = _url(server) if server.startswith(("http://", "https://")) else None
         if url is None:
@@ -364,7 +364,7 @@ def _without_objects(text: str) -> str:
 
 
 def _content(path: str) -> bytes:
-    """Raises: OSError, ValueError if the file is empty."""
+    """Raise OSError, ValueError if the file is empty."""
     content = Path(path).read_bytes()
     if not content.strip():
         raise ValueError(f"{path} is empty")

@@ -228,7 +228,7 @@ class _TlsPool(urllib3.HTTPSConnectionPool):
 
 
 def _tls_context(route: Route) -> ssl.SSLContext:
-    """Raises: OSError (including ssl.SSLError), ValueError."""
+    """Raise OSError (including ssl.SSLError), ValueError."""
     ca = None if route.ca is None else route.ca.decode("ascii", "ignore")
     if ca is not None and not ca.strip():
         raise ValueError("the CA is empty")

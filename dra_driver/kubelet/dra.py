@@ -57,7 +57,7 @@ class ClaimCalls(Protocol):
 
 
 def method_path(version: str, method: str) -> str:
-    """Returns the gRPC path of a method in service version V1 or V1BETA1."""
+    """Return the gRPC path of a method in service version V1 or V1BETA1."""
     return f"/k8s.io.kubelet.pkg.apis.dra.{version}/{method}"
 
 
@@ -72,7 +72,7 @@ class DraService:
         self._claims = claims
 
     def methods(self) -> Methods:
-        """The handlers of both versions, by path."""
+        """Return the handlers of both versions, by path."""
         return {
             method_path(version, name): unary(name, behavior, request)
             for version in (V1, V1BETA1)
@@ -102,7 +102,7 @@ class DraService:
 def _outcomes(
     call: _Call[_Outcome], claims: Sequence[pb.Claim], context: grpc.ServicerContext
 ) -> dict[str, _Outcome | Failed]:
-    """Returns one outcome for each UID of the request: the result of `call`, or an error.
+    """Return one outcome for each UID of the request: the result of `call`, or an error.
 
     Raises: RpcError if the call has too many claims.
     """
@@ -134,7 +134,7 @@ def _prepare_entry(outcome: PrepareOutcome) -> pb.NodePrepareResourceResponse:
 
 
 def _failure(outcome: Failed) -> str:
-    """Returns the error text, never empty: the kubelet treats an empty text as success."""
+    """Return the error text, never empty: the kubelet treats an empty text as success."""
     return error_text(outcome.error) or "internal error: the plugin failed without giving a reason"
 
 
@@ -157,7 +157,7 @@ class CheckedClaims:
 
 
 def check_claims(claims: Iterable[ClaimRef]) -> CheckedClaims:
-    """Splits the claims of one request into accepted and refused ones.
+    """Split the claims of one request into accepted and refused ones.
 
     Identical references count once. A UID with two different names is refused.
     """
@@ -179,7 +179,7 @@ def check_claims(claims: Iterable[ClaimRef]) -> CheckedClaims:
 
 
 def claim_fault(ref: ClaimRef) -> str | None:
-    """Returns what is wrong with the reference, as one sentence; None if it is valid."""
+    """Return what is wrong with the reference, as one sentence; None if it is valid."""
     if not ref.uid:
         return f"claim {_shown(f'{ref.namespace}/{ref.name}')} has no UID"
     if not is_uid(ref.uid):
@@ -195,5 +195,5 @@ def claim_fault(ref: ClaimRef) -> str | None:
 
 
 def _shown(text: str) -> str:
-    """Returns the text quoted, with control characters escaped, truncated if it is long."""
+    """Return the text quoted, with control characters escaped, truncated if it is long."""
     return repr(text) if len(text) <= _MAX_SHOWN_CHARS else f"{text[:_MAX_SHOWN_CHARS]!r}…"

@@ -62,7 +62,7 @@ class RpcError(Exception):
 
 
 def error_text(error: BaseException | str) -> str:
-    """Returns one line of valid UTF-8 of limited length; for an unexpected error it also names the class."""
+    """Return one line of valid UTF-8 of limited length; for an unexpected error it also names the class."""
     match error:
         case str():
             text = error
@@ -74,7 +74,7 @@ def error_text(error: BaseException | str) -> str:
 
 
 def unary(method: str, behavior: _Behavior, request: Any) -> grpc.RpcMethodHandler:
-    """Returns the handler of a method with one request, of message class `request`, and one response."""
+    """Return the handler of a method with one request, of message class `request`, and one response."""
 
     def call(message: Any, context: grpc.ServicerContext) -> Any:
         with _errors_reported(method, context):
@@ -87,7 +87,7 @@ def unary(method: str, behavior: _Behavior, request: Any) -> grpc.RpcMethodHandl
 
 
 def streaming(method: str, behavior: _Behavior, request: Any) -> grpc.RpcMethodHandler:
-    """Returns the handler of a method with one request, of message class `request`, and a stream of
+    """Return the handler of a method with one request, of message class `request`, and a stream of
     responses.
     """
 
@@ -102,7 +102,7 @@ def streaming(method: str, behavior: _Behavior, request: Any) -> grpc.RpcMethodH
 
 @contextmanager
 def _errors_reported(method: str, context: grpc.ServicerContext) -> Iterator[None]:
-    """Gives the call a request ID, logs its exception, and converts the exception to a gRPC status."""
+    """Give the call a request ID, logs its exception, and converts the exception to a gRPC status."""
     # gRPC runs each call in its own context.
     bind_contextvars(request_id=next(_request_ids), method=method)
     try:
@@ -118,12 +118,12 @@ def _errors_reported(method: str, context: grpc.ServicerContext) -> Iterator[Non
 
 
 def unix_target(path: Path) -> str:
-    """Returns the gRPC address of a socket, percent-encoded because gRPC decodes it."""
+    """Return the gRPC address of a socket, percent-encoded because gRPC decodes it."""
     return "unix:" + quote(str(path), safe="/")
 
 
 def call_method(path: Path, method: str, request: Any, response_type: Any, timeout_s: float) -> Any:
-    """Calls `method` on the socket over a new connection, and returns the response, of message class
+    """Call `method` on the socket over a new connection, and return the response, of message class
     `response_type`.
 
     Raises: grpc.RpcError, with DEADLINE_EXCEEDED after `timeout_s` seconds, and with UNAVAILABLE if no process
@@ -175,7 +175,7 @@ class _CallThreads(Executor):
         return future
 
     def wait_idle(self, timeout_s: float) -> bool:
-        """Waits up to `timeout_s` seconds for all calls to end, including calls whose callers have left.
+        """Wait up to `timeout_s` seconds for all calls to end, including calls whose callers have left.
         Returns whether they did.
         """
         until = time.monotonic() + timeout_s
@@ -226,7 +226,7 @@ class GrpcServer:
         return port
 
     def start(self) -> None:
-        """Accepts calls."""
+        """Accept calls."""
         self._server.start()
 
     def stop(self, grace_s: float) -> None:
@@ -278,7 +278,7 @@ class SocketServer:
             ) from error
 
     def fault(self) -> str | None:
-        """Returns why the kubelet can no longer find our sockets; None while it can."""
+        """Return why the kubelet can no longer find our sockets; None while it can."""
         for name, path in self._paths.items():
             found = identity(path)
             if found is None:

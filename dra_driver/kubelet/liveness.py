@@ -48,7 +48,7 @@ _Status = health_pb2.HealthCheckResponse.ServingStatus
 
 
 def dial(registrar: Path, timeout_s: float = DIAL_TIMEOUT_S) -> str | None:
-    """Gets our endpoint from the registration socket, and sends an empty Prepare to it.
+    """Get our endpoint from the registration socket, and sends an empty Prepare to it.
 
     Returns what is wrong; None if both sockets respond.
     """
@@ -84,7 +84,7 @@ class Liveness:
         self._started = False
 
     def fault(self, max_age_s: float | None = None) -> str | None:
-        """Returns why the kubelet cannot reach us, as a sentence with the remedy; None if it can.
+        """Return why the kubelet cannot reach us, as a sentence with the remedy; None if it can.
 
         `max_age_s` overrides the value of the constructor.
         """
@@ -102,7 +102,7 @@ class Liveness:
             return self._fault
 
     def lasting_fault(self, lasting_s: float) -> str | None:
-        """Returns the fault of the last check if no check has succeeded for `lasting_s` seconds. Runs no
+        """Return the fault of the last check if no check has succeeded for `lasting_s` seconds. Runs no
         check itself.
         """
         fault, since = self._fault, self._failing_since
@@ -139,7 +139,7 @@ class HealthServer:
         self.port = 0
 
     def start(self) -> None:
-        """Raises: InvalidConfigError if the server cannot listen on the address."""
+        """Raise InvalidConfigError if the server cannot listen on the address."""
         try:
             self.port = self._server.bind(self._address)
         except RuntimeError as error:

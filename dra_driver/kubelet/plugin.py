@@ -126,7 +126,7 @@ class KubeletPlugin:
         return self._health.port if self._health else None
 
     def start(self) -> None:
-        """Starts both servers. The registration socket appears last, when everything else responds.
+        """Start both servers. The registration socket appears last, when everything else responds.
 
         Raises: InvalidConfigError, StateError; stops all parts that it started.
         """
@@ -143,11 +143,11 @@ class KubeletPlugin:
         self._guard.start()
 
     def problems(self) -> Sequence[NodeProblem]:
-        """Returns why the kubelet cannot reach this plugin, and which other drivers it may reach instead."""
+        """Return why the kubelet cannot reach this plugin, and which other drivers it may reach instead."""
         return [*self._registration_problems(), *self._others.problems()]
 
     def stop(self, grace_s: float | None = None) -> None:
-        """Stops the kubelet's calls, then health, and waits for both. Safe to call twice.
+        """Stop the kubelet's calls, then health, and wait for both. Safe to call twice.
 
         Running calls have `grace_s` seconds to finish; None means the value in the settings.
         """
@@ -159,7 +159,7 @@ class KubeletPlugin:
         self._guard.stop()
 
     def withdraw(self) -> None:
-        """Removes the sockets, so that the kubelet calls another process of this plugin. Probes are still answered."""
+        """Remove the sockets, so that the kubelet calls another process of this plugin. Probes are still answered."""
         self._stopping.set()
         with self._stop_lock:
             self._server.stop(_WITHDRAWAL_GRACE_S)
@@ -204,6 +204,6 @@ class KubeletPlugin:
 
 
 def _health_methods(watch: DeviceHealthWatch) -> Methods:
-    """Returns the handlers of both versions, by path. Their messages are identical on the wire."""
+    """Return the handlers of both versions, by path. Their messages are identical on the wire."""
     methods = [f"{version}/NodeWatchResources" for version in HEALTH_VERSIONS]
     return {f"/{method}": streaming(method, watch, pb.NodeWatchResourcesRequest) for method in methods}

@@ -54,13 +54,13 @@ class PluginOwner(Protocol):
     """Runs the plugin. Called by the plugin's threads; may stop the plugin."""
 
     def is_ready(self) -> bool:
-        """The result of readiness probes."""
+        """Return the result of readiness probes."""
 
     def registration_changed(self, status: RegistrationStatus) -> None:
-        """The kubelet has registered the plugin, or refused it."""
+        """Note that the kubelet has registered the plugin, or refused it."""
 
     def plugin_died(self, error: FatalError) -> None:
-        """A server has failed, so the plugin can no longer serve."""
+        """Note that a server has failed, so the plugin can no longer serve."""
 
 
 class Registrar:
@@ -85,7 +85,7 @@ class Registrar:
         """The kubelet's last answer; None before the first one."""
 
     def methods(self) -> Methods:
-        """The handlers of the service, by path."""
+        """Return the handlers of the service, by path."""
         return {
             GET_INFO: unary("GetInfo", self._get_info, pb.InfoRequest),
             NOTIFY: unary("NotifyRegistrationStatus", self._notify, pb.RegistrationStatus),
@@ -140,7 +140,7 @@ class SocketWatch:
         self._seen: dict[Path, _Seen] = {}
 
     def look(self) -> None:
-        """Finds new sockets, and calls sockets again whose owner may have changed."""
+        """Find new sockets, and calls sockets again whose owner may have changed."""
         found: dict[Path, _Seen] = {}
         for directory in (self._registry_dir, self._plugin_dir):
             try:
@@ -155,7 +155,7 @@ class SocketWatch:
         self._seen = found
 
     def problems(self) -> Sequence[NodeProblem]:
-        """Returns a problem for each socket that is served by another driver with our name, and for each socket with
+        """Return a problem for each socket that is served by another driver with our name, and for each socket with
         our name that does not respond.
         """
         return [
@@ -180,7 +180,7 @@ class SocketWatch:
             owner = before.owner  # the same process, which now hangs
         if before is None or before.owner != owner:
             _log.info(
-                "socket_seen",
+                "socket_found",
                 path=str(path),
                 origin=owner.origin,
                 endpoint=str(owner.endpoint or ""),
@@ -208,7 +208,7 @@ class SocketWatch:
 
 
 def owner_of(path: Path, driver: str, plugin_dir: Path) -> SocketOwner:
-    """Returns the current owner of the socket. In the plugin directory, a server without GetInfo belongs to another
+    """Return the current owner of the socket. In the plugin directory, a server without GetInfo belongs to another
     driver.
     """
     if not listening(path):
@@ -227,7 +227,7 @@ def owner_of(path: Path, driver: str, plugin_dir: Path) -> SocketOwner:
 
 
 def _sockets(directory: Path) -> Iterator[tuple[Path, tuple[int, int, int]]]:
-    """Yields the sockets that the kubelet would see, each with its file identity. Raises: OSError."""
+    """Yield the sockets that the kubelet would see, each with its file identity. Raises: OSError."""
     try:
         names = os.listdir(directory)  # noqa: PTH208  runs every few seconds: avoid Path objects
     except FileNotFoundError:

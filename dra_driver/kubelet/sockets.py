@@ -32,7 +32,7 @@ class SocketPaths:
 
 
 def socket_paths(driver: str, *, registry_dir: Path, plugin_dir: Path, pod_uid: str | None) -> SocketPaths:
-    """Returns the paths of both sockets. With a pod UID, two instances can run side by side during a rolling
+    """Return the paths of both sockets. With a pod UID, two instances can run side by side during a rolling
     update.
 
     Names must be valid and directories absolute. Raises: InvalidConfigError if a directory's path is too long
@@ -78,7 +78,7 @@ def _first_that_fits(directory: Path, names: tuple[str, ...]) -> Path:
 
 
 def hidden_path(path: Path) -> Path:
-    """Returns the path at which a socket is bound before it is renamed; the kubelet ignores names that start
+    """Return the path at which a socket is bound before it is renamed; the kubelet ignores names that start
     with a dot.
 
     The hidden name is never longer than the final name; the shortest final name is `dra.sock`.
@@ -87,7 +87,7 @@ def hidden_path(path: Path) -> Path:
 
 
 def ensure_registry_dir(directory: Path) -> None:
-    """Raises: InvalidConfigError if the kubelet's registry directory does not exist."""
+    """Raise InvalidConfigError if the kubelet's registry directory does not exist."""
     if not directory.is_dir():
         raise InvalidConfigError(
             f"kubelet registry directory {directory} does not exist; mount the host's directory at the same "
@@ -96,7 +96,7 @@ def ensure_registry_dir(directory: Path) -> None:
 
 
 def ensure_plugin_dir(directory: Path) -> None:
-    """Creates our own directory, accessible only to root, unless it exists.
+    """Create our own directory, accessible only to root, unless it exists.
 
     Raises: StateError if it cannot be created or the path is not a directory.
     """
@@ -110,7 +110,7 @@ def ensure_plugin_dir(directory: Path) -> None:
 
 
 def ensure_free(path: Path) -> None:
-    """Checks that a socket can be bound at `path`: the path is free, or holds a dead socket.
+    """Check that a socket can be bound at `path`: the path is free, or holds a dead socket.
 
     Raises: StateError for a file that is not a socket, and for a socket on which a process still listens.
     """
@@ -145,7 +145,7 @@ def listening(path: Path) -> bool:
 
 
 def identity(path: Path) -> tuple[int, int, int] | None:
-    """Returns a value that changes when the socket file at the path is replaced; None if there is no file."""
+    """Return a value that changes when the socket file at the path is replaced; None if there is no file."""
     try:
         found = path.lstat()
     except OSError:

@@ -93,7 +93,7 @@ class MigDevices:
     # --- steps of claims -----------------------------------------------------------------------
 
     def do(self, step: CreateMig | LeaveMigMode, plan: Plan) -> None:
-        """Creates the device, or takes the GPU out of MIG mode. Raises: ClaimRefusedError, RetryableError,
+        """Create the device, or takes the GPU out of MIG mode. Raises: ClaimRefusedError, RetryableError,
         StateError.
         """
         try:
@@ -130,7 +130,7 @@ class MigDevices:
     # --- creation ------------------------------------------------------------------------------
 
     def create(self, step: CreateMig, *, for_layout: bool = False) -> OwnedInstance:
-        """Creates the device of a step, for a claim or for the node's layout, unless it exists.
+        """Create the device of a step, for a claim or for the node's layout, unless it exists.
 
         Raises: ClaimRefusedError if a foreign instance is in the way; DeviceBusyError; NvmlTransientError;
         RetryableError; StateError. After an error, everything that was created is destroyed again, but the GPU stays in
@@ -152,12 +152,12 @@ class MigDevices:
         return created
 
     def _instance(self, step: CreateMig) -> OwnedInstance | None:
-        """Returns the ledger's detail for the device of a step; None if there is none."""
+        """Return the ledger's detail for the device of a step; None if there is none."""
         of_gpu = self._ledger.details(OwnedInstance, step.gpu_uuid)
         return next((one for one in of_gpu if one.device == step.device), None)
 
     def _complete(self, known: OwnedInstance, there: GpuInstance) -> OwnedInstance:
-        """Creates the missing parts of the device, and returns its ledger detail, which is unchanged if
+        """Create the missing parts of the device, and return its ledger detail, which is unchanged if
         nothing was missing.
         """
         inside = self._hardware.compute_instances(*known.gpu, there.gpu_instance_id)
@@ -172,7 +172,7 @@ class MigDevices:
         return self._save_created(known, there.gpu_instance_id, *inside[0])
 
     def _make(self, step: CreateMig, found: Iterable[GpuInstance], for_layout: bool) -> OwnedInstance:
-        """Creates the device and its ledger detail."""
+        """Create the device and its ledger detail."""
         in_the_way = [instance for instance in found if instance.placement.overlaps(step.placement)]
         self._clear(step.gpu, in_the_way, f"MIG device {step.device}")
         self._mode.enter(step.gpu)
@@ -268,7 +268,7 @@ class MigDevices:
         except MayAppearError:
             pass
         except DraDriverError as error:
-            _log.error("mig_device_not_undone", device=failed.device, reason=str(error))
+            _log.error("mig_device_cleanup_failed", device=failed.device, reason=str(error))
 
     def _clear(self, gpu: GpuAddress, in_the_way: Sequence[GpuInstance], wanted: str) -> None:
         """Destroys these instances, unless one has no ledger detail or is used by a claim.
@@ -295,7 +295,7 @@ class MigDevices:
                 raise _foreign_in_the_way(gpu, instance, wanted)
 
     def _make_whole(self, step: LeaveMigMode) -> None:
-        """Takes a GPU out of MIG mode.
+        """Take a GPU out of MIG mode.
 
         Raises: ClaimRefusedError if a foreign instance exists or this plugin did not enable the mode; DeviceBusyError
         if a claim or process uses an instance of ours; RetryableError.
@@ -350,7 +350,7 @@ class MigDevices:
         inside = self._hardware.compute_instances(*known.gpu, there.gpu_instance_id)
         if not is_ours(known, there, inside):
             _log.warning(
-                "mig_device_remade",
+                "mig_device_replaced",
                 device=known.device,
                 gpu_uuid=known.gpu_uuid,
                 gpu_instance_id=there.gpu_instance_id,

@@ -32,7 +32,7 @@ class LayoutFile:
         self._written: bytes | None = None
 
     def load(self) -> Sequence[GpuLayout]:
-        """Returns the states that an earlier instance of the plugin wrote. Empty if the file cannot be read, because
+        """Return the states that an earlier instance of the plugin wrote. Empty if the file cannot be read, because
         the next check finds the states again.
         """
         try:
@@ -41,12 +41,12 @@ class LayoutFile:
             return ()
 
     def remove(self) -> None:
-        """Removes the file, because the node no longer has a layout."""
+        """Remove the file, because the node no longer has a layout."""
         with suppress(OSError):
             self._path.unlink()
 
     def save(self, layouts: Sequence[GpuLayout]) -> None:
-        """Writes the file if its content changed. Raises: StateError."""
+        """Write the file if its content changed. Raises: StateError."""
         content = _FILE.write(layouts)
         if content != self._written:
             write_atomically(self._path, content, durable=False)

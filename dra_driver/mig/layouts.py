@@ -108,19 +108,19 @@ class NodeLayouts(BackgroundWorker):
         super().__init__("mig-layouts", self._turn)
 
     def start(self) -> None:
-        """Starts the checks if the configuration has a layout; otherwise removes the layout file."""
+        """Start the checks if the configuration has a layout; otherwise removes the layout file."""
         if self.wanted.is_on:
             super().start()
         else:
             self.file.remove()
 
     def states(self) -> Mapping[str, GpuLayout]:
-        """Returns the layout state of each GPU that the layout applies to, by UUID."""
+        """Return the layout state of each GPU that the layout applies to, by UUID."""
         with self._guard:
             return self._states
 
     def refuse_changing(self, gpu_uuids: Collection[str]) -> None:
-        """Raises NvmlTransientError while the plugin is changing one of these GPUs. Call it under the planning
+        """Raise NvmlTransientError while the plugin is changing one of these GPUs. Call it under the planning
         lock.
         """
         if changing := sorted(self._changing.intersection(gpu_uuids)):
@@ -134,7 +134,7 @@ class NodeLayouts(BackgroundWorker):
         return _CHECK_WAITING_S if is_waiting else _CHECK_EVERY_S
 
     def look(self) -> None:
-        """Applies the layout to every GPU, as far as possible now. `states` then shows what is in the way."""
+        """Apply the layout to every GPU, as far as possible now. `states` then shows what is in the way."""
         inventory = self.inventory()
         try:
             if inventory is None:
@@ -150,7 +150,7 @@ class NodeLayouts(BackgroundWorker):
         self._publish({} if name is None else self._looked(inventory, labels, name))
 
     def _looked(self, inventory: Inventory, labels: Mapping[str, str], name: str) -> Mapping[str, GpuLayout]:
-        """Applies the layout to each GPU that can have one; returns the states by UUID."""
+        """Apply the layout to each GPU that can have one; return the states by UUID."""
         found: dict[str, GpuLayout] = {}
         for index, gpu in layout_gpus(inventory):
             if self.is_on_demand(gpu):
@@ -183,7 +183,7 @@ class NodeLayouts(BackgroundWorker):
         try:
             self.file.save(list(found.values()))
         except DraDriverError as error:
-            _log.warning("mig_layout_not_kept", reason=str(error))
+            _log.warning("mig_layout_not_saved", reason=str(error))
         new = [one for uuid, one in found.items() if before.get(uuid) != one]
         for one in new:
             _log.info(
@@ -193,7 +193,7 @@ class NodeLayouts(BackgroundWorker):
             self.on_change(new)
 
     def _check(self, gpu: Gpu, gpu_name: str, index: int, name: str) -> GpuLayout | None:
-        """Checks, and may change, a GPU in its lane. Returns None if no layout entry fits or the state is unknown."""
+        """Check, and may change, a GPU in its lane. Returns None if no layout entry fits or the state is unknown."""
         tainted_at = self._tainted_at.get((gpu.uuid, name))
         may_change = tainted_at is not None and self._clock() >= tainted_at + TAINTED_FIRST_S
 
@@ -214,7 +214,7 @@ class NodeLayouts(BackgroundWorker):
         except (TimeoutError, DraDriverError) as error:
             # The GPU cannot be read now, so keep its last known state.
             _log.warning(
-                "mig_layout_not_seen",
+                "mig_layout_not_read",
                 gpu_uuid=gpu.uuid,
                 reason=str(error) or "the check did not finish in time",
             )
@@ -225,7 +225,7 @@ class NodeLayouts(BackgroundWorker):
         return state
 
     def _state(self, gpu: str, name: str, state: LayoutState, text: str = "") -> GpuLayout:
-        """Returns the state of a GPU, given by its UUID, or its index if the node does not have it."""
+        """Return the state of a GPU, given by its UUID, or its index if the node does not have it."""
         known = self._states.get(gpu)
         is_same = known is not None and (known.layout, known.state) == (name, state)
         return GpuLayout(gpu, name, state, text, known.since if known and is_same else int(time.time()))
@@ -235,7 +235,7 @@ class NodeLayouts(BackgroundWorker):
     def _converged(
         self, gpu: Gpu, gpu_name: str, index: int, name: str, *, may_change: bool
     ) -> GpuLayout | None:
-        """Changes the GPU if `may_change` is True and no claim holds the GPU. Returns its layout state.
+        """Change the GPU if `may_change` is True and no claim holds the GPU. Returns its layout state.
 
         Raises: LayoutRefusedError; DraDriverError if the GPU cannot be read.
         """
@@ -263,7 +263,7 @@ class NodeLayouts(BackgroundWorker):
         return self._state(gpu.uuid, name, "applied")
 
     def _changed_if_free(self, gpu: Gpu, gpu_name: str, target: LayoutTarget) -> str | None:
-        """Changes the GPU, or returns a description of the claim that holds it. Raises: DraDriverError that
+        """Change the GPU, or returns a description of the claim that holds it. Raises: DraDriverError that
         names the obstacle.
         """
         with self.context.users.records.planning.hold(_PLANNING_S):

@@ -42,7 +42,7 @@ class MigHolders:
     lost_devices: Callable[[], Collection[str]]
 
     def by_device(self) -> Mapping[str, str]:
-        """Returns each device in use, with a text that names one claim on it.
+        """Return each device in use, with a text that names one claim on it.
 
         A device is in use as soon as a record with its step is written. Raises: StateError.
         """
@@ -54,7 +54,7 @@ class MigHolders:
         return users
 
     def on_gpu(self, gpu_uuid: str, gpu_name: str, boot_id: str) -> str | None:
-        """Returns a description of a claim that holds the GPU or a MIG device on it; None if there is none.
+        """Return a description of a claim that holds the GPU or a MIG device on it; None if there is none.
 
         MIG devices do not survive a reboot, so a claim that was not prepared again in this boot holds none.
         Raises: StateError.
@@ -89,7 +89,7 @@ class MigContext:
 
     @contextmanager
     def observed(self, action: MigAction, subject: str) -> Iterator[Callable[[], None]]:
-        """Reports failures of its body. Yields a function that the caller calls to report success."""
+        """Report failures of its body. Yields a function that the caller calls to report success."""
         began = self.clock()
         try:
             yield lambda: self.observe(action, subject, self.clock() - began, None)
@@ -105,7 +105,7 @@ def mig_context(
     users: MigHolders,
     observe: MigObserver,
 ) -> MigContext:
-    """Returns the context of the running daemon. Inside the context manager `closed_elsewhere`, no other
+    """Return the context of the running daemon. Inside the context manager `closed_elsewhere`, no other
     process of the plugin has NVML open.
     """
 
@@ -144,7 +144,7 @@ class MigMode:
         return mode is not None and mode[0]
 
     def enter(self, gpu: GpuAddress) -> None:
-        """Enables MIG mode if necessary. Raises: ClaimRefusedError on a GPU without MIG; DeviceBusyError."""
+        """Enable MIG mode if necessary. Raises: ClaimRefusedError on a GPU without MIG; DeviceBusyError."""
         mode = self._hardware.mode(*gpu)
         if mode is None:
             raise ClaimRefusedError(
@@ -174,7 +174,7 @@ class MigMode:
         self._disown(gpu)
 
     def ensure(self, gpu: GpuAddress, on: bool) -> None:
-        """Sets the mode that a layout requires. Cleanup never changes this mode, even while the mode waits for a reset.
+        """Set the mode that a layout requires. Cleanup never changes this mode, even while the mode waits for a reset.
 
         Raises: DeviceBusyError; RetryableError if the mode waits for a reset.
         """
@@ -191,7 +191,7 @@ class MigMode:
         self._disown(gpu)
 
     def gpus(self) -> set[str]:
-        """Returns the GPUs whose MIG mode this plugin enabled and no longer needs: no device of ours exists, and no
+        """Return the GPUs whose MIG mode this plugin enabled and no longer needs: no device of ours exists, and no
         claim names one. Leaves out GPUs whose ledger a newer release wrote. Raises: StateError.
         """
         ours = {mode.gpu_uuid for mode in self._ledger.details(OwnedMode)}
@@ -216,10 +216,10 @@ class MigMode:
                             raise RetryableError(
                                 f"NVML reported success, but GPU {gpu_uuid} is still in MIG mode"
                             )
-                        _log.info("mig_mode_left", gpu_uuid=gpu_uuid)
+                        _log.info("mig_mode_disabled", gpu_uuid=gpu_uuid)
             except DraDriverError as error:
                 if self._logged.get(gpu_uuid) != str(error):
-                    _log.warning("mig_mode_not_left", gpu_uuid=gpu_uuid, reason=str(error))
+                    _log.warning("mig_mode_disable_failed", gpu_uuid=gpu_uuid, reason=str(error))
                 self._logged[gpu_uuid] = str(error)
                 raise
             self._disown(gpu)
@@ -230,7 +230,7 @@ class MigMode:
             self._ledger.remove(mode)
 
     def _cancel_switch(self, gpu: GpuAddress) -> None:
-        """Cancels a failed switch to MIG mode, so that the next reset of the GPU does not enable it."""
+        """Cancel a failed switch to MIG mode, so that the next reset of the GPU does not enable it."""
         try:
             with self._context.observed("mode-off", gpu.uuid):
                 mode = self._hardware.mode(*gpu)
@@ -239,7 +239,7 @@ class MigMode:
                         self._hardware.set_mode(*gpu, False)
                     self._disown(gpu)
         except DraDriverError as error:
-            _log.warning("mig_mode_unsure", gpu_uuid=gpu.uuid, reason=str(error))
+            _log.warning("mig_mode_unknown", gpu_uuid=gpu.uuid, reason=str(error))
 
     def _switch(self, gpu: GpuAddress, *, on: bool) -> None:
         with self._context.observed("mode-on" if on else "mode-off", gpu.uuid) as switched:

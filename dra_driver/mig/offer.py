@@ -28,7 +28,7 @@ class MigOwnership(Protocol):
     """
 
     def foreign_instances(self, gpu_uuid: str, existing: Sequence[GpuInstance]) -> tuple[GpuInstance, ...]:
-        """Returns the instances on a GPU that this plugin must not use for claims."""
+        """Return the instances on a GPU that this plugin must not use for claims."""
 
     def mode_is_ours(self, gpu_uuid: str) -> bool:
         """Whether this plugin enabled the GPU's MIG mode. Still True for a moment after the mode was switched off."""
@@ -46,7 +46,7 @@ class LedgerOwnership:
     all_undone: bool = False
 
     def foreign_instances(self, gpu_uuid: str, existing: Sequence[GpuInstance]) -> tuple[GpuInstance, ...]:
-        """Returns the instances that must not be used for claims: foreign instances, and our own instances whose undo
+        """Return the instances that must not be used for claims: foreign instances, and our own instances whose undo
         failed, which are marked `leaving`.
 
         Raises: StateError.
@@ -77,7 +77,7 @@ class MigOffer:
         self._ownership = ownership
 
     def of(self, gpu: Gpu, read: Inventory, before: Inventory | None) -> Gpu:
-        """Returns the GPU of the inventory `read`, reduced to the devices that can be published.
+        """Return the GPU of the inventory `read`, reduced to the devices that can be published.
 
         If part of the GPU could not be read, the devices in the inventory `before` remain; if there are none,
         the GPU is published without our own instances. Raises: StateError.

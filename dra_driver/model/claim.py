@@ -43,13 +43,13 @@ Pods = tuple[PodRef, ...] | None
 
 
 def allocation_results(claim: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns the devices of a claim's allocation, as in resource.k8s.io/v1; empty if the claim is not allocated."""
+    """Return the devices of a claim's allocation, as in resource.k8s.io/v1; empty if the claim is not allocated."""
     allocation = (claim.get("status") or {}).get("allocation") or {}
     return list((allocation.get("devices") or {}).get("results") or ())
 
 
 def pods_from(entries: Iterable[Any]) -> Pods:
-    """Returns the first 256 pods of `entries`, which should be objects with `name` and `uid`; None if any
+    """Return the first 256 pods of `entries`, which should be objects with `name` and `uid`; None if any
     entry is invalid.
 
     Pods are only shown to people, so a bad entry must not fail the claim, and must not reach a terminal.

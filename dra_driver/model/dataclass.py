@@ -21,7 +21,7 @@ else:
     def dataclass(
         cls: Any = None, /, *, frozen: bool = False, eq: bool = True, order: bool = False, **more: Any
     ) -> Any:
-        """Accepts the arguments of the standard decorator."""
+        """Accept the arguments of the standard decorator."""
         if cls is None:
             return partial(dataclass, frozen=frozen, eq=eq, order=order, **more)
         made = dataclasses.dataclass(cls, repr=False, eq=order, order=order, **more)

@@ -136,7 +136,7 @@ class DriverPrograms:
     library_path: str | None = None
 
     def path(self, name: str) -> str:
-        """Returns the path of a program. Raises: RetryableError if it is not installed."""
+        """Return the path of a program. Raises: RetryableError if it is not installed."""
         found = self.paths.get(name)
         if found is None:
             raise RetryableError(
@@ -146,7 +146,7 @@ class DriverPrograms:
         return found
 
     def environment(self) -> dict[str, str]:
-        """The environment for every program of the NVIDIA driver."""
+        """Return the environment for every program of the NVIDIA driver."""
         directories = dict.fromkeys(path.rpartition("/")[0] for path in self.paths.values())
         found = {"PATH": ":".join([*directories, self.search_path])}
         if self.library_path is not None:
@@ -159,25 +159,25 @@ FindPrograms = Callable[[], DriverPrograms]
 
 
 def not_run(action: str, program: str, error: OSError) -> RetryableError:
-    """Returns the error to raise if the kernel refuses to execute a program."""
+    """Return the error to raise if the kernel refuses to execute a program."""
     why = _WHY_NOT_RUN.get(error.errno or 0)
     reason = f"{error.strerror or error}: {why}" if why else str(error.strerror or error)
-    return _without_effect(f"{action}: {program} did not start: {reason}")
+    return _without_effect(f"cannot {action}: {program} did not start: {reason}")
 
 
 def check_started(action: str, program: str, code: int, output: str) -> None:
-    """Raises RetryableError with `has_no_effect` if the program failed before it could do anything."""
+    """Raise RetryableError with `has_no_effect` if the program failed before it could do anything."""
     lowered = output.lower()
     no_nvml = code == _NO_NVML_CODE and program.rpartition("/")[2] == SMI_PROGRAM
     if no_nvml or code in _NOT_STARTED_CODES or (code and any(part in lowered for part in _LOADER_SAYS)):
         raise _without_effect(
-            f"{action}: {program} did not start ({exit_text(code)}): {' '.join(output.split())}; run it on "
+            f"cannot {action}: {program} did not start ({exit_text(code)}): {' '.join(output.split())}; run it on "
             "the host; if it works there, report a bug in gpu-dra-driver"
         )
 
 
 def exit_text(code: int) -> str:
-    """Returns how a program exited; `code` is negative after a signal, as in `subprocess`.
+    """Return how a program exited; `code` is negative after a signal, as in `subprocess`.
 
     >>> exit_text(3), exit_text(-9)
     ('exit code 3', 'signal 9, SIGKILL')

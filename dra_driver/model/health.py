@@ -322,7 +322,7 @@ class HealthChange:
 
 
 def condition(state: HealthState | None, *, is_fresh: bool) -> Condition:
-    """Returns one word for a device's health; `unknown` if no poll is recent, whatever the earlier state."""
+    """Return one word for a device's health; `unknown` if no poll is recent, whatever the earlier state."""
     if not is_fresh:
         return "unknown"
     words: tuple[Condition, ...] = ("ok", "information", "degraded", "unhealthy", "lost")
@@ -330,7 +330,7 @@ def condition(state: HealthState | None, *, is_fresh: bool) -> Condition:
 
 
 def targets_of_mig(mig: MigDevice) -> tuple[HealthTarget, ...]:
-    """Returns all targets whose reasons affect a MIG device: its GPU, its GPU instance, and the device
+    """Return all targets whose reasons affect a MIG device: its GPU, its GPU instance, and the device
     itself.
     """
     return targets_of_instance(mig.parent_uuid, mig.gpu_instance_id, mig.compute_instance_id)
@@ -342,7 +342,7 @@ def targets_of_instance(gpu_uuid: str, gi: int, ci: int) -> tuple[HealthTarget, 
 
 
 def identity_of(instance: HealthTarget, mig_uuids: Mapping[tuple[int, int], str]) -> str | None:
-    """Returns the UUIDs of the MIG devices of an instance, joined by commas; None if the instance has none.
+    """Return the UUIDs of the MIG devices of an instance, joined by commas; None if the instance has none.
 
     `mig_uuids` has all MIG devices of its GPU by GPU instance ID and compute instance ID.
     """

@@ -23,14 +23,14 @@ _UUID_PART_STEP = 4
 
 
 def printable(text: str) -> str:
-    """Replaces unprintable characters, which could control the terminal, in text from drivers, files and the
+    """Replace unprintable characters, which could control the terminal, in text from drivers, files and the
     API.
     """
     return "".join(sign if sign.isprintable() else "?" for sign in text)
 
 
 def one_line(text: str, most_bytes: int) -> str:
-    """Returns the text with white space collapsed, truncated to `most_bytes` bytes of valid UTF-8."""
+    """Return the text with white space collapsed, truncated to `most_bytes` bytes of valid UTF-8."""
     line = " ".join(text.split()).encode(errors="replace")
     if len(line) > most_bytes:
         mark = "…".encode()
@@ -39,13 +39,13 @@ def one_line(text: str, most_bytes: int) -> str:
 
 
 def quoted(name: object) -> str:
-    """Returns an external name for use in a message, in quotation marks if it has unusual characters."""
+    """Return an external name for use in a message, in quotation marks if it has unusual characters."""
     text = str(name)
     return text if re.fullmatch(PLAIN_NAME, text) else printable(json.dumps(text, ensure_ascii=False))
 
 
 def pci_bus_id(text: str) -> str:
-    """Returns the sysfs form of a PCI bus ID: `00000000:1B:00.0` becomes `0000:1b:00.0`.
+    """Return the sysfs form of a PCI bus ID: `00000000:1B:00.0` becomes `0000:1b:00.0`.
 
     NVML writes eight domain digits; the kernel writes four, and more only if the domain needs them. Raises:
     ValueError if the text is not a PCI bus ID.
@@ -58,7 +58,7 @@ def pci_bus_id(text: str) -> str:
 
 
 def gpu_device_names(uuids: Iterable[str]) -> Mapping[str, str]:
-    """Returns a device name for each GPU UUID: `{"GPU-4cf8db2d-06c0-…": "gpu-4cf8db2d"}`.
+    """Return a device name for each GPU UUID: `{"GPU-4cf8db2d-06c0-…": "gpu-4cf8db2d"}`.
 
     Names depend only on the UUID, because index and minor change when a card is drained. GPUs whose shortest
     names would collide get longer names; all other GPUs get the shortest.
@@ -83,7 +83,7 @@ def gpu_minor_names(minors: Mapping[str, int | None], kept: Mapping[str, str]) -
 
 
 def names_gpus_by(device: str) -> Literal["uuid", "minor"] | None:
-    """Returns which scheme named the GPU in a device's name; None for other names, and for a name with all digits of a
+    """Return which scheme named the GPU in a device's name; None for other names, and for a name with all digits of a
     UUID, which both schemes can produce.
     """
     found = _GPU_NAME.match(device)
@@ -93,7 +93,7 @@ def names_gpus_by(device: str) -> Literal["uuid", "minor"] | None:
 
 
 def gpu_of_device(device: str) -> str:
-    """Returns the GPU's part of a device's name: `gpu-0` of `gpu-0-mig-1g10gb-19-2`."""
+    """Return the GPU's part of a device's name: `gpu-0` of `gpu-0-mig-1g10gb-19-2`."""
     return device.partition("-mig-")[0]
 
 
@@ -111,7 +111,7 @@ def _shortest_unique(uuid: str, digits: Mapping[str, str]) -> str:
 
 
 def mig_device_name(parent: str, mig: MigDevice) -> str:
-    """Returns the name of a MIG device: `gpu-4cf8db2d-mig-1g10gb-19-2` for profile 19 at memory slice 2.
+    """Return the name of a MIG device: `gpu-4cf8db2d-mig-1g10gb-19-2` for profile 19 at memory slice 2.
 
     The profile ID distinguishes `1g.24gb+me` from `1g.24gb-me`, which are equal in a DNS label. The compute
     instance ID is appended if several compute instances share one GPU instance (`1c.3g.40gb`).
@@ -121,13 +121,13 @@ def mig_device_name(parent: str, mig: MigDevice) -> str:
 
 
 def mig_slot_name(parent: str, profile: MigProfile, placement: Placement) -> str:
-    """Returns the name of the MIG device of a profile at a placement, whether it exists or not."""
+    """Return the name of the MIG device of a profile at a placement, whether it exists or not."""
     label = re.sub(r"[^a-z0-9]", "-", profile.name.lower().replace(".", ""))
     return f"{parent}-mig-{label}-{profile.profile_id}-{placement.start}"
 
 
 def vfio_device_name(bus_id: str) -> str:
-    """Returns the name of a GPU for virtual machines: `vfio-0000-1b-00-0` for the PCI bus ID `0000:1b:00.0`."""
+    """Return the name of a GPU for virtual machines: `vfio-0000-1b-00-0` for the PCI bus ID `0000:1b:00.0`."""
     return f"vfio-{re.sub('[:.]', '-', bus_id)}"
 
 
@@ -147,7 +147,7 @@ def is_uid(text: str) -> bool:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Returns `(host, port)` of `host:port` or `[IPv6]:port`; an empty host means all addresses.
+    """Return `(host, port)` of `host:port` or `[IPv6]:port`; an empty host means all addresses.
 
     Raises: InvalidConfigError.
     """

@@ -206,13 +206,13 @@ class Inventory:
         return {device.name: device for device in self._returning()}
 
     def usable(self, name: str) -> OfferedDevice | None:
-        """Returns the device of this name if it is published, or becomes available as soon as a claim needs it;
+        """Return the device of this name if it is published, or becomes available as soon as a claim needs it;
         else None.
         """
         return self.by_name.get(name) or self.returning_by_name.get(name)
 
     def without_partitions(self) -> Inventory:
-        """Returns the inventory for an API server without partitionable devices: without MIG devices on demand
+        """Return the inventory for an API server without partitionable devices: without MIG devices on demand
         and without GPUs for virtual machines.
         """
         gpus = tuple(_unpartitioned(gpu) for gpu in self.gpus)

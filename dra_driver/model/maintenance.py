@@ -23,7 +23,7 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600}
 
 
 def closed_seconds(text: str) -> int | None:
-    """Returns the seconds of one of the `CLOSED_TIMES`; None for any other text.
+    """Return the seconds of one of the `CLOSED_TIMES`; None for any other text.
 
     >>> closed_seconds("15m")
     900
@@ -97,7 +97,7 @@ class Maintenance:
 def maintenances(
     records: Iterable[ClaimRecord], written: Detachment | None, boot_id: str | None, now_s: float
 ) -> list[Maintenance]:
-    """Returns the state of each maintenance claim of the node, sorted by namespace and name.
+    """Return the state of each maintenance claim of the node, sorted by namespace and name.
 
     `written` is the content of the detach file, even if it has expired; `now_s` is the time of the boot clock.
     """
@@ -122,7 +122,7 @@ def _maintenance(
 
 
 def overdue_problems(found: Iterable[Maintenance]) -> list[NodeProblem]:
-    """Returns a problem for each claim that keeps its GPUs beyond its timeout."""
+    """Return a problem for each claim that keeps its GPUs beyond its timeout."""
     return [
         NodeProblem(
             "maintenance-overdue",

@@ -67,7 +67,7 @@ class MpsDaemonSpec:
         return (self.default_memory_limit_mib, *(other.default_memory_limit_mib for other in self.others))
 
     def differences(self, other: MpsDaemonSpec) -> tuple[str, ...]:
-        """Returns the differences, each as `name: mine, not theirs`; empty if both are equal."""
+        """Return the differences, each as `name: mine, not theirs`; empty if both are equal."""
         pairs = (
             (entry.name, getattr(self, entry.name), getattr(other, entry.name)) for entry in fields(self)
         )
@@ -153,7 +153,7 @@ SharingMode = TimeSliced | MpsShared | LostMps | None
 
 
 def usage_kind(usage: SharingMode) -> str:
-    """Returns the mode's name for messages."""
+    """Return the mode's name for messages."""
     match usage:
         case TimeSliced():
             return "time-slicing"

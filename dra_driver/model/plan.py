@@ -41,7 +41,7 @@ class PlannedDevice:
         return cdi_device(self.result)
 
     def held(self) -> HeldDevice:
-        """Returns the device for a claim record."""
+        """Return the device for a claim record."""
         bare = held_silicon(self.offered)
         result = self.result
         return replace(
@@ -74,7 +74,7 @@ class Plan:
         )
 
     def used_devices(self) -> list[OfferedDevice]:
-        """Returns the devices without adminAccess."""
+        """Return the devices without adminAccess."""
         return [device.offered for device in self.devices if not device.result.admin_access]
 
     @property
@@ -83,12 +83,12 @@ class Plan:
         return any(device.imex is not None or device.host_devices for device in self.devices)
 
     def held_devices(self) -> tuple[HeldDevice, ...]:
-        """Returns the devices for a claim record."""
+        """Return the devices for a claim record."""
         return tuple(device.held() for device in self.devices)
 
 
 def held_silicon(offered: OfferedDevice) -> HeldDevice:
-    """Returns the device for a claim record, without the claim's own settings."""
+    """Return the device for a claim record, without the claim's own settings."""
     return HeldDevice(
         device=offered.name,
         kind=kind_of(offered),
@@ -99,18 +99,18 @@ def held_silicon(offered: OfferedDevice) -> HeldDevice:
 
 
 def cdi_device(result: DeviceResult) -> str:
-    """Returns the name of a result's device within its claim. It includes the share ID, because two shares of
+    """Return the name of a result's device within its claim. It includes the share ID, because two shares of
     one device have separate limits.
     """
     return result.device if result.share_id is None else f"{result.device}-{result.share_id}"
 
 
 def device_of_cdi_name(name: str) -> str:
-    """Returns the device's name in a name from `cdi_device`."""
+    """Return the device's name in a name from `cdi_device`."""
     return _SHARE_SUFFIX.sub("", name)
 
 
 def share_of_cdi_name(name: str) -> str | None:
-    """Returns the share ID in a name from `cdi_device`; None for a device that is not shared."""
+    """Return the share ID in a name from `cdi_device`; None for a device that is not shared."""
     found = _SHARE_SUFFIX.search(name)
     return None if found is None else found[0][1:]

@@ -117,12 +117,12 @@ class EventObject:
 
 
 def claim_object(ref: ClaimRef) -> EventObject:
-    """Returns a claim as the object of an event."""
+    """Return a claim as the object of an event."""
     return EventObject("ResourceClaim", ref.name, ref.uid, ref.namespace)
 
 
 def node_object(name: str) -> EventObject:
-    """Returns a node as the object of an event.
+    """Return a node as the object of an event.
 
     The name is also used as the UID, as in the kubelet's own events: `kubectl describe node` searches for
     both, and the UID of the Node object does not identify the machine.

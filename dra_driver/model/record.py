@@ -39,7 +39,7 @@ class ClaimRecord:
         return self.claim.ref
 
     def as_of(self, boot_id: str) -> ClaimRecord:
-        """Returns the record as it applies in a boot. A reboot undoes the steps, so the claim is no longer
+        """Return the record as it applies in a boot. A reboot undoes the steps, so the claim is no longer
         prepared.
         """
         is_void = self.phase == "prepared" and self.boot_id != boot_id
@@ -65,6 +65,6 @@ class ClaimRecord:
 
 
 def bindings(records: Iterable[ClaimRecord], boot_id: str | None) -> list[BindVfio]:
-    """Returns the vfio bindings in records of this boot."""
+    """Return the vfio bindings in records of this boot."""
     steps = (step for record in records if record.boot_id == boot_id for step in record.steps)
     return [step for step in steps if isinstance(step, BindVfio)]

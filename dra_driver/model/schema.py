@@ -19,7 +19,7 @@ YAML_ERRORS: Final = (ValueError, LookupError, AttributeError, RecursionError)
 
 
 Test = Callable[[Any], str | None]
-"""Returns what is wrong with a value, as the end of a sentence; None if it is valid."""
+"""Return what is wrong with a value, as the end of a sentence; None if it is valid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ Shape = Scalar | Choice | ListField | MapField | Anything | Object
 
 
 def faults(value: Any, shape: Shape, path: str, words: Words = MANIFEST) -> list[FieldFault]:
-    """Returns every difference between a value and its schema. A `null` field counts as absent."""
+    """Return every difference between a value and its schema. A `null` field counts as absent."""
     match shape:
         case Scalar():
             is_plain = shape.test is None and shape.least is None and shape.most is None
@@ -185,7 +185,7 @@ def _choice_faults(value: Any, shape: Choice, path: str, words: Words) -> list[F
 
 
 def either(words: Iterable[str]) -> str:
-    """Returns `a, b or c`."""
+    """Return `a, b or c`."""
     *first, last = words
     return f"{', '.join(first)} or {last}" if first else last
 
@@ -256,7 +256,7 @@ def _below(path: str, name: object) -> str:
 
 
 def _meant(name: str, shape: Object) -> str | None:
-    """Returns the known field that is most similar to a misspelt one."""
+    """Return the known field that is most similar to a misspelt one."""
     import difflib
 
     by_lower = {known.lower(): known for known in shape.fields}

@@ -96,7 +96,7 @@ class SharingPolicy:
     entries: tuple[SharingEntry, ...] = ()
 
     def rule_for(self, device: OfferedDevice) -> SharingRule | None:
-        """Returns the rule of a device; None if it is exclusive, which includes GPUs for virtual machines."""
+        """Return the rule of a device; None if it is exclusive, which includes GPUs for virtual machines."""
         if isinstance(device, VfioDevice):
             return None
         for entry in self.entries:
@@ -109,12 +109,12 @@ NO_SHARING = SharingPolicy()
 
 
 def share_all(rule: SharingRule) -> SharingPolicy:
-    """Returns a policy with one rule for every device."""
+    """Return a policy with one rule for every device."""
     return SharingPolicy((SharingEntry(GpuSelector(), rule),))
 
 
 def kind_of(device: OfferedDevice) -> DeviceKind:
-    """Returns `gpu` or `mig`, the words that selectors use, or `vfio`."""
+    """Return `gpu` or `mig`, the words that selectors use, or `vfio`."""
     match device:
         case WholeGpu():
             return "gpu"

@@ -337,5 +337,5 @@ LEDGER_STEPS: tuple[type[LedgerStep], ...] = get_args(LedgerStep)
 
 
 def maintenance_of(steps: Iterable[Step]) -> StartMaintenance | None:
-    """Returns the step that takes GPUs out of service; None if the claim is not a maintenance claim."""
+    """Return the step that takes GPUs out of service; None if the claim is not a maintenance claim."""
     return next((step for step in steps if isinstance(step, StartMaintenance)), None)

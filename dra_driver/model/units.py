@@ -27,7 +27,7 @@ _FACTORS = {
 
 @lru_cache(maxsize=1024)  # slices and claims repeat a few quantities
 def parse_quantity(text: str) -> Fraction:
-    """Returns the exact value of a quantity: `81559Mi`, `1.5G`, `500m`, `2e3`.
+    """Return the exact value of a quantity: `81559Mi`, `1.5G`, `500m`, `2e3`.
 
     Raises: InvalidConfigError if the text is not a quantity.
     """
@@ -46,7 +46,7 @@ def parse_quantity(text: str) -> Fraction:
 
 
 def quantity_bytes(text: str) -> int:
-    """Returns a quantity as an integer, rounded up as the API server does. Raises: InvalidConfigError."""
+    """Return a quantity as an integer, rounded up as the API server does. Raises: InvalidConfigError."""
     value = parse_quantity(text)
     return -(-value.numerator // value.denominator)
 
@@ -62,23 +62,23 @@ def same_quantity(one: object, other: object) -> bool:
 
 
 def counted(number: int, one: str, several: str | None = None) -> str:
-    """Returns `1 slice` or `2 slices`; `several` is an irregular plural, such as `libraries`."""
+    """Return `1 slice` or `2 slices`; `several` is an irregular plural, such as `libraries`."""
     return f"{number} {one if number == 1 else several or f'{one}s'}"
 
 
 def first_of(items: Sequence[str]) -> str:
-    """Returns `a` for one item, `a +2` for three, and an empty text for none."""
+    """Return `a` for one item, `a +2` for three, and an empty text for none."""
     return f"{items[0]} +{len(items) - 1}" if len(items) > 1 else "".join(items)
 
 
 def named(items: Sequence[str], most: int = 4) -> str:
-    """Returns the first few items, and how many more there are."""
+    """Return the first few items, and how many more there are."""
     more = len(items) - most
     return ", ".join(items[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def format_bytes(value: int | Fraction) -> str:
-    """Returns the canonical form of a binary quantity: 85520809984 becomes `81559Mi`, 10 stays `10`.
+    """Return the canonical form of a binary quantity: 85520809984 becomes `81559Mi`, 10 stays `10`.
 
     The API server uses the decimal form for values between -1024 and 1024 and for fractions.
     """
@@ -93,7 +93,7 @@ def format_bytes(value: int | Fraction) -> str:
 
 
 def format_decimal(value: int | Fraction) -> str:
-    """Returns the canonical form of a decimal quantity: 1000 becomes `1k`, 0.5 becomes `500m`.
+    """Return the canonical form of a decimal quantity: 1000 becomes `1k`, 0.5 becomes `500m`.
 
     Fractions of 1n, the smallest unit, are rounded away from zero.
     """

@@ -134,7 +134,7 @@ class Daemon:
     # --- what callers want ---------------------------------------------------------------------
 
     def keep(self) -> None:
-        """Starts the daemon if necessary, or continues a stop. Never raises; `status` shows failures.
+        """Start the daemon if necessary, or continues a stop. Never raises; `status` shows failures.
 
         A failed first start is undone. Later failures undo nothing, because clients may use the daemon.
         """
@@ -154,7 +154,7 @@ class Daemon:
                 self._failed(error)
 
     def stop(self, is_over: Callable[[], bool]) -> None:
-        """Stops the daemon and removes everything that it created, unless `is_over` returns False.
+        """Stop the daemon and remove everything that it created, unless `is_over` returns False.
 
         `is_over` is called after the status says that the daemon no longer serves. Never raises; a failed stop is
         retried.
@@ -182,7 +182,7 @@ class Daemon:
         return False
 
     def probe(self, users: Collection[int] = ()) -> None:
-        """Queries which servers are in FAULT and the number of clients, keeps the GPUs exclusive, and truncates logs.
+        """Query which servers are in FAULT and the number of clients, keeps the GPUs exclusive, and truncates logs.
         Never raises.
 
         `users` are the user IDs of the processes that use the daemon's pipe directory.
@@ -206,7 +206,7 @@ class Daemon:
     # --- up ------------------------------------------------------------------------------------
 
     def _bring_up(self) -> None:
-        """Starts or adopts the daemon; undoes a failed first start. Raises: DraDriverError, StartCancelledError."""
+        """Start or adopt the daemon; undo a failed first start. Raises: DraDriverError, StartCancelledError."""
         try:
             self._start_or_adopt(time.monotonic() + self._tools.timings.start)
         except DraDriverError:
@@ -251,7 +251,7 @@ class Daemon:
         )
 
     def _find_running(self) -> ProcessId | None:
-        """Returns the running daemon: the last one of this process, or one that an earlier MPS host started."""
+        """Return the running daemon: the last one of this process, or one that an earlier MPS host started."""
         if self._process is not None and processes.is_alive(self._process):
             return self._process
         users = processes.users_of(self.directories.pipe)
@@ -279,7 +279,7 @@ class Daemon:
             tools.labels.label(shared)
 
     def _make_gpus_exclusive(self, *, again: bool = False) -> None:
-        """Makes each GPU exclusive to MPS. Writes the record, with the earlier modes, before it changes the first one.
+        """Make each GPU exclusive to MPS. Writes the record, with the earlier modes, before it changes the first one.
 
         `again` is for a running daemon: a GPU reset or driver reload sets the default mode, which is then corrected;
         any other mode was set on purpose and is kept. With `again`, a GPU that does not respond does not affect the
@@ -306,7 +306,7 @@ class Daemon:
         done, unset = _on_each(partial(self._where_supported, make_exclusive), wrong)
         if again:
             for uuid in sorted(done.keys() - self._without_mode):
-                _log.warning("compute_mode_set_again", device=spec.device, before=wrong[uuid])
+                _log.warning("compute_mode_restored", device=spec.device, before=wrong[uuid])
         problem = unread or unset
         if problem is not None:
             raise problem
@@ -328,7 +328,7 @@ class Daemon:
             )
 
     def _where_supported(self, ask: Callable[[str], T], gpu_uuid: str) -> T | None:
-        """Returns the result of the call; None if the GPU has no compute mode, which is logged once.
+        """Return the result of the call; None if the GPU has no compute mode, which is logged once.
 
         Without a compute mode, programs on the GPU can bypass MPS. Raises: RetryableError.
         """
@@ -350,10 +350,10 @@ class Daemon:
             self._check_gpus_at = 0.0  # check as soon as NVML is open again, because the mode may be lost
         except DraDriverError as error:
             self._check_gpus_at = time.monotonic() + self._tools.timings.exclusive
-            _log.warning("compute_mode_not_kept", device=self._record.spec.device, error=str(error))
+            _log.warning("compute_mode_not_set", device=self._record.spec.device, error=str(error))
 
     def _clear_pipes(self) -> None:
-        """Stops the servers of a dead daemon, and removes files that would make a new daemon believe that the dead
+        """Stop the servers of a dead daemon, and remove files that would make a new daemon believe that the dead
         one is alive.
         """
         processes.end(processes.users_of(self.directories.pipe), self._tools.timings.patience)
@@ -424,7 +424,7 @@ class Daemon:
         _log.warning("mps_daemon_failed", device=self.status.device, error=str(error))
 
     def _probed(self, problem: str | None, clients: int | None, users: Collection[int]) -> None:
-        """Shows FAULT while there is a problem. Does not restart the daemon, because clients may still be running,
+        """Show FAULT while there is a problem. Does not restart the daemon, because clients may still be running,
         and MPS recovers by itself.
         """
         if problem and self.status.problem != problem:
@@ -446,7 +446,7 @@ class Daemon:
 def _on_each(
     action: Callable[[str], T], gpu_uuids: Iterable[str]
 ) -> tuple[dict[str, T], BaseException | None]:
-    """Returns the action's result for each GPU on which it succeeds, and the first error.
+    """Return the action's result for each GPU on which it succeeds, and the first error.
 
     Runs on all GPUs in parallel: without persistence mode nvidia-smi takes seconds for each GPU.
     """
@@ -462,7 +462,7 @@ def _on_each(
 
 
 def remove_directory(tools: HostTools, device: str) -> None:
-    """Removes a device's directory and its mounts. Raises: RetryableError."""
+    """Remove a device's directory and its mounts. Raises: RetryableError."""
     top = tools.layout.directory(device)
     if not os.path.lexists(top):
         return
@@ -479,7 +479,7 @@ def remove_directory(tools: HostTools, device: str) -> None:
 
 
 def _clear_directory(path: Path) -> None:
-    """Removes the content of a directory. Raises: RetryableError."""
+    """Remove the content of a directory. Raises: RetryableError."""
     try:
         for entry in path.iterdir():
             if entry.is_dir() and not entry.is_symlink():

@@ -57,7 +57,7 @@ class ComputeMode:
         self._locks = locks
 
     def get(self, gpu_uuid: str) -> int | None:
-        """Returns the mode; None if the GPU or the NVIDIA driver is gone.
+        """Return the mode; None if the GPU or the NVIDIA driver is gone.
 
         Raises: NotSupportedError if the GPU has no compute mode, RetryableError for other failures.
         """
@@ -71,7 +71,7 @@ class ComputeMode:
         raise _problem(action, code, text, is_unsupported=code == 0 and name in _NO_SETTING)
 
     def set(self, gpu_uuid: str, mode: int) -> None:
-        """Sets the mode and reads it back. Raises: NotSupportedError if the GPU does not support it; RetryableError,
+        """Set the mode and read it back. Raises: NotSupportedError if the GPU does not support it; RetryableError,
         including if the mode did not change.
         """
         action = f"cannot set the compute mode of {gpu_uuid} to {_NAMES[mode]}"
@@ -104,11 +104,11 @@ class ComputeMode:
             with held as descriptor, inherited([descriptor]):
                 yield
         except LockBusyError as error:
-            raise RetryableError(f"{action}: {error}") from error
+            raise RetryableError(f"cannot {action}: {error}") from error
 
 
 def _problem(action: str, code: int, text: str, *, is_unsupported: bool = False) -> Exception:
-    message = f"{action}: {' '.join(text.split()) or 'nvidia-smi printed nothing'} ({exit_text(code)})"
+    message = f"cannot {action}: {' '.join(text.split()) or 'nvidia-smi printed nothing'} ({exit_text(code)})"
     if is_unsupported or _NOT_SUPPORTED in text.lower():
         return NotSupportedError(message)
     return RetryableError(message)

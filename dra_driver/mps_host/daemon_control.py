@@ -121,7 +121,7 @@ class DaemonControl:
         self._turn = threading.Lock()
 
     def start(self) -> ProcessId:
-        """Starts the daemon as a foreground process in a new session.
+        """Start the daemon as a foreground process in a new session.
 
         Raises: RetryableError; StateError like `spawn`.
         """
@@ -142,7 +142,7 @@ class DaemonControl:
             raise not_run(f"start the MPS daemon of {self.spec.device}", arguments[0], error) from error
 
     def wait_ready(self, process: ProcessId, is_unwanted: Callable[[], bool]) -> None:
-        """Returns when the daemon responds. Waits for its socket first, because each query starts a process.
+        """Return when the daemon responds. Waits for its socket first, because each query starts a process.
 
         Raises: RetryableError with the end of the daemon's log, StartCancelledError.
         """
@@ -173,7 +173,7 @@ class DaemonControl:
         raise StartCancelledError("the MPS host is being stopped")
 
     def apply_limits(self) -> None:
-        """Sets and verifies the default limits. Raises: PermanentError if the daemon reports a different value."""
+        """Set and verifies the default limits. Raises: PermanentError if the daemon reports a different value."""
         for setter, getter, wanted in limit_commands(self.spec):
             lines = self.query(setter, getter)
             if not lines or not is_answer(wanted, lines[-1]):
@@ -183,7 +183,7 @@ class DaemonControl:
                 )
 
     def query_servers(self) -> tuple[str | None, int]:
-        """Returns (the servers' fault or None, the number of clients of all servers). Raises: RetryableError."""
+        """Return (the servers' fault or None, the number of clients of all servers). Raises: RetryableError."""
         faulty, clients = [], 0
         for server in filter(str.isdigit, self.query("get_server_list")):
             if "FAULT" in " ".join(self.query(f"get_server_status {server}")).upper():
@@ -197,7 +197,7 @@ class DaemonControl:
         )
 
     def query(self, *commands: str, timeout_s: float | None = None) -> list[str]:
-        """Returns the daemon's answer, as lines. Serialises our queries, and retries while the daemon serves
+        """Return the daemon's answer, as lines. Serialise our queries, and retry while the daemon serves
         another program.
 
         Raises: the errors of `query_once`.
@@ -217,7 +217,7 @@ class DaemonControl:
             self._turn.release()
 
     def query_once(self, *questions: str, timeout_s: float) -> list[str]:
-        """Returns the daemon's answer, as lines.
+        """Return the daemon's answer, as lines.
 
         A daemon serves one program at a time: other programs get no answer, often with exit code 0. So the last query
         is one that always gets an answer. Raises: BusyError if that answer is missing, RetryableError if there is no
@@ -230,7 +230,7 @@ class DaemonControl:
         return lines[:-1]
 
     def stop_processes(self, started: ProcessId | None) -> None:
-        """Stops the control daemon and its servers: first with `quit`, then by signal. Can be repeated.
+        """Stop the control daemon and its servers: first with `quit`, then by signal. Can be repeated.
 
         `started` is the last daemon that was started. `users_of` does not find it while the kernel still loads its
         program, which takes longer on a busy node. Raises: RetryableError; StateError if this process can open no
@@ -292,12 +292,12 @@ class DaemonControl:
 
 @cache
 def _log_one_user(uid: int) -> None:
-    """Logs this once, not at each start of a daemon."""
+    """Log this once, not at each start of a daemon."""
     _log.warning("mps_serves_one_user", uid=uid, reason="multi-user mode needs root")
 
 
 def status_text(code: int | None) -> str:
-    """Returns how a control daemon exited, with the remedy if its exit code is a CUDA error."""
+    """Return how a control daemon exited, with the remedy if its exit code is a CUDA error."""
     if code is None:  # an earlier MPS host started the daemon
         return "an unknown exit status"
     cause = _CUDA_ENDS.get(code)
@@ -307,7 +307,7 @@ def status_text(code: int | None) -> str:
 
 
 def log_tail(directories: MpsDirectories) -> str:
-    """Returns the last lines of the daemon's log and output in one line; empty if there are none.
+    """Return the last lines of the daemon's log and output in one line; empty if there are none.
 
     Lines about queries are omitted, because the probes would hide why the daemon exited.
     """
@@ -331,7 +331,7 @@ def _is_about_query(line: str) -> bool:
 
 
 def bound_logs(directories: MpsDirectories) -> None:
-    """Truncates each log that is too large, and keeps its end. This works even while a daemon writes to the log.
+    """Truncate each log that is too large, and keep its end. This works even while a daemon writes to the log.
 
     Daemons append, so they continue after the end that was kept. A process that does not append leaves a hole in the
     file, which uses no space and does not count as size.
@@ -345,7 +345,7 @@ def bound_logs(directories: MpsDirectories) -> None:
 
 
 def _keep_end(path: str) -> None:
-    """Raises: OSError."""
+    """Raise OSError."""
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
     with os.fdopen(descriptor, "r+b", buffering=0) as file:
         file.seek(-_KEPT_OF_LOG, os.SEEK_END)
@@ -355,7 +355,7 @@ def _keep_end(path: str) -> None:
 
 
 def check_spec(spec: MpsDaemonSpec) -> None:
-    """Checks UUIDs, which become command arguments. Raises: PermanentError if one is invalid."""
+    """Check UUIDs, which become command arguments. Raises: PermanentError if one is invalid."""
     for uuid, kind in {spec.uuid: spec.kind, **dict.fromkeys(spec.gpu_uuids, "gpu")}.items():
         if not _UUIDS[kind].fullmatch(uuid):
             whose = "MIG device" if kind == "mig" else "GPU"
@@ -365,7 +365,7 @@ def check_spec(spec: MpsDaemonSpec) -> None:
 
 
 def limit_commands(spec: MpsDaemonSpec) -> tuple[tuple[str, str, str], ...]:
-    """Returns (setter, getter, expected answer) for each default limit of the spec.
+    """Return (setter, getter, expected answer) for each default limit of the spec.
 
     The commands name devices by their number in the daemon, which every NVIDIA driver supports.
     """

@@ -63,7 +63,7 @@ class KernelMounter:
                 raise _failed(f"unmount {path}")
 
     def within(self, path: Path, action: Callable[[], T]) -> T:
-        """Runs the action, and the processes that it spawns, with `path` mounted at /dev/shm. Raises:
+        """Run the action, and the processes that it spawns, with `path` mounted at /dev/shm. Raises:
         RetryableError.
         """
         # Only the thread that enters the namespace moves to it, so a separate thread does this, and ends afterwards.
@@ -124,7 +124,7 @@ def is_tmpfs(path: Path) -> bool:
 
 
 def _mounts_below(root: str) -> list[bytes]:
-    """Returns the mount points below `root` in the calling thread's namespace, the most recent first."""
+    """Return the mount points below `root` in the calling thread's namespace, the most recent first."""
     lines = Path("/proc/thread-self/mountinfo").read_bytes().splitlines()
     points = (line.split()[4].decode("unicode_escape").encode("latin-1") for line in lines)
     prefix = os.fsencode(root) + b"/"
@@ -186,7 +186,7 @@ class SelinuxLabels:
             self.failed(f"cannot label {path}: {error.strerror or error}")
 
     def failed(self, reason: str) -> None:
-        """Logs, once, that a label could not be set."""
+        """Log, once, that a label could not be set."""
         if not self._logged:
             _log.warning("mps_not_labelled", label=CONTAINER_FILE, reason=reason)
         self._logged = True

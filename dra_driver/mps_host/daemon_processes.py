@@ -33,7 +33,7 @@ class ProcessId:
 
 
 def identify(pid: int) -> ProcessId | None:
-    """Returns the process that currently has this PID; None if there is none or it is a zombie. Raises: StateError if
+    """Return the process that currently has this PID; None if there is none or it is a zombie. Raises: StateError if
     this process can open no files now.
     """
     state, start_time = _stat(pid)
@@ -49,7 +49,7 @@ def is_alive(process: ProcessId) -> bool:
 
 
 def spawn(arguments: Sequence[str], environment: Mapping[str, str], output: Path) -> ProcessId:
-    """Starts a program in a new session, with output appended to a file. The program outlives this process.
+    """Start a program in a new session, with output appended to a file. The program outlives this process.
 
     Uses posix_spawn, so that the child gets the mount namespace of the calling thread. Raises: OSError; StateError if
     the program runs, but this process can open no files now. `users_of` finds such a program later.
@@ -72,7 +72,7 @@ def spawn(arguments: Sequence[str], environment: Mapping[str, str], output: Path
 
 
 def reap(pid: int) -> int | None:
-    """Returns the exit code of a child that has exited, negative after a signal.
+    """Return the exit code of a child that has exited, negative after a signal.
 
     None if the process is running, is not a child, or was reaped before.
     """
@@ -83,7 +83,7 @@ def reap(pid: int) -> int | None:
 
 
 def send_signal(process: ProcessId, number: signal.Signals) -> None:
-    """Sends a signal to exactly this process; does nothing if it has exited. Raises: StateError if this process can
+    """Send a signal to exactly this process; does nothing if it has exited. Raises: StateError if this process can
     open no files now.
     """
     try:
@@ -101,7 +101,7 @@ def send_signal(process: ProcessId, number: signal.Signals) -> None:
 
 
 def wait_gone(processes: Iterable[ProcessId], timeout_s: float) -> tuple[ProcessId, ...]:
-    """Waits until all processes have exited, and returns those that have not exited in time. Reaps children of this
+    """Wait until all processes have exited, and return those that have not exited in time. Reaps children of this
     process. Raises: the errors of `identify`.
     """
     deadline, left = time.monotonic() + timeout_s, tuple(processes)
@@ -115,7 +115,7 @@ def wait_gone(processes: Iterable[ProcessId], timeout_s: float) -> tuple[Process
 
 
 def end(processes: Collection[ProcessId], patience_s: float) -> None:
-    """Sends SIGTERM, and SIGKILL to processes that have not exited after `patience_s` seconds. Raises: the errors of
+    """Send SIGTERM, and SIGKILL to processes that have not exited after `patience_s` seconds. Raises: the errors of
     `send_signal`.
     """
     for number in (signal.SIGTERM, signal.SIGKILL):
@@ -127,7 +127,7 @@ def end(processes: Collection[ProcessId], patience_s: float) -> None:
 
 
 def users_of(pipe_directory: str) -> tuple[ProcessId, ...]:
-    """Returns the control daemon and the servers of a pipe directory, oldest first.
+    """Return the control daemon and the servers of a pipe directory, oldest first.
 
     The processes are found by their environment, even after a crash of the host or of the daemon. Clients do not
     count, nor do the short-lived programs that query a daemon. Raises: StateError if this process can open no files
@@ -145,7 +145,7 @@ def users_of(pipe_directory: str) -> tuple[ProcessId, ...]:
 
 
 def users_by_directory(pipe_directories: Iterable[str]) -> dict[str, set[int]]:
-    """Returns the user IDs of the clients of each pipe directory.
+    """Return the user IDs of the clients of each pipe directory.
 
     A client is a process whose environment names the directory by a path in its container's file system. The control
     daemon and the servers do not count. Raises: StateError if this process can open no files now.
@@ -177,7 +177,7 @@ def is_control_daemon(process: ProcessId, pipe_directory: str) -> bool:
 
 
 def _mps_program(pid: int) -> Literal["control", "server"] | None:
-    """Returns which MPS program the process is, or is about to run from a script; None for other programs and for
+    """Return which MPS program the process is, or is about to run from a script; None for other programs and for
     queries to a daemon.
     """
     arguments = _read(f"{_PROC}/{pid}/cmdline").split(b"\0")
@@ -189,14 +189,14 @@ def _mps_program(pid: int) -> Literal["control", "server"] | None:
 
 
 def _variable(pid: int, name: str) -> str | None:
-    """Returns an environment variable with which the process was started."""
+    """Return an environment variable with which the process was started."""
     prefix = f"{name}=".encode()
     entries = _read(f"{_PROC}/{pid}/environ").split(b"\0")
     return next((os.fsdecode(entry[len(prefix) :]) for entry in entries if entry.startswith(prefix)), None)
 
 
 def _user(pid: int) -> int | None:
-    """Returns the effective user ID of a process."""
+    """Return the effective user ID of a process."""
     for line in _read(f"{_PROC}/{pid}/status").splitlines():
         if line.startswith(b"Uid:"):
             return int(line.split()[2])
@@ -204,7 +204,7 @@ def _user(pid: int) -> int | None:
 
 
 def _file(path: str) -> tuple[int, int]:
-    """Returns device and inode, which identify a file. Raises: OSError."""
+    """Return device and inode, which identify a file. Raises: OSError."""
     found = os.stat(path)  # noqa: PTH116
     return found.st_dev, found.st_ino
 
@@ -218,7 +218,7 @@ def _pids() -> Iterator[int]:
 
 
 def _stat(pid: int) -> tuple[str, int]:
-    """Returns (state letter, start time); ("X", 0) if there is no such process."""
+    """Return (state letter, start time); ("X", 0) if there is no such process."""
     _, _, tail = _read(f"{_PROC}/{pid}/stat").rpartition(b")")
     parts = tail.split()
     if len(parts) <= _START_TIME_FIELD:

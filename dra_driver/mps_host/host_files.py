@@ -154,7 +154,7 @@ class MpsHostFiles:
         self._wanted, self._statuses = wanted_files(layout), status_files(layout)
 
     def ensure(self, spec: MpsDaemonSpec, timeout_s: float = 20.0) -> MpsDaemonStatus:
-        """Starts the daemon if necessary, waits until it is ready or in FAULT, and returns its status.
+        """Start the daemon if necessary, wait until it is ready or in FAULT, and return its status.
 
         Raises: PermanentError if the request cannot be satisfied, RetryableError if the daemon failed or was
         not ready in time, NoMpsHostError, StateError.
@@ -175,7 +175,7 @@ class MpsHostFiles:
             self._pause(deadline, "start", spec.device, timeout_s, status)
 
     def stop(self, device: str, timeout_s: float = 20.0) -> None:
-        """Stops the device's daemon, and waits until its processes have exited and its GPUs have their earlier
+        """Stop the device's daemon, and wait until its processes have exited and its GPUs have their earlier
         compute modes. Does nothing if there is no daemon.
 
         Raises: NoMpsHostError if a daemon exists but no host runs (the next host then stops the daemon);
@@ -191,7 +191,7 @@ class MpsHostFiles:
         try:
             self._await_host(deadline)
         except NoMpsHostError as error:
-            _log.warning("mps_stop_left_to_next_host", device=device, reason=str(error))
+            _log.warning("mps_stop_deferred", device=device, reason=str(error))
             raise
         while layout.has_traces(device):
             status = self._statuses.get(device)
@@ -205,7 +205,7 @@ class MpsHostFiles:
             self._pause(deadline, "stop", device, timeout_s, status)
 
     def statuses(self) -> tuple[MpsDaemonStatus, ...]:
-        """Returns the status of each daemon of the node, sorted by name; none if no host runs. Raises: StateError."""
+        """Return the status of each daemon of the node, sorted by name; none if no host runs. Raises: StateError."""
         if not is_locked(self._layout.lock) or not self._layout.statuses.is_dir():
             return ()
         return tuple(self._statuses.all().values())
@@ -219,7 +219,7 @@ class MpsHostFiles:
         return is_ready and self._wanted.get(spec.device) == spec
 
     def unseen(self) -> list[str]:
-        """Returns the devices whose daemon is missing, unwanted, or differs from the wanted one. Raises: StateError."""
+        """Return the devices whose daemon is missing, unwanted, or differs from the wanted one. Raises: StateError."""
         wanted, found = self._wanted.all(), self._statuses.all()
         return sorted(
             device
@@ -228,7 +228,7 @@ class MpsHostFiles:
         )
 
     def problems(self) -> Sequence[NodeProblem]:
-        """Returns the problem of each daemon that has one, and of a host that is needed but has been missing, silent or
+        """Return the problem of each daemon that has one, and of a host that is needed but has been missing, silent or
         incompatible for 30 s.
 
         Compares with earlier calls, so it must be called every few seconds. Raises: StateError.
@@ -247,7 +247,7 @@ class MpsHostFiles:
         return found
 
     def _host_trouble(self) -> str | None:
-        """Returns the host's problem if it has lasted for 30 s. The problem clears only when the host touches
+        """Return the host's problem if it has lasted for 30 s. The problem clears only when the host touches
         `host.alive` again.
         """
         reason, sign = self.host_problem(), stamp_or_none(self._layout.alive)
@@ -280,7 +280,7 @@ class MpsHostFiles:
         )
 
     def host_problem(self) -> str | None:
-        """Returns why no daemon can be requested. Raises: StateError."""
+        """Return why no daemon can be requested. Raises: StateError."""
         if not is_locked(self._layout.lock):
             enable = f"enable it: {helm_set('mps.enabled=true')}"
             return f"the MPS host is not running on this node; if MPS is enabled, {_SEE_PODS}, otherwise {enable}"
@@ -297,7 +297,7 @@ class MpsHostFiles:
         return is_locked(self._layout.lock) and not read_or_none(self._layout.lock)
 
     def _want(self, spec: MpsDaemonSpec) -> None:
-        """Requests the daemon from the host.
+        """Request the daemon from the host.
 
         Raises: PermanentError if other claims use this daemon with different settings, or still use the device that
         had this name before; StateError.
@@ -315,7 +315,7 @@ class MpsHostFiles:
             self._wanted.write(device, spec, durable=False, whole=True)
 
     def _refusal(self, device: str) -> str | None:
-        """Returns why the start of a wanted daemon failed; None while the host may still start it."""
+        """Return why the start of a wanted daemon failed; None while the host may still start it."""
         status = self._statuses.get(device)
         if status is None or status.state != "failed" or self._layout.record(device).exists():
             return None
@@ -353,7 +353,7 @@ class MpsHostFiles:
 
 
 def _of_daemon(device: str, problem: str) -> str:
-    """Returns a sentence about a daemon that does not work, which names the daemon once."""
+    """Return a sentence about a daemon that does not work, which names the daemon once."""
     if problem.startswith(f"the MPS daemon of {device} "):
         return f"T{problem[1:]}"
     return f"The MPS daemon of {device} does not work: {problem}"
@@ -362,12 +362,12 @@ def _of_daemon(device: str, problem: str) -> str:
 def wanted_files(
     layout: MpsLayout, tell: Callable[[UnreadableFile], None] = lambda _file: None
 ) -> JsonStore[MpsDaemonSpec]:
-    """Returns the wanted daemons by device, read at each call."""
+    """Return the wanted daemons by device, read at each call."""
     return _files(layout.wanted_directory, WANTED_FILE, tell)
 
 
 def status_files(layout: MpsLayout) -> JsonStore[MpsDaemonStatus]:
-    """Returns the host's status reports by device, read at each call."""
+    """Return the host's status reports by device, read at each call."""
     return _files(layout.statuses, STATUS_FILE, lambda _file: None)
 
 
@@ -419,7 +419,7 @@ class MpsLayout:
         return self.root / "host.status"
 
     def wanted(self, device: str) -> Path:
-        """The file that requests the daemon."""
+        """Return the file that requests the daemon."""
         return self.wanted_directory / f"{_checked(device)}{SUFFIX}"
 
     def is_unwanted(self, device: str) -> bool:
@@ -433,15 +433,15 @@ class MpsLayout:
         return False
 
     def status(self, device: str) -> Path:
-        """The status file of the daemon."""
+        """Return the status file of the daemon."""
         return self.statuses / f"{_checked(device)}{SUFFIX}"
 
     def record(self, device: str) -> Path:
-        """The record of the daemon."""
+        """Return the record of the daemon."""
         return self.root / f"{_checked(device)}{SUFFIX}"
 
     def directory(self, device: str) -> Path:
-        """The directory with the daemon's files, which exists as long as the daemon.
+        """Return the directory with the daemon's files, which exists as long as the daemon.
 
         Its name is the device name if that is short, like a GPU's; otherwise `gpu_` and a hash of the device name. So
         its length is limited, and it never equals another device name, because device names have no `_`.
@@ -453,7 +453,7 @@ class MpsLayout:
         return self.root / name
 
     def refuse_long_path(self, device: str) -> None:
-        """Raises PermanentError if the path of a socket is too long for NVIDIA's control daemon."""
+        """Raise PermanentError if the path of a socket is too long for NVIDIA's control daemon."""
         path = f"{self.directories(device).pipe}/{LONGEST_SOCKET_NAME}"
         excess = len(os.fsencode(path)) - LONGEST_SOCKET
         if excess > 0:
@@ -464,7 +464,7 @@ class MpsLayout:
             )
 
     def directories(self, device: str) -> MpsDirectories:
-        """The directories that clients need."""
+        """Return the directories that clients need."""
         top = self.directory(device)
         return MpsDirectories(pipe=str(top / "pipe"), log=str(top / "log"), shm=str(top / "shm"))
 
@@ -478,7 +478,7 @@ class MpsLayout:
 
 
 def mps_layout(plugin_directory: Path) -> MpsLayout:
-    """Returns the layout below the plugin's own directory."""
+    """Return the layout below the plugin's own directory."""
     return MpsLayout(plugin_directory / "mps")
 
 
@@ -516,7 +516,7 @@ class DaemonRecords(JsonStore[DaemonRecord]):
         self._layout = layout
 
     def refuse_newer(self, device: str) -> None:
-        """Raises: StateError if a newer release wrote the record, which may have settings to restore that this release
+        """Raise StateError if a newer release wrote the record, which may have settings to restore that this release
         does not know.
         """
         self.get(device)
@@ -525,11 +525,11 @@ class DaemonRecords(JsonStore[DaemonRecord]):
             raise StateError(f"{found.newer}, or remove {self.path(device)}")
 
     def save(self, record: DaemonRecord) -> None:
-        """Replaces the record, synced to disk. Raises: StateError."""
+        """Replace the record, synced to disk. Raises: StateError."""
         self.write(record.spec.device, record, durable=True, whole=True)
 
     def forget(self, device: str) -> None:
-        """Removes the record; does nothing if there is none. Raises: StateError.
+        """Remove the record; does nothing if there is none. Raises: StateError.
 
         Unreadable records that were set aside are kept.
         """

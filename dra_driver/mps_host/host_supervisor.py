@@ -90,7 +90,7 @@ class Supervisor:
         self._watch.start()
 
     def close(self) -> None:
-        """Stops monitoring. Daemons keep running, and the next host process continues unfinished starts."""
+        """Stop monitoring. Daemons keep running, and the next host process continues unfinished starts."""
         self._tools.closing.set()
         if self._watch is not None:
             self._watch.join()
@@ -99,7 +99,7 @@ class Supervisor:
         self._held.close()
 
     def status(self) -> tuple[MpsDaemonStatus, ...]:
-        """Returns the status of all daemons: first the adopted ones, then the others in the order of their requests."""
+        """Return the status of all daemons: first the adopted ones, then the others in the order of their requests."""
         return tuple(daemon.status for daemon in [*self._daemons.values()] if not daemon.gone)
 
     def _take_over(self) -> None:
@@ -126,7 +126,7 @@ class Supervisor:
             self._publish(device)
 
     def _specs(self, devices: Iterable[str]) -> Iterable[MpsDaemonSpec]:
-        """Returns the specs of these daemons, and of all daemons with a wanted file or status file, as far as they
+        """Return the specs of these daemons, and of all daemons with a wanted file or status file, as far as they
         are known without the host's records.
         """
         found = {device: MpsDaemonSpec(device, "", "mig", "") for device in filter(is_dns_label, devices)}
@@ -144,7 +144,7 @@ class Supervisor:
         return directory.exists() or bool(processes.users_of(pipe))
 
     def _without_record(self, spec: MpsDaemonSpec) -> Daemon:
-        """Returns a daemon whose record is lost; its GPUs get the default compute mode when it stops."""
+        """Return a daemon whose record is lost; its GPUs get the default compute mode when it stops."""
         gpus = spec.gpu_uuids if spec.kind == "gpu" else ()
         modes_of = ", ".join(gpus) or None
         _log.warning("mps_daemon_without_record", device=spec.device, compute_mode_of=modes_of)
@@ -171,7 +171,7 @@ class Supervisor:
             self._tools.closing.wait(timings.look if self._daemons or self._published else timings.idle)
 
     def _look(self) -> None:
-        """Starts wanted daemons, and stops daemons that are not wanted or have a different spec."""
+        """Start wanted daemons, and stop daemons that are not wanted or have a different spec."""
         for device, daemon in [*self._daemons.items()]:
             if daemon.gone:
                 del self._daemons[device]
@@ -197,7 +197,7 @@ class Supervisor:
                 self._attend(device, partial(daemon.stop, partial(self._is_over, daemon)))
 
     def _is_over(self, daemon: Daemon) -> bool:
-        """Publishes that the daemon no longer serves, then returns whether it is still unwanted. Raises:
+        """Publish that the daemon no longer serves, then return whether it is still unwanted. Raises:
         StateError.
         """
         device = daemon.status.device
@@ -215,14 +215,14 @@ class Supervisor:
         self._is_written = all([self._publish(device) for device in {*self._daemons, *self._published}])
 
     def _touch_alive(self) -> None:
-        """Shows the plugin that this host is running. Ignores failures, because the plugin then notices that the
+        """Show the plugin that this host is running. Ignores failures, because the plugin then notices that the
         file's time is old.
         """
         with suppress(OSError):
             self._layout.alive.touch(mode=0o600)
 
     def _refuse_overlap(self, spec: MpsDaemonSpec) -> None:
-        """Raises RetryableError while an older daemon uses one of the GPUs: the first daemon to stop would restore
+        """Raise RetryableError while an older daemon uses one of the GPUs: the first daemon to stop would restore
         the GPU's compute mode while the other still needs it.
         """
         for other in self.status():
@@ -239,7 +239,7 @@ class Supervisor:
     # --- what runs -----------------------------------------------------------------------------
 
     def _publish(self, device: str) -> bool:
-        """Updates the device's status file. Returns False after a failure, which the next check retries."""
+        """Update the device's status file. Returns False after a failure, which the next check retries."""
         with self._publishing:
             daemon = self._daemons.get(device)
             status = None if daemon is None or daemon.gone else daemon.status
@@ -259,7 +259,7 @@ class Supervisor:
     # --- threads -------------------------------------------------------------------------------
 
     def _attend(self, device: str, act: Callable[[], None]) -> None:
-        """Calls `act` in a thread, and then publishes the device's status."""
+        """Call `act` in a thread, and then publishes the device's status."""
 
         def attend() -> None:
             act()
@@ -271,7 +271,7 @@ class Supervisor:
         return name in self._workers and self._workers[name].is_alive()
 
     def _work(self, name: str, action: Callable[[], object]) -> None:
-        """Runs the action in a new thread, unless the last thread with this name is still running."""
+        """Run the action in a new thread, unless the last thread with this name is still running."""
         if self._is_busy(name):
             return
         thread = threading.Thread(target=_logged, args=(action,), name=f"mps-{name}")
@@ -279,11 +279,11 @@ class Supervisor:
             thread.start()
             self._workers[name] = thread
         except RuntimeError as error:  # the next check retries
-            _log.warning("mps_look_delayed", thread=thread.name, reason=str(error))
+            _log.warning("mps_check_delayed", thread=thread.name, reason=str(error))
 
 
 def _free(path: Path, is_right: Callable[[Path], bool]) -> None:
-    """Sets aside a file of the wrong type that occupies the path of a file or directory of this host, because it
+    """Set aside a file of the wrong type that occupies the path of a file or directory of this host, because it
     would block all devices.
 
     Raises: StateError.

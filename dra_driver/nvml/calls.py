@@ -77,27 +77,27 @@ process, and eight GPUs should not take eight times as long.
 
 
 def translated(error: pynvml.NVMLError, action: str) -> DraDriverError:
-    """Returns our error for an NVML error; `action` describes the attempt and its object."""
+    """Return our error for an NVML error; `action` describes the attempt and its object."""
     code = error.value
     if code in _UNAVAILABLE:
         kind = DriverGoneError if code in _GONE else NvmlUnavailableError
-        return kind(f"{action}: {_UNAVAILABLE[code]}")
+        return kind(f"cannot {action}: {_UNAVAILABLE[code]}")
     if code in _LOST:
-        return DeviceLostError(f"{action}: the GPU does not answer ({error})")
+        return DeviceLostError(f"cannot {action}: the GPU does not answer ({error})")
     if code in _ABSENT:
-        return NotSupportedError(f"{action}: {error}")
+        return NotSupportedError(f"cannot {action}: {error}")
     if code == pynvml.NVML_ERROR_IN_USE:
-        return DeviceBusyError(f"{action}: {error}")
+        return DeviceBusyError(f"cannot {action}: {error}")
     if code in _PASSING:
-        return NvmlTransientError(f"{action}: {error}")
+        return NvmlTransientError(f"cannot {action}: {error}")
     if code in _UNSURE:
-        return NvmlUnknownOutcomeError(f"{action}: {error}")
-    return RetryableError(f"{action}: {_REMEDIES.get(code, error)}")
+        return NvmlUnknownOutcomeError(f"cannot {action}: {error}")
+    return RetryableError(f"cannot {action}: {_REMEDIES.get(code, error)}")
 
 
 @contextmanager
 def nvml_errors(action: str) -> Iterator[None]:
-    """Converts all errors of the binding to ours.
+    """Convert all errors of the binding to ours.
 
     Raises: NvmlUnavailableError (DriverGoneError), DeviceLostError, DeviceBusyError, NotSupportedError,
     NvmlTransientError (NvmlUnknownOutcomeError), RetryableError.
@@ -107,7 +107,7 @@ def nvml_errors(action: str) -> Iterator[None]:
     except pynvml.NVMLError as error:
         raise translated(error, action) from error
     except getattr(pynvml, "NVMLLibraryMismatchError", ()) as error:
-        raise NotSupportedError(f"{action}: {error}") from error
+        raise NotSupportedError(f"cannot {action}: {error}") from error
 
 
 @contextmanager
@@ -130,7 +130,7 @@ def collected(faults: list[DiscoveryFault], subject: str) -> AbstractContextMana
 
 
 def supported(call: Callable[..., T], *args: object) -> T | None:
-    """Returns the call's result, or None if the GPU or driver lacks the feature.
+    """Return the call's result, or None if the GPU or driver lacks the feature.
 
     Raises: the other errors of `nvml_errors`.
     """
@@ -144,7 +144,7 @@ def supported(call: Callable[..., T], *args: object) -> T | None:
 def query(
     call: Callable[..., T], *args: object, failed: Callable[[Exception], object] = lambda _error: None
 ) -> T | None:
-    """Returns the call's result; None if it is not supported or fails. Errors are passed to `failed`.
+    """Return the call's result; None if it is not supported or fails. Errors are passed to `failed`.
 
     Raises: the errors of `best_effort`.
     """
@@ -166,7 +166,7 @@ class GpuWalk:
         self._outstanding: dict[int, Future[Any]] = {}
 
     def each(self, indexes: Sequence[int], read: Callable[[int], T]) -> dict[int, Future[T]]:
-        """Returns the results of `read`, by index, as completed futures. GPUs that do not answer are omitted.
+        """Return the results of `read`, by index, as completed futures. GPUs that do not answer are omitted.
 
         >>> [index for index, answer in GpuWalk().each(range(2), lambda index: index * 10).items()]
         [0, 1]
@@ -194,7 +194,7 @@ class GpuWalk:
         return answers
 
     def _begun(self, indexes: Sequence[int], read: Callable[[int], T]) -> dict[int, Future[T]]:
-        """Starts a thread that reads the GPUs in this order, and exits at the first cancelled call."""
+        """Start a thread that reads the GPUs in this order, and exits at the first cancelled call."""
         calls: dict[int, Future[T]] = {index: Future() for index in indexes}
 
         def run() -> None:

@@ -34,7 +34,7 @@ _MAX_NAMED = 8
 
 
 def read_processes(uuid: str) -> Mapping[int, str]:
-    """Returns the processes on a GPU or MIG device by ID, such as `process 4711 (python3)`, without MPS
+    """Return the processes on a GPU or MIG device by ID, such as `process 4711 (python3)`, without MPS
     servers.
 
     NVML shows only processes in this process's PID namespace or below it; a list that NVML refuses counts as
@@ -48,7 +48,7 @@ def read_processes(uuid: str) -> Mapping[int, str]:
 
 
 def read_gpu_processes(uuid: str, handle: Handle) -> Sequence[GpuProcess]:
-    """Returns the processes on a GPU or MIG device sorted by ID, without duplicates, including MPS servers.
+    """Return the processes on a GPU or MIG device sorted by ID, without duplicates, including MPS servers.
 
     NVML shows only processes in this process's PID namespace or below it. Raises: the errors of
     `read_processes`.
@@ -69,7 +69,7 @@ def _process(pid: int, entry: Any) -> GpuProcess:
 
 
 def process_name(pid: int) -> str:
-    """Returns a process's name from NVML as one short line; empty if unknown."""
+    """Return a process's name from NVML as one short line; empty if unknown."""
     try:
         name = pynvml.nvmlSystemGetProcessName(pid)
     except (pynvml.NVMLError, ValueError):
@@ -79,14 +79,14 @@ def process_name(pid: int) -> str:
 
 
 def process_text(pid: int, name: str) -> str:
-    """Returns `process 4711 (python3)`, or `process 4711` if the name is empty. Unusual characters are quoted, because
+    """Return `process 4711 (python3)`, or `process 4711` if the name is empty. Unusual characters are quoted, because
     the program in the pod chooses the name.
     """
     return f"process {pid} ({quoted(name)})" if name else f"process {pid}"
 
 
 def listed(handle: Handle, uuid: str, versions: Sequence[str]) -> Sequence[Any]:
-    """Lists one kind of process with the newest function that the NVIDIA driver has."""
+    """List one kind of process with the newest function that the NVIDIA driver has."""
     for name in versions:
         try:
             with nvml_errors(f"list the processes on {uuid}"):
@@ -102,7 +102,7 @@ def listed(handle: Handle, uuid: str, versions: Sequence[str]) -> Sequence[Any]:
 
 
 def holders_of(handles: Iterable[Handle]) -> list[str]:
-    """Returns the processes that NVML shows on GPUs or MIG devices, as `process 4711 (python3)` sorted by ID.
+    """Return the processes that NVML shows on GPUs or MIG devices, as `process 4711 (python3)` sorted by ID.
 
     Processes that NVML cannot list are missing.
     """
@@ -115,12 +115,12 @@ def holders_of(handles: Iterable[Handle]) -> list[str]:
 
 
 def busy_error(action: str, holders: Sequence[str], subject: str, look_at: str) -> DeviceBusyError:
-    """Returns the error for an action that failed because `holders` use `subject`; without known holders, it
+    """Return the error for an action that failed because `holders` use `subject`; without known holders, it
     recommends `look_at`.
     """
     if not holders:
         return DeviceBusyError(
-            f"{action}: {subject} is in use, but NVML shows no process on it; a monitor such as DCGM or "
+            f"cannot {action}: {subject} is in use, but NVML shows no process on it; a monitor such as DCGM or "
             f"another process may have the device file open: check with {look_at}"
         )
     remedy = (
@@ -128,7 +128,7 @@ def busy_error(action: str, holders: Sequence[str], subject: str, look_at: str) 
         if len(holders) == 1
         else "stop them, or wait until they stop"
     )
-    return DeviceBusyError(f"{action}: {subject} is in use by {named(holders, _MAX_NAMED)}; {remedy}")
+    return DeviceBusyError(f"cannot {action}: {subject} is in use by {named(holders, _MAX_NAMED)}; {remedy}")
 
 
 class PersistenceModes:
@@ -148,7 +148,7 @@ class PersistenceModes:
         return None if mode is None else bool(mode)
 
     def set(self, gpu_uuid: str, pci_bus_id: str | None, on: bool) -> None:
-        """Sets the mode if necessary, and reads it back. Also raises NotSupportedError."""
+        """Set the mode if necessary, and read it back. Also raises NotSupportedError."""
         action = f"switch persistence mode of GPU {gpu_uuid} {'on' if on else 'off'}"
         with self._operation():
             if self.get(gpu_uuid, pci_bus_id) == on:
@@ -157,5 +157,5 @@ class PersistenceModes:
                 pynvml.nvmlDeviceSetPersistenceMode(gpu_handle(gpu_uuid, pci_bus_id), int(on))
             if self.get(gpu_uuid, pci_bus_id) != on:
                 raise RetryableError(
-                    f"{action}: NVML reported success, but the mode did not change; check nvidia-persistenced"
+                    f"cannot {action}: NVML reported success, but the mode did not change; check nvidia-persistenced"
                 )

@@ -71,7 +71,7 @@ class _Queries:
         return self.has_succeeded or not self._has_failed
 
     def query(self, name: str, call: Callable[..., T], *args: object) -> T | None:
-        """Returns the value; None if it is not supported or the query failed. Raises: the errors of
+        """Return the value; None if it is not supported or the query failed. Raises: the errors of
         `best_effort`.
         """
 
@@ -90,7 +90,7 @@ class _Queries:
 
 
 def read_health(uuid: str, handle: Handle | None = None, before: PolledHealth | None = None) -> PolledHealth:
-    """Returns all health signals of one GPU; `handle` is optional and must be of this session.
+    """Return all health signals of one GPU; `handle` is optional and must be of this session.
 
     With an earlier poll in `before`, signals that rarely change are not queried. The repair signals (`_RARE_REPAIRS`)
     and the NVLinks are copied from `before`; the other rare signals are None.
@@ -142,7 +142,7 @@ def read_health(uuid: str, handle: Handle | None = None, before: PolledHealth | 
 
 
 def _rare(queries: _Queries, handle: Handle, *, is_working: bool) -> dict[str, Any]:
-    """Returns the signals that rarely change."""
+    """Return the signals that rarely change."""
     nvlinks = queries.query("nvlinks", _nvlinks, handle)
     errors = (
         queries.query("nvlink_errors", _nvlink_errors, handle, nvlinks.up) if nvlinks and nvlinks.up else None
@@ -157,7 +157,7 @@ def _rare(queries: _Queries, handle: Handle, *, is_working: bool) -> dict[str, A
 
 
 def _accepts_work(queries: _Queries) -> bool | None:
-    """Queries the whole machine, so a failure does not mean that this GPU has a fault."""
+    """Query the whole machine, so a failure does not mean that this GPU has a fault."""
     try:
         return queries.query("accepts_work", accepts_work)
     except DeviceLostError:
@@ -166,7 +166,7 @@ def _accepts_work(queries: _Queries) -> bool | None:
 
 
 def read_instances(uuid: str, handle: Handle | None = None) -> Mapping[tuple[int, int], str]:
-    """Returns the UUIDs of the MIG devices of a GPU by GPU instance and compute instance; `handle` as in
+    """Return the UUIDs of the MIG devices of a GPU by GPU instance and compute instance; `handle` as in
     `read_health`.
 
     Raises: DeviceLostError, NvmlUnavailableError, RetryableError if they cannot all be read.
@@ -191,7 +191,7 @@ def read_instances(uuid: str, handle: Handle | None = None) -> Mapping[tuple[int
 
 
 def _recovery_action(handle: Handle) -> int | None:
-    """Returns the recovery action; None if the library does not know the field. Raises: pynvml.NVMLError."""
+    """Return the recovery action; None if the library does not know the field. Raises: pynvml.NVMLError."""
     (entry,) = pynvml.nvmlDeviceGetFieldValues(handle, [_RECOVERY_ACTION_FIELD])
     if entry.nvmlReturn == pynvml.NVML_ERROR_INVALID_ARGUMENT:
         return None
@@ -201,7 +201,7 @@ def _recovery_action(handle: Handle) -> int | None:
 
 
 def _nvlinks(handle: Handle) -> NvLinks | None:
-    """Returns the state of the NVLinks; None for a GPU without NVLink, or in MIG mode. Raises: DraDriverError."""
+    """Return the state of the NVLinks; None for a GPU without NVLink, or in MIG mode. Raises: DraDriverError."""
     states = link_states(handle)
     if states and not any(states):
         mode = supported(pynvml.nvmlDeviceGetMigMode, handle)
@@ -221,7 +221,7 @@ def _nvlinks(handle: Handle) -> NvLinks | None:
 
 
 def _nvlink_errors(handle: Handle, links: Sequence[int]) -> Mapping[str, int] | None:
-    """Returns the error counts by kind, without unsupported kinds. GPUs before Blackwell have one count for all
+    """Return the error counts by kind, without unsupported kinds. GPUs before Blackwell have one count for all
     links.
 
     Raises: pynvml.NVMLError.
@@ -282,7 +282,7 @@ def _pcie_slow(handle: Handle) -> bool:
 
 
 def _clock_reasons(handle: Handle) -> int:
-    """Returns the reasons for the current clocks as NVML's bits. Falls back to an older call. Raises:
+    """Return the reasons for the current clocks as NVML's bits. Falls back to an older call. Raises:
     pynvml.NVMLError.
     """
     try:

@@ -84,12 +84,12 @@ class HealthSource:
         return self._session.change_lasts_s()
 
     def driver_version(self) -> str | None:
-        """Returns the driver's version. Raises: NvmlUnavailableError."""
+        """Return the driver's version. Raises: NvmlUnavailableError."""
         with self._using():
             return supported(pynvml.nvmlSystemGetDriverVersion)
 
     def set_number(self) -> int | None:
-        """Returns the number of the newest event set; None if the current session has none."""
+        """Return the number of the newest event set; None if the current session has none."""
         try:
             with self._session.kept_open(), self._guard:
                 return self._sets[-1].number if self._sets else None
@@ -97,7 +97,7 @@ class HealthSource:
             return None
 
     def open_events(self) -> None:
-        """Opens a new event set, in which every GPU must be registered. Raises: NvmlUnavailableError,
+        """Open a new event set, in which every GPU must be registered. Raises: NvmlUnavailableError,
         RetryableError.
         """
         with self._using():
@@ -107,7 +107,7 @@ class HealthSource:
                 self._sets.append(made)
 
     def register(self, gpu_uuid: str, pci_bus_id: str | None) -> None:
-        """Registers the GPU in the newest event set.
+        """Register the GPU in the newest event set.
 
         Earlier events are not delivered unless the GPU was already registered, so the caller must poll the
         GPU afterwards. Raises: NvmlUnavailableError; DeviceLostError, NotSupportedError, RetryableError if
@@ -134,14 +134,14 @@ class HealthSource:
                         one.left.add(gpu_uuid)
 
     def forget(self, gpu_uuid: str) -> None:
-        """Stops monitoring the GPU."""
+        """Stop monitoring the GPU."""
         with self._guard:
             self._handles.pop(gpu_uuid, None)
             for one in self._sets:
                 one.members.discard(gpu_uuid)
 
     def wait(self, timeout_s: float) -> HealthEvent | None:
-        """Returns the next event, or None if none came in time.
+        """Return the next event, or None if none came in time.
 
         Raises: DeviceLostError if a GPU was lost, but NVML does not say which one;
         NvmlUnavailableError, RetryableError.
@@ -164,7 +164,7 @@ class HealthSource:
                 raise
 
     def _drain(self, old: _EventSet) -> None:
-        """Takes the remaining events from an older set, and frees the set if no GPU needs it. New events may also be
+        """Take the remaining events from an older set, and frees the set if no GPU needs it. New events may also be
         in the newer set, so some are delivered twice, but none is lost.
         """
         with self._guard:
@@ -218,7 +218,7 @@ class HealthSource:
                 self._driver_loads += 1
 
     def _handle(self, uuid: str, pci_bus_id: str | None) -> Any:
-        """Returns the GPU's handle in this session, found by PCI bus ID if known, because a search by UUID
+        """Return the GPU's handle in this session, found by PCI bus ID if known, because a search by UUID
         waits for every busy GPU.
 
         Raises: the errors of `gpu_handle`.
@@ -245,7 +245,7 @@ class HealthSource:
         )
 
     def _uuid_of(self, handle: Any) -> str | None:
-        """Looks up the handle's address first, because a GPU that fell off the bus does not report its UUID."""
+        """Look up the handle's address first, because a GPU that fell off the bus does not report its UUID."""
         known = self._uuids.get(_address(handle))
         if known is not None:
             return known
@@ -256,7 +256,7 @@ class HealthSource:
 
 
 def _register(uuid: str, handle: Any, event_set: Any) -> None:
-    """Raises: DraDriverError."""
+    """Raise DraDriverError."""
     with nvml_errors(f"register events of GPU {uuid}"):
         types = pynvml.nvmlDeviceGetSupportedEventTypes(handle) & _WANTED
         if not types & _XID:

@@ -52,7 +52,7 @@ _LOOK_AT_CAPS = "`fuser -v /dev/nvidia-caps/*` on the node"
 def _whole(
     method: Callable[Concatenate[MigHardware, P], T],
 ) -> Callable[Concatenate[MigHardware, P], T]:
-    """Runs the method as one NVML operation, so that NVML is not shut down before the method returns."""
+    """Run the method as one NVML operation, so that NVML is not shut down before the method returns."""
 
     @wraps(method)
     def as_operation(self: MigHardware, /, *arguments: P.args, **options: P.kwargs) -> T:
@@ -96,7 +96,7 @@ class MigHardware:
 
     @_whole
     def mode(self, gpu_uuid: str, pci_bus_id: str | None) -> tuple[bool, bool] | None:
-        """Returns MIG mode as (current, after the next reset); None for a GPU without MIG."""
+        """Return MIG mode as (current, after the next reset); None for a GPU without MIG."""
         return mig_mode(gpu_handle(gpu_uuid, pci_bus_id), gpu_uuid)
 
     @_whole
@@ -110,11 +110,11 @@ class MigHardware:
         action = f"switch MIG mode of GPU {gpu_uuid} {'on' if on else 'off'}"
         before = mig_mode(handle, gpu_uuid)
         if before is None:
-            raise NotSupportedError(f"{action}: the GPU does not support MIG")
+            raise NotSupportedError(f"cannot {action}: the GPU does not support MIG")
         if before == (on, on):
             return
         waits = RetryableError(
-            f"{action}: the mode takes effect at the next reset of the GPU; {reset(gpu_uuid)} or virtual machine"
+            f"cannot {action}: the mode takes effect at the next reset of the GPU; {reset(gpu_uuid)} or virtual machine"
         )
         try:
             # Every process with NVML open is a client of every GPU.
@@ -137,14 +137,14 @@ class MigHardware:
 
     @_whole
     def minor(self, gpu_uuid: str, pci_bus_id: str | None) -> int | None:
-        """Returns the current minor number of the GPU's device node; None if NVML does not report it."""
+        """Return the current minor number of the GPU's device node; None if NVML does not report it."""
         handle = gpu_handle(gpu_uuid, pci_bus_id)
         with nvml_errors(f"read the minor number of GPU {gpu_uuid}"):
             return supported(pynvml.nvmlDeviceGetMinorNumber, handle)
 
     @_whole
     def cuts(self, gpu: Gpu) -> tuple[str, tuple[PlacedProfile, ...]]:
-        """Returns the GPU's PCI device and vendor ID, such as `0x233010de`, and every profile with its placements,
+        """Return the GPU's PCI device and vendor ID, such as `0x233010de`, and every profile with its placements,
         whether MIG mode is on or off.
 
         Raises: RetryableError if the table is incomplete.
@@ -160,7 +160,7 @@ class MigHardware:
 
     @_whole
     def instances(self, gpu_uuid: str, pci_bus_id: str | None) -> tuple[GpuInstance, ...]:
-        """Returns every GPU instance of the GPU sorted by placement, with or without compute instances; none
+        """Return every GPU instance of the GPU sorted by placement, with or without compute instances; none
         while MIG mode is off.
 
         Raises: RetryableError if an instance cannot be read.
@@ -169,7 +169,7 @@ class MigHardware:
 
     @_whole
     def create(self, gpu_uuid: str, pci_bus_id: str | None, profile_id: int, placement: Placement) -> int:
-        """Creates a GPU instance at exactly this placement and returns its ID.
+        """Create a GPU instance at exactly this placement and return its ID.
 
         Raises: RetryableError if an instance is in the way, or the NVIDIA driver used another placement;
         NvmlTransientError, for example if MIG mode is off, or if nothing is in the way but the NVIDIA driver has no
@@ -188,21 +188,21 @@ class MigHardware:
                     raise self._no_room(action, handle, gpu_uuid, profile_id, placement) from error
                 except pynvml.NVMLError_InvalidArgument as error:
                     raise RetryableError(
-                        f"{action}: the NVIDIA driver does not accept this profile or placement ({error}); delete the "
-                        "pod and its claim so that the scheduler allocates another device"
+                        f"cannot {action}: the NVIDIA driver does not accept this profile or placement ({error}); "
+                        "delete the pod and its claim so that the scheduler allocates another device"
                     ) from error
         except NotSupportedError as error:
             mode = mig_mode(handle, gpu_uuid)
             if mode is None or mode[0]:
                 raise
-            raise NvmlTransientError(f"{action}: MIG mode was switched off") from error
+            raise NvmlTransientError(f"cannot {action}: MIG mode was switched off") from error
         try:
-            with nvml_errors(f"{action}: read it back"):
+            with nvml_errors(f"read it back ({action})"):
                 info = pynvml.nvmlGpuInstanceGetInfo(made)
             found, where = int(info.profileId), placement_of(info)
             if (found, where) != (profile_id, placement):
                 raise RetryableError(
-                    f"{action}: the NVIDIA driver created profile {found} at {_slices(where)} instead"
+                    f"cannot {action}: the NVIDIA driver created profile {found} at {_slices(where)} instead"
                 )
         except DraDriverError as error:
             _destroy_again(error, pynvml.nvmlGpuInstanceDestroy, made)
@@ -232,7 +232,7 @@ class MigHardware:
             if inside and not holders:
                 left = ", ".join(f"{number} ({uuid})" for number, uuid, _ in inside)
                 raise DeviceBusyError(
-                    f"{action}: it contains compute instances: {left}; destroy them first"
+                    f"cannot {action}: it contains compute instances: {left}; destroy them first"
                 ) from error
             raise busy_error(action, holders, "it", _LOOK_AT_CAPS) from error
 
@@ -242,7 +242,7 @@ class MigHardware:
     def compute_instances(
         self, gpu_uuid: str, pci_bus_id: str | None, gpu_instance_id: int
     ) -> tuple[tuple[int, str], ...]:
-        """Returns the compute instances in a GPU instance as (ID, UUID of the MIG device); empty if the GPU
+        """Return the compute instances in a GPU instance as (ID, UUID of the MIG device); empty if the GPU
         instance is gone.
         """
         handle = gpu_handle(gpu_uuid, pci_bus_id)
@@ -256,11 +256,11 @@ class MigHardware:
             except pynvml.NVMLError_NotFound as error:
                 if gpu_instance_handle(handle, gpu_uuid, gpu_instance_id) is None:
                     return ()
-                raise RetryableError(f"{action}: one of the instances was destroyed") from error
+                raise RetryableError(f"cannot {action}: one of the instances was destroyed") from error
 
     @_whole
     def create_compute(self, gpu_uuid: str, pci_bus_id: str | None, gpu_instance_id: int) -> tuple[int, str]:
-        """Creates the compute instance that covers a whole GPU instance; returns (ID, UUID of the MIG device). A
+        """Create the compute instance that covers a whole GPU instance; return (ID, UUID of the MIG device). A
         failure leaves nothing behind, except with NvmlUnknownOutcomeError.
 
         Raises: NvmlTransientError if the GPU instance is gone or already has compute instances.
@@ -269,7 +269,7 @@ class MigHardware:
         action = f"create a compute instance in GPU instance {gpu_instance_id} of GPU {gpu_uuid}"
         instance = gpu_instance_handle(handle, gpu_uuid, gpu_instance_id)
         if instance is None:
-            raise NvmlTransientError(f"{action}: another program destroyed the GPU instance")
+            raise NvmlTransientError(f"cannot {action}: another program destroyed the GPU instance")
         profiles = self._table(handle, gpu_uuid)
         with _creation_errors(action):
             profile = profiles.get(int(pynvml.nvmlGpuInstanceGetInfo(instance).profileId))
@@ -277,11 +277,11 @@ class MigHardware:
             chosen = None if profile is None else whole_compute_profile(offered, profile)
             if chosen is None:
                 raise NotSupportedError(
-                    f"{action}: NVML offers no compute instance that uses the whole GPU instance"
+                    f"cannot {action}: NVML offers no compute instance that uses the whole GPU instance"
                 )
             made = pynvml.nvmlGpuInstanceCreateComputeInstance(instance, chosen)
         try:
-            with nvml_errors(f"{action}: read it back"):
+            with nvml_errors(f"read it back ({action})"):
                 return compute_identity(made)
         except DraDriverError as error:
             _destroy_again(error, pynvml.nvmlComputeInstanceDestroy, made)
@@ -320,11 +320,11 @@ class MigHardware:
         return read_gpu_instances(handle, gpu_uuid, self._table(handle, gpu_uuid).values())
 
     def _table(self, handle: Handle, gpu_uuid: str) -> dict[int, MigProfile]:
-        """Returns the GPU's profiles by ID. Raises: RetryableError if the table is incomplete."""
+        """Return the GPU's profiles by ID. Raises: RetryableError if the table is incomplete."""
         return self._complete_table(self._profiles, handle, Gpu(uuid=gpu_uuid))
 
     def _complete_table(self, tables: Tables[T], handle: Handle, gpu: Gpu) -> T:
-        """Returns the GPU's table from `tables`, which reads it once for each driver version.
+        """Return the GPU's table from `tables`, which reads it once for each driver version.
 
         Raises: RetryableError if the table is incomplete.
         """
@@ -339,25 +339,25 @@ class MigHardware:
     def _no_room(
         self, action: str, handle: Handle, gpu_uuid: str, profile_id: int, placement: Placement
     ) -> RetryableError:
-        """Returns why the NVIDIA driver has no space. The error is transient unless existing instances are the
+        """Return why the NVIDIA driver has no space. The error is transient unless existing instances are the
         reason.
         """
         try:
             found = self._instances(handle, gpu_uuid)
             profile = self._table(handle, gpu_uuid).get(profile_id)
         except DraDriverError as error:
-            return NvmlTransientError(f"{action}: {_NO_SPACE}; the reason cannot be read ({error})")
+            return NvmlTransientError(f"cannot {action}: {_NO_SPACE}; the reason cannot be read ({error})")
         in_the_way = [item for item in found if item.placement.overlaps(placement)]
         if in_the_way:
-            return RetryableError(f"{action}: {_NO_SPACE}; in the way: {_listed(in_the_way)}")
+            return RetryableError(f"cannot {action}: {_NO_SPACE}; in the way: {_listed(in_the_way)}")
         same = [item for item in found if item.profile_id == profile_id]
         if profile is not None and len(same) >= profile.max_instances:
             return RetryableError(
-                f"{action}: the GPU cannot have more instances of this profile; it has: {_listed(same)}"
+                f"cannot {action}: the GPU cannot have more instances of this profile; it has: {_listed(same)}"
             )
         return NvmlTransientError(
-            f"{action}: {_NO_SPACE}, although nothing is in the way; the NVIDIA driver may still be scrubbing the "
-            f"memory of the previous instance (existing GPU instances: {_listed(found) or 'none'})"
+            f"cannot {action}: {_NO_SPACE}, although nothing is in the way; the NVIDIA driver may still be scrubbing "
+            f"the memory of the previous instance (existing GPU instances: {_listed(found) or 'none'})"
         )
 
 
@@ -374,7 +374,7 @@ def _creation_errors(action: str) -> Iterator[None]:
 
 
 def _listed(instances: Iterable[GpuInstance]) -> str:
-    """Formats instances for messages: `GPU instance 3 (profile 9) at memory slices 0-3`."""
+    """Format instances for messages: `GPU instance 3 (profile 9) at memory slices 0-3`."""
     return ", ".join(
         f"GPU instance {item.gpu_instance_id} (profile {item.profile_id}) at {_slices(item.placement)}"
         for item in instances
@@ -402,7 +402,7 @@ def _destroy_again(error: DraDriverError, destroy: Callable[[Handle], object], m
 
 
 def _compute_instances_in(instance: Handle) -> list[tuple[int, str, Handle]]:
-    """Returns (ID, UUID, handle of the MIG device) of the compute instances that can be read, to explain an error."""
+    """Return (ID, UUID, handle of the MIG device) of the compute instances that can be read, to explain an error."""
     found = []
     try:
         for compute in compute_instance_handles(instance):

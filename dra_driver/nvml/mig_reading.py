@@ -42,7 +42,7 @@ _GIB = 1 << 30
 
 
 def gpu_handle(gpu_uuid: str, pci_bus_id: str | None) -> Handle:
-    """Returns the handle of a GPU, found by its PCI bus ID if known, because NVML's search by UUID is slow under
+    """Return the handle of a GPU, found by its PCI bus ID if known, because NVML's search by UUID is slow under
     load.
 
     Raises: DeviceLostError if NVML does not find the GPU, or finds a different one; the errors of `nvml_errors`.
@@ -57,15 +57,15 @@ def gpu_handle(gpu_uuid: str, pci_bus_id: str | None) -> Handle:
             found = pynvml.nvmlDeviceGetUUID(handle)
         except pynvml.NVMLError_NotFound as error:
             raise DeviceLostError(
-                f"{action}: NVML shows no such GPU{where}; it was removed or fell off the bus"
+                f"cannot {action}: NVML shows no such GPU{where}; it was removed or fell off the bus"
             ) from error
     if found != gpu_uuid:
-        raise DeviceLostError(f"{action}: GPU {found} is{where} now; the GPU was moved or replaced")
+        raise DeviceLostError(f"cannot {action}: GPU {found} is{where} now; the GPU was moved or replaced")
     return handle
 
 
 def mig_mode(handle: Handle, gpu_uuid: str) -> tuple[bool, bool] | None:
-    """Returns MIG mode as (current, after the next reset); None for a GPU without MIG.
+    """Return MIG mode as (current, after the next reset); None for a GPU without MIG.
 
     Raises: the errors of `nvml_errors`.
     """
@@ -81,7 +81,7 @@ def is_mig_on(handle: Handle, gpu_uuid: str) -> bool:
 
 
 def gpu_instance_handle(handle: Handle, gpu_uuid: str, gpu_instance_id: int) -> Handle | None:
-    """Returns the handle of a GPU instance; None if it does not exist, for example because MIG mode is off.
+    """Return the handle of a GPU instance; None if it does not exist, for example because MIG mode is off.
 
     Raises: the errors of `nvml_errors`.
     """
@@ -100,7 +100,7 @@ def gpu_instance_handle(handle: Handle, gpu_uuid: str, gpu_instance_id: int) -> 
 def read_gpu_instances(
     handle: Handle, gpu_uuid: str, profiles: Iterable[MigProfile]
 ) -> tuple[GpuInstance, ...]:
-    """Returns every GPU instance of these profiles sorted by placement; none while MIG mode is off.
+    """Return every GPU instance of these profiles sorted by placement; none while MIG mode is off.
 
     Unlike a list of MIG devices this includes instances without a compute instance. An instance destroyed
     during the call is omitted. Raises: the errors of `nvml_errors`.
@@ -130,12 +130,12 @@ def _instances_of(handle: Handle, profile: MigProfile) -> Iterator[GpuInstance]:
 
 
 def placement_of(info: Any) -> Placement:
-    """Returns the placement in NVML's description of a GPU instance."""
+    """Return the placement in NVML's description of a GPU instance."""
     return Placement(int(info.placement.start), int(info.placement.size))
 
 
 def compute_profiles(instance: Handle) -> list[tuple[int, Any]]:
-    """Returns (number, NVML's description) of each compute instance profile that a GPU instance supports.
+    """Return (number, NVML's description) of each compute instance profile that a GPU instance supports.
 
     Raises: pynvml.NVMLError.
     """
@@ -158,7 +158,7 @@ def _compute_profile(instance: Handle, number: int) -> Any:
 
 
 def whole_compute_profile(offered: Iterable[tuple[int, Any]], profile: MigProfile) -> int | None:
-    """Returns the ID of the compute instance profile that covers a whole GPU instance of `profile`; None if
+    """Return the ID of the compute instance profile that covers a whole GPU instance of `profile`; None if
     there is none.
 
     `offered` comes from `compute_profiles`. Among profiles with all slices, it prefers those with all
@@ -179,7 +179,7 @@ def whole_compute_profile(offered: Iterable[tuple[int, Any]], profile: MigProfil
 
 
 def compute_instance_handles(instance: Handle) -> Iterator[Handle]:
-    """Yields the compute instances in a GPU instance. Raises: pynvml.NVMLError."""
+    """Yield the compute instances in a GPU instance. Raises: pynvml.NVMLError."""
     profiles = {int(info.id): int(info.instanceCount) for _, info in compute_profiles(instance)}
     for profile_id, most in profiles.items():
         rows = (pynvml.c_nvmlComputeInstance_t * max(most, 1))()
@@ -189,7 +189,7 @@ def compute_instance_handles(instance: Handle) -> Iterator[Handle]:
 
 
 def compute_identity(compute: Handle) -> tuple[int, str]:
-    """Returns the ID of a compute instance and the UUID of its MIG device, without a search over all MIG
+    """Return the ID of a compute instance and the UUID of its MIG device, without a search over all MIG
     devices.
 
     Raises: pynvml.NVMLError.
@@ -204,7 +204,7 @@ def read_mig_devices(
     profiles: Mapping[int, MigProfile],
     wanted: Container[int] | None = None,
 ) -> tuple[tuple[MigDevice, ...], list[DiscoveryFault]]:
-    """Returns the MIG devices of a GPU in MIG mode, and a fault for each failed read.
+    """Return the MIG devices of a GPU in MIG mode, and a fault for each failed read.
 
     GPU instances without a compute instance are not devices. Devices destroyed during the call are omitted.
     `profiles` is the GPU's table by profile ID. `wanted` limits the result to these GPU instance IDs; None means all.
@@ -224,7 +224,7 @@ def read_mig_devices(
 
 
 def _mig_handle(handle: Handle, index: int, gpu: Gpu) -> Handle | None:
-    """Returns the handle of a MIG device; None for gaps in the numbering and if MIG mode is off."""
+    """Return the handle of a MIG device; None for gaps in the numbering and if MIG mode is off."""
     try:
         return pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
     except (pynvml.NVMLError_NotFound, pynvml.NVMLError_InvalidArgument):
@@ -238,7 +238,7 @@ def _mig_handle(handle: Handle, index: int, gpu: Gpu) -> Handle | None:
 def _mig_device_at(
     index: int, handle: Handle, gpu: Gpu, profiles: Mapping[int, MigProfile], wanted: Container[int] | None
 ) -> MigDevice | None:
-    """Returns None for a gap, an unwanted device, and a device destroyed during the call. Reads the device that
+    """Return None for a gap, an unwanted device, and a device destroyed during the call. Reads the device that
     replaced it if there is one.
     """
     for tries_left in reversed(range(_TRIES)):
@@ -287,7 +287,7 @@ def _read_mig_device(
 
 
 def read_profiles(handle: Handle, gpu: Gpu, faults: list[DiscoveryFault]) -> dict[int, MigProfile]:
-    """Returns the GPU instance profiles of a GPU by profile ID, from NVML's table; adds read failures to
+    """Return the GPU instance profiles of a GPU by profile ID, from NVML's table; add read failures to
     `faults`.
 
     Raises: DeviceLostError, NvmlUnavailableError.
@@ -303,7 +303,7 @@ def read_profiles(handle: Handle, gpu: Gpu, faults: list[DiscoveryFault]) -> dic
 
 
 def read_placed_profiles(handle: Handle, gpu: Gpu, faults: list[DiscoveryFault]) -> tuple[PlacedProfile, ...]:
-    """Returns the GPU instance profiles of a GPU sorted by profile ID, with every placement, whether MIG mode is on
+    """Return the GPU instance profiles of a GPU sorted by profile ID, with every placement, whether MIG mode is on
     or off.
 
     Omits profiles without placements; adds read failures to `faults`. Raises: DeviceLostError,
@@ -327,7 +327,7 @@ class Tables(Generic[T]):
         self._known: dict[tuple[str, str | None], T] = {}
 
     def of(self, handle: Handle, gpu: Gpu, driver_version: str | None, faults: list[DiscoveryFault]) -> T:
-        """Returns the GPU's table; adds read failures to `faults`. Raises: DeviceLostError,
+        """Return the GPU's table; add read failures to `faults`. Raises: DeviceLostError,
         NvmlUnavailableError.
         """
         key = (gpu.uuid, driver_version)
@@ -342,7 +342,7 @@ class Tables(Generic[T]):
 
 
 def _placements(handle: Handle, profile_id: int) -> tuple[Placement, ...]:
-    """Queries the number of placements first, then fills a list of that size."""
+    """Query the number of placements first, then fills a list of that size."""
     count = ctypes.c_uint(0)
     pynvml.nvmlDeviceGetGpuInstancePossiblePlacements(handle, profile_id, None, ctypes.byref(count))
     if not count.value:
@@ -384,7 +384,7 @@ def _profile(info: Any, number: int, gpu: Gpu) -> MigProfile:
 
 
 def _driver_name(info: Any) -> str | None:
-    """Returns `1g.10gb+me` from the NVIDIA driver's `MIG 1g.10gb+me`."""
+    """Return `1g.10gb+me` from the NVIDIA driver's `MIG 1g.10gb+me`."""
     name = getattr(info, "name", None)
     if isinstance(name, bytes):
         name = name.decode(errors="replace")
@@ -393,7 +393,7 @@ def _driver_name(info: Any) -> str | None:
 
 
 def _rule_name(info: Any, number: int, total_bytes: int | None) -> str:
-    """Returns the profile name by NVIDIA's rule: the memory in whole eighths of the card's, then in whole gigabytes."""
+    """Return the profile name by NVIDIA's rule: the memory in whole eighths of the card's, then in whole gigabytes."""
     total = total_bytes or int(info.memorySizeMB) * _MIB
     eighths = math.ceil(int(info.memorySizeMB) * _MIB / total * 8) / 8
     gigabytes = math.floor(eighths * math.ceil(total / _GIB) + 0.5)
@@ -416,7 +416,7 @@ class PartitionReader:
     def read(
         self, handle: Handle, gpu: Gpu, driver_version: str | None
     ) -> tuple[Partitioning | None, list[DiscoveryFault]]:
-        """Returns the GPU's partitioning, and a fault for each failed read. All existing GPU instances are
+        """Return the GPU's partitioning, and a fault for each failed read. All existing GPU instances are
         `withheld`, and `possible` is still empty.
 
         None if MIG devices cannot be created on the GPU: it has no MIG, is a vGPU guest, or its mode is off and needs
@@ -466,7 +466,7 @@ class PartitionReader:
 
 
 def read_what_exists(gpu: Gpu) -> tuple[bool, tuple[GpuInstance, ...]]:
-    """Returns whether a partitioned GPU is currently in MIG mode, and every GPU instance on it.
+    """Return whether a partitioned GPU is currently in MIG mode, and every GPU instance on it.
 
     Raises: DeviceLostError, NvmlUnavailableError; RetryableError if an instance cannot be read.
     """
@@ -491,7 +491,7 @@ def _mode_is_changeable(log: FaultLog, handle: Handle) -> bool:
 
 
 def read_machine_profiles() -> tuple[list[MigProfile], list[DiscoveryFault]]:
-    """Returns the profiles of all GPUs that answer, without duplicates, and a fault for each failed read.
+    """Return the profiles of all GPUs that answer, without duplicates, and a fault for each failed read.
 
     Raises: NvmlUnavailableError if NVML itself does not answer.
     """

@@ -48,7 +48,7 @@ class NvmlReader:
         self._opening = 0
 
     def reopen(self) -> None:
-        """Initialises NVML again.
+        """Initialise NVML again.
 
         Raises: NvmlUnavailableError; RetryableError if access is refused; NvmlInUseError, without any change,
         if a call does not end soon, or while NVML is paused.
@@ -56,7 +56,7 @@ class NvmlReader:
         self.session.reopen()
 
     def read_inventory(self) -> Inventory:
-        """Returns all GPUs that NVML lists, without NVLink domains.
+        """Return all GPUs that NVML lists, without NVLink domains.
 
         Raises: NvmlUnavailableError; StateError from `foreign_instances`.
         """
@@ -66,7 +66,7 @@ class NvmlReader:
         return found if self.kept_names is None else replace(found, kept_names=self.kept_names())
 
     def read_what_exists(self, gpu: Gpu) -> tuple[bool, tuple[GpuInstance, ...]]:
-        """Returns whether a partitioned GPU is in MIG mode, and every GPU instance on it.
+        """Return whether a partitioned GPU is in MIG mode, and every GPU instance on it.
 
         Raises: DeviceLostError, NvmlUnavailableError, RetryableError.
         """
@@ -82,19 +82,19 @@ class NvmlReader:
             return read_processes(uuid)
 
     def health_source(self) -> HealthSource:
-        """Returns a source of health events and signals for the same session."""
+        """Return a source of health events and signals for the same session."""
         from dra_driver.nvml.health_source import HealthSource
 
         return HealthSource(self.session)
 
     def usage_source(self, *, sees_all: bool) -> UsageSource:
-        """Returns a source of GPU usage for the same session. `UsageSource` describes `sees_all`."""
+        """Return a source of GPU usage for the same session. `UsageSource` describes `sees_all`."""
         from dra_driver.nvml.usage_source import UsageSource
 
         return UsageSource(self.session, sees_all=sees_all)
 
     def of_each(self, gpus: Sequence[Gpu], read: Callable[[Gpu], T]) -> Mapping[str, Future[T]]:
-        """Returns the results of `read` for each GPU of the last `read_inventory`, by UUID, as completed
+        """Return the results of `read` for each GPU of the last `read_inventory`, by UUID, as completed
         futures.
 
         GPUs that do not answer are omitted.
@@ -109,7 +109,7 @@ class NvmlReader:
         return {indexes[index]: answer for index, answer in memory.walk.each(list(indexes), of).items()}
 
     def nvml_fingerprint(self) -> NvmlFingerprint:
-        """Returns a cheap value that changes when a GPU is lost (None in its place) or its MIG mode changes.
+        """Return a cheap value that changes when a GPU is lost (None in its place) or its MIG mode changes.
 
         Raises: NvmlUnavailableError.
         """
@@ -118,7 +118,7 @@ class NvmlReader:
         return read_nvml_fingerprint(self._known())
 
     def _known(self) -> ScanMemory:
-        """Returns what earlier scans found."""
+        """Return what earlier scans found."""
         from dra_driver.nvml.calls import GpuWalk
         from dra_driver.nvml.scan import ScanMemory
 

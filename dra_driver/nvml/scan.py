@@ -4,7 +4,7 @@ finds which pairs of GPUs reach each other over NVLink.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from itertools import combinations
 
 import pynvml
@@ -17,14 +17,14 @@ from dra_driver.errors import (
     StateError,
 )
 from dra_driver.model.dataclass import dataclass, field, replace
-from dra_driver.model.gpu import Fabric, Gpu
+from dra_driver.model.gpu import READINGS, Fabric, Gpu, Reading
 from dra_driver.model.host import GpuFingerprint, NvmlFingerprint
 from dra_driver.model.ids import pci_bus_id
 from dra_driver.model.inventory import ConfidentialMode, DiscoveryFault, DriverVersions, Inventory
 from dra_driver.model.mig import GpuInstance, MigProfile
 from dra_driver.nvml.calls import NOT_ANSWERED, GpuWalk, Handle, nvml_errors, supported
 from dra_driver.nvml.mig_reading import PartitionReader, Tables, is_mig_on, read_mig_devices, read_profiles
-from dra_driver.nvml.readings import NOT_GPUS, FaultLog, confidential_mode, link_states, read_gpu
+from dra_driver.nvml.readings import NOT_GPUS, FaultLog, confidential_mode, link_states, read_gpu, read_values
 
 _SWITCH = "switch"
 
@@ -47,7 +47,7 @@ class PeerMemory:
         self._remotes.clear()
 
     def recalled(self, handle: Handle, gpu: Gpu) -> Gpu:
-        """Returns the GPU with its links and fabric as they were outside of MIG mode, if known."""
+        """Return the GPU with its links and fabric as they were outside of MIG mode, if known."""
         if _is_out_of_mig_mode(handle, gpu):
             self._gpus[gpu.uuid] = (gpu.nvlink_links, gpu.fabric)
             return gpu
@@ -57,7 +57,7 @@ class PeerMemory:
         return gpu if gpu.fabric or fabric is None else replace(gpu, fabric=fabric, unready_fabric=None)
 
     def remote(self, handle: Handle, gpu: Gpu, link: int) -> str | None:
-        """Returns the other end of a link: a PCI bus ID or a switch; None if the driver does not report it.
+        """Return the other end of a link: a PCI bus ID or a switch; None if the driver does not report it.
 
         Read only once, because it depends only on the wiring.
         """
@@ -91,7 +91,7 @@ def read_reachable_pairs(
     silent: Sequence[Gpu],
     walk: GpuWalk,
 ) -> tuple[Pairs, list[DiscoveryFault]]:
-    """Returns pairs of GPU UUIDs with NVLink peer access and the number of links between them, and a fault for each
+    """Return pairs of GPU UUIDs with NVLink peer access and the number of links between them, and a fault for each
     failed read.
 
     The keys of `gpus` are NVML indexes; `walk` must be the walk that `read_gpus` used. The NVIDIA driver's report on
@@ -152,7 +152,7 @@ def read_reachable_pairs(
 def _links_of_pair(
     a: Gpu, b: Gpu, found: Mapping[str, _PeerAnswers], out_of_mig_mode: Set[str], memory: PeerMemory
 ) -> int:
-    """Returns the number of links between two GPUs, and stores it in `memory`.
+    """Return the number of links between two GPUs, and stores it in `memory`.
 
     Without usable answers it returns the stored number; if there is none, the links decide in MIG mode, else 0.
     """
@@ -171,14 +171,14 @@ _UNREAD = _PeerAnswers(None, {}, False, ())
 
 
 def _pairs_of_silent(others: Sequence[Gpu], silent: Sequence[Gpu], memory: PeerMemory) -> Pairs:
-    """Returns the last known pairs of GPUs that do not answer."""
+    """Return the last known pairs of GPUs that do not answer."""
     shown = {gpu.uuid for gpu in (*others, *silent)}
     uuids = {gpu.uuid for gpu in silent}
     return {pair: links for pair, links in memory.pairs.items() if links and pair & uuids and pair <= shown}
 
 
 def _links(of_a: Mapping[str, int], of_b: Mapping[str, int], b: Gpu, granted: bool | None) -> int:
-    """Returns the number of links between two GPUs, 1 through switches; 0 if the NVIDIA driver does not grant
+    """Return the number of links between two GPUs, 1 through switches; 0 if the NVIDIA driver does not grant
     peer access.
     """
     direct = of_a.get(b.pci_bus_id or "", 0)
@@ -210,7 +210,7 @@ def _peer_access(a: Handle, b: Handle) -> bool | None:
 
 
 def _remotes(handle: Handle, gpu: Gpu, memory: PeerMemory) -> Mapping[str, int] | None:
-    """Returns the number of active links by their other end, a PCI bus ID or a switch; None if they cannot be
+    """Return the number of active links by their other end, a PCI bus ID or a switch; None if they cannot be
     read.
     """
     try:
@@ -230,7 +230,7 @@ def _remotes(handle: Handle, gpu: Gpu, memory: PeerMemory) -> Mapping[str, int] 
 
 
 def _remote(handle: Handle, link: int) -> str | None:
-    """Returns the other end of a link; None if the NVIDIA driver does not report it."""
+    """Return the other end of a link; None if the NVIDIA driver does not report it."""
     try:
         kind = supported(pynvml.nvmlDeviceGetNvLinkRemoteDeviceType, handle, link)
         if kind == pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH:
@@ -242,7 +242,7 @@ def _remote(handle: Handle, link: int) -> str | None:
 
 
 ForeignInstances = Callable[[str, Sequence[GpuInstance]], Sequence[GpuInstance]]
-"""Returns the instances on a GPU (given by UUID) that this plugin did not create. Raises: StateError."""
+"""Return the instances on a GPU (given by UUID) that this plugin did not create. Raises: StateError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +276,7 @@ def read_gpus(
     memory: ScanMemory,
     foreign_instances: ForeignInstances | None,
 ) -> Inventory:
-    """Returns all GPUs in PCI order, without NVLink domains.
+    """Return all GPUs in PCI order, without NVLink domains.
 
     A GPU that does not answer is reported as a fault; the others are still read. GPUs and values that cannot be read
     now are returned as last read, if they were read before; lost GPUs are omitted. GPUs that `on_demand` selects
@@ -297,13 +297,9 @@ def read_gpus(
     unread.clear()
 
     def read(index: int) -> tuple[Handle, Gpu, list[DiscoveryFault]]:
-        handle, gpu, gpu_faults = read_gpu(index)
-        known = memory.known.get(gpu.uuid)
-        if gpu.pci_bus_id is None and known is not None:
-            raise RetryableError(f"NVML cannot read it: {gpu_faults[0].text}")
-        _refuse_unidentified(gpu, () if known else gpu_faults, unread)
-        if gpu_faults:
-            gpu = _with_known(gpu, gpu_faults, known)
+        handle, gpu, log = read_gpu(index)
+        gpu_faults = log.faults
+        gpu = _with_known(gpu, log, memory.known.get(gpu.uuid), unread)
         if on_demand is not None and on_demand(gpu):
             gpu = _partitioned(handle, gpu, versions.driver, memory, gpu_faults)
         if gpu.mig_enabled:
@@ -350,47 +346,26 @@ def read_gpus(
     )
 
 
-def _refuse_unidentified(gpu: Gpu, faults: Iterable[DiscoveryFault], unread: set[str]) -> None:
-    """Raises: RetryableError if the architecture of a new device could not be read."""
-    for fault in faults:
-        if fault.text.startswith("architecture: "):
-            unread.add(gpu.uuid)
-            raise RetryableError(f"it is not published, because it may not be a GPU: {fault.text}")
-
-
 def _place(gpu: Gpu) -> tuple[str, str]:
     return (gpu.pci_bus_id or "", gpu.uuid)
 
 
-_READ_BY: Mapping[str, tuple[str, ...]] = {
-    "CUDA compute capability": ("cuda_compute_capability", "multiprocessors"),
-    "MIG mode": ("mig_capable", "mig_enabled", "mig_devices"),
-    "NUMA node of the memory": ("memory_numa_node",),
-    "NVLink": ("nvlink_links",),
-    "NVLink fabric": ("fabric", "unready_fabric"),
-    "addressing mode": ("addressing_mode", "memory_numa_node"),
-    "architecture": ("architecture",),
-    "brand": ("brand",),
-    "index": ("index",),
-    "memory": ("memory_bytes",),
-    "minor number": ("minor",),
-    "number of cores": ("multiprocessors",),
-    "persistence mode": ("persistence",),
-    "product name": ("product_name",),
-}
-"""The fields of a GPU that each query determines, by the name of the query in faults. A GPU whose PCI bus ID cannot be
-read keeps all its earlier values.
-"""
-
-
-def _with_known(gpu: Gpu, faults: Iterable[DiscoveryFault], known: Gpu | None) -> Gpu:
-    """Returns the GPU with the earlier value for each failed query, because a failure does not mean that the
+def _with_known(gpu: Gpu, log: FaultLog, known: Gpu | None, unread: set[str]) -> Gpu:
+    """Return the GPU with the earlier value for each failed query, because a failure does not mean that the
     value changed.
+
+    Raises: RetryableError if the architecture of a new device or the PCI bus ID of a known GPU could not be read.
     """
     if known is None:
+        if "architecture" in log.failed:
+            unread.add(gpu.uuid)
+            cause = log.failed["architecture"]
+            raise RetryableError(f"it is not published, because it may not be a GPU: {cause}")
         return gpu
-    names = {name for fault in faults for name in _READ_BY.get(fault.text.partition(": ")[0], ())}
-    return replace(gpu, **{name: getattr(known, name) for name in names})
+    if gpu.pci_bus_id is None:
+        raise RetryableError(f"NVML cannot read it: {log.faults[0].text}")
+    kept = [name for name, reading in READINGS.items() if log.failed.keys() & reading.what]
+    return replace(gpu, **{name: getattr(known, name) for name in kept})
 
 
 def _partitioned(
@@ -426,11 +401,12 @@ def _with_mig_devices(
     return replace(gpu, mig_devices=devices)
 
 
+_CURRENT: Mapping[str, Reading] = {name: one for name, one in READINGS.items() if one.kept_current}
 _HANGS = GpuFingerprint("")
 
 
 def read_nvml_fingerprint(memory: ScanMemory) -> NvmlFingerprint:
-    """Returns a cheap value that changes when a GPU appears, is lost or changes its MIG mode; takes
+    """Return a cheap value that changes when a GPU appears, is lost or changes its MIG mode; takes
     microseconds for each GPU.
 
     It has one entry for each GPU, None for a GPU that NVML reports as lost. A GPU that does not answer keeps
@@ -452,7 +428,7 @@ def read_nvml_fingerprint(memory: ScanMemory) -> NvmlFingerprint:
 
 
 def _fingerprint_of(index: int, memory: ScanMemory) -> GpuFingerprint | None:
-    """Returns UUID, minor number and MIG mode.
+    """Return the UUID and the values that are kept current.
 
     After a drain another card may have this index, but the handle is still that of the card that is gone. Raises:
     DraDriverError if the GPU does not report them.
@@ -463,11 +439,9 @@ def _fingerprint_of(index: int, memory: ScanMemory) -> GpuFingerprint | None:
                 handle = pynvml.nvmlDeviceGetHandleByIndex(index)
                 memory.handles[index] = handle, pynvml.nvmlDeviceGetUUID(handle)
         handle, uuid = memory.handles[index]
-        minor = supported(pynvml.nvmlDeviceGetMinorNumber, handle)
-        mode = supported(pynvml.nvmlDeviceGetMigMode, handle)
+        return GpuFingerprint(uuid, read_values(handle, _CURRENT, lambda _, *call: supported(*call)))
     except DeviceLostError:
         return None
-    return GpuFingerprint(uuid, minor, None if mode is None else (int(mode[0]), int(mode[1])))
 
 
 def _confidential_mode(log: FaultLog) -> ConfidentialMode | None:

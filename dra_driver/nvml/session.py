@@ -43,7 +43,7 @@ _REMEDY = "a GPU may need a reset: check the kernel log for Xid errors"
 
 
 def load_library(path: str) -> object:
-    """Loads the NVML library at `path`.
+    """Load the NVML library at `path`.
 
     Raises: NvmlLibraryError with the dynamic linker's reason; NvmlUnavailableError if the file no longer
     exists.
@@ -112,7 +112,7 @@ class NvmlSession:
 
     @contextmanager
     def kept_open(self) -> Iterator[int]:
-        """Keeps NVML initialised during the calls made inside.
+        """Keep NVML initialised during the calls made inside.
 
         Yields the number of the opening: handles and event sets of an earlier opening are invalid. Raises:
         NvmlUnavailableError if NVML is not initialised, or if a thread waits to close it and no operation is running.
@@ -131,7 +131,7 @@ class NvmlSession:
 
     @contextmanager
     def operation(self, patience: Callable[[], float]) -> Iterator[None]:
-        """Keeps NVML initialised until the operation ends, however long a change to a GPU takes. Reentrant in
+        """Keep NVML initialised until the operation ends, however long a change to a GPU takes. Reentrant in
         the same thread.
 
         Waits while NVML is being initialised or is about to be, unless that hangs; `patience` returns the limit in
@@ -166,11 +166,11 @@ class NvmlSession:
             except NvmlInUseError as error:
                 # The process exits, which shuts NVML down without interrupting a change to a GPU. While a
                 # call hangs, the shutdown may hang too.
-                _log.warning("nvml_left_open", reason=str(error).partition(";")[0])
+                _log.warning("nvml_not_shut_down", reason=str(error).partition(";")[0])
                 return
             self._begin("shut down")
         if not self._changed(self._shut_down if was_open else lambda: None, _PATIENCE_S):
-            _log.warning("nvml_left_open", reason="shut NVML down: it hangs in the NVIDIA driver")
+            _log.warning("nvml_not_shut_down", reason="shut NVML down: it hangs in the NVIDIA driver")
 
     def release(self, why: str) -> None:
         """Shuts NVML down until the next `reopen`; `why` is the error text for all calls until then.
@@ -189,7 +189,7 @@ class NvmlSession:
             self._end()
 
     def reopen(self) -> None:
-        """Initialises NVML, after a shutdown if it is open, so that NVML detects GPUs that came or went.
+        """Initialise NVML, after a shutdown if it is open, so that NVML detects GPUs that came or went.
 
         Raises: NvmlUnavailableError; RetryableError if access is refused; NvmlInUseError, without any change,
         if a call does not end within a few seconds or hangs, or while NVML is paused.
@@ -210,7 +210,7 @@ class NvmlSession:
 
     @contextmanager
     def closed(self, patience: Callable[[], float]) -> Iterator[None]:
-        """Closes NVML in this process, so that another kernel driver can bind a GPU.
+        """Close NVML in this process, so that another kernel driver can bind a GPU.
 
         The first caller closes NVML, and the last one initialises it again; operations wait until then. `patience`
         returns how many seconds to wait for running calls, and then for the shutdown. Must not be used within an
@@ -240,7 +240,7 @@ class NvmlSession:
             self._open_again()
 
     def change_lasts_s(self) -> float:
-        """Returns for how many seconds NVML has been initialising or shutting down; 0 if it is not.
+        """Return for how many seconds NVML has been initialising or shutting down; 0 if it is not.
 
         More than a few seconds means that it hangs in the NVIDIA driver.
         """
@@ -256,7 +256,7 @@ class NvmlSession:
         return self._is_first or self._reopens or bool(self._pausing) or self._change is not None
 
     def _wait_until_free(self, what: str, wait_s: float) -> None:
-        """Waits until no call is running. Raises: NvmlInUseError if a call hangs, or still runs after `wait_s`."""
+        """Wait until no call is running. Raises: NvmlInUseError if a call hangs, or still runs after `wait_s`."""
         until = time.monotonic() + wait_s
         self._waiting += 1
         try:
@@ -264,18 +264,18 @@ class NvmlSession:
                 text, lasts_s, hangs_after_s = found
                 if lasts_s >= hangs_after_s:
                     raise NvmlInUseError(
-                        f"{what}: {text} has been in progress for more than {hangs_after_s:.0f} s, so it may hang in "
-                        f"the NVIDIA driver; {_REMEDY}"
+                        f"cannot {what}: {text} has been in progress for more than {hangs_after_s:.0f} s, so it may "
+                        f"hang in the NVIDIA driver; {_REMEDY}"
                     )
                 left = until - time.monotonic()
                 if left <= 0:
-                    raise NvmlInUseError(f"{what}: {text} is in progress; gpu-dra-driver retries soon")
+                    raise NvmlInUseError(f"cannot {what}: {text} is in progress; gpu-dra-driver retries soon")
                 self._turn.wait(min(left, _CHECK_EVERY_S))
         finally:
             self._waiting -= 1
 
     def _in_the_way(self) -> tuple[str, float, float] | None:
-        """Returns a running call, its duration in seconds, and the duration at which it counts as hanging."""
+        """Return a running call, its duration in seconds, and the duration at which it counts as hanging."""
         if self._change is not None:
             what = "shutdown" if self._change[0] == "shut down" else "initialisation"
             return f"the {what} of NVML", self.change_lasts_s(), _HANGS_AFTER_S
@@ -294,7 +294,7 @@ class NvmlSession:
         return was_open
 
     def _why_closed(self) -> NvmlUnavailableError:
-        """Returns the reason as a new error object, because a traceback belongs to one thread."""
+        """Return the reason as a new error object, because a traceback belongs to one thread."""
         if self._change is not None and self.change_lasts_s() >= _HANGS_AFTER_S:
             return NvmlPausedError(self._hang_text(self._change[0]))
         if self._pausing or self._waiting:
@@ -313,7 +313,7 @@ class NvmlSession:
     def _changed(
         self, work: Callable[[], None], wait_s: float, then: Callable[[], None] = lambda: None
     ) -> bool:
-        """Runs `work`, which may hang, in a new thread, then ends the change and calls `then`.
+        """Run `work`, which may hang, in a new thread, then end the change and call `then`.
 
         Returns whether the work ended within `wait_s` seconds.
         """
@@ -345,7 +345,7 @@ class NvmlSession:
             self._turn.notify_all()
 
     def _open_again(self) -> None:
-        """Initialises NVML after the last pause, unless its shutdown still hangs."""
+        """Initialise NVML after the last pause, unless its shutdown still hangs."""
         with self._turn:
             if self._pausing or self._change is not None or not self._reopens or self._is_over:
                 return
@@ -356,7 +356,7 @@ class NvmlSession:
         try:
             self._open_counted()
         except DraDriverError as error:
-            _log.warning("nvml_not_opened_again", reason=str(error))
+            _log.warning("nvml_reopen_failed", reason=str(error))
 
     def _open_counted(self) -> None:
         self._reopens = False
@@ -385,7 +385,7 @@ class NvmlSession:
 
     @contextmanager
     def _marked(self) -> Iterator[None]:
-        """Holds the mark from before the initialisation, and releases it if the initialisation fails. A failure to
+        """Hold the mark from before the initialisation, and releases it if the initialisation fails. A failure to
         lock does not prevent the use of NVML.
         """
         if self.mark is not None:
@@ -405,19 +405,19 @@ class NvmlSession:
             pynvml.nvmlShutdown()
 
     def _shut_down(self) -> None:
-        """Keeps the mark if device files stay open, because the NVIDIA driver then refuses to reset these
+        """Keep the mark if device files stay open, because the NVIDIA driver then refuses to reset these
         GPUs.
         """
         self._end_session()
         left = open_device_files()
         if left:
-            _log.error("nvml_left_device_files", files=left)
+            _log.error("nvml_device_files_open", files=left)
         elif self.mark is not None:
             self.mark.release()
 
 
 def open_device_files() -> list[str]:
-    """Returns the NVIDIA device files that this process has open."""
+    """Return the NVIDIA device files that this process has open."""
     found = set()
     for descriptor in Path("/proc/self/fd").iterdir():
         with suppress(OSError):

@@ -30,7 +30,7 @@ previous value."""
 
 
 def read_load(uuid: str, handle: Handle | None = None) -> GpuLoad:
-    """Returns the GPU's load; values that NVML does not report are None. `handle` must be of this session.
+    """Return the GPU's load; values that NVML does not report are None. `handle` must be of this session.
 
     Raises: DeviceLostError if the GPU does not answer; NvmlUnavailableError; RetryableError if it cannot be
     found for another reason.
@@ -51,7 +51,7 @@ def read_load(uuid: str, handle: Handle | None = None) -> GpuLoad:
 
 
 def temperature(handle: Handle) -> int:
-    """Returns degrees Celsius. Falls back to an older call. Raises: pynvml.NVMLError."""
+    """Return degrees Celsius. Falls back to an older call. Raises: pynvml.NVMLError."""
     try:
         return int(pynvml.nvmlDeviceGetTemperatureV(handle, pynvml.NVML_TEMPERATURE_GPU))
     except pynvml.NVMLError_FunctionNotFound:
@@ -59,7 +59,7 @@ def temperature(handle: Handle) -> int:
 
 
 def read_memory(handle: Handle) -> Any:
-    """Returns NVML's struct. The newer call excludes memory reserved by the NVIDIA driver; falls back to the
+    """Return NVML's struct. The newer call excludes memory reserved by the NVIDIA driver; falls back to the
     older call.
 
     Raises: pynvml.NVMLError.
@@ -106,13 +106,13 @@ class UsageSource:
             _free(one)
 
     def _processes(self, gpu: GpuAddress, handle: Handle, load: GpuLoad) -> Sequence[GpuProcess] | None:
-        """Returns None if this process cannot see the processes of other containers."""
+        """Return None if this process cannot see the processes of other containers."""
         if not self.sees_all:
             return None
         return with_utilisation(handle, read_gpu_processes(gpu.uuid, handle), load.utilisation_percent)
 
     def read(self, gpu: GpuAddress, devices: Collection[MigAddress]) -> GpuUse:
-        """Returns the usage of the GPU and of these MIG devices; devices that are gone are omitted.
+        """Return the usage of the GPU and of these MIG devices; devices that are gone are omitted.
 
         Does not search for MIG devices, because that can take NVML seconds. Raises: DeviceLostError,
         NvmlUnavailableError; RetryableError if the processes cannot be read.
@@ -138,13 +138,13 @@ class UsageSource:
             return GpuUse(load, found, self._processes(gpu, handle, load))
 
     def read_processes(self, gpu: GpuAddress) -> GpuUse:
-        """Returns only the processes on the GPU. Raises: the errors of `read`."""
+        """Return only the processes on the GPU. Raises: the errors of `read`."""
         with self._session.kept_open():
             handle = gpu_handle(gpu.uuid, gpu.pci_bus_id)
             return GpuUse(GpuLoad(), {}, read_gpu_processes(gpu.uuid, handle) if self.sees_all else None)
 
     def _percent(self, handle: Handle, device: MigAddress, samples: dict[str, _Sample]) -> int | None:
-        """Returns the utilisation of a MIG device since its last sample."""
+        """Return the utilisation of a MIG device since its last sample."""
         now, before = self._clock(), samples.get(device.uuid)
         if before is not None and now - before.taken_at < _SHORTEST_S:
             return before.percent
@@ -161,7 +161,7 @@ class UsageSource:
 def with_utilisation(
     handle: Handle, processes: Sequence[GpuProcess], gpu_percent: int | None
 ) -> Sequence[GpuProcess]:
-    """Returns the processes on a GPU with their utilisation, if NVML reports it. `gpu_percent` is the utilisation of
+    """Return the processes on a GPU with their utilisation, if NVML reports it. `gpu_percent` is the utilisation of
     the whole GPU.
 
     NVML has samples only of processes that ran a kernel in the last seconds. A process without a sample was
@@ -189,7 +189,7 @@ def with_utilisation(
 
 
 def _process_samples(handle: Handle) -> Sequence[Any]:
-    """Raises: pynvml.NVMLError."""
+    """Raise pynvml.NVMLError."""
     since = time.time_ns() // 1000 - _SAMPLED_US
     try:
         samples: Sequence[Any] = pynvml.nvmlDeviceGetProcessUtilization(handle, since)
@@ -202,7 +202,7 @@ def _process_samples(handle: Handle) -> Sequence[Any]:
 
 
 def _mig_handle(handle: Handle, device: MigAddress) -> Handle | None:
-    """Returns None if the device is gone or replaced. Raises: DeviceLostError, NvmlUnavailableError."""
+    """Return None if the device is gone or replaced. Raises: DeviceLostError, NvmlUnavailableError."""
     instance = query(pynvml.nvmlDeviceGetGpuInstanceById, handle, device.gpu_instance_id)
     compute = instance and query(
         pynvml.nvmlGpuInstanceGetComputeInstanceById, instance, device.compute_instance_id
@@ -219,7 +219,7 @@ def _has_samples(handle: Handle) -> bool:
 
 
 def _sample(handle: Handle, gpu_instance_id: int) -> Handle:
-    """Raises: pynvml.NVMLError."""
+    """Raise pynvml.NVMLError."""
     buffer = pynvml.nvmlGpmSampleAlloc()
     try:
         return pynvml.nvmlGpmMigSampleGet(handle, gpu_instance_id, buffer)
@@ -229,7 +229,7 @@ def _sample(handle: Handle, gpu_instance_id: int) -> Handle:
 
 
 def _busy_between(first: Handle, second: Handle) -> int | None:
-    """Returns the busy time in percent; None for an impossible value. Raises: pynvml.NVMLError."""
+    """Return the busy time in percent; None for an impossible value. Raises: pynvml.NVMLError."""
     wanted = pynvml.c_nvmlGpmMetricsGet_t()
     wanted.version, wanted.numMetrics = pynvml.NVML_GPM_METRICS_GET_VERSION, 1
     wanted.sample1, wanted.sample2 = first, second

@@ -32,7 +32,7 @@ class KnownCards:
     selected: Callable[[Gpu], bool] | None
 
     def read(self, gpus: Sequence[Gpu]) -> tuple[Card, ...]:
-        """Returns the cards in bus order; `gpus` are the GPUs that NVML lists. Raises: StateError."""
+        """Return the cards in bus order; `gpus` are the GPUs that NVML lists. Raises: StateError."""
         ours = self.owned()
         names = {one.pci_bus_id: one.product_name for one in self.ledger.details(OwnedCard)} if ours else {}
         shown = {gpu.pci_bus_id: gpu for gpu in gpus}
@@ -44,7 +44,7 @@ class KnownCards:
         )
 
     def owned(self) -> dict[str, str]:
-        """Returns the GPU UUIDs, by bus ID, of the cards that this plugin bound in this boot or is about to
+        """Return the GPU UUIDs, by bus ID, of the cards that this plugin bound in this boot or is about to
         bind.
 
         Raises: StateError.
@@ -79,12 +79,12 @@ class Passthrough:
         self._cards: tuple[Card, ...] = ()
 
     def open(self) -> None:
-        """Checks whether passthrough has any work. Call this after the ledger is open. Raises: StateError."""
+        """Check whether passthrough has any work. Call this after the ledger is open. Raises: StateError."""
         ledger = self._known.ledger
         self._is_on = self._is_wanted or bool(ledger.details(OwnedCard)) or bool(ledger.unreadable())
 
     def cards(self, gpus: Sequence[Gpu]) -> tuple[Card, ...]:
-        """Returns the node's cards; `gpus` are the GPUs that NVML lists.
+        """Return the node's cards; `gpus` are the GPUs that NVML lists.
 
         Logs which cards no virtual machine can get, once and after each change. Raises: StateError.
         """
@@ -93,18 +93,18 @@ class Passthrough:
         before, self._cards = self._cards, self._known.read(gpus)
         reasons = refused(self._cards)
         if reasons and reasons != refused(before):
-            _log.warning("cards_not_offered", cards=reasons, offered=len(self._cards) - len(reasons))
+            _log.warning("vfio_unavailable", cards=reasons, offered=len(self._cards) - len(reasons))
         return self._cards
 
     def problems(self) -> Sequence[NodeProblem]:
-        """Reports a problem if passthrough is on but none of the node's GPUs can be given to a virtual
+        """Report a problem if passthrough is on but none of the node's GPUs can be given to a virtual
         machine.
         """
         text = unavailable(self._cards) if self._is_wanted else None
         return [] if text is None else [NodeProblem("passthrough-unavailable", text)]
 
     def taken(self) -> frozenset[str]:
-        """The UUIDs of the GPUs that this plugin has bound to vfio or is about to bind, so NVML may not list
+        """Return the UUIDs of the GPUs that this plugin has bound to vfio or is about to bind, so NVML may not list
         them.
 
         Empty if the ledger cannot be read.
@@ -127,12 +127,12 @@ def _known(card: Card, ours: dict[str, str], gpu: Gpu | None, name: str | None) 
 
 
 def refused(cards: Sequence[Card]) -> Mapping[str, str]:
-    """Returns why cards are not published, by bus ID."""
+    """Return why cards are not published, by bus ID."""
     return {card.bus_id: card.problem for card in cards if card.problem is not None}
 
 
 def unavailable(cards: Sequence[Card]) -> str | None:
-    """Returns one sentence if there are cards but none can be published; cards with the same reason are
+    """Return one sentence if there are cards but none can be published; cards with the same reason are
     grouped.
 
     For example `no GPU of this node can be used by a virtual machine: 0000:1b:00.0, 0000:1c:00.0: <reason>;

@@ -152,7 +152,7 @@ class VfioSteps:
             card, driver, seconds_for(f"wait for the vfio node of GPU {step.gpu_uuid}", _NODE_S)
         )
         _log.info(
-            "card_bound",
+            "vfio_bound",
             device=step.device,
             gpu_uuid=step.gpu_uuid,
             driver=driver,
@@ -190,7 +190,7 @@ class VfioSteps:
             raise NvmlUnavailableError(reason)
 
     def _prepare_card(self, step: BindVfio, now: Mapping[str, str | None]) -> None:
-        """Records the current drivers; if NVML still lists the GPU, also turns persistence mode off.
+        """Record the current drivers; if NVML still lists the GPU, also turns persistence mode off.
 
         Raises: DeviceBusyError; RetryableError if other programs have the GPU open, which is checked without
         closing NVML.
@@ -224,7 +224,7 @@ class VfioSteps:
         return next(iter(self.ledger.details(OwnedCard, step.gpu_uuid)), None)
 
     def _override_before(self, bus_id: str, driver: str | None) -> str | None:
-        """Returns the administrator's driver override.
+        """Return the administrator's driver override.
 
         A vfio override that differs from the current driver is ours: the ledger was lost during a move.
         """
@@ -232,7 +232,7 @@ class VfioSteps:
         return None if override is not None and is_vfio(override) and override != driver else override
 
     def _refuse_programs(self, step: BindVfio) -> None:
-        """Raises RetryableError if programs still have the GPU open shortly after NVML was closed and
+        """Raise RetryableError if programs still have the GPU open shortly after NVML was closed and
         persistence mode turned off, or if this is unknown.
 
         The wait is short, because NVML is closed for all GPUs and a monitoring program never exits.
@@ -250,7 +250,7 @@ class VfioSteps:
 
     @contextmanager
     def _rendezvous(self, plan: Plan) -> Iterator[Callable[[], None]]:
-        """Yields a function that waits for the other binds of the claim, up to a limit.
+        """Yield a function that waits for the other binds of the claim, up to a limit.
 
         The function raises RetryableError with the error of a failed bind, because binding the other cards would close
         NVML for nothing.
@@ -287,7 +287,7 @@ class VfioSteps:
             with until(time.monotonic() + _UNDO_S):
                 self._return(step)
         except DraDriverError as error:
-            _log.warning("card_not_returned", device=step.device, reason=str(error))
+            _log.warning("vfio_release_failed", device=step.device, reason=str(error))
             return False
         return True
 
@@ -321,7 +321,7 @@ class VfioSteps:
                     f"GPU {step.gpu_uuid} ({card.bus_id}) is no longer bound to vfio, but its driver_override could "
                     f"not be {f'restored to {override}' if override else 'cleared'}; see the kernel log"
                 )
-            _log.info("card_returned", device=step.device, gpu_uuid=step.gpu_uuid)
+            _log.info("vfio_released", device=step.device, gpu_uuid=step.gpu_uuid)
         self.rescan(seconds_for("check the card", _RESCAN_S))
         if entry is not None and entry.persistence:
             with suppress(NotSupportedError):  # the NVIDIA driver was replaced in between
@@ -349,7 +349,7 @@ class VfioSteps:
         _refuse_users(step, users)
 
     def _restore_drivers(self, moves: Sequence[Move], step: BindVfio) -> None:
-        """Makes all moves, even if the move of another function of the card fails: it must not keep the GPU bound.
+        """Make all moves, even if the move of another function of the card fails: it must not keep the GPU bound.
 
         If a driver does not accept its function, the kernel chooses another driver.
         """
@@ -357,7 +357,7 @@ class VfioSteps:
             try:
                 self._wait_for_write(self._make([move]), step)
             except RetryableError as error:
-                _log.warning("function_not_moved", bus_id=move.bus_id, reason=str(error))
+                _log.warning("pci_function_not_rebound", bus_id=move.bus_id, reason=str(error))
                 if move.action == "unbind" and move.bus_id == step.pci_bus_id:
                     raise
                 if move.action == "bind":
@@ -376,7 +376,7 @@ class VfioSteps:
         return {bus_id: self.cards.bound_driver(bus_id) for bus_id in card.functions}
 
     def _make(self, moves: Iterable[Move]) -> NotAnsweredError | None:
-        """Makes the moves in order. Returns the error of a move that blocks, without making the moves after
+        """Make the moves in order. Returns the error of a move that blocks, without making the moves after
         it.
 
         Raises: RetryableError.
@@ -402,7 +402,7 @@ class VfioSteps:
         return None
 
     def _wait_for_write(self, stuck: NotAnsweredError | None, step: BindVfio) -> None:
-        """Waits until a blocked write has returned, however long it takes, because nothing else may touch the
+        """Wait until a blocked write has returned, however long it takes, because nothing else may touch the
         card until then. Then raises the error of the write.
 
         NVML is open again, and the kernel may be waiting for NVML itself. So NVML is closed briefly from time
@@ -425,7 +425,7 @@ class VfioSteps:
 
 
 def nvml_wait_s() -> float:
-    """Returns how many seconds an operation waits for NVML. Raises: RetryableError if the call has no time
+    """Return how many seconds an operation waits for NVML. Raises: RetryableError if the call has no time
     left.
     """
     return seconds_for("wait for NVML", _NVML_S)
@@ -436,14 +436,14 @@ def _prefers_iommufd(step: BindVfio, plan: Plan) -> bool:
 
 
 def _vfio(step: BindVfio, card: Card) -> tuple[str, ...]:
-    """Returns all drivers that count as vfio: the name of a card's own driver may be unknown before its
+    """Return all drivers that count as vfio: the name of a card's own driver may be unknown before its
     module is loaded.
     """
     return (step.vfio_driver, card.vfio_driver, VFIO_PCI)
 
 
 def _refuse_users(step: BindVfio, users: Iterable[str]) -> None:
-    """Raises: DeviceBusyError."""
+    """Raise DeviceBusyError."""
     if found := list(users):
         raise DeviceBusyError(_in_use(step, found))
 

@@ -66,7 +66,7 @@ class ClaimStatusReporter:
             self._give(record, record.claim.reported)
 
     def renew(self, uid: str, reported: frozenset[ReportedDevice] | None = None) -> None:
-        """Passes a claim's status if it differs from the last one written.
+        """Pass a claim's status if it differs from the last one written.
 
         If `reported`, the devices in the current status, is given, passes the status only if a device is missing
         from it.
@@ -156,7 +156,7 @@ class ClaimHealthReporter:
                 self.recorder.claim_event(ref, reason, text, warning=is_warning)
 
     def renew_statuses(self) -> None:
-        """Finds the claims whose status may have changed, and renews some of them. Called every two seconds.
+        """Find the claims whose status may have changed, and renews some of them. Called every two seconds.
 
         Raises: StateError.
         """
@@ -185,12 +185,12 @@ class ClaimHealthReporter:
         return True
 
     def _holders(self, target: HealthTarget) -> Sequence[ClaimRef]:
-        """Returns the claims that hold the target or a part of it."""
+        """Return the claims that hold the target or a part of it."""
         try:
             inventory, records = self.inventory(), self.records().values()
             return [
                 record.ref for record in records if is_hit(record, target, inventory, self.created_instance)
             ]
         except DraDriverError as error:
-            _log.warning("holders_unknown", subject=str(target), reason=str(error))
+            _log.warning("gpu_claims_unknown", subject=str(target), reason=str(error))
             return ()

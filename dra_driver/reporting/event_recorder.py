@@ -112,7 +112,7 @@ class EventQueue:
         return len(self._queued)
 
     def put(self, report: Report, now: float) -> list[Report]:
-        """Adds a report. If the queue is full, drops and returns reports, possibly the new one: minor events first,
+        """Add a report. If the queue is full, drop and return reports, possibly the new one: minor events first,
         claim statuses last, and older reports before newer ones.
         """
         key = _key(report)
@@ -135,11 +135,11 @@ class EventQueue:
         return now if sent_at is None else max(now, sent_at + self._limits.again_s)
 
     def withdraw_state(self, ref: ClaimRef) -> None:
-        """Removes a claim's status if it was not sent yet."""
+        """Remove a claim's status if it was not sent yet."""
         self._queued.pop(ref, None)
 
     def put_first(self, queued: QueuedReport) -> None:
-        """Puts a report from `take`, or a part of it, back at the front, even if the queue is full."""
+        """Put a report from `take`, or a part of it, back at the front, even if the queue is full."""
         key = _key(queued.report)
         newer = self._queued.get(key)
         if newer is not None:
@@ -150,7 +150,7 @@ class EventQueue:
         self._queued.move_to_end(key, last=False)
 
     def take(self, now: float, *, hurry: bool = False) -> QueuedReport | None:
-        """Removes and returns the first report that may be sent now, minor events last; None if none may be sent.
+        """Remove and return the first report that may be sent now, minor events last; None if none may be sent.
 
         With `hurry`, a report may be sent even if the same one was sent recently.
         """
@@ -169,16 +169,16 @@ class EventQueue:
         return queued
 
     def ready_at(self, now: float, *, hurry: bool = False) -> float | None:
-        """Returns when `take` will have a report; None if the queue is empty."""
+        """Return when `take` will have a report; None if the queue is empty."""
         moments = (self._ready_at(queued, now, hurry=hurry) for queued in self._queued.values())
         return min(moments, default=None)
 
     def pause(self, until: float) -> None:
-        """Holds all reports back until `until`."""
+        """Hold all reports back until `until`."""
         self._paused_until = until
 
     def forget_due_before(self, moment: float) -> int:
-        """Drops the events that were due before `moment`, and returns their number. Claim statuses never
+        """Drop the events that were due before `moment`, and return their number. Claim statuses never
         expire.
         """
         old = [
@@ -204,7 +204,7 @@ def is_minor(report: Report) -> bool:
 
 
 def _weight(report: Report) -> int:
-    """Returns the drop order: the lowest is dropped first."""
+    """Return the drop order: the lowest is dropped first."""
     if isinstance(report, ClaimState):
         return 2
     return 0 if is_minor(report) else 1
@@ -249,11 +249,11 @@ class EventRecorder(BackgroundWorker):
         super().__init__("event-recorder", self._turn, self._crashed)
 
     def counts(self) -> dict[str, int]:
-        """Returns the numbers of accepted, dropped and rejected events and claim statuses."""
+        """Return the numbers of accepted, dropped and rejected events and claim statuses."""
         return {"written": self.written, "dropped": self.dropped, "failed": self.failed}
 
     def stop(self) -> bool:
-        """Sends what it can within two seconds, and drops the rest."""
+        """Send what it can within two seconds, and drop the rest."""
         with self._lock:
             if self._stop_by is None:
                 self._stop_by = self.clock() + _FLUSH_S
@@ -266,15 +266,15 @@ class EventRecorder(BackgroundWorker):
         return has_ended
 
     def claim_event(self, ref: ClaimRef, reason: EventReason, message: str, *, warning: bool) -> None:
-        """Reports an event for a claim and the pods that use it; the same event at most once a minute."""
+        """Report an event for a claim and the pods that use it; the same event at most once a minute."""
         self._put(ClaimEvent(ref, reason, message, warning))
 
     def minor_claim_event(self, ref: ClaimRef, reason: EventReason, message: str) -> None:
-        """Reports an event for a claim but not its pods, after all other events; it may be dropped."""
+        """Report an event for a claim but not its pods, after all other events; it may be dropped."""
         self._put(ObjectEvent(claim_object(ref), reason, message, warning=False, minor=True))
 
     def node_event(self, reason: EventReason, message: str, *, warning: bool, minor: bool = False) -> None:
-        """Reports an event for this node; the same event at most once a minute. A `minor` event may be dropped."""
+        """Report an event for this node; the same event at most once a minute. A `minor` event may be dropped."""
         self._put(ObjectEvent(node_object(self.node), reason, message, warning, minor))
 
     def claim_status(
@@ -285,7 +285,7 @@ class EventRecorder(BackgroundWorker):
         *,
         is_first: bool = False,
     ) -> None:
-        """Reports the status of all our devices in a claim. Replaces an earlier status that was not written yet.
+        """Report the status of all our devices in a claim. Replaces an earlier status that was not written yet.
 
         The recorder's thread calls `written` when the API server has stored the status, but not if the status was
         dropped or needed no write. With `is_first`, the recorder writes without reading the claim: Prepare has just
@@ -314,7 +314,7 @@ class EventRecorder(BackgroundWorker):
             )
 
     def _turn(self) -> float:
-        """Sends the next report, if it may be sent now. Returns the seconds until another report may be sent."""
+        """Send the next report, if it may be sent now. Returns the seconds until another report may be sent."""
         with self._lock:
             now, stop_by = self.clock(), self._stop_by
             at = self._queue.ready_at(now, hurry=stop_by is not None)
@@ -362,7 +362,7 @@ class EventRecorder(BackgroundWorker):
                     report.written()
 
     def _spread(self, report: ClaimEvent, queued: QueuedReport) -> None:
-        """Converts an event for a claim into one event for each object; these are sent and retried separately."""
+        """Convert an event for a claim into one event for each object; these are sent and retried separately."""
         try:
             pods = tuple(self.claims.pods_of(report.ref, timeout_s=_REQUEST_S))
         except ApiRejectedError as error:

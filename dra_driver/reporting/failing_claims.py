@@ -67,7 +67,7 @@ class FailingClaims:
         self._looking = BoundedCall("the API server", self._look_up)
 
     def all(self) -> tuple[FailingClaim, ...]:
-        """Returns all failing claims, the most recent failure last."""
+        """Return all failing claims, the most recent failure last."""
         with self._lock:
             return tuple(self._failing.values())
 
@@ -103,7 +103,7 @@ class FailingClaims:
             self._failing.pop(ref.uid, None)
 
     def restore(self, kept: Iterable[FailingClaim]) -> None:
-        """Adds the failures that an earlier process knew, unless it prepared the claim after it had written them.
+        """Add the failures that an earlier process knew, unless it prepared the claim after it had written them.
 
         A prepared claim whose Prepare fails again is added again by its next failure.
         """
@@ -114,7 +114,7 @@ class FailingClaims:
             self._failing = lasting | self._failing
 
     def problems(self) -> Sequence[NodeProblem]:
-        """Returns a problem for each claim that has failed more than once, or for ten seconds or more.
+        """Return a problem for each claim that has failed more than once, or for ten seconds or more.
 
         Also reports slow calls, and checks claims that the kubelet no longer retries.
         """

@@ -62,7 +62,7 @@ class Response(NamedTuple):
 def problems_page(
     problems: Callable[[], Sequence[str]], notes: Callable[[], Sequence[str]] | None = None
 ) -> Page:
-    """Returns a page: status 200 and `ok` if there are no problems, else 503 and one problem on each line.
+    """Return a page: status 200 and `ok` if there are no problems, else 503 and one problem on each line.
 
     The notes follow; they do not change the status.
     """
@@ -77,18 +77,18 @@ def problems_page(
 
 
 def json_page(document: Callable[[], bytes]) -> Page:
-    """Returns a page with status 200 and a JSON document."""
+    """Return a page with status 200 and a JSON document."""
     return lambda: Response(200, "application/json", document())
 
 
 def metrics_page(registry: CollectorRegistry) -> Page:
-    """Returns the page that Prometheus scrapes."""
+    """Return the page that Prometheus scrapes."""
     encode, content_type = choose_encoder("")
     return lambda: Response(200, content_type, encode(registry))
 
 
 def while_working(works: Callable[[], bool], page: Page) -> Page:
-    """Returns the page, with status 503 while `works` returns False: then another process knows about the node."""
+    """Return the page, with status 503 while `works` returns False: then another process knows about the node."""
     return lambda: page() if works() else _IDLE
 
 
@@ -126,11 +126,11 @@ class HttpEndpoint:
         return self._server.server_port
 
     def start(self) -> None:
-        """Starts serving."""
+        """Start serving."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Stops serving and closes the socket."""
+        """Stop serving and close the socket."""
         if self._thread.ident is not None:
             self._server.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
             self._server.shutdown()
@@ -153,7 +153,7 @@ class _Server(ThreadingWSGIServer):
         self._open_lock = threading.Lock()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Serves a connection in a new thread."""
+        """Serve a connection in a new thread."""
         with self._open_lock:
             if len(self._open) >= _MAX_CONNECTIONS:
                 oldest = next(iter(self._open))
@@ -164,13 +164,13 @@ class _Server(ThreadingWSGIServer):
         super().process_request(request, client_address)
 
     def close_request(self, request: Any) -> None:
-        """Closes a connection, which the client may already have closed."""
+        """Close a connection, which the client may already have closed."""
         with self._open_lock:
             self._open.pop(request, None)
         super().close_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Logs at level debug that a client disconnected; the library would print a traceback."""
+        """Log at level debug that a client disconnected; the library would print a traceback."""
         _log.debug("http_client_lost", client=str(client_address), exc_info=True)
 
 
@@ -186,7 +186,7 @@ class _Handler(WSGIRequestHandler):
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Returns a socket at the first address of `host`, or at all addresses of both families if `host` is empty or
+    """Return a socket at the first address of `host`, or at all addresses of both families if `host` is empty or
     `::`. Raises: OSError.
     """
     if host not in ("", "::"):
@@ -252,7 +252,7 @@ class Probes:
     """Results of the kubelet's probes over gRPC and HTTP: lists of sentences, empty if all is well.
 
     `problems` returns a sentence for each problem of the node; these sentences are only notes. `idle` returns why this
-    process does not work on the node; None if it does.
+    process does not work on the node; None if it does. `was_ready`: this process has been ready at some time.
     """
 
     plugin: KubeletPlugin
@@ -260,26 +260,28 @@ class Probes:
     publisher: Publisher
     problems: Callable[[], Sequence[str]]
     idle: Callable[[], Idle | None] = lambda: None
+    was_ready: bool = False
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self._logged: list[str] | None = None
 
     def startup(self) -> list[str]:
-        """Returns why the sockets have never responded."""
+        """Return why the sockets have never responded."""
         return _listed(self.plugin.liveness.start_fault())
 
     def liveness(self) -> list[str]:
-        """Returns why the kubelet cannot reach the sockets; nothing else fails this probe."""
+        """Return why the kubelet cannot reach the sockets; nothing else fails this probe."""
         return _listed(self.plugin.liveness.fault())
 
     def readiness(self) -> list[str]:
-        """Returns why a rolling update must not continue with the next node."""
+        """Return why a rolling update must not continue with the next node."""
         idle = self.idle()
         if idle is not None:
             faults = [idle.text] if idle.is_fault else []
         else:
             faults = [*self._registration_faults(), *self._device_faults()[0], *self._slice_faults()[0]]
+            self.was_ready = self.was_ready or not faults
         self._log_changes(faults)
         return faults
 
@@ -288,7 +290,7 @@ class Probes:
         return not self.readiness()
 
     def notes(self) -> list[str]:
-        """Returns the problems of this node that do not fail a probe, one sentence each."""
+        """Return the problems of this node that do not fail a probe, one sentence each."""
         failing, idle = self.readiness(), self.idle()
         if idle is not None:
             return [] if idle.is_fault else [idle.text]
@@ -306,13 +308,13 @@ class Probes:
         return []
 
     def _device_faults(self) -> tuple[list[str], list[str]]:
-        """Returns faults and notes. A missing first discovery is a fault; later problems are notes."""
+        """Return faults and notes. A missing first discovery is a fault; later problems are notes."""
         problem = self.discovery.problem()
         lines = _listed(problem)
         return (lines, []) if problem == NOT_DISCOVERED else ([], lines)
 
     def _slice_faults(self) -> tuple[list[str], list[str]]:
-        """Returns faults and notes. Without devices there is nothing to publish, and the note of `_device_faults`
+        """Return faults and notes. Without devices there is nothing to publish, and the note of `_device_faults`
         says why.
         """
         problem = self.publisher.problem

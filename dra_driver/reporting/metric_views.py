@@ -122,7 +122,7 @@ class Views(Collector):
         self._calls: dict[str, BoundedCall[tuple[Metric, ...]]] = {}
 
     def collect(self) -> Sequence[Metric]:
-        """Returns the metrics of all sources that answer in time. Concurrent scrapes take turns."""
+        """Return the metrics of all sources that answer in time. Concurrent scrapes take turns."""
         with self._turn:
             calls = self._calls.copy()
             # Do not wait for these sources: an earlier scrape already has.
@@ -399,7 +399,7 @@ class Views(Collector):
         )
 
     def _add(self, source: str, read: Callable[[], Iterable[Metric]]) -> None:
-        """Registers `read`, which may read files or call another process, for every scrape."""
+        """Register `read`, which may read files or call another process, for every scrape."""
         for cause in _CAUSES:
             self._errors.labels(self._driver, source, cause)
         self._calls[source] = BoundedCall(source, lambda: tuple(read()))
@@ -411,7 +411,7 @@ class Views(Collector):
         values: Sequence[str],
         found: Callable[[], Iterable[str]],
     ) -> None:
-        """Counts how often each value of a label occurs."""
+        """Count how often each value of a label occurs."""
 
         def read() -> Iterator[Metric]:
             tally = Tally(found())
@@ -423,7 +423,7 @@ class Views(Collector):
         return self._gauge(name, {(): value})
 
     def _gauge(self, name: str, samples: Samples) -> Metric:
-        """Returns one of `_GAUGES`; its first label is the name of our DRA driver."""
+        """Return one of `_GAUGES`; its first label is the name of our DRA driver."""
         text, *labels = _GAUGES[name]
         named = {(self._driver, *values): value for values, value in samples.items()}
         return _gauge(f"nvidia_dra_{name}", text, ("driver", *labels), named)
@@ -446,7 +446,7 @@ _gauge = partial(_family, GaugeMetricFamily)
 
 
 def _names(pods: Pods) -> Sequence[str]:
-    """Returns the names of the first pods of a claim; one empty name if no pod is known."""
+    """Return the names of the first pods of a claim; one empty name if no pod is known."""
     return [pod.name for pod in (pods or ())[:_MAX_PODS]] or [""]
 
 
@@ -459,13 +459,13 @@ def _type_of(device: OfferedDevice) -> str:
 
 
 def _ids_of(instance: HealthTarget) -> str:
-    """Returns `GPU instance ID/compute instance ID`; only the first ID for a whole GPU instance."""
+    """Return `GPU instance ID/compute instance ID`; only the first ID for a whole GPU instance."""
     ids = (instance.gpu_instance_id, instance.compute_instance_id)
     return "/".join(str(number) for number in ids if number is not None)
 
 
 def _condition_of(device: OfferedDevice, health: HealthBook, instances: Instances) -> Condition:
-    """Returns one word for the health of a device, from its GPU and its instance."""
+    """Return one word for the health of a device, from its GPU and its instance."""
     reasons = device_reasons(device, health.states(), instances)
     state = HealthState(HealthTarget(device.gpu.uuid), reasons)
     is_bound = (

@@ -47,7 +47,7 @@ REASONS = (*(reason for _, reason in _REASONS), _INTERNAL)
 
 
 def reason_of(error: Exception) -> str:
-    """Returns the value of the label `error_type` for an error."""
+    """Return the value of the label `error_type` for an error."""
     return next((reason for kind, reason in _REASONS if isinstance(error, kind)), _INTERNAL)
 
 
@@ -176,7 +176,7 @@ class Metrics:
 
     @contextmanager
     def in_flight(self, operation: Operation) -> Iterator[None]:
-        """Counts a gRPC call from its arrival to its response."""
+        """Count a gRPC call from its arrival to its response."""
         gauge = self._inflight.labels(self._driver, operation)
         gauge.inc()
         try:
@@ -187,7 +187,7 @@ class Metrics:
     def _shown(
         self, kind: Callable[..., _Shown], name: str, text: str, labels: Mapping[str, Sequence[str]]
     ) -> _Shown:
-        """Returns a metric with a series for each combination of label values; the first label is the name of our
+        """Return a metric with a series for each combination of label values; the first label is the name of our
         DRA driver.
         """
         metric = kind(f"nvidia_dra_{name}", text, ("driver", *labels), registry=self.registry)

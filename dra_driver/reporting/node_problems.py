@@ -70,12 +70,12 @@ class DiskWatch:
         self._refusal: str | None = None
 
     def problems(self) -> Sequence[NodeProblem]:
-        """Returns the problem of the directory, if it has one. Does not block on the disk."""
+        """Return the problem of the directory, if it has one. Does not block on the disk."""
         text = self._fault()
         return [] if text is None else [NodeProblem("disk-not-writable", text, str(self.directory))]
 
     def look(self) -> None:
-        """Reads the size of the disk. After a failed write, writes a small file, so that the problem ends as soon as a
+        """Read the size of the disk. After a failed write, writes a small file, so that the problem ends as soon as a
         write succeeds. Hangs if the disk does.
         """
         self._refusal = _refusal(self.directory)
@@ -104,7 +104,7 @@ class DiskWatch:
 
 
 def _refusal(directory: Path) -> str | None:
-    """Returns the error that a write would have; None if it may succeed, or if nothing is known about the
+    """Return the error that a write would have; None if it may succeed, or if nothing is known about the
     file system.
 
     On a read-only file system a Prepare already fails at its lock, before it writes anything.
@@ -133,17 +133,17 @@ class Reported(NamedTuple):
 
 
 def encode(reported: Reported, at: int) -> bytes:
-    """Encodes the report as of `at`, in seconds since 1970."""
+    """Encode the report as of `at`, in seconds since 1970."""
     return _FILE.write((reported, at))
 
 
 def decode(content: bytes) -> Reported:
-    """Decodes the result of `encode`. Raises: StateError that describes the fault."""
+    """Decode the result of `encode`. Raises: StateError that describes the fault."""
     return _FILE.read(content)[0]
 
 
 def read_problems(directory: Path) -> tuple[bool, Reported]:
-    """Returns whether an instance of the plugin is running, and the last report.
+    """Return whether an instance of the plugin is running, and the last report.
 
     Raises: StateError if either cannot be read.
     """
@@ -172,7 +172,7 @@ _FILE: FileFormat[tuple[Reported, int]] = FileFormat(
 
 
 ProblemSource = Callable[[], Iterable[NodeProblem] | None]
-"""Returns the current problems. A source that only does something regularly returns None."""
+"""Return the current problems. A source that only does something regularly returns None."""
 
 _ANSWER_S = 5.0
 """Sources return within milliseconds, unless the disk, the kernel or the machine is in trouble."""
@@ -193,7 +193,7 @@ class Checks:
         self._round, self._at = 0, ""
 
     def problems(self) -> Iterator[NodeProblem]:
-        """Calls the sources, and yields their results.
+        """Call the sources, and yield their results.
 
         The earlier problems of a source that fails or hangs remain, because no evidence shows that they ended. The
         failure is an additional problem.
@@ -309,39 +309,39 @@ class NodeProblems(BackgroundWorker):
         super().__init__("node-problems", self.turn)
 
     def start(self) -> None:
-        """Starts, and lets other processes see that this one is running."""
+        """Start, and lets other processes see that this one is running."""
         try:
             self._mark.hold()
         except StateError as error:
-            _log.warning("running_not_shown", reason=str(error))
+            _log.warning("running_lock_failed", reason=str(error))
         self.restore()
         super().start()
 
     def stop(self) -> bool:
-        """Stops, and lets other processes see that this one has stopped."""
+        """Stop, and lets other processes see that this one has stopped."""
         has_ended = super().stop()
         self._writing.result(_LAST_WRITE_S)  # a later write would replace the file of the next process
         self._mark.release()
         return has_ended
 
     def current(self) -> tuple[NodeProblem, ...]:
-        """Returns all problems, in the order of their sources."""
+        """Return all problems, in the order of their sources."""
         return self._shown
 
     def notes(self) -> list[str]:
-        """Returns a sentence for each problem."""
+        """Return a sentence for each problem."""
         return [problem.text for problem in self.current()]
 
     def as_json(self) -> bytes:
-        """Returns the problems as a JSON document."""
+        """Return the problems as a JSON document."""
         return encode(Reported(self.current(), self.failing.all()), int(self.clock()))
 
     def codes(self) -> list[ProblemCode]:
-        """Returns the code of each problem; problems of several subjects may have the same code."""
+        """Return the code of each problem; problems of several subjects may have the same code."""
         return [problem.code for problem in self.current()]
 
     def turn(self) -> float:
-        """Checks once, and logs and reports changes. Returns the seconds until the next check."""
+        """Check once, and log and report changes. Returns the seconds until the next check."""
         found, before = self._found_now(), self._shown
         self._shown = found
         self._log_changes(before, found)
@@ -370,7 +370,7 @@ class NodeProblems(BackgroundWorker):
                 _log.info("node_problem_ended", problem=one.code, subject=one.subject, since=one.since)
 
     def _report(self, problems: Sequence[NodeProblem]) -> None:
-        """Writes an event for each problem code that began, has a new subject, or ended."""
+        """Write an event for each problem code that began, has a new subject, or ended."""
         by_code: dict[ProblemCode, list[NodeProblem]] = {}
         for problem in problems:
             by_code.setdefault(problem.code, []).append(problem)
@@ -385,7 +385,7 @@ class NodeProblems(BackgroundWorker):
             self._reported[code] = subjects
 
     def _report_on_claims(self, problems: Sequence[NodeProblem]) -> None:
-        """Writes an event for each claim that has a new problem."""
+        """Write an event for each claim that has a new problem."""
         found = {(*_key(one), ref.uid): (one, ref) for one in problems for ref in one.claims}
         for key, (problem, ref) in found.items():
             if key not in self._reported_on_claims:
@@ -407,7 +407,7 @@ class NodeProblems(BackgroundWorker):
             self._reported[code] = self._reported.get(code, frozenset()) | {subject}
 
     def _keep(self, reported: Reported) -> None:
-        """Updates the file in another thread, so that a hanging disk does not block the reports. Disk
+        """Update the file in another thread, so that a hanging disk does not block the reports. Disk
         failures are reported by their own source.
         """
         if self._writing.is_running or not self._is_due(reported):

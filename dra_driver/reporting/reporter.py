@@ -55,7 +55,7 @@ class MpsClaims:
         self._advised: set[tuple[str, str]] = set()  # the claim's UID and the advice
 
     def problems(self) -> Iterator[NodeProblem]:
-        """Yields the problems of daemons for their claims. Raises: DraDriverError if a status cannot be read."""
+        """Yield the problems of daemons for their claims. Raises: DraDriverError if a status cannot be read."""
         records = self.records()
         users = [record for record in records.values() if _daemons_of(record)]
         pods = {uid: record.claim.pods for uid, record in records.items()}
@@ -105,7 +105,7 @@ class Reporter:
 
     @contextmanager
     def in_flight(self, action: Operation, claims: Sequence[ClaimRef]) -> Iterator[None]:
-        """Counts a kubelet call from its arrival to its response."""
+        """Count a kubelet call from its arrival to its response."""
         with self.metrics.in_flight(action), self.failing.preparing(claims if action == "prepare" else ()):
             yield
 
@@ -232,7 +232,7 @@ class Reporter:
 
 
 def claim_using(device: str, records: Iterable[ClaimRecord]) -> ClaimRef | None:
-    """Returns a claim whose record uses the MIG device; None if no record does."""
+    """Return a claim whose record uses the MIG device; None if no record does."""
     for record in records:
         if any(isinstance(step, CreateMig) and step.device == device for step in record.steps):
             return record.ref
@@ -285,7 +285,7 @@ class Reports:
         )
 
     def _prepare_is_slow(self, ref: ClaimRef, seconds: float) -> None:
-        """Reports what is running on the GPUs of a claim whose Prepare takes a long time."""
+        """Report what is running on the GPUs of a claim whose Prepare takes a long time."""
         record, under_way = self._records.get(ref.uid), self._lanes.under_way()
         gpus = frozenset() if record is None else record.gpu_uuids
         doing = sorted(f"{under_way[uuid].what} on GPU {uuid}" for uuid in gpus & under_way.keys())

@@ -58,7 +58,7 @@ class Usage:
         self._hanging: dict[GpuAddress, BoundedCall[GpuUse]] = {}
 
     def look(self) -> NodeUse:
-        """Returns the current usage of all GPUs. Raises: StateError if the records cannot be read."""
+        """Return the current usage of all GPUs. Raises: StateError if the records cannot be read."""
         inventory, records = self.inventory() or Inventory(), [*self.records().values()]
         held = held_devices(records)
         addresses = mig_addresses(held, inventory, self.made)
@@ -77,7 +77,7 @@ class Usage:
         )
 
     def unclaimed(self) -> Mapping[str, Sequence[GpuProcess]]:
-        """Returns the unclaimed processes of each GPU that answers in time, by GPU UUID. Reads only the processes
+        """Return the unclaimed processes of each GPU that answers in time, by GPU UUID. Reads only the processes
         from the GPUs.
 
         Raises: the errors of `look`.
@@ -94,7 +94,7 @@ class Usage:
     def _ask(
         self, inventory: Inventory, read_of: Callable[[GpuAddress], Callable[[], GpuUse]]
     ) -> Mapping[str, GpuUse]:
-        """Returns the usage of the GPUs that answer in time, by UUID. `read_of` returns a function that reads
+        """Return the usage of the GPUs that answer in time, by UUID. `read_of` returns a function that reads
         a GPU.
         """
         with self._turn:
@@ -149,7 +149,7 @@ class UnclaimedMemory:
         self._look_at = 0.0
 
     def problems(self) -> Sequence[NodeProblem]:
-        """Returns a problem for each of these processes. Looks once a minute."""
+        """Return a problem for each of these processes. Looks once a minute."""
         now = self.clock()
         if now >= self._look_at:
             unclaimed = self.look()

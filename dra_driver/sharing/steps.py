@@ -40,13 +40,13 @@ class TimeSliceSteps(SettingSteps[SetTimeSlice]):
         self._nvidia_smi = nvidia_smi
 
     def bounds(self, step: SetTimeSlice) -> None:
-        """None: nvidia-smi does not report which levels the GPU supports."""
+        """Return None: nvidia-smi does not report which levels the GPU supports."""
 
     def read(self, step: SetTimeSlice) -> None:
-        """None: neither NVML nor nvidia-smi reports the level."""
+        """Return None: neither NVML nor nvidia-smi reports the level."""
 
     def write(self, step: SetTimeSlice, value: int) -> None:
-        """Sets the level. Raises: as in `SettingSteps`; StateError."""
+        """Set the level. Raises: as in `SettingSteps`; StateError."""
         timeout = seconds_for(f"set the time slice of GPU {step.gpu_uuid}", _TIME_SLICE_S)
         try:
             self._nvidia_smi.set_time_slice(step.gpu_uuid, value, timeout)
@@ -56,7 +56,7 @@ class TimeSliceSteps(SettingSteps[SetTimeSlice]):
             raise DriverGoneError(str(error)) from error
 
     def text(self, value: int) -> str:
-        """Returns the name of a level, such as `Long`."""
+        """Return the name of a level, such as `Long`."""
         return INTERVALS[value]
 
 
@@ -70,7 +70,7 @@ class MpsSteps:
     ledger: Ledger
 
     def do(self, step: RunMps, plan: Plan) -> None:
-        """Starts the daemon if necessary, and waits until it responds. Raises: the errors of `MpsHostFiles.ensure`;
+        """Start the daemon if necessary, and wait until it responds. Raises: the errors of `MpsHostFiles.ensure`;
         StateError if the daemon is in FAULT, or if the MIG device does not exist.
         """
         timeout = seconds_for(f"start the MPS daemon of device {step.spec.device}", _MPS_START_S)
@@ -82,12 +82,12 @@ class MpsSteps:
             )
 
     def undo(self, step: RunMps, ref: ClaimRef) -> None:
-        """Stops the daemon. Raises: the errors of `MpsHostFiles.stop`."""
+        """Stop the daemon. Raises: the errors of `MpsHostFiles.stop`."""
         device = step.spec.device
         self.host.stop(device, seconds_for(f"stop the MPS daemon of device {device}", _MPS_STOP_S))
 
     def _of_today(self, spec: MpsDaemonSpec) -> MpsDaemonSpec:
-        """Returns the spec with the current UUID of a MIG device, which changes each time it is created."""
+        """Return the spec with the current UUID of a MIG device, which changes each time it is created."""
         if spec.uuid:
             return spec
         uuid = self.ledger.created_uuid(spec.device)

@@ -43,7 +43,7 @@ _OWN_FILES = ("machine.", "rendered", "root", ".")
 def create_machine(
     name: str, directory: Path, *, device_nodes: str = "auto", cdi_hook: bool | None = None
 ) -> Machine:
-    """Creates a machine, or opens it if the directory already contains a machine of this name.
+    """Create a machine, or opens it if the directory already contains a machine of this name.
 
     `name` is one of `machine_names()` or a path to a YAML file. `device_nodes` is "real" (needs root),
     "described" or "auto". `cdi_hook` adds an nvidia-cdi-hook to the NVIDIA driver's programs.
@@ -79,7 +79,7 @@ def create_machine(
 
 
 def _make_hostile(state: State) -> None:
-    """Enables difficult but valid behaviour of real machines, which first-time users do not need.
+    """Enable difficult but valid behaviour of real machines, which first-time users do not need.
 
     Capability nodes of MIG devices exist only after someone creates them, and the first GPU has virtual
     functions (SR-IOV) if its product supports them.
@@ -92,7 +92,7 @@ def _make_hostile(state: State) -> None:
 
 
 def open_machine(directory: Path) -> Machine:
-    """Opens the machine in a directory. Raises: StateError if there is none."""
+    """Open the machine in a directory. Raises: StateError if there is none."""
     require_machine(directory)
     machine = Machine(directory.resolve())
     machine.heal()
@@ -100,7 +100,7 @@ def open_machine(directory: Path) -> Machine:
 
 
 def require_machine(directory: Path) -> None:
-    """Raises: StateError if there is no machine in a directory."""
+    """Raise StateError if there is no machine in a directory."""
     if not (directory / "machine.json").is_file():
         raise StateError(
             f"there is no simulated machine in {directory}; create one with "

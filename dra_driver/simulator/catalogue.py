@@ -62,7 +62,7 @@ _GPU_KEYS = {
 
 
 def machine_names() -> list[str]:
-    """Returns the names of the machines that ship with the package."""
+    """Return the names of the machines that ship with the package."""
     return sorted(path.stem for path in MACHINES.glob("*.yaml") if not path.stem.startswith("_"))
 
 
@@ -83,19 +83,19 @@ def _read(path: Path) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=64)
 def _parsed(text: str) -> bytes:
-    """Returns the values of a YAML text, pickled: unpickling a copy is ten times as fast as parsing the text."""
+    """Return the values of a YAML text, pickled: unpickling a copy is ten times as fast as parsing the text."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     return pickle.dumps(yaml.load(text, Loader=loader))  # noqa: S506 - both loaders are the safe ones
 
 
 @functools.cache
 def driver_facts() -> dict[str, Any]:
-    """Returns the files and values that the NVIDIA driver has on every machine."""
+    """Return the files and values that the NVIDIA driver has on every machine."""
     return _read(MACHINES / "_driver.yaml")
 
 
 def locate(name: str) -> Path:
-    """Returns the path of a machine file; `name` is a shipped machine or a path to a YAML file."""
+    """Return the path of a machine file; `name` is a shipped machine or a path to a YAML file."""
     if name.endswith((".yaml", ".yml")) or "/" in name:
         path = Path(name)
         if not path.is_file():
@@ -110,7 +110,7 @@ def locate(name: str) -> Path:
 
 
 def load_models(extra: dict[str, Any] | None = None, only: set[str] | None = None) -> dict[str, Model]:
-    """Returns GPU products by key; `extra`, such as a machine's `models:`, overrides or adds fields."""
+    """Return GPU products by key; `extra`, such as a machine's `models:`, overrides or adds fields."""
     catalogue = _read(MACHINES / "_models.yaml")
     for key, fields in (extra or {}).items():
         catalogue[key] = {**catalogue.get(key, {}), **fields}
@@ -143,7 +143,7 @@ def _model(key: str, fields: dict[str, Any], tables: dict[str, Any]) -> Model:
 
 
 def build(name: str) -> State:
-    """Returns the initial state of a machine."""
+    """Return the initial state of a machine."""
     path = locate(name)
     document = _read(path)
     machine = path.stem
@@ -189,7 +189,7 @@ def _check_keys(machine: str, where: str, item: dict[str, Any], known: set[str])
 
 
 def check_system(facts: Mapping[str, Any]) -> None:
-    """Raises: InvalidConfigError for an invalid value. In YAML, on and off without quotes are not strings."""
+    """Raise InvalidConfigError for an invalid value. In YAML, on and off without quotes are not strings."""
     for name, choices in _SYSTEM.items():
         values = facts.get(name, [])
         for value in values if isinstance(values, list) else [values]:
@@ -199,7 +199,7 @@ def check_system(facts: Mapping[str, Any]) -> None:
 
 
 def cuda_of_driver(version: str, otherwise: int) -> int:
-    """Returns the CUDA version of a driver version's branch; `otherwise` if the branch is unknown."""
+    """Return the CUDA version of a driver version's branch; `otherwise` if the branch is unknown."""
     return int(driver_facts()["cuda_of_branch"].get(int(version.partition(".")[0]), otherwise))
 
 
@@ -273,7 +273,7 @@ def _wire(state: State) -> None:
 
 
 def _switches(state: State) -> list[str]:
-    """Returns the bus IDs of the switches to which the links lead; empty if links connect GPUs directly."""
+    """Return the bus IDs of the switches to which the links lead; empty if links connect GPUs directly."""
     if state.nvlink.get("topology") != "switched":
         return []
     switches = [item.bus_id for item in state.functions if item.pci_class == 0x068000]
@@ -281,7 +281,7 @@ def _switches(state: State) -> list[str]:
 
 
 def lay_out_mig(gpu: Gpu, model: Model, layout: list[str]) -> None:
-    """Applies a static layout: MIG mode on, and one device for each `profile@start`."""
+    """Apply a static layout: MIG mode on, and one device for each `profile@start`."""
     gpu.mig_mode = gpu.mig_pending = 1
     for text in layout:
         name, _, start = str(text).partition("@")
@@ -294,7 +294,7 @@ def lay_out_mig(gpu: Gpu, model: Model, layout: list[str]) -> None:
 
 
 def new_gpu(state: State, model_key: str) -> tuple[Gpu, Model]:
-    """Returns a new GPU with the next free minor number, an unused bus number, and links to the machine's switches."""
+    """Return a new GPU with the next free minor number, an unused bus number, and links to the machine's switches."""
     models = load_models(None, {model_key}) if model_key not in state.models else state.models
     model = models[model_key]
     minors = {gpu.minor for gpu in state.gpus if gpu.present}

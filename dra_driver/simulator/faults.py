@@ -28,12 +28,12 @@ _REPAIRS = ("channel", "tpc")
 
 
 def error_text(code: int) -> str:
-    """Returns the text of nvmlErrorString for a return code."""
+    """Return the text of nvmlErrorString for a return code."""
     return str(driver_facts()["errors"].get(code, "Unknown Error"))
 
 
 def code_text(fault: Fault) -> str:
-    """Returns the meaning of a fault's code, for display."""
+    """Return the meaning of a fault's code, for display."""
     if fault.function not in (*WRITES, SMI):
         return error_text(fault.code or 0).lower()
     behaviour = next((name for name, code in _BEHAVIOURS.items() if code == fault.code), None)
@@ -41,7 +41,7 @@ def code_text(fault: Fault) -> str:
 
 
 def error_code(value: int | str) -> int:
-    """Returns a return code by number or name: 15, `gpu-is-lost` or `NVML_ERROR_GPU_IS_LOST`."""
+    """Return a return code by number or name: 15, `gpu-is-lost` or `NVML_ERROR_GPU_IS_LOST`."""
     if isinstance(value, int) or value.isdigit():
         return int(value)
     codes = {
@@ -55,7 +55,7 @@ def error_code(value: int | str) -> int:
 
 
 def _write_code(value: int | str) -> int:
-    """Returns the code for an errno (number or name, such as `EBUSY`), `no-effect`, `hang` (until the fault is
+    """Return the code for an errno (number or name, such as `EBUSY`), `no-effect`, `hang` (until the fault is
     cleared), or `late-user` (a program opens the GPU just before the write).
     """
     if isinstance(value, int) or value.isdigit():
@@ -78,7 +78,7 @@ def make_fault(
     count: int | None = None,
     blocks_all: bool = False,
 ) -> Fault:
-    """Returns a fault of this function. It affects one GPU if `gpu` is a UUID, and lasts for `count` calls or until
+    """Return a fault of this function. It affects one GPU if `gpu` is a UUID, and lasts for `count` calls or until
     it is cleared.
 
     With `blocks_all` no NVML call of the process returns during the delay.
@@ -102,7 +102,7 @@ def make_fault(
 
 
 def fault_text(fault: Fault) -> str:
-    """Describes the fault's effect on calls or writes, such as `gpu is lost, 3 times`."""
+    """Describe the fault's effect on calls or writes, such as `gpu is lost, 3 times`."""
     parts = [
         *([] if fault.code is None else [code_text(fault)]),
         *([f"after {fault.delay_s:g} s"] if fault.delay_s else []),
@@ -172,7 +172,7 @@ _WELL: Mapping[str, Any] = {field: getattr(_NEW, field) for field, _ in _SIGNALS
 
 
 def signal_facts(signals: Iterable[str], model: Model) -> Mapping[str, Any]:
-    """Returns the values of all signal fields of `Gpu`, for a GPU that has exactly these signals.
+    """Return the values of all signal fields of `Gpu`, for a GPU that has exactly these signals.
 
     Raises: InvalidConfigError.
     """
@@ -190,5 +190,5 @@ def signal_facts(signals: Iterable[str], model: Model) -> Mapping[str, Any]:
 
 
 def signal_names(gpu: Gpu) -> list[str]:
-    """Returns the names of the GPU's active signals."""
+    """Return the names of the GPU's active signals."""
     return [name for name, (field, _) in _SIGNALS.items() if getattr(gpu, field) != _WELL[field]]

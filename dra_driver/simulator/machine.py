@@ -77,11 +77,11 @@ class Machine:
         return self.current().boot_id
 
     def gpu(self, selector: Selector) -> Gpu:
-        """Returns the selected GPU, even if it is lost."""
+        """Return the selected GPU, even if it is lost."""
         return self._find(self.current(), selector)
 
     def called(self, selector: Selector) -> str:
-        """Returns a GPU's display name: `GPU 1 (gpu-cbe0e302)`. The index changes when a GPU before it is removed;
+        """Return a GPU's display name: `GPU 1 (gpu-cbe0e302)`. The index changes when a GPU before it is removed;
         the device name does not.
         """
         state = self.current()
@@ -107,13 +107,13 @@ class Machine:
     # --- who has it open -----------------------------------------------------------------------
 
     def open_session(self, name: str) -> Session:
-        """Opens an NVML session for a process, which is then a client of every GPU."""
+        """Open an NVML session for a process, which is then a client of every GPU."""
         with self._store.locked():
             self._apply_nvidia_smi()
             return self._sessions.open(name)
 
     def close_session(self, session: Session) -> None:
-        """Closes the NVML session of a process.
+        """Close the NVML session of a process.
 
         When the last session is closed, the NVIDIA driver releases GPUs without persistence mode and forgets their
         settings.
@@ -128,7 +128,7 @@ class Machine:
                     self._policies.forget(gpu.uuid)
 
     def _apply_nvidia_smi(self) -> None:
-        """Applies what nvidia-smi did since a session was last opened or closed."""
+        """Apply what nvidia-smi did since a session was last opened or closed."""
         for gpu in self.current().present:
             mode = self._policies.take(PERSISTENCE, gpu.uuid)
             if mode:
@@ -137,7 +137,7 @@ class Machine:
                 self.reset_gpu(gpu.uuid)
 
     def clients(self, *, with_own: bool = False) -> list[str]:
-        """Returns the open sessions of other processes, such as `dcgm (process 4711)`; `with_own` includes
+        """Return the open sessions of other processes, such as `dcgm (process 4711)`; `with_own` includes
         this process.
         """
         with self._store.locked():
@@ -146,11 +146,11 @@ class Machine:
     # --- changing it ---------------------------------------------------------------------------
 
     def keep_elf_files(self, source: Path) -> None:
-        """Uses the ELF files of `source` as programs and libraries. Call it before `setup`."""
+        """Use the ELF files of `source` as programs and libraries. Call it before `setup`."""
         self._host.elf.keep(source)
 
     def setup(self, state: State) -> None:
-        """Writes a new machine, or keeps an existing machine of the same name."""
+        """Write a new machine, or keeps an existing machine of the same name."""
         with self._store.locked():
             if self._store.exists():
                 known = self._store.current()
@@ -166,7 +166,7 @@ class Machine:
             self._store.write(state)
 
     def heal(self) -> None:
-        """Writes the host root again if a process died while changing it."""
+        """Write the host root again if a process died while changing it."""
         if self._host.is_current(self.current()):
             return
         with self._store.locked():
@@ -176,7 +176,7 @@ class Machine:
         return self._store.change(self._host.render)
 
     def change_gpu(self, gpu_uuid: str, change: Callable[[Gpu, Model], T]) -> T:
-        """Changes one GPU under the lock. If `change` raises, the machine does not change."""
+        """Change one GPU under the lock. If `change` raises, the machine does not change."""
         with self._change() as state:
             gpu = state.by_uuid[gpu_uuid]
             return change(gpu, state.model_of(gpu))
@@ -184,7 +184,7 @@ class Machine:
     # --- GPUs come, go and fail ----------------------------------------------------------------
 
     def lose_gpu(self, selector: Selector) -> None:
-        """The GPU falls off the bus: Xid 79, then every call returns GPU_IS_LOST."""
+        """Let the GPU fall off the bus: Xid 79, then every call returns GPU_IS_LOST."""
         with self._change() as state:
             gpu = self._find(state, selector)
             if not gpu.lost:
@@ -192,14 +192,14 @@ class Machine:
                 state.add_event(gpu, pynvml.nvmlEventTypeXidCriticalError, XID_OFF_THE_BUS)
 
     def restore_gpu(self, selector: Selector) -> None:
-        """The GPU answers again. Sessions that were opened while it was lost must be reopened."""
+        """Let the GPU answer again. Sessions that were opened while it was lost must be reopened."""
         with self._change() as state:
             gpu = self._find(state, selector)
             gpu.lost = False
             gpu.recovery_action = 0
 
     def add_gpu(self, model: str) -> str:
-        """Adds a GPU, which processes see once they shut down and initialise NVML again. Returns its UUID."""
+        """Add a GPU, which processes see once they shut down and initialise NVML again. Returns its UUID."""
         with self._change() as state:
             gone = next((gpu for gpu in state.gpus if not gpu.present and gpu.model == model), None)
             if gone is not None:
@@ -213,7 +213,7 @@ class Machine:
             return gpu.uuid
 
     def remove_gpu(self, selector: Selector) -> None:
-        """Removes a GPU without warning. If a virtual machine has the GPU open, the kernel waits until the virtual
+        """Remove a GPU without warning. If a virtual machine has the GPU open, the kernel waits until the virtual
         machine closes it. Until then, the GPU has no driver.
         """
         with self._change() as state:
@@ -246,7 +246,7 @@ class Machine:
             state.add_event(self._find(state, selector), kind, xid, gpu_instance, compute_instance)
 
     def set_recovery_action(self, selector: Selector, action: int) -> None:
-        """The NVIDIA driver requests a reset or another action (NVML_GPU_RECOVERY_ACTION_*), and reports Xid
+        """Let the NVIDIA driver request a reset or another action (NVML_GPU_RECOVERY_ACTION_*), and report Xid
         154.
         """
         with self._change() as state:
@@ -263,7 +263,7 @@ class Machine:
             self._find(state, selector).remapped_rows = rows
 
     def set_gpu(self, selector: Selector, **facts: Any) -> None:
-        """Sets fields of `Gpu`, such as counters, links or slowdowns."""
+        """Set fields of `Gpu`, such as counters, links or slowdowns."""
         with self._change() as state:
             gpu = self._find(state, selector)
             if "persistence" in facts:
@@ -272,12 +272,12 @@ class Machine:
                 setattr(gpu, name, value)
 
     def reset_gpu(self, selector: Selector) -> None:
-        """Resets a GPU like `nvidia-smi --gpu-reset`: applies pending changes and clears volatile counters."""
+        """Reset a GPU like `nvidia-smi --gpu-reset`: applies pending changes and clears volatile counters."""
         with self._change() as state:
             self._find(state, selector).reset()
 
     def set_fabric(self, selector: Selector | None = None, **facts: Any) -> None:
-        """Sets fields of the fabric of one GPU or all: state, status, cluster, clique(s), health_mask,
+        """Set fields of the fabric of one GPU or all: state, status, cluster, clique(s), health_mask,
         health_summary.
         """
         with self._change() as state:
@@ -288,14 +288,14 @@ class Machine:
                 gpu.fabric = {**gpu.fabric, **facts}
 
     def hold_gpu(self, selector: Selector, pid: int, name: str, **more: Any) -> None:
-        """Starts a process that uses the GPU or one of its instances, so changes are refused with IN_USE; `more` has
+        """Start a process that uses the GPU or one of its instances, so changes are refused with IN_USE; `more` has
         further fields of `Holder`.
         """
         with self._change() as state:
             self._find(state, selector).holders.append(Holder(pid, name, **more))
 
     def release_gpu(self, selector: Selector, pid: int | None = None) -> None:
-        """Stops the process; without a PID stops all processes of the GPU."""
+        """Stop the process; without a PID stops all processes of the GPU."""
         with self._change() as state:
             gpu = self._find(state, selector)
             gpu.holders = [] if pid is None else [item for item in gpu.holders if item.pid != pid]
@@ -305,7 +305,7 @@ class Machine:
     # --- faults --------------------------------------------------------------------------------
 
     def set_fault(self, function: str, *, gpu: Selector | None = None, **more: Any) -> str:
-        """Makes the next calls of an NVML function (shell pattern) fail with `code`, respond late, or both.
+        """Make the next calls of an NVML function (shell pattern) fail with `code`, respond late, or both.
 
         If `function` is one of `faults.WRITES`, the fault applies to writes to sysfs. `more` is passed to
         `make_fault`. Clearing the faults ends the delay of a fault without a count. Returns a description.
@@ -331,7 +331,7 @@ class Machine:
         return False
 
     def set_virtual_functions(self, selector: Selector, count: int) -> None:
-        """Sets the number of a GPU's virtual functions (SR-IOV), like `sriov-manage`; 0 removes them."""
+        """Set the number of a GPU's virtual functions (SR-IOV), like `sriov-manage`; 0 removes them."""
         with self._change() as state:
             gpu = self._find(state, selector)
             others = [item for item in state.functions if item.physical != gpu.bus_id]
@@ -361,7 +361,7 @@ class Machine:
             self._forgotten(gpu)
 
     def change_driver(self, word: str, bus_id: str, driver: str) -> None:
-        """Applies a write to sysfs; `word` is one of `faults.WRITES` except `modprobe`. Raises: OSError."""
+        """Apply a write to sysfs; `word` is one of `faults.WRITES` except `modprobe`. Raises: OSError."""
         with self._change() as state:
             if word == "drivers_probe":
                 pci.probe(state, bus_id)
@@ -374,12 +374,12 @@ class Machine:
                 self._forgotten(item)
 
     def _forgotten(self, gpu: Gpu) -> None:
-        """Clears the GPU's settings, which the NVIDIA driver loses when it releases the GPU."""
+        """Clear the GPU's settings, which the NVIDIA driver loses when it releases the GPU."""
         gpu.persistence = 0
         self._policies.forget(gpu.uuid)
 
     def load_module(self, module: str) -> bool:
-        """Loads a module like modprobe; returns False if it does not exist."""
+        """Load a module like modprobe; return False if it does not exist."""
         with self._change() as state:
             loaded = state.system.get("vfio_loaded", [])
             if module not in state.system.get("vfio_modules", []):
@@ -389,7 +389,7 @@ class Machine:
         return True
 
     def add_function(self, function: Function) -> None:
-        """Adds another PCI function to the bus."""
+        """Add another PCI function to the bus."""
         with self._change() as state:
             function.boot_driver = function.driver
             state.functions.append(function)
@@ -397,7 +397,7 @@ class Machine:
     # --- the rest of the machine ---------------------------------------------------------------
 
     def set_system(self, **facts: Any) -> None:
-        """Changes values of `system` (see machines/README.md); None keeps a value. Raises: InvalidConfigError."""
+        """Change values of `system` (see machines/README.md); None keeps a value. Raises: InvalidConfigError."""
         given = {name: value for name, value in facts.items() if value is not None}
         catalogue.check_system(given)
         with self._change() as state:
@@ -411,7 +411,7 @@ class Machine:
             self._forget(state)
 
     def load_driver(self, version: str | None = None) -> None:
-        """Loads the NVIDIA driver, optionally another version."""
+        """Load the NVIDIA driver, optionally another version."""
         with self._change() as state:
             state.driver_loaded = True
             state.driver_loads += 1
@@ -422,7 +422,7 @@ class Machine:
             pci.after_load(state)
 
     def set_missing_functions(self, *names: str) -> None:
-        """Removes these functions from NVML's library, for libraries loaded from now on."""
+        """Remove these functions from NVML's library, for libraries loaded from now on."""
         with self._change() as state:
             state.missing_functions = list(names)
 
@@ -440,7 +440,7 @@ class Machine:
             pci.after_boot(state)
 
     def _forget(self, state: State) -> None:
-        """Clears everything that is in the NVIDIA driver's memory."""
+        """Clear everything that is in the NVIDIA driver's memory."""
         state.system["confidential_ready"] = False
         for gpu in state.gpus:
             mig.after_reboot(gpu, state.model_of(gpu))
@@ -471,7 +471,7 @@ class Machine:
             return status
 
     def create_mig(self, selector: Selector, profile: str, start: int) -> tuple[int, int, str]:
-        """Creates a MIG device, as an administrator would; returns (GPU instance ID, compute instance ID, UUID)."""
+        """Create a MIG device, as an administrator would; return (GPU instance ID, compute instance ID, UUID)."""
         with self._change() as state:
             gpu = self._find(state, selector)
             try:
@@ -498,12 +498,12 @@ class Machine:
         self._policies.set(COMPUTE_MODE, gpu_uuid, mode)
 
     def timeslice(self, selector: Selector) -> int:
-        """Returns the time-slice setting of a GPU: 0 default, 1 short, 2 medium, 3 long."""
+        """Return the time-slice setting of a GPU: 0 default, 1 short, 2 medium, 3 long."""
         return self._policies.get(TIMESLICE, self.gpu(selector).uuid)
 
 
 def virtual_functions(state: State, gpu: Gpu, count: int) -> list[Function]:
-    """Returns `count` virtual PCI functions of the GPU, without a driver."""
+    """Return `count` virtual PCI functions of the GPU, without a driver."""
     model, place = state.model_of(gpu), gpu.bus_id.partition(".")[0]
     return [
         Function(

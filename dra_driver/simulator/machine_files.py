@@ -59,7 +59,7 @@ class Store:
         return self.path.is_file()
 
     def current(self) -> State:
-        """Returns the machine's current state. Costs one stat() while nothing changes."""
+        """Return the machine's current state. Costs one stat() while nothing changes."""
         try:
             mtime = os.stat(self._path).st_mtime_ns  # noqa: PTH116 - the hot path of every NVML call
         except FileNotFoundError as error:
@@ -97,7 +97,7 @@ class Store:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Holds the machine's lock, which excludes other threads and processes; reentrant."""
+        """Hold the machine's lock, which excludes other threads and processes; reentrant."""
         with self._lock:
             if self._depth == 0:
                 flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
@@ -116,7 +116,7 @@ class Store:
 
     @contextmanager
     def change(self, before_write: Callable[[State, State], None]) -> Iterator[State]:
-        """Yields a private copy of the state to change, which is written if the block succeeds.
+        """Yield a private copy of the state to change, which is written if the block succeeds.
 
         `before_write(old, new)` runs under the lock, before other processes can see the new state.
         """
@@ -131,7 +131,7 @@ class Store:
             self.write(new)
 
     def write(self, state: State) -> None:
-        """Replaces the machine file. The caller holds the lock."""
+        """Replace the machine file. The caller holds the lock."""
         temporary = self.path.with_suffix(".json.new")
         temporary.write_text(encode(state))
         before = self._cached[0] if self._cached is not None else 0
@@ -158,7 +158,7 @@ class Session:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX)
 
     def end(self) -> None:
-        """Removes the file."""
+        """Remove the file."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             self.path.unlink(missing_ok=True)
@@ -176,11 +176,11 @@ class Sessions:
         self._directory = directory
 
     def open(self, name: str) -> Session:
-        """Starts a session."""
+        """Start a session."""
         return Session(self._directory / f"{_PROCESS}.{os.getpid()}.{next(_numbers)}.{name}")
 
     def names(self, *, with_own: bool) -> list[str]:
-        """Returns the name and process of every open session of other processes, such as `dcgm (process 4711)`.
+        """Return the name and process of every open session of other processes, such as `dcgm (process 4711)`.
 
         `with_own` also includes this process.
         """
@@ -236,7 +236,7 @@ class Policies:
         temporary.replace(path)
 
     def take(self, setting: str, uuid: str) -> int:
-        """Returns and forgets what nvidia-smi did to the GPU since the last call; 0 for nothing."""
+        """Return and forget what nvidia-smi did to the GPU since the last call; 0 for nothing."""
         value = self.get(setting, uuid)
         if value:
             self.set(setting, uuid, 0)

@@ -159,7 +159,7 @@ class Gpu:
     vfio: int | None = None
 
     def reset(self) -> None:
-        """Applies pending changes, and clears volatile counters."""
+        """Apply pending changes, and clears volatile counters."""
         self.recovery_action = self.retired_pending = self.ecc_uncorrected = self.ecc_corrected = 0
         self.remapped_rows[2] = 0
         self.bank_remap_pending, self.repairs_pending, self.nvlink_errors = False, [0, 0], {}
@@ -170,7 +170,7 @@ class Gpu:
 
     @property
     def mig_devices(self) -> list[tuple[GpuInstance, ComputeInstance]]:
-        """Returns the MIG devices in index order."""
+        """Return the MIG devices in index order."""
         found = [(gi, ci) for gi in self.instances for ci in gi.compute]
         return sorted(found, key=lambda pair: pair[1].index)
 
@@ -330,12 +330,12 @@ def decode(text: str | bytes) -> State:
 
 
 def switch_links(gpu: Gpu, model: Model, switches: list[str]) -> None:
-    """Connects all links of the GPU to switches; `switches` are the switches' addresses, or one placeholder."""
+    """Connect all links of the GPU to switches; `switches` are the switches' addresses, or one placeholder."""
     gpu.links = [[REMOTE_SWITCH, switches[link % len(switches)]] for link in range(model.nvlinks)]
 
 
 def wire_pairs(state: State, pairs: dict[str, int]) -> None:
-    """Connects GPUs directly: `{"0-1": 2}` means two links between the first two GPUs. Links are numbered in the order
+    """Connect GPUs directly: `{"0-1": 2}` means two links between the first two GPUs. Links are numbered in the order
     of the pairs; the other links are not connected.
     """
     for pair, count in pairs.items():
@@ -348,7 +348,7 @@ def wire_pairs(state: State, pairs: dict[str, int]) -> None:
 
 
 def active_links(gpu: Gpu) -> list[tuple[int, int, str | None]]:
-    """Returns (link, remote type, remote address) of the active links."""
+    """Return (link, remote type, remote address) of the active links."""
     if gpu.lost or not gpu.present:
         return []
     return [
@@ -359,7 +359,7 @@ def active_links(gpu: Gpu) -> list[tuple[int, int, str | None]]:
 
 
 def nvlink_count(state: State, first: Gpu, second: Gpu) -> int:
-    """Returns the number of NVLinks between two GPUs; through switches, the number of links of the GPU with fewer
+    """Return the number of NVLinks between two GPUs; through switches, the number of links of the GPU with fewer
     links.
     """
     ours, theirs = active_links(first), active_links(second)
@@ -380,7 +380,7 @@ def nvlink_peers(state: State, first: Gpu, second: Gpu) -> bool:
 
 
 def sysfs_bus_id(text_form: str) -> str:
-    """Converts `00000000:1B:00.0` and similar forms to `0000:1b:00.0`."""
+    """Convert `00000000:1B:00.0` and similar forms to `0000:1b:00.0`."""
     domain, _, rest = text_form.strip().lower().rpartition(":")[0].rpartition(":")
     tail = text_form.strip().lower().rpartition(":")[2]
     return f"{domain[-4:].rjust(4, '0') if domain else '0000'}:{rest}:{tail}"

@@ -51,7 +51,7 @@ def max_devices(model: Model) -> int:
 
 
 def compute_profiles(model: Model, profile: MigProfile) -> list[ComputeProfile]:
-    """Returns the compute instance profiles that fit a GPU instance of this profile."""
+    """Return the compute instance profiles that fit a GPU instance of this profile."""
     unit = min((row.multiprocessors for row in model.mig), default=0)
     offered = []
     for enum, slices in COMPUTE_SLICES.items():
@@ -71,7 +71,7 @@ def compute_profiles(model: Model, profile: MigProfile) -> list[ComputeProfile]:
 
 
 def free_placements(gpu: Gpu, model: Model, profile: MigProfile) -> list[int]:
-    """Returns the start slices at which one more instance of this profile fits."""
+    """Return the start slices at which one more instance of this profile fits."""
     same = sum(item.profile_id == profile.id for item in gpu.instances)
     if same >= profile.max_instances or not _engines_left(gpu, model, profile):
         return []
@@ -119,7 +119,7 @@ def create_gpu_instance(
 
 
 def _instance_ids(model: Model, profile: MigProfile, start: int) -> list[int]:
-    """Returns the IDs that the NVIDIA driver prefers: larger instances get lower IDs."""
+    """Return the IDs that the NVIDIA driver prefers: larger instances get lower IDs."""
     total = max(row.size for row in model.mig)
     if profile.size == total:
         return [0]
@@ -189,7 +189,7 @@ def destroy_compute_instance(gpu: Gpu, gi: int, ci: int) -> None:
 
 
 def set_mode(gpu: Gpu, model: Model, on: int, *, has_clients: bool = False) -> int:
-    """Changes MIG mode, and returns the activation status, which may be an error code."""
+    """Change MIG mode, and return the activation status, which may be an error code."""
     if not model.mig:
         raise Refusal(pynvml.NVML_ERROR_NOT_SUPPORTED)
     if on not in (0, 1):
@@ -212,7 +212,7 @@ def set_mode(gpu: Gpu, model: Model, on: int, *, has_clients: bool = False) -> i
 
 
 def after_reboot(gpu: Gpu, model: Model) -> None:
-    """Applies a reboot: removes all instances, and keeps MIG mode only if the board stores it."""
+    """Apply a reboot: remove all instances, and keep MIG mode only if the board stores it."""
     gpu.instances = []
     gpu.holders = []
     gpu.mig_mode = 0 if model.resetless_mig else gpu.mig_pending
@@ -220,13 +220,13 @@ def after_reboot(gpu: Gpu, model: Model) -> None:
 
 
 def cap_minor(gpu_minor: int, gi: int, ci: int | None = None) -> int:
-    """Returns the minor number of an instance's capability device."""
+    """Return the minor number of an instance's capability device."""
     minor = 3 + 135 * gpu_minor + 9 * gi
     return minor if ci is None else minor + 1 + ci
 
 
 def make_device(gpu: Gpu, model: Model, name: str, start: int) -> tuple[GpuInstance, ComputeInstance]:
-    """Creates a MIG device, as an administrator would. Raises: InvalidConfigError for an unknown profile; Refusal."""
+    """Create a MIG device, as an administrator would. Raises: InvalidConfigError for an unknown profile; Refusal."""
     row = next((profile for profile in model.mig if profile.name == name), None)
     if row is None:
         known = ", ".join(item.name for item in model.mig) or "none"

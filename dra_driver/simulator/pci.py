@@ -20,13 +20,13 @@ _FIRST_GROUP, _FIRST_OTHER_GROUP = 20, 60
 
 
 def functions(state: State) -> dict[str, Gpu | Function]:
-    """Returns all PCI functions on the bus, by bus ID."""
+    """Return all PCI functions on the bus, by bus ID."""
     found: list[Gpu | Function] = [*state.present, *state.functions]
     return {item.bus_id: item for item in found}
 
 
 def groups(state: State) -> dict[str, int]:
-    """Returns the IOMMU group of every function by bus ID; empty without an IOMMU."""
+    """Return the IOMMU group of every function by bus ID; empty without an IOMMU."""
     if not state.system.get("iommu", True):
         return {}
     found = {gpu.bus_id: _FIRST_GROUP + index for index, gpu in enumerate(state.present)}
@@ -38,14 +38,14 @@ def groups(state: State) -> dict[str, int]:
 
 
 def gpu_of(state: State, bus_id: str) -> Gpu | None:
-    """Returns the GPU with this bus ID, or the GPU in the function's IOMMU group."""
+    """Return the GPU with this bus ID, or the GPU in the function's IOMMU group."""
     known = groups(state)
     group = known.get(bus_id, bus_id)
     return next((gpu for gpu in state.present if group in (known.get(gpu.bus_id), gpu.bus_id)), None)
 
 
 def drivers(state: State) -> set[str]:
-    """Returns the kernel's current PCI drivers."""
+    """Return the kernel's current PCI drivers."""
     modules = state.system.get("vfio_loaded", [])
     loaded = {name for module, name in VFIO_DRIVERS.items() if module in modules}
     others = {item.boot_driver for item in state.functions if item.boot_driver}
@@ -54,7 +54,7 @@ def drivers(state: State) -> set[str]:
 
 
 def driver_of(state: State, bus_id: str) -> str:
-    """Returns the current driver of the function; empty if none."""
+    """Return the current driver of the function; empty if none."""
     driver = functions(state)[bus_id].driver
     return driver if driver in drivers(state) else ""
 
@@ -94,7 +94,7 @@ def after_load(state: State) -> None:
 
 
 def override(state: State, bus_id: str, driver: str) -> None:
-    """Allows only this driver to bind the function; an empty name allows any."""
+    """Allow only this driver to bind the function; an empty name allows any."""
     _known(state, bus_id).override = driver
 
 
@@ -127,12 +127,12 @@ def probe(state: State, bus_id: str) -> None:
 
 
 def driver_by_class(item: Gpu | Function) -> str:
-    """Returns the driver that matches the function's class."""
+    """Return the driver that matches the function's class."""
     return NVIDIA if isinstance(item, Gpu) else _BY_CLASS.get(item.pci_class >> 8, "")
 
 
 def _natural(item: Gpu | Function) -> str:
-    """Returns the driver that matches without an override, which is never vfio."""
+    """Return the driver that matches without an override, which is never vfio."""
     is_vfio = item.boot_driver in VFIO_DRIVERS.values()
     return driver_by_class(item) if is_vfio or not item.boot_driver else item.boot_driver
 

@@ -29,7 +29,7 @@ class SimulatedPciControl:
         self._machine = machine
 
     def write(self, path: str, text: str) -> None:
-        """Writes to a file of the machine's sysfs. Unbinding blocks while a program uses the GPU. Raises:
+        """Write to a file of the machine's sysfs. Unbinding blocks while a program uses the GPU. Raises:
         OSError.
         """
         try:
@@ -47,7 +47,7 @@ class SimulatedPciControl:
             raise OSError(errno.ENOENT, os.strerror(errno.ENOENT)) from error
 
     def load_module(self, module: str, timeout_s: float) -> None:
-        """Raises: RetryableError with modprobe's message; TimeoutError."""
+        """Raise RetryableError with modprobe's message; TimeoutError."""
         fault = self._fault("modprobe", None)
         if fault is not None and fault.code == HANG:
             time.sleep(timeout_s)
@@ -61,11 +61,11 @@ class SimulatedPciControl:
             )
 
     def maps_memory(self) -> bool:
-        """Returns the kernel's result for VFIO_CHECK_EXTENSION."""
+        """Return the kernel's result for VFIO_CHECK_EXTENSION."""
         return pci.MAPS_MEMORY in self._machine.current().system.get("vfio_loaded", [])
 
     def users_of(self, nodes: Sequence[str], *, others_only: bool = False) -> list[str] | None:
-        """Returns the name and process of each program that has one of these nodes open. Programs with NVML open have
+        """Return the name and process of each program that has one of these nodes open. Programs with NVML open have
         the nodes of all GPUs open.
 
         `others_only` excludes nvidia-persistenced and processes of this program.
@@ -84,7 +84,7 @@ class SimulatedPciControl:
         return list(dict.fromkeys(found))
 
     def _users(self, state: State, gpu: Gpu) -> list[str]:
-        """Returns the programs that prevent the driver from releasing the GPU: the GPU's users, and with the NVIDIA
+        """Return the programs that prevent the driver from releasing the GPU: the GPU's users, and with the NVIDIA
         driver also nvidia-persistenced and all programs with NVML open.
         """
         found = [f"{holder.name} (process {holder.pid})" for holder in gpu.holders]
@@ -119,7 +119,7 @@ class SimulatedPciControl:
         return isinstance(item, Gpu) and has_it and bool(self._users(state, item))
 
     def _fault(self, word: str, bus_id: str | None) -> Fault | None:
-        """Returns the fault that applies to this write, and decrements its count. A `hang` fault applies until it is
+        """Return the fault that applies to this write, and decrements its count. A `hang` fault applies until it is
         cleared.
         """
         state = self._machine.current()

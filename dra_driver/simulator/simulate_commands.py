@@ -19,7 +19,7 @@ Rows = list[dict[str, str]]
 
 
 def done(machine: Machine, method: str, said: str, values: Mapping[str, Any], held_by: str = "") -> str:
-    """Calls a method of the machine with these values as arguments, and returns a message.
+    """Call a method of the machine with these values as arguments, and return a message.
 
     `said` is a format string with the names of values, `called` for the GPU of `selector`, `made` for the method's
     result, and `machine`. `held_by` describes an operation that open NVML sessions prevent: it is refused while one

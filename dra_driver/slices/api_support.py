@@ -90,7 +90,7 @@ class Support:
 
 
 def ask_support(api: ApiClient, owner: Owner, known: Support, *, partitions: bool) -> Support:
-    """Tests the API server with dry runs. If it rejects the test itself, the support for taints and shares stays as
+    """Test the API server with dry runs. If it rejects the test itself, the support for taints and shares stays as
     `known`.
 
     Raises: ApiUnavailableError; with `partitions`, ApiRejectedError if the server rejects the test (permissions,
@@ -103,7 +103,7 @@ def ask_support(api: ApiClient, owner: Owner, known: Support, *, partitions: boo
 
 
 def _device_fields(api: ApiClient, owner: Owner) -> tuple[frozenset[str], TaintLimits] | None:
-    """Returns the missing feature gates and the limits for taints; None if the server rejects the test."""
+    """Return the missing feature gates and the limits for taints; None if the server rejects the test."""
     for limits in (NEWEST_TAINTS, OLDEST_TAINTS):
         effects = ["NoSchedule"] * limits.most + ["None"] * limits.informational
         taints = [{"key": f"probe-{i}", "effect": effect} for i, effect in enumerate(effects[-limits.most :])]
@@ -121,7 +121,7 @@ def _device_fields(api: ApiClient, owner: Owner) -> tuple[frozenset[str], TaintL
 
 
 def partitions_problem(api: ApiClient, owner: Owner) -> str | None:
-    """Returns why the API server does not support partitionable devices, as a sentence with the remedy; None
+    """Return why the API server does not support partitionable devices, as a sentence with the remedy; None
     if it does.
 
     A dry run creates the two slices of a partitioned pool, with counter sets and devices separate. Up to Kubernetes
@@ -140,7 +140,7 @@ def partitions_problem(api: ApiClient, owner: Owner) -> str | None:
 
 
 def _keeps_groups(api: ApiClient, owner: Owner) -> bool:
-    """Raises: the errors of `partitions_problem`."""
+    """Raise the errors of `partitions_problem`."""
     content = SliceContent(devices=(_GROUPED,))
     return not _lost_in_trial(
         api, owner, "check whether the API server supports compatibility groups of devices", content
@@ -155,7 +155,7 @@ def _drops_counters(lost: Iterable[Drop]) -> str:
 def _lost_in_trial(
     api: ApiClient, owner: Owner, action: str, *contents: SliceContent
 ) -> tuple[Drop, ...] | ApiRejectedError:
-    """Returns the fields that the API server drops from the first slice that loses any; or the error if the server
+    """Return the fields that the API server drops from the first slice that loses any; or the error if the server
     rejects a slice as invalid.
 
     Raises: the errors of `partitions_problem`.
@@ -174,7 +174,7 @@ def _lost_in_trial(
 
 
 def sharing_caution(client: ApiClient) -> str | None:
-    """Returns why shares of devices with counters are allocated wrongly in this cluster, as a sentence with
+    """Return why shares of devices with counters are allocated wrongly in this cluster, as a sentence with
     the remedy.
 
     Returns None if they are allocated correctly, or if the server does not say its release. Raises:
@@ -248,7 +248,7 @@ class ApiSupport:
         return self._asked_at + _RECHECK_AFTER_S if may_change else math.inf
 
     def of(self, inventory: Inventory, owner: Owner) -> Support:
-        """Returns what the server accepts and stores of the inventory's devices.
+        """Return what the server accepts and stores of the inventory's devices.
 
         Raises: the errors of `ask_support`. After an error, nothing must be published.
         """
@@ -264,7 +264,7 @@ class ApiSupport:
             self._known, self._knows_counting = known, self._matters
             self._asked_at, self._is_asked = self.clock(), True
             if before.missing - self._known.missing:
-                _log.info("slice_fields_kept_now", gates=sorted(before.missing - self._known.missing))
+                _log.info("slice_fields_accepted", gates=sorted(before.missing - self._known.missing))
         shares = self._caution is not None and shares_counters(inventory, self.sharing)
         self.caution = self._caution if shares else None
         return self._known
@@ -278,7 +278,7 @@ class ApiSupport:
             self._is_asked, self._known = False, replace(self._known, taints=OLDEST_TAINTS)
 
     def stored(self, sent: JsonObject, stored: JsonObject) -> tuple[Drop, ...]:
-        """Compares the response to a write with the slice that was sent. Returns the fields that the server dropped or
+        """Compare the response to a write with the slice that was sent. Returns the fields that the server dropped or
         changed.
 
         Fields whose gate is off are not sent again until a test shows that the server stores them. Other changed fields
@@ -306,7 +306,7 @@ class ApiSupport:
         return tuple(self._stored_otherwise)
 
     def as_sent(self, existing: Iterable[JsonObject]) -> list[JsonObject]:
-        """Returns all slices. A slice that the server stored differently, and that has not changed since, is returned
+        """Return all slices. A slice that the server stored differently, and that has not changed since, is returned
         as it was sent.
 
         Forgets slices that no longer exist.
@@ -338,5 +338,5 @@ class ApiSupport:
         return ask_support(self.api, owner, known, partitions=self._matters)
 
     def _ask_caution(self) -> str | None:
-        """Raises: ApiUnavailableError."""
+        """Raise ApiUnavailableError."""
         return sharing_caution(self.api)

@@ -66,26 +66,26 @@ class PublishObserver(Protocol):
     """Receives the results of publishing in the publisher's thread. Must not block or raise."""
 
     def published(self, lag_s: float) -> None:
-        """Called after slices were written, `lag_s` seconds after the change that caused the write."""
+        """Note that slices were written, `lag_s` seconds after the change that caused the write."""
 
     def publish_failed(self, error: Exception) -> None:
-        """Called after an update of the slices failed; the publisher retries."""
+        """Note that an update of the slices failed; the publisher retries."""
 
 
 class PublishedNode(Protocol):
     """Provides what a node publishes. The publisher's thread calls it in each round."""
 
     def inventory(self) -> Inventory | None:
-        """The devices of the node; None while unknown."""
+        """Return the devices of the node; None while unknown."""
 
     def owner(self) -> Owner:
-        """The publisher's identity, with the current UID of the Node object."""
+        """Return the publisher's identity, with the current UID of the Node object."""
 
     def taints(self, limits: TaintLimits) -> Taints:
-        """Returns a function that returns the current taints of a device, within the limits of the API server."""
+        """Return a function that returns the current taints of a device, within the limits of the API server."""
 
     def left_out(self, dropped: bool) -> Callable[[OfferedDevice], bool]:
-        """Returns a function that returns whether to omit a device. `dropped`: the API server drops taints."""
+        """Return a function that returns whether to omit a device. `dropped`: the API server drops taints."""
 
 
 @dataclass(eq=False)
@@ -135,7 +135,7 @@ class Publisher:
         return None if wrong is None else wrong[1]
 
     def problems(self) -> Sequence[NodeProblem]:
-        """Reports slices that have not been current for half a minute, other programs that write slices, and what of
+        """Report slices that have not been current for half a minute, other programs that write slices, and what of
         the last pool the cluster does not support.
         """
         wrong, unseen, now = self._wrong, self.slices.failing, time.monotonic()
@@ -182,13 +182,13 @@ class Publisher:
         self._wrong = None if problem is None else (now if before is None else before[0], problem)
 
     def start(self) -> None:
-        """Starts publishing in the background."""
+        """Start publishing in the background."""
         self._wrong = time.monotonic(), _NOT_YET  # this process may have waited for another one to stop
         self.mark_dirty()
         self._worker.start()
 
     def stop(self) -> None:
-        """Stops; the slices remain, so that a quick restart writes nothing."""
+        """Stop; the slices remain, so that a quick restart writes nothing."""
         self._worker.stop()
 
     def mark_dirty(self) -> None:
@@ -198,13 +198,13 @@ class Publisher:
         self._worker.wake()
 
     def wait_published(self, timeout_s: float) -> bool:
-        """Waits up to `timeout_s` seconds until a complete pool has been published since the start; returns whether it
+        """Wait up to `timeout_s` seconds until a complete pool has been published since the start; return whether it
         was.
         """
         return self._published.wait(timeout_s)
 
     def _round(self) -> float:
-        """Publishes. Returns the seconds until the next round is due; after an error, it waits itself and returns 0."""
+        """Publish. Returns the seconds until the next round is due; after an error, it waits itself and returns 0."""
         marked_at, self._marked_at = self._marked_at, None
         if self._behind_since is None:
             self._behind_since = marked_at
@@ -264,7 +264,7 @@ class Publisher:
         self._settle()
 
     def _wanted(self, inventory: Inventory, owner: Owner) -> Pool:
-        """Returns the pool, reduced to the devices and fields that the API server accepts and stores."""
+        """Return the pool, reduced to the devices and fields that the API server accepts and stores."""
         support = self.support.of(inventory, owner)
         offered = inventory if support.no_partitions is None else inventory.without_partitions()
         taints = self.node.taints(support.taints)
@@ -301,7 +301,7 @@ class Publisher:
         return True
 
     def _settle(self) -> None:
-        """Notes that everything that the server accepts is published; slices that cannot be deleted may remain."""
+        """Note that everything that the server accepts is published; slices that cannot be deleted may remain."""
         left = next(iter(self._undeleted.values()), None)
         refused = self._refused.problem
         self._note(refused or (f"an obsolete slice still exists: {left}" if left else None))
@@ -314,7 +314,7 @@ class Publisher:
             self._published.set()
 
     def _changes(self, pool: Pool, owner: Owner) -> SliceChanges:
-        """Returns what to write now. Refused deletions are included when they are due."""
+        """Return what to write now. Refused deletions are included when they are due."""
         self._existing = self.support.as_sent(self.slices.current())
         changes = slice_changes(pool, self._existing, owner, self._undeleted)
         obsolete = {entry["metadata"]["uid"]: entry for entry in changes.deletes}
@@ -324,7 +324,7 @@ class Publisher:
         return replace(changes, deletes=tuple(due))
 
     def _write(self, changes: SliceChanges, pool: Pool, owner: Owner) -> None:
-        """Deletes first, so that removed devices disappear even if new slices are refused."""
+        """Delete first, so that removed devices disappear even if new slices are refused."""
         started = time.monotonic()
         deleted = self._delete(changes.deletes)
         if deleted < len(changes.deletes):
@@ -364,7 +364,7 @@ class Publisher:
     def _stores(
         self, entry: JsonObject, content: SliceContent, write: Callable[[JsonObject], JsonObject]
     ) -> bool:
-        """Writes a slice; returns whether the API server accepts it. A refused slice does not delay the others."""
+        """Write a slice; return whether the API server accepts it. A refused slice does not delay the others."""
         try:
             stored = write(entry)
         except DraDriverError as error:
@@ -381,7 +381,7 @@ class Publisher:
         return True
 
     def _delete(self, obsolete: Iterable[JsonObject]) -> int:
-        """Returns the number of deleted slices. A failure is logged once and retried, and does not delay
+        """Return the number of deleted slices. A failure is logged once and retried, and does not delay
         other writes: an admission webhook may protect a slice that is not ours.
         """
         deleted, failed, asked_s = 0, False, 0.0
@@ -409,7 +409,7 @@ class Publisher:
         return deleted
 
     def _report_drops(self, name: str, dropped: Iterable[Drop]) -> None:
-        """Logs the fields that the API server does not store, each field once."""
+        """Log the fields that the API server does not store, each field once."""
         new = set(dropped) - self._known_drops
         if not new:
             return
@@ -423,7 +423,7 @@ class Publisher:
         self._known_gates |= {gate for _, gate in new}
 
     def _report_deviations(self, pool: Pool) -> None:
-        """Logs devices that are withheld or differ from the configuration, each time this changes."""
+        """Log devices that are withheld or differ from the configuration, each time this changes."""
         if pool.notes != self._known_notes:
             for note in pool.notes:
                 _log.warning("device_limited", reason=note)
@@ -434,7 +434,7 @@ class Publisher:
 
 
 def _problems_of_pool(pool: Pool, lost: Collection[str], support: ApiSupport) -> Iterator[NodeProblem]:
-    """Yields what of a pool cannot be published as wanted. `lost` are the feature gates whose fields are missing."""
+    """Yield what of a pool cannot be published as wanted. `lost` are the feature gates whose fields are missing."""
     for fault in pool.faults:
         yield NodeProblem("device-not-published", f"{fault}; report this as a bug of gpu-dra-driver", fault)
     for gate in sorted(lost):

@@ -69,7 +69,7 @@ class RefusedEntries:
         return min((one.due for one in self._refusals), default=math.inf)
 
     def publishable(self, pool: Pool) -> Pool:
-        """Returns the pool with the accepted forms of rejected entries, unless an entry is due or has changed since.
+        """Return the pool with the accepted forms of rejected entries, unless an entry is due or has changed since.
 
         Entries are retried when the pool is complete without them: those of one slice at a time, and counter sets
         before the devices that consume them, because a change of several slices needs a new generation.
@@ -98,7 +98,7 @@ class RefusedEntries:
         return replace(pool, slices=tuple(counted))
 
     def refused(self, content: SliceContent, existing: Sequence[JsonObject], error: Exception) -> bool:
-        """Records which entries of `content` were rejected: those that the server's error names, otherwise those that
+        """Record which entries of `content` were rejected: those that the server's error names, otherwise those that
         differ from the `existing` slices.
 
         Returns whether there are any; the caller must handle other errors.
@@ -139,7 +139,7 @@ def _accepted(entries: Iterable[JsonObject], refusals: Iterable[_Refusal]) -> tu
 def _rejected(
     content: SliceContent, existing: Sequence[JsonObject], error: str
 ) -> Iterator[tuple[JsonObject, JsonObject | None]]:
-    """Yields each rejected entry and its existing form, which is None if there is none or if it is the same."""
+    """Yield each rejected entry and its existing form, which is None if there is none or if it is the same."""
     places = set(_PLACE.findall(error))
     for key, entries in (("devices", content.devices), ("sharedCounters", content.shared_counters)):
         published = {entry["name"]: entry for one in existing for entry in one["spec"].get(key) or ()}

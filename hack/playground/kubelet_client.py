@@ -135,7 +135,7 @@ def unprepare_outcomes(response: Any) -> dict[str, UnprepareOutcome]:
 
 
 def check_entries(method: str, claims: Sequence[ClaimRef], response: Any) -> None:
-    """Raises: KubeletError unless the response has exactly one entry for each claim."""
+    """Raise KubeletError unless the response has exactly one entry for each claim."""
     asked = {ref.uid for ref in claims}
     if unknown := sorted(set(response.claims) - asked):
         raise KubeletError(f"{method} returned a result for unknown claim UID {unknown[0]}")

@@ -21,7 +21,7 @@ def in_pod(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("in_pod")
 def test_command_in_a_pod_names_its_release_namespace_and_pod() -> None:
     assert installation.helm_set("a=1") == (
-        "`helm upgrade gpus -n kube-gpus daemonset/chart --reuse-values --set a=1`"
+        "`helm upgrade gpus -n kube-gpus daemonset/chart --reset-then-reuse-values --set a=1`"
     )
     assert installation.apply_again() == (
         "`helm get manifest gpus -n kube-gpus | kubectl apply -f -` as an administrator"

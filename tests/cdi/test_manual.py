@@ -37,7 +37,7 @@ def quoted(cell: str) -> list[str]:
 
 
 def written_out(pattern: str) -> Iterator[str]:
-    """Expands a pattern of the page to paths: each alternative in braces, one name for each star."""
+    """Expand a pattern of the page to paths: each alternative in braces, one name for each star."""
     head, brace, rest = pattern.partition("{")
     if not brace:
         yield pattern.replace("<lib>", LIB).replace("<version>", VERSION).replace("*", "1")

@@ -19,7 +19,7 @@ from tests.fakes.waiting import PATIENCE_S
 
 @pytest.fixture
 def answer(monkeypatch: pytest.MonkeyPatch):
-    """Sets with what error the API server answers."""
+    """Set with what error the API server answers."""
 
     def set_answer(error: Exception) -> ClaimClient:
         def get(_client: ClaimClient, _namespace: str, _name: str, *, timeout_s: float) -> None:

@@ -303,7 +303,7 @@ class Cells:
         work: Callable[[KindNode, AllocatedClaim], object],
         hurried: Callable[[KindNode, AllocatedClaim, float], object] | None = None,
     ) -> None:
-        """Does `work` while a function that it calls hangs, until that is reached. The claim's Unprepare
+        """Do `work` while a function that it calls hangs, until that is reached. The claim's Unprepare
         succeeds during the hang, others are not affected, and afterwards nothing remains.
 
         `hurried` does the work with a deadline in seconds; each retry has a second more, since a busy machine

@@ -112,7 +112,7 @@ def test_results_and_configs_of_other_drivers_are_left_out() -> None:
         (
             claim(GPU_0, result(GPU_0, "second")),
             f"request second: device {GPU_0} is allocated twice in this claim; "
-            "delete the claim so that the scheduler allocates it again",
+            "delete the pod and its claim so that the scheduler allocates it again",
         ),
     ],
 )

@@ -183,11 +183,12 @@ def test_failure_of_one_claim_does_not_touch_the_others(node: Node) -> None:
         "uid-1": Prepared, "uid-2": Failed, "uid-3": Prepared, "uid-4": Failed,
     }  # fmt: skip
     assert error_of(answers["uid-2"]) == (
-        "prepare claim default/claim-uid-2 (UID uid-2): request gpu: device gpu-9 of pool node-a does not exist on "
-        "this node; delete the pod and its claim so that the scheduler allocates another device"
+        "cannot prepare claim default/claim-uid-2 (UID uid-2): request gpu: device gpu-9 of pool node-a does not "
+        "exist on this node; delete the pod and its claim so that the scheduler allocates another device"
     )
     assert error_of(answers["uid-4"]) == (
-        "prepare claim default/gone (UID uid-4): claim default/gone does not exist in the API server; it was deleted"
+        "cannot prepare claim default/gone (UID uid-4): claim default/gone does not exist in the API "
+        "server; it was deleted"
     )
     assert sorted(node.records.all()) == ["uid-1", "uid-3"]
     assert sorted(node.outcomes.reported, key=str) == [
@@ -199,7 +200,7 @@ def test_bug_in_a_step_is_the_claims_error_and_nothing_is_left(node: Node, logs:
     node.steps.on_do = failing(ValueError("first\nsecond"))
     text = error_of(node.prepare(claim(GPU_0)))
     assert text == (
-        "prepare claim default/claim-uid-1 (UID uid-1): internal error (ValueError: first second); "
+        "cannot prepare claim default/claim-uid-1 (UID uid-1): internal error (ValueError: first second); "
         "see the log of gpu-dra-driver"
     )
     assert node.files() == {}
@@ -226,7 +227,7 @@ def test_failed_unprepare_keeps_the_record_and_is_retried(node: Node) -> None:
     node.prepare(claim(GPU_0))
     node.steps.on_undo = failing(StateError("cannot remove the spec"))
     assert error_of(node.unprepare(claim(GPU_0))) == (
-        "unprepare claim default/claim-uid-1 (UID uid-1): cannot remove the spec"
+        "cannot unprepare claim default/claim-uid-1 (UID uid-1): cannot remove the spec"
     )
     assert list(node.records.all()) == ["uid-1"]
     node.steps.on_undo = lambda ref: None

@@ -250,7 +250,7 @@ def test_call_fails_for_now_when_the_holder_does_not_leave_in_time_and_the_next_
     files = node.files()
     text = error_of(node.prepare(claim(GPU_0), SOON_S))
     assert text.startswith(
-        "prepare claim default/claim-uid-1 (UID uid-1): cleanup of device gpu-00000000 has not finished for "
+        "cannot prepare claim default/claim-uid-1 (UID uid-1): cleanup of device gpu-00000000 has not finished for "
         "claim default/claim-holder (UID holder), which was deleted; waited "
     )
     assert (node.files(), node.outcomes.waits) == (files, ["uid-1"])
@@ -481,7 +481,7 @@ def test_release_is_seen_although_the_api_server_is_slow(
 
 
 def tries_of(node: Node) -> list[int]:
-    """Returns a list that gets an entry for each plan that the node makes from now on."""
+    """Return a list that gets an entry for each plan that the node makes from now on."""
     tries: list[int] = []
     plan = node.preparer.planner.plan
     node.preparer.planner.plan = lambda *args: tries.append(1) or plan(*args)  # type: ignore[func-returns-value, method-assign]

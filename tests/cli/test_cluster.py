@@ -114,8 +114,8 @@ def test_gpu_in_maintenance_is_shown_with_the_claims_on_it_and_not_counted_as_mi
     users = [claim("train", "gpu-1", pods=("train-0",)), claim("watch", "gpu-1", adminAccess=True)]
     rows, sums = look([slice_of("n", device("gpu-2"))], [service, *users])
     assert rows == [
-        Row("n", "gpu-1", "-", "ml/reset", ("ml/reset-0",), "-", "in maintenance for claim ml/reset"),
         Row("n", "gpu-1", "-", "ml/train", ("ml/train-0",), "-", "in maintenance for claim ml/reset"),
+        Row("n", "gpu-1", "-", "ml/reset", ("ml/reset-0",), "-", "in maintenance for claim ml/reset"),
         Row("n", "gpu-2", "H100"),
     ]
     assert str(sums) == "1 GPU: 1 free, 0 in use, 0 tainted; 1 more in maintenance"

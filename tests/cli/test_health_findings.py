@@ -24,6 +24,7 @@ from dra_driver.cli.rules.node_view import (
 from dra_driver.health.rules.state import observe
 from dra_driver.health.rules.taints import TaintPolicy
 from dra_driver.health.rules.xids import CATALOG
+from dra_driver.model.gpu import Gpu
 from dra_driver.model.health import HealthState, HealthTarget, NoAnswer, Severity, Xid
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.remedies import reboot, reset
@@ -140,6 +141,24 @@ def test_gpu_that_nvml_has_not_read_is_lost_only_if_no_call_hangs(hanging: int, 
     now = datetime(2026, 8, 7, tzinfo=UTC)
     view = node_view("node", "driver", now, facts, (), known, (), (), plugin_runs=True)
     assert [(one.subject, one.reason) for one in view.health] == [("gpu-1", reason)]
+
+
+@pytest.mark.parametrize(("indexes", "lost"), [((0, 2), 1), ((0, 1), None)], ids=["kept", "given to another"])
+def test_lost_gpu_stays_in_its_place_and_has_an_index_that_no_other_gpu_has(
+    indexes: tuple[int, int], lost: int | None
+) -> None:
+    gpus = tuple(
+        Gpu(f"GPU-{number}", index, pci_bus_id=f"0000:{number}b:00.0")
+        for number, index in zip((1, 3), indexes, strict=True)
+    )
+    facts = NvmlFacts(Inventory(gpus=gpus), hidden={"0000:2b:00.0": "GPU-2"})
+    now = datetime(2026, 8, 7, tzinfo=UTC)
+    view = node_view("node", "driver", now, facts, (), NodeState(), (), (), plugin_runs=True)
+    assert [(one.uuid, one.index) for one in view.gpus] == [
+        ("GPU-1", indexes[0]),
+        ("GPU-2", lost),
+        ("GPU-3", indexes[1]),
+    ]
 
 
 def test_pods_on_a_bad_gpu_and_its_mig_devices_are_named_in_the_command_that_ends_them() -> None:

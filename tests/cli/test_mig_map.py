@@ -165,7 +165,7 @@ def map_of(gpu: Gpu, *records: ClaimRecord, on_demand: bool = True, **known: Any
 
 
 def owners(entry: GpuMap) -> dict[int, str]:
-    """Returns the owners by first memory slice."""
+    """Return the owners by first memory slice."""
     return {drawn.place.start: drawn.holder for drawn in entry.instances}
 
 

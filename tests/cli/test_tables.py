@@ -39,7 +39,7 @@ def test_cell_has_no_markup_or_emoji_and_moves_no_cursor() -> None:
 
 
 @tabled("width", "expected")
-def test_columns_go_by_priority_and_then_cells_are_folded(width: int | None, expected: list[str]) -> None:
+def test_columns_go_by_priority_and_then_cells_are_shortened(width: int | None, expected: list[str]) -> None:
     assert lines(COLUMNS, [ROW], width) == expected
 
 
@@ -50,6 +50,40 @@ def test_table_is_as_narrow_as_the_terminal_and_one_line_a_row_in_a_pipe(
 ) -> None:
     assert all(cell_len(line) <= width for line in lines(COLUMNS, rows, width))
     assert len(lines(COLUMNS, rows, None)) == len(rows) + bool(rows)
+
+
+WORD = st.text("abcdefghijk0-", min_size=1, max_size=40)
+
+
+@settings(max_examples=100)
+@given(
+    st.lists(
+        st.tuples(WORD, WORD, WORD, WORD, st.lists(WORD, min_size=1, max_size=9)), min_size=1, max_size=4
+    ),
+    st.integers(60, 200),
+)
+def test_each_cell_is_whole_or_ends_with_an_ellipsis_or_its_column_is_absent(
+    rows: list[tuple[str, str, str, str, list[str]]], width: int
+) -> None:
+    columns = {"A": 0, "B": 2, "C": 1, "D": 0, "TEXT": 0}
+    head, *shown = lines(columns, [(*names, " ".join(words)) for *names, words in rows], width)
+    titles = head.split()
+    assert titles == [title for title in columns if title in titles]
+    starts = [head.index(title) for title in titles]
+    for *names, words in rows:
+        of_row = dict(zip(columns, names, strict=False))
+        first = shown.pop(0)
+        for title, start, end in zip(titles, starts, starts[1:], strict=False):
+            cell = first[start:end].rstrip()
+            assert cell == of_row[title] or (cell[-1] == "…" and of_row[title].startswith(cell[:-1]))
+        said = first[starts[-1] :].split()
+        while len(said) < len(words):
+            said += shown.pop(0).split()
+        assert all(
+            one == word or (one[-1] == "…" and word.startswith(one[:-1]))
+            for one, word in zip(said, words, strict=True)
+        )
+    assert shown == []
 
 
 def on_terminal(columns: int, *arguments: str, **environment: str) -> list[str]:

@@ -125,9 +125,18 @@ def test_use_is_added_up_for_each_pod_and_a_process_without_claim_has_its_own_ro
 
 def test_at_80_columns_each_gpu_shows_memory_load_and_health() -> None:
     head, *rows = draw_node(VIEW, 80).split("\n\n")[1].splitlines()
-    assert head.split() == ["#", "GPU", "MIG", "MEMORY", "MiB", "UTIL", "%", "TEMP", "POWER", "W", "HEALTH"]
-    assert rows[-1].endswith("LOST")
+    assert head.split() == ["#", "GPU", "MEMORY", "MiB", "UTIL", "%", "TEMP", "POWER", "W", "HEALTH", "CLAIM"]
+    assert rows[-1].split()[-2:] == ["LOST", "ml/training"]
     assert "PRODUCT" in draw_node(VIEW, 140)
+
+
+def test_row_of_a_gpu_names_its_claims_and_pods_and_the_title_fits() -> None:
+    title, gpus, *_ = draw_node(with_pods(("train-0", "train-1"), (), ("small-0",)), 80).split("\n\n")
+    head, small, _, training = gpus.splitlines()
+    assert head.split()[-3:] == ["HEALTH", "CLAIM", "POD"]
+    assert small.split()[-3:] == ["ok", "ml/small", "small-0"]
+    assert training.split()[-4:] == ["LOST", "ml/training", "train-0", "+1"]
+    assert title == "node-a  NVIDIA driver 580.95.05  CUDA 13.0  2026-01-05 09:30:00 UTC"
 
 
 @pytest.mark.parametrize(("order", "first"), [("index", 0), ("memory", 0), ("utilisation", 1), ("health", 2)])

@@ -105,8 +105,8 @@ def test_output_fits_each_terminal_and_is_whole_in_a_pipe(
         shown = [_plain(line) for line in lines]
         assert all(map(str.isprintable, shown))
         assert title in _MANIFESTS or not [line for line in shown if _is_too_long(line, columns)]
-        # Nothing is said on a terminal that a pipe does not get: columns go, and cells are folded.
-        assert title in _DRAWN or [word for word in _words(shown) if word not in whole] == []
+        # Nothing is said on a terminal that a pipe does not get: columns go, cells are wrapped or end with an ellipsis.
+        assert title in _DRAWN or [word for word in _words(shown) if word.rstrip("…") not in whole] == []
 
 
 @pytest.mark.parametrize("arguments", ["inspect", "cluster", "cluster --filter taint"])

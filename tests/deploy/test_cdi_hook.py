@@ -28,7 +28,7 @@ def host(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def install(host: Path, tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Runs the step with an image of which `tmp_path / "image"` is the root, and first in PATH `programs`."""
+    """Run the step with an image of which `tmp_path / "image"` is the root, and first in PATH `programs`."""
     step = (CHART / "templates/daemonset.yaml").read_text().partition("name: HOOK_SOURCES")[2]
     named = re.findall(rf"^ +(/\S+/{NAME})$", step, re.MULTILINE)
     assert "/usr/bin/nvidia-cdi-hook" in named

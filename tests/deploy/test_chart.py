@@ -268,7 +268,7 @@ def paths(values: Values, above: tuple[str, ...] = ()) -> Iterator[tuple[str, ..
 
 
 def with_value(path: tuple[str, ...], value: Any) -> Values:
-    """Returns EVERYTHING with another value at a path, replaced instead of merged."""
+    """Return EVERYTHING with another value at a path, replaced instead of merged."""
     values = copy.deepcopy(EVERYTHING)
     section = values
     for key in path[:-1]:

@@ -59,7 +59,7 @@ def found(within: Any, path: str) -> list[Any]:
 
 
 def assert_has(manifests: list[Manifest], expected: dict[str, list[Any]]) -> None:
-    """Asserts that this is everything below each path, which begins with a kind and a name."""
+    """Assert that this is everything below each path, which begins with a kind and a name."""
     made: dict[str, dict[str, Manifest]] = {}
     for entry in manifests:
         made.setdefault(entry["kind"], {})[entry["metadata"]["name"]] = entry

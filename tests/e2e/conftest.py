@@ -44,11 +44,17 @@ SECOND_TRY = bool(os.environ.get("GPU_DRA_KUBELET_AS_NODE"))
 """A kubelet that acts as a node may need a retry: the node authorizer sees a claim later than the kubelet."""
 
 
-def wait_for(what: str, check: Callable[[], Any], timeout_s: float = SLOW_S, every_s: float = 0.1) -> Any:
-    """The first true value of `check`; an assertion that says what was waited for otherwise."""
+def wait_for(
+    what: str,
+    check: Callable[[], Any],
+    timeout_s: float = SLOW_S,
+    every_s: float = 0.1,
+    seen: Callable[[], object] = lambda: "",
+) -> Any:
+    """The first true value of `check`; an assertion that says what was waited for, and what was `seen`, otherwise."""
     deadline = time.monotonic() + timeout_s
     while not (value := check()):
-        assert time.monotonic() < deadline, f"waited {timeout_s:.0f} s for {what}"
+        assert time.monotonic() < deadline, f"waited {timeout_s:.0f} s for {what}; {seen()}"
         time.sleep(every_s)
     return value
 
@@ -90,7 +96,7 @@ class Cluster:
         )
 
     def get(self, *arguments: str) -> Json:
-        """Returns the output of `kubectl get` as JSON, in simple cases directly from the API server.
+        """Return the output of `kubectl get` as JSON, in simple cases directly from the API server.
 
         Tests poll ten times a second, and a process each time would take the CPU from what they test.
         """
@@ -102,7 +108,7 @@ class Cluster:
         return json.loads(body)
 
     def read(self, path: str) -> tuple[int, bytes]:
-        """Returns status and body of a GET, which is repeated until there is an answer."""
+        """Return status and body of a GET, which is repeated until there is an answer."""
         for tries_left in (4, 3, 2, 1, 0):
             try:
                 status, body = self.request("GET", path)
@@ -116,7 +122,7 @@ class Cluster:
         return status, body
 
     def request(self, method: str, path: str, body: Json | None = None) -> tuple[int, bytes]:
-        """Returns status and body of a single request as administrator."""
+        """Return status and body of a single request as administrator."""
         headers = {"Content-Type": "application/json"}
         sent = None if body is None else json.dumps(body)
         answer = self._server.request(method, path, body=sent, headers=headers, retries=False, timeout=60.0)
@@ -155,7 +161,7 @@ class Cluster:
     def helm(
         self, *arguments: str, values: Json | None = None, major: int = 3
     ) -> subprocess.CompletedProcess[str]:
-        """Runs Helm 3 or 4 in the project's directory; `values` are passed on standard input."""
+        """Run Helm 3 or 4 in the project's directory; `values` are passed on standard input."""
         return subprocess.run(
             [str(self.local.helm(major)), *arguments, *(() if values is None else ("-f", "-"))],
             cwd=ROOT,
@@ -170,7 +176,7 @@ class Cluster:
         self.kubectl("apply", "-f", "-", stdin=manifest(objects))
 
     def delete(self, objects: Iterable[Json]) -> None:
-        """Deletes the objects that still exist."""
+        """Delete the objects that still exist."""
         self.kubectl("delete", "-f", "-", "--ignore-not-found", "--timeout=300s", stdin=manifest(objects))
 
     def start(self, *names: str, **how: Any) -> None:
@@ -201,7 +207,7 @@ class Cluster:
         self.kubectl("rollout", "status", what, "-n", namespace, "--timeout=300s")
 
     def roll_out(self) -> None:
-        """Replaces the driver's instance by a new one."""
+        """Replace the driver's instance by a new one."""
         self.kubectl("rollout", "restart", DAEMONSET, "-n", NAMESPACE)
         self.rolled_out()
 
@@ -261,7 +267,7 @@ class Cluster:
         return took
 
     def refusals(self, pod: str, namespace: str) -> list[str]:
-        """Returns the kubelet's messages about failed Prepares of the pod's claims."""
+        """Return the kubelet's messages about failed Prepares of the pod's claims."""
         uid = self.pod(pod, namespace)["metadata"]["uid"]  # others of this name may have been there before
         of_pod = f"--field-selector=involvedObject.uid={uid},reason=FailedPrepareDynamicResources"
         messages = [event["message"] for event in self.get("events", "-n", namespace, of_pod)["items"]]
@@ -351,7 +357,7 @@ class Cluster:
         return [self.seen_by(name, namespace=namespace) for name in names]
 
     def make_namespace(self, name: str, labels: dict[str, str] | None = None) -> None:
-        """Creates a namespace with its default account, which a controller creates and every pod needs."""
+        """Create a namespace with its default account, which a controller creates and every pod needs."""
         metadata = {"name": name, "labels": labels or {}}
         self.apply([{"apiVersion": "v1", "kind": "Namespace", "metadata": metadata}])
         account = ("get", "serviceaccount", "default", "-n", name, "--ignore-not-found")
@@ -376,7 +382,7 @@ class Cluster:
 
 
 def install(cluster: Cluster, values: str = "e2e") -> None:
-    """Applies the chart with values of `hack/cluster/values` over the installation, and waits until the old
+    """Apply the chart with values of `hack/cluster/values` over the installation, and wait until the old
     one is gone.
     """
     applied = cluster.kubectl("apply", "--filename", "-", stdin=rendered(cluster, values))
@@ -388,7 +394,7 @@ def install(cluster: Cluster, values: str = "e2e") -> None:
 
 
 def uninstall(cluster: Cluster, *more: str) -> None:
-    """Deletes what `install` created, with further arguments for kubectl."""
+    """Delete what `install` created, with further arguments for kubectl."""
     cluster.kubectl("delete", "--filename", "-", "--timeout=300s", *more, stdin=rendered(cluster, "e2e"))
 
 
@@ -566,7 +572,7 @@ def _is_running(pod: Json) -> bool:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Adds the pods, the last events and the end of the driver's log to the report of a failed test."""
+    """Add the pods, the last events and the end of the driver's log to the report of a failed test."""
     report = yield
     if report.failed:
         cluster = Cluster()
@@ -603,7 +609,7 @@ def cluster(_cluster: Cluster) -> Iterator[Cluster]:
 
 @pytest.fixture
 def example(cluster: Cluster) -> Iterator[Callable[..., None]]:
-    """Applies a folder of examples/, as its README says, and deletes it afterwards."""
+    """Apply a folder of examples/, as its README says, and delete it afterwards."""
     applied: list[str] = []
 
     def apply(name: str, *, in_turn: bool = False) -> None:
@@ -629,7 +635,7 @@ def objects_of(example: str) -> list[Json]:
 
 
 def with_test_workload(name: str) -> list[Json]:
-    """Returns the objects of an example, with the test workload instead of its programs: it prints its GPUs.
+    """Return the objects of an example, with the test workload instead of its programs: it prints its GPUs.
     That of a Job then ends.
     """
     documents = objects_of(name)

@@ -103,7 +103,7 @@ class NvidiasChart:
         self.chart: Path = cluster.local.compute_domains_chart()
 
     def install(self, values: dict[str, Any]) -> list[dict[str, Any]]:
-        """Returns the created objects."""
+        """Return the created objects."""
         space = ("--namespace", self.NAME)
         done = self.cluster.helm(
             "install", self.NAME, str(self.chart), *space, "--create-namespace", values=values

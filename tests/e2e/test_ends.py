@@ -52,7 +52,7 @@ MPS = gpu_config(sharing={"strategy": "MPS"})
 
 @contextmanager
 def nvidia_smi(text: str) -> Iterator[None]:
-    """Replaces nvidia-smi; `text` begins its script, and the original continues."""
+    """Replace nvidia-smi; `text` begins its script, and the original continues."""
     real = SMI.read_bytes()
     program, first, rest = real.partition(b"#!/bin/sh\n")
     assert rest, "the script is behind the end of an ELF program, or alone"
@@ -65,7 +65,7 @@ def nvidia_smi(text: str) -> Iterator[None]:
 
 
 def drained_within(cluster: Cluster, *names: str) -> float:
-    """Deletes the pods as a drain does; returns the seconds until none is left."""
+    """Delete the pods as a drain does; return the seconds until none is left."""
     started = time.monotonic()
     cluster.kubectl("delete", *(f"pod/{name}" for name in names), "-n", "default", "--wait=false")
 
@@ -78,7 +78,7 @@ def drained_within(cluster: Cluster, *names: str) -> float:
 
 
 def to_undo() -> list[Any]:
-    """Returns the content of the GPUs' ledgers, which is pending cleanup if no claim needs it."""
+    """Return the content of the GPUs' ledgers, which is pending cleanup if no claim needs it."""
     return [
         entry
         for file in (PLUGIN_DIR / "ledger").glob("*.json")

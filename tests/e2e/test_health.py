@@ -48,7 +48,7 @@ def taints_of(published: dict[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def taint_by_xid_79(cluster: Cluster, index: int) -> float:
-    """Makes the GPU fail; returns the seconds until everyone who watches the slices was notified.
+    """Make the GPU fail; return the seconds until everyone who watches the slices was notified.
 
     Measured from the change of the simulated machine, so that the start of programs does not count.
     """

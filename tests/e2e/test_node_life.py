@@ -29,7 +29,7 @@ def names(cluster: Cluster) -> set[str]:
 
 
 def driver_uids(cluster: Cluster) -> set[str]:
-    """Returns the UIDs of the driver's pods that are not being deleted."""
+    """Return the UIDs of the driver's pods that are not being deleted."""
     return {pod["metadata"]["uid"] for pod in cluster.staying_pods()}
 
 

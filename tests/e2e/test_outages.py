@@ -44,7 +44,7 @@ class Load:
             thread.join(SETTLE_S)
 
     def wait_for_more(self, pods: int = 2 * WORKERS) -> None:
-        """Waits until this many more pods have run."""
+        """Wait until this many more pods have run."""
         wanted = self.ran + pods
         wait_for(f"{pods} more pods to run under load", lambda: self.ran >= wanted, SETTLE_S)
 
@@ -92,7 +92,7 @@ class Load:
 
 
 def state(cluster: Cluster) -> Json:
-    """Returns everything that claims may leave on the node and in the API server; a pool's generation may
+    """Return everything that claims may leave on the node and in the API server; a pool's generation may
     increase.
     """
     machine = json.loads((SIMULATOR_DIR / "machine.json").read_text())

@@ -171,7 +171,7 @@ def test_extended_resource_needs_no_claim(cluster: Cluster, example: Example) ->
 
 @pytest.fixture
 def workload(cluster: Cluster) -> Iterator[Callable[[str], None]]:
-    """Applies an example with the test workload in the place of its programs, and deletes it afterwards."""
+    """Apply an example with the test workload in the place of its programs, and delete it afterwards."""
     applied: list[list[Json]] = []
 
     def apply(name: str) -> None:

@@ -107,7 +107,7 @@ def checkout(folder: Path) -> Path:
 
 
 def shell(folder: Path, environment: dict[str, str]) -> Callable[[str], str]:
-    """Runs commands there as a reader does, up to the first that fails; what they print comes back."""
+    """Run commands there as a reader does, up to the first that fails; what they print comes back."""
 
     def run(commands: str) -> str:
         done = subprocess.run(
@@ -216,7 +216,7 @@ def test_manual_moves_a_node_there_and_back_and_uninstalls_without_a_trace(
     run = shell(checkout(tmp_path), administrator)
 
     def runs_on_node() -> set[str]:
-        """Returns which of the two serves the node's GPUs, according to the pods that are not being deleted."""
+        """Return which of the two serves the node's GPUs, according to the pods that are not being deleted."""
         pods = cluster.get("pods", "-A")["items"]
         kinds = {"nvidia-device-plugin-daemonset": "plugin", "gpu-dra-driver": "driver"}
         return {

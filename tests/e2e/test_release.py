@@ -33,7 +33,7 @@ def plain_generation(number: int) -> tuple[list[Json], list[str]]:
 
 
 def first_words_after(cluster: Cluster, names: list[str], requested: float) -> float:
-    """Returns the longest time, in seconds, from a pod's creation after `asked` to the first line of its
+    """Return the longest time, in seconds, from a pod's creation after `asked` to the first line of its
     container.
 
     The times are those of the API server and of the container runtime, so that the delay of kubectl does not

@@ -49,7 +49,7 @@ GATED = "cd /var/lib/nvidia-simulator && touch at-work && while [ ! -e go ]; do 
 
 @pytest.fixture
 def serviced(cluster: Cluster) -> Iterator[Callable[[list[Json]], None]]:
-    """Applies a service; afterwards it is gone, and all GPUs are published."""
+    """Apply a service; afterwards it is gone, and all GPUs are published."""
     wait_for("eight devices", lambda: len(cluster.devices()) == 8)
     cluster.make_namespace(NAMESPACE, objects_of("reset-gpu")[0]["metadata"]["labels"])
     yield lambda documents: cluster.apply(documents[1:])

@@ -114,7 +114,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _carry(one: socket.socket, other: socket.socket) -> None:
-    """Copies bytes in both directions until either side closes."""
+    """Copy bytes in both directions until either side closes."""
     ends = {one: other, other: one}
     while True:
         ready, _, _ = select.select(list(ends), [], [], _GONE_S)

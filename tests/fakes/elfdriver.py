@@ -83,23 +83,23 @@ def install(driver: Programs, top: Path, layout: Layout, libc: Path) -> Path:
 
 
 def of_another_architecture(file: Path) -> None:
-    """Changes the file's architecture to IBM's S/390."""
+    """Change the file's architecture to IBM's S/390."""
     data = file.read_bytes()
     _write(file, data[:_MACHINE_OFFSET] + (22).to_bytes(2, "little") + data[_MACHINE_OFFSET + 2 :])
 
 
 def of_an_absent_library(file: Path) -> None:
-    """Makes it need `libno.so.1` instead of a part of the C library."""
+    """Make it need `libno.so.1` instead of a part of the C library."""
     _replace(file, b"librt.so.1\0", b"libno.so.1\0")
 
 
 def of_an_absent_loader(file: Path) -> None:
-    """Makes it name a loader that no system has."""
+    """Make it name a loader that no system has."""
     _replace(file, b"/ld-linux", b"/ld-other")
 
 
 def of_a_newer_libc(file: Path) -> None:
-    """Makes it need a symbol version of the C library that does not exist, by name and hash."""
+    """Make it need a symbol version of the C library that does not exist, by name and hash."""
     old = _OLDEST[os.uname().machine]
     new = old.replace(b"_2.", b"_9.")
     _replace(file, old + b"\0", new + b"\0")

@@ -31,7 +31,7 @@ class Journaled:
         counted: Callable[[Any], Any] = lambda subject: subject,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Records, locks and ledgers below `directory`; `counted` sees what changes them."""
+        """Record, locks and ledgers below `directory`; `counted` sees what changes them."""
         self.boot_id = boot_id
         self._counted = counted
         self.records = RecordStore(directory / "claims")
@@ -61,7 +61,7 @@ class Journaled:
         return ()
 
     def work_off(self, wait_s: float | None = None) -> None:
-        """Runs pending cleanup in the lanes; what fails or hangs remains."""
+        """Run pending cleanup in the lanes; what fails or hangs remains."""
         self.cleaner.clean_all(wait_s)
 
     def record_of(self, uid: str = "uid-1") -> ClaimRecord:

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def json_documents(text: str) -> Iterator[Any]:
-    """Raises: JSONDecodeError at one that is not whole."""
+    """Raise JSONDecodeError at one that is not whole."""
     decoder, rest = json.JSONDecoder(), text.lstrip()
     while rest:
         value, end = decoder.raw_decode(rest)

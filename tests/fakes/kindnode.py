@@ -189,7 +189,7 @@ class Site:
         ] + [(bus_id, item.driver, item.override) for bus_id, item in sorted(functions(state).items())]
 
     def made_uuids(self) -> dict[str, str]:
-        """Returns a name for each UUID of devices on demand, by place, because UUIDs change each time."""
+        """Return a name for each UUID of devices on demand, by place, because UUIDs change each time."""
         return {
             compute.uuid: f"MIG-at-{index}-{instance.start}"
             for index in ON_DEMAND
@@ -213,7 +213,7 @@ class Site:
         eventually(self._reopened)
 
     def reset(self) -> None:
-        """Resets the machine as a reboot does: only what was created by hand at the start remains."""
+        """Reset the machine as a reboot does: only what was created by hand at the start remains."""
         is_loaded = self.machine.current().system != decode(self._first.machine).system
         if is_loaded or self.settings() != self._at_first:
             self.put_back(self._first)
@@ -440,7 +440,7 @@ class KindNode(Journaled):
             yield done
 
     def state(self) -> dict[str, object]:
-        """Returns everything that a claim may leave: files and directories without locks, and the GPUs.
+        """Return everything that a claim may leave: files and directories without locks, and the GPUs.
         Values that only change their name have the same name here.
         """
         names = {str(self.directory): "", **self.site.made_uuids()}

@@ -34,7 +34,7 @@ class LogCall:
 
 @functools.cache
 def log_calls() -> tuple[LogCall, ...]:
-    """Returns all calls in the package, without generated code."""
+    """Return all calls in the package, without generated code."""
     files = sorted(file for file in PACKAGE.rglob("*.py") if "pb" not in file.parent.parts)
     return tuple(call for file in files for call in _calls(file))
 
@@ -58,7 +58,7 @@ def _calls(file: Path) -> Iterator[LogCall]:
 
 
 def _aliases(nodes: list[ast.AST]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Returns names for one of several methods: `tell = _log.warning if … else _log.info`."""
+    """Return names for one of several methods: `tell = _log.warning if … else _log.info`."""
     for node in nodes:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             found = _methods(node.value)

@@ -59,7 +59,7 @@ class SimulatedNode:
         self.changes = 0
 
     def read(self) -> Inventory:
-        """Reads NVML in a new session."""
+        """Read NVML in a new session."""
         self.session.reopen()
         return read_inventory()
 

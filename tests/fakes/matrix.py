@@ -44,7 +44,7 @@ class Case:
         return self._again("prepared", self._prepared)
 
     def _again(self, name: str, first: Callable[[], KindNode]) -> KindNode:
-        """Returns the result of `first`; from the second time on a copy of everything that it left."""
+        """Return the result of `first`; from the second time on a copy of everything that it left."""
         copy = self.directory.with_name(name)
         if name not in self._begun:
             self._begun[name] = first(), self.site.saved()
@@ -90,7 +90,7 @@ class Case:
         return node.state()
 
     def uninterrupted(self) -> tuple[object, State]:
-        """Returns the response of an uninterrupted Prepare, and the state after it."""
+        """Return the response of an uninterrupted Prepare, and the state after it."""
         node = self.fresh()
         answer = self.prepare(node)
         assert isinstance(answer, Prepared), answer
@@ -129,7 +129,7 @@ class Case:
     def _changes(
         self, begin: Callable[[], KindNode], call: Callable[[KindNode], object]
     ) -> list[tuple[int, str]]:
-        """Returns the changes of the call, with their numbers."""
+        """Return the changes of the call, with their numbers."""
         node = begin()
         with node.dying(None) as changes:
             call(node)

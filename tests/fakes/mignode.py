@@ -190,7 +190,7 @@ class MigNode(Journaled):
             self.executor.undo_rest(uid)
 
     def made(self, wanted: DynamicMigDevice) -> OwnedInstance:
-        """Returns the instance of a device that was created in this boot."""
+        """Return the instance of a device that was created in this boot."""
         found = self.ledger.created_instance(wanted.name)
         assert found is not None
         return found
@@ -201,7 +201,7 @@ class MigNode(Journaled):
         return found
 
     def settle(self) -> None:
-        """Handles what an earlier instance left, as at a start."""
+        """Handle what an earlier instance left, as at a start."""
         self.cleaner.clear_temporary()
         assert self.cleaner.clean_all() == []
 
@@ -214,7 +214,7 @@ class MigNode(Journaled):
         return bool(gpu.mig_mode), sorted(found)
 
     def state(self) -> tuple[object, ...]:
-        """Returns everything that a claim may leave. MIG UUIDs change each time, so only their correctness is
+        """Return everything that a claim may leave. MIG UUIDs change each time, so only their correctness is
         included.
         """
         uuids = {item.uuid for _, item in self.machine.gpu(0).mig_devices}

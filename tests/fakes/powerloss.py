@@ -88,7 +88,7 @@ class Disk:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Records changes of the disk, and after each change what a power loss would leave."""
+        """Record changes of the disk, and after each change what a power loss would leave."""
         assert not list(self._directory.iterdir()), "what is there already would not be known"
         with pytest.MonkeyPatch.context() as patch:
             for name, noted in self._watched().items():
@@ -223,7 +223,7 @@ def _current(directory: _Directory, path: Path) -> Iterator[tuple[Path, bool]]:
 
 
 def _tree(directory: _Directory, above: str, choose: Choose) -> Tree:
-    """Returns what a power loss leaves of a directory."""
+    """Return what a power loss leaves of a directory."""
     temporary: Tree = ()
     found: Tree = ()
     for name, past in directory.entries.items():

@@ -319,7 +319,7 @@ class Node(Journaled):
         return self.service.unprepare([claim.ref], None)[claim.ref.uid]
 
     def files(self) -> dict[str, bytes]:
-        """Returns records and specs, which is all that a claim may leave; lock files and the boot's name
+        """Return records and specs, which is all that a claim may leave; lock files and the boot's name
         remain on purpose.
         """
         return {

@@ -12,7 +12,7 @@ __all__ = ["PATIENCE_S", "eventually"]
 
 
 def eventually(check: Callable[[], Any], timeout_s: float = PATIENCE_S) -> Any:
-    """Polls `check` and returns its first true value. Fails the test after a timeout."""
+    """Poll `check` and return its first true value. Fails the test after a timeout."""
     deadline = time.monotonic() + timeout_s
     while not (value := check()):
         assert time.monotonic() < deadline, f"not within {timeout_s:g} s; the last value was {value!r}"

@@ -127,7 +127,7 @@ def _topology(view: View) -> str:
 
 
 def report(machine: str, directory: Path, replace: dict[str, str] | None = None) -> Report:
-    """Returns the findings with an nvidia-smi that answers everything, with some words replaced."""
+    """Return the findings with an nvidia-smi that answers everything, with some words replaced."""
     with looking_at(machine, directory) as view:
         return check(view, full_smi(directory / "nvidia-smi", view, replace))
 

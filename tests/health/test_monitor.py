@@ -433,7 +433,7 @@ def test_silence_while_nvml_is_closed_or_the_driver_is_reloaded_does_not_count(b
 
 
 def lose_and_hide(bench: Bench) -> str:
-    """Makes a GPU fall off the bus, and discovery omit it; returns its UUID."""
+    """Make a GPU fall off the bus, and discovery omit it; return its UUID."""
     bench.machine.lose_gpu(0)
     bench.turn()
     bench.node.session.reopen()
@@ -707,7 +707,7 @@ def test_a_disk_that_refuses_costs_only_the_memory(bench, logs, monkeypatch):
     bench.machine.raise_xid(0, 48)
     bench.turn()
     assert (bench.reasons(0), bench.changes) == (["xid/48"], 1)
-    assert "health_not_kept" in [line["event"] for line in logs]
+    assert "health_not_saved" in [line["event"] for line in logs]
 
 
 class HangingSource:
@@ -806,7 +806,7 @@ class Threaded:
 
 @pytest.fixture
 def threaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Threaded]]:
-    """Starts monitors with their threads."""
+    """Start monitors with their threads."""
     monkeypatch.setattr("dra_driver.health.monitor._WAIT_S", 0.005)
     monkeypatch.setattr("dra_driver.health.monitor._LATE_S", 0.05)
     monkeypatch.setattr("dra_driver.health.monitor._CHECK_EVERY_S", 0.05)

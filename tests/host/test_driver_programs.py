@@ -56,7 +56,7 @@ def test_links_follow_the_libraries_of_another_root(tmp_path, monkeypatch):
 @tabled("code", "text")
 @pytest.mark.parametrize("stream", [1, 2])
 def test_no_gpu_or_no_driver(smi, code, text, stream):
-    with pytest.raises(NvmlUnavailableError, match="set the time slice of GPU GPU-1: "):
+    with pytest.raises(NvmlUnavailableError, match="cannot set the time slice of GPU GPU-1: "):
         smi(f'echo "{text}" >&{stream}; exit {code}').set_time_slice("GPU-1", 2)
 
 

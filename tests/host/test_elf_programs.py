@@ -70,7 +70,7 @@ def container(newest_nvidia: Programs, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def mps(tmp_path: Path) -> Iterator[Callable[[Path], Served]]:
-    """Opens an MPS host for a driver root."""
+    """Open an MPS host for a driver root."""
     opened = []
 
     def open_for(root: Path) -> Served:
@@ -281,7 +281,7 @@ Harm = Callable[[Path], None]
 
 @pytest.fixture
 def broken(container: Path, tmp_path: Path) -> Callable[[str, Harm], FindPrograms]:
-    """Finds the programs of a driver root, one of which was broken."""
+    """Find the programs of a driver root, one of which was broken."""
 
     def make(name: str, harm: Harm) -> FindPrograms:
         harm(container / "usr/bin" / name)

@@ -43,7 +43,7 @@ def root(nvidia: Programs, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def one_gpu(nvidia: Programs, root: Path, tmp_path: Path) -> OneGpu:
-    """Provides a test NVML; its answers are macros of one_gpu_nvml.c."""
+    """Provide a test NVML; its answers are macros of one_gpu_nvml.c."""
     if shutil.which("cc") is None:
         pytest.fail("a C compiler is missing; run: python3 hack/debian_programs.py")
 
@@ -75,7 +75,7 @@ def test_a_driver_that_is_not_loaded_is_reported_as_that(nvidia: Programs, tmp_p
         NvidiaSmi(find).set_time_slice(UUID, 2)
     assert (
         str(caught.value)
-        == f"set the time slice of GPU {UUID}: nvidia-smi failed with exit code 9: {NO_DRIVER}"
+        == f"cannot set the time slice of GPU {UUID}: nvidia-smi failed with exit code 9: {NO_DRIVER}"
     )
     assert ComputeMode(find).get(UUID) is None
     with pytest.raises(RetryableError, match="to EXCLUSIVE_PROCESS: NVIDIA-SMI has failed"):

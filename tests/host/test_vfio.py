@@ -344,7 +344,7 @@ def test_unbind_without_effect_is_reported(node: Node) -> None:
 def test_probe_without_effect_shows_in_what_is_missing(node: Node) -> None:
     node.machine.set_fault("drivers_probe", code="no-effect")
     with pytest.raises(
-        RetryableError, match=f"bind GPU {GPU} to vfio-pci: PCI function {GPU} is bound to no driver"
+        RetryableError, match=f"cannot bind GPU {GPU} to vfio-pci: PCI function {GPU} is bound to no driver"
     ):
         node.give()
     node.machine.clear_faults()
@@ -362,7 +362,7 @@ def test_probe_without_effect_shows_in_what_is_missing(node: Node) -> None:
 def test_driver_without_override_does_not_take_the_card(node: Node) -> None:
     node.machine.set_system(vfio_loaded=["vfio_pci"])
     node.cards.unbind(GPU, WAIT_S)
-    with pytest.raises(RetryableError, match=r"bind PCI function .* to vfio-pci: No such device"):
+    with pytest.raises(RetryableError, match=r"cannot bind PCI function .* to vfio-pci: No such device"):
         node.cards.bind(GPU, "vfio-pci", WAIT_S)
 
 

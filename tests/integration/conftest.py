@@ -104,7 +104,7 @@ class Node(PlaygroundNode):
     def spawn(
         self, *, behind: Sequence[str] = (), before: str = "", umask: int = -1, **environment: str
     ) -> Any:
-        """Starts the daemon as a process, which ends with the node at the latest. Needed because NVML is
+        """Start the daemon as a process, which ends with the node at the latest. Needed because NVML is
         global in a process.
 
         `behind` is a command that runs it, `before` is Python that runs in it first.
@@ -182,7 +182,7 @@ class Node(PlaygroundNode):
         return self.claim(name, status={"allocation": allocation})
 
     def delete_claim(self, name: str) -> None:
-        """Deletes the claim in the API server; the kubelet has not unprepared it yet."""
+        """Delete the claim in the API server; the kubelet has not unprepared it yet."""
         self.server.operations.delete(self.server.resource("resourceclaims"), ("default", name), {})
 
     def prepare(self, *refs: ClaimRef) -> dict[str, Any]:
@@ -195,7 +195,7 @@ class Node(PlaygroundNode):
         return outcome
 
     def refused(self, ref: ClaimRef, *parts: str) -> str:
-        """Returns the error of a Prepare that must fail: one line with these parts. Asserts that nothing
+        """Return the error of a Prepare that must fail: one line with these parts. Asserts that nothing
         remains.
         """
         before = self.specs(), self.records()

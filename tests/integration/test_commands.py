@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import textwrap
 import threading
 import time
 from collections.abc import Sequence
@@ -445,6 +446,18 @@ SHARED = {
 }
 
 
+CONFIGURED = (
+    *SHARED, "imex-job", "mig-else-share", "mig-extended-resource", "mig-mps", "mig-on-demand", "mig-same-gpu",
+    "mixed-inference", "mps-shared-claim", "vm-gpu",
+)  # fmt: skip
+"""The examples that need other values of the chart than the defaults."""
+TUTORIALS = [
+    path.relative_to(EXAMPLES.parent).with_suffix("")
+    for path in EXAMPLES.parent.glob("docs/tutorials/*.md")
+    if path.stem != "index"
+]
+
+
 def test_all_examples_are_right() -> None:
     """Also where a lost GPU evicts pods."""
     files = sorted(map(str, EXAMPLES.glob("*/*.yaml")))
@@ -486,7 +499,8 @@ def test_examples_fit_the_machines_that_they_are_for() -> None:
 
 def test_the_example_for_two_trays_fits_where_claims_get_a_channel() -> None:
     readme = (EXAMPLES / "imex-job/README.md").read_text().splitlines()
-    [configured] = [line.strip() for line in readme if line.startswith("    imex:")]
+    assert "        --set imex.channel=0" in readme
+    configured = "imex: {channel: 0}"
     tray = (str(EXAMPLES / "imex-job"), "--simulate", "gb200-nvl72-tray")
     code, reports, _ = validate("-", *tray, stdin=configured)
     assert (code, len(reports[1]["devices"])) == (0, 4)
@@ -594,6 +608,87 @@ def test_each_sort_of_machine_is_tried_and_the_pods_of_an_object_as_one() -> Non
     # A claim that fits one kind of machine fits, and the report names the kind that it does not fit.
     assert any(note.startswith("fits dgx-h100, for example: ") for note in reports[3]["notes"])
     assert any(note.startswith("does not fit a30-4: ") for note in reports[3]["notes"])
+
+
+def blocks(page: Path) -> list[Json]:
+    """The YAML that a page shows: fenced, or an indented part of a claim."""
+    text = page.read_text()
+    found = re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    found += re.findall(r"^\n((?: {4}.*\n)+)", re.sub(r"(?ms)^```.*?^```", "", text), re.MULTILINE)
+    return [
+        document
+        for block in map(textwrap.dedent, found)
+        if block in found or block.startswith(("requests:", "devices:"))
+        for document in yaml.safe_load_all(block)
+    ]
+
+
+def whole(document: Json) -> Json:
+    """An object or a configuration as it is, and a part of a claim in a claim."""
+    if "requests" in document:
+        return claim("shown", document)
+    return claim("shown", document["devices"]) if "devices" in document else document
+
+
+PAGES = [
+    page
+    for page in (
+        *EXAMPLES.parent.glob("*.md"), *EXAMPLES.parent.glob("docs/**/*.md"), *EXAMPLES.glob("*/README.md")
+    )
+    if blocks(page)
+]  # fmt: skip
+
+
+def test_every_yaml_block_of_the_docs_is_valid(tmp_path: Path) -> None:
+    assert len(PAGES) >= 20
+    files = {}
+    for page in PAGES:
+        for number, document in enumerate(blocks(page)):
+            if isinstance(document, dict):
+                file = tmp_path / f"{page.stem}-{number}-{page.parent.name}.yaml"
+                file.write_text(yaml.safe_dump(whole(document)))
+                files[str(file)] = page
+    _, reports, error = validate(*files)
+    assert error == ""
+    assert [(report["name"], report["faults"]) for report in reports if report["faults"]] == []
+    assert sum(report["verdict"] == "OK" for report in reports) >= 35
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["README", "docs/concepts", "docs/first-hour", "docs/index", "docs/install", *map(str, TUTORIALS)],
+)
+def test_page_for_newcomers_shows_a_claim_of_at_most_15_lines_that_an_example_has(name: str) -> None:
+    page = EXAMPLES.parent / f"{name}.md"
+    assert all(
+        block.count("\n") <= 15 for block in re.findall(r"```yaml\n(.*?)```", page.read_text(), re.DOTALL)
+    )
+    published = [
+        document["spec"]["spec"]["devices"]
+        for file in EXAMPLES.glob("*/*.yaml")
+        for document in yaml.safe_load_all(file.read_text())
+        if document["kind"] == "ResourceClaimTemplate"
+    ]
+    shown = [
+        document.get("spec", {"spec": {"devices": document}})["spec"]["devices"]
+        for document in blocks(page)
+        if "requests" in document or document.get("kind") == "ResourceClaimTemplate"
+    ]
+    assert shown
+    assert [claimed for claimed in shown if claimed not in published] == []
+
+
+def test_examples_that_need_values_say_how_to_set_them() -> None:
+    values = yaml.safe_load((EXAMPLES.parent / "daemonset/chart/values.yaml").read_text())
+    for readme in EXAMPLES.glob("*/README.md"):
+        commands = re.findall(r"^    (helm upgrade .*(?:\\\n.*)*)", readme.read_text(), re.MULTILINE)
+        assert len(commands) == (readme.parent.name in CONFIGURED), readme
+        for command in commands:
+            assert "--reset-then-reuse-values" in command
+            for setting in re.findall(r"([\w.]+)=", command):
+                inner = values
+                for key in setting.split("."):
+                    inner = inner[key]
 
 
 def test_index_of_the_examples_is_complete() -> None:

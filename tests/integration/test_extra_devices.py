@@ -45,7 +45,7 @@ def channels(node: Node, ref: ClaimRef) -> list[tuple[str, int, int]]:
 
 
 def beside(node: Node, ref: ClaimRef) -> dict[str, list[str]]:
-    """Returns the nodes of each device that do not belong to a GPU, by device."""
+    """Return the nodes of each device that do not belong to a GPU, by device."""
     return {
         device["name"].removeprefix(f"{ref.uid}-"): [
             one["path"]

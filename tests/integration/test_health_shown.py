@@ -20,7 +20,7 @@ def shown(driver: Driver, name: str, *labels: str) -> Mapping[tuple[str, ...], f
 
 
 def register_again(driver: Driver, gpu_uuid: str) -> None:
-    """Registers for events again: a change of MIG mode ends registrations, on real GPUs too, and Xids are
+    """Register for events again: a change of MIG mode ends registrations, on real GPUs too, and Xids are
     then missed.
     """
     watch = driver.health.monitor

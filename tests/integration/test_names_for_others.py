@@ -46,7 +46,7 @@ def index_in_name(device: str) -> int | None:
 
 
 def mig_in_spec(node: Node, device: str) -> str:
-    """Returns the UUID of a MIG device as Datadog's agent finds it: the CDI device whose name ends with the
+    """Return the UUID of a MIG device as Datadog's agent finds it: the CDI device whose name ends with the
     device's, its capability nodes, their numbers in mig-minors, and NVML.
     """
     specs = [json.loads(path.read_text()) for path in node.cdi.glob("k8s.*")]

@@ -79,7 +79,7 @@ def test_every_gpu_is_unresponsive_while_one_call_blocks_all_of_nvml(
 
 
 def looks(node: Node) -> None:
-    """Starts every query that runs in the background."""
+    """Start every query that runs in the background."""
     node.driver.discovery.request_rescan()
     node.driver.health.monitor.devices_changed()
     node.driver.layouts.wake()

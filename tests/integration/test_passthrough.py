@@ -141,7 +141,7 @@ def refusals(logs: Logs) -> list[Json]:
     return [
         {key: entry[key] for key in ("log_level", "cards", "offered")}
         for entry in logs
-        if entry["event"] == "cards_not_offered"
+        if entry["event"] == "vfio_unavailable"
     ]
 
 

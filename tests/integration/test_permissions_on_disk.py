@@ -84,7 +84,7 @@ def test_only_root_reads_state_and_only_root_writes_anything(spawn: Callable[...
 
 
 def dropped() -> tuple[str, ...]:
-    """Runs a command without any capability, and unable to get one."""
+    """Run a command without any capability, and unable to get one."""
     program = shutil.which("setpriv")
     if program is None or os.getuid() != 0:
         pytest.skip("needs root, and setpriv of util-linux")

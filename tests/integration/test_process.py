@@ -72,7 +72,7 @@ def test_signals_switch_debug_events_and_show_stacks(make_node: Callable[..., No
     assert prepared["claim_uid"] == ref.uid
     assert prepared["request_id"] == received["request_id"]
     process.send_signal(signal.SIGUSR2)
-    stacks = {stack["thread"]: stack["frames"] for stack in next_event("stacks_shown")["stacks"]}
+    stacks = {stack["thread"]: stack["frames"] for stack in next_event("stacks_logged")["stacks"]}
     assert {"MainThread", "signals", "discovery", "publisher"} <= set(stacks)
     assert any("Driver.wait" in frame for frame in stacks["MainThread"])
     process.send_signal(signal.SIGUSR1)

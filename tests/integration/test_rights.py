@@ -20,7 +20,7 @@ _OF_REQUESTS = {"get", "list", "watch", *_VERBS.values()}
 
 
 def granted() -> set[tuple[str, str]]:
-    """Returns (resource, verb) of the role. Verbs without a request are those that policies and the API
+    """Return (resource, verb) of the role. Verbs without a request are those that policies and the API
     server check.
     """
     role = next(entry for entry in yaml.safe_load_all(RBAC.read_text()) if entry["kind"] == "ClusterRole")
@@ -34,7 +34,7 @@ def granted() -> set[tuple[str, str]]:
 
 
 def right_of(request: RecordedRequest) -> tuple[str, str] | None:
-    """Returns what an authorizer would check; None for what everyone may read."""
+    """Return what an authorizer would check; None for what everyone may read."""
     parts = [part for part in request.path.split("/") if part]
     parts = parts[2:] if parts[0] == "api" else parts[3:]
     if not parts:

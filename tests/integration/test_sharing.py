@@ -80,7 +80,7 @@ def snapshot(node: Node) -> dict[str, bytes]:
 
 
 def _settled(node: Node) -> dict[str, bytes] | None:
-    """Returns the snapshot; None if something is removed during the read."""
+    """Return the snapshot; None if something is removed during the read."""
     try:
         return snapshot(node)
     except FileNotFoundError:
@@ -107,7 +107,7 @@ def test_containers_are_right_when_each_uses_one_request_of_a_mix(shared: Callab
     by_id = {f"{spec['kind']}={device['name']}": device["containerEdits"] for device in spec["devices"]}
 
     def container(*requests: str) -> Json:
-        """Returns what the runtime makes of the kubelet's devices for a container with these requests."""
+        """Return what the runtime makes of the kubelet's devices for a container with these requests."""
         found = [by_id[one.cdi_ids[0]] for one in prepared.devices if set(one.requests) & set(requests)]
         return {
             "nodes": [

@@ -221,7 +221,7 @@ Look = Callable[[], NodeSnapshot]
 
 @pytest.fixture
 def look(machine: Machine, memory_path: Path) -> Iterator[Look]:
-    """Returns a function that reads the machine at a fixed time."""
+    """Return a function that reads the machine at a fixed time."""
     with ExitStack() as stack:
 
         def make() -> NodeSnapshot:

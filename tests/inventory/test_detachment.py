@@ -701,7 +701,7 @@ def test_hanging_change_ends_the_pause_and_others_continue(
     with reader.session.operation(lambda: 0.0):
         assert len(reader.read_inventory().gpus) == 8
     assert not detachments.paused()
-    assert [line["event"] for line in logs] == ["nvml_paused", "nvml_pause_over"]
+    assert [line["event"] for line in logs] == ["nvml_paused", "nvml_pause_ended"]
     reader.session.close()
 
 

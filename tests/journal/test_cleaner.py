@@ -732,7 +732,7 @@ def test_bug_of_a_keeper_is_logged_and_keeps_no_claim_from_ending(bench: Bench) 
             bench.cleaner._turn()
             eventually(lambda: not bench.lanes.under_way())
     assert bench.tools.undone == [CDI, MPS]
-    assert [line["event"] for line in logged if line["log_level"] == "error"] == ["put_right_crashed"] * 2
+    assert [line["event"] for line in logged if line["log_level"] == "error"] == ["restore_failed"] * 2
     assert keeps.tried == [UUID_0] * 2, "the next try comes after a pause"
 
 

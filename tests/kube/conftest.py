@@ -76,7 +76,7 @@ def server() -> Iterator[PlaygroundApiServer]:
 
 @pytest.fixture
 def connect(tmp_path: Path) -> Iterator[Callable[..., ApiClient]]:
-    """Creates clients for API servers of the playground, and closes them after the test."""
+    """Create clients for API servers of the playground, and close them after the test."""
     clients: list[ApiClient] = []
 
     def make(server: PlaygroundApiServer, *, token: str | None = None, **options: Any) -> ApiClient:

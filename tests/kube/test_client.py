@@ -40,7 +40,7 @@ def test_error_is_retryable_when_server_cannot_answer_now(server, client, status
     server.faults.fail(1, status)
     with pytest.raises(ApiUnavailableError) as caught:
         client.request("GET", NODES, action="list nodes")
-    assert str(caught.value).startswith("list nodes: ")
+    assert str(caught.value).startswith("cannot list nodes: ")
     assert f"(HTTP {status})" in str(caught.value)
     assert caught.value.retry_after_s is None
     assert caught.value.is_brief
@@ -57,7 +57,7 @@ def test_error_is_permanent_when_server_refuses(server, client, status, reason):
     assert (caught.value.status, caught.value.reason) == (status, reason)
     assert (
         str(caught.value)
-        == f"create node: the playground's API server was configured to fail this request (HTTP {status})"
+        == f"cannot create node: the playground's API server was configured to fail this request (HTTP {status})"
     )
     assert isinstance(caught.value, WatchExpiredError) == (status == 410)
     assert is_not_found(caught.value) == (status == 404)
@@ -115,7 +115,7 @@ def test_retry_after_comes_from_status_when_header_is_missing(server, client, de
 @pytest.mark.parametrize("status", [200, 503])
 def test_error_is_retryable_when_answer_is_nested_deeper_than_can_be_read(server, client, status):
     server.faults.fail(1, status, body=b'{"a":' * 5000 + b"1" + b"}" * 5000)
-    with pytest.raises(ApiUnavailableError, match="list nodes: "):
+    with pytest.raises(ApiUnavailableError, match="cannot list nodes: "):
         client.request("GET", NODES, action="list nodes")
 
 
@@ -124,7 +124,7 @@ def test_error_text_is_one_line_when_a_proxy_answers_html(server, client):
     with pytest.raises(ApiRejectedError) as caught:
         client.request("GET", NODES, action="list nodes")
     assert "\n" not in str(caught.value)
-    said = "list nodes: the response is a web page, so it is not from the API server: no entry x"
+    said = "cannot list nodes: the response is a web page, so it is not from the API server: no entry x"
     assert str(caught.value).startswith(said)
     assert len(str(caught.value)) < 200
 
@@ -133,7 +133,7 @@ def test_a_server_does_not_move_the_cursor_of_who_reads_what_it_says(server, cli
     server.faults.fail(1, 403, body=json.dumps({"message": "no\x1b[2J \u202eentry"}).encode())
     with pytest.raises(ApiRejectedError) as caught:
         client.request("GET", NODES, action="list nodes")
-    assert str(caught.value) == "list nodes: no?[2J ?entry (HTTP 403)"
+    assert str(caught.value) == "cannot list nodes: no?[2J ?entry (HTTP 403)"
 
 
 def test_error_is_retryable_when_answer_is_not_json(server, client):
@@ -142,12 +142,12 @@ def test_error_is_retryable_when_answer_is_not_json(server, client):
     with pytest.raises(ApiUnavailableError) as caught:
         client.request("GET", NODES, action="list nodes")
     assert str(caught.value) == (
-        "list nodes: the response is a web page, so it is not from the API server: Log in Single sign-on; "
+        "cannot list nodes: the response is a web page, so it is not from the API server: Log in Single sign-on; "
         "check the server of the kubeconfig and the proxy in front of it"
     )
     server.faults.fail(1, 200, body=b"pong")
     with pytest.raises(
-        ApiUnavailableError, match=r"list nodes: the response begins with 'pong' and is not JSON"
+        ApiUnavailableError, match=r"cannot list nodes: the response begins with 'pong' and is not JSON"
     ):
         client.request("GET", NODES, action="list nodes")
 
@@ -159,7 +159,9 @@ def test_half_of_a_pair_of_surrogates_does_not_continue(server, client):
 
 def test_error_is_retryable_when_connection_is_refused(server, client):
     server.stop()
-    with pytest.raises(ApiUnavailableError, match="list nodes: cannot connect to the API server: ") as caught:
+    with pytest.raises(
+        ApiUnavailableError, match="cannot list nodes: cannot connect to the API server: "
+    ) as caught:
         client.request("GET", NODES, action="list nodes")
     assert "object at 0x" not in str(caught.value)
     assert caught.value.is_brief, "a server that starts is worth another try"
@@ -208,7 +210,7 @@ def test_answer_of_endless_size_is_refused(server, client, monkeypatch):
         monkeypatch.setattr(f"dra_driver.kube.{module}.MAX_BYTES", 1 << 20)
     for status in (200, 500):
         server.faults.fail(1, status, body=b"[" + b" " * (2 << 20) + b"]")
-        with pytest.raises(ApiUnavailableError, match="list nodes: the response is larger than 1 MiB"):
+        with pytest.raises(ApiUnavailableError, match="cannot list nodes: the response is larger than 1 MiB"):
             client.request("GET", NODES, action="list nodes")
     server.add("nodes", {"metadata": {"name": "n", "annotations": {"a": "x" * (2 << 20)}}})
     stream = client.watch(NODES, action="watch nodes", query={"watch": "true"}, idle_timeout_s=60)
@@ -221,7 +223,7 @@ def test_own_limit_counts_against_the_time_of_a_request(server):
     client.request("GET", NODES, action="list nodes")
     with pytest.raises(
         ApiUnavailableError,
-        match=r"list nodes: gpu-dra-driver reached its own limit of API requests, kubeAPIQPS=0.1; raise it",
+        match=r"cannot list nodes: gpu-dra-driver reached its own limit of API requests, kubeAPIQPS=0.1; raise it",
     ):
         client.request("GET", NODES, action="list nodes", timeout_s=0.5)
     client.close()
@@ -321,7 +323,7 @@ def test_connection_that_is_not_taken_is_worth_another_try(monkeypatch):
             waiting.connect_ex(listener.getsockname())
         client = ApiClient(Endpoint(server=f"http://127.0.0.1:{listener.getsockname()[1]}"))
         with pytest.raises(
-            ApiUnavailableError, match="list nodes: the API server did not answer in time"
+            ApiUnavailableError, match="cannot list nodes: the API server did not answer in time"
         ) as caught:
             client.request("GET", NODES, action="list nodes")
         assert caught.value.is_brief

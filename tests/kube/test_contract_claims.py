@@ -111,7 +111,7 @@ def test_missing_claim_is_named_with_status(target):
     with pytest.raises(ApiRejectedError) as caught:
         ClaimClient(target.api).get_claim(target.namespace, "absent")
     text = str(caught.value)
-    assert text.startswith(f"retrieve claim {target.namespace}/absent: ")
+    assert text.startswith(f"cannot retrieve claim {target.namespace}/absent: ")
     assert 'resourceclaims.resource.k8s.io "absent" not found' in text
     assert (caught.value.status, caught.value.reason) == (404, "NotFound")
 

@@ -55,7 +55,7 @@ def tls_server(certificates):
 
 @pytest.fixture
 def client_of(tmp_path):
-    """Creates clients for kubeconfigs with this cluster and user, or for a pod, and closes them after the
+    """Create clients for kubeconfigs with this cluster and user, or for a pod, and close them after the
     test.
     """
     clients = []
@@ -173,7 +173,7 @@ def test_refused_token_whose_file_cannot_be_read_fails_the_request_in_a_sentence
     (pod / "token").unlink()
     with pytest.raises(
         ApiUnavailableError,
-        match=r"list nodes: service account .*/token cannot be read: No such file or directory",
+        match=r"cannot list nodes: service account .*/token cannot be read: No such file or directory",
     ):
         list_nodes(client)
 
@@ -445,7 +445,7 @@ def test_exec_plugin_that_hangs_takes_neither_the_time_of_a_request_nor_longer_t
         for _ in range(2):
             with pytest.raises(
                 ApiUnavailableError,
-                match=r"^list nodes: kubeconfig .*: its credential plugin has not finished; run the",
+                match=r"^cannot list nodes: kubeconfig .*: its credential plugin has not finished; run the",
             ) as caught:
                 client.request("GET", NODES, action="list nodes", timeout_s=0.5)
             assert caught.value.timed_out
@@ -576,8 +576,8 @@ def test_proxy_that_refuses_is_named_with_what_to_check(proxy, behind, client_of
     with pytest.raises(ApiUnavailableError) as caught:
         list_nodes(client)
     assert str(caught.value) == (
-        f"list nodes: the proxy http://{proxy.address} cannot be used: {said}; check proxy-url in the kubeconfig, or"
-        " HTTPS_PROXY and NO_PROXY (credentials: http://USER:PASSWORD@HOST:PORT)"
+        f"cannot list nodes: the proxy http://{proxy.address} cannot be used: {said}; check proxy-url in the "
+        "kubeconfig, or HTTPS_PROXY and NO_PROXY (credentials: http://USER:PASSWORD@HOST:PORT)"
     )
 
 

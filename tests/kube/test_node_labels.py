@@ -54,7 +54,7 @@ def test_labels_are_unknown_when_list_and_watch_are_refused(server, labels, monk
     server.faults.fail(10_000, 403, reason="Forbidden", path="/api/v1/nodes")
     labels.start()
     eventually(lambda: labels.failing)
-    with pytest.raises(ApiUnavailableError, match="list node n: "):
+    with pytest.raises(ApiUnavailableError, match="cannot list node n: "):
         labels.now()
     server.faults.clear()
     eventually(lambda: labels.failing is None)

@@ -60,7 +60,7 @@ def foreign(server, connect):
 
 
 def settle(changes):
-    """Waits until nothing more is reported; bookmarks come every 0.1 s."""
+    """Wait until nothing more is reported; bookmarks come every 0.1 s."""
     count = -1
     while count != changes.count:
         count = changes.count
@@ -203,7 +203,7 @@ def test_cache_lists_again_when_history_is_forgotten(server, cache, changes, con
 
 
 def turns(cache, seconds):
-    """Returns the pauses of a cache whose watches end at once, up to this many seconds."""
+    """Return the pauses of a cache whose watches end at once, up to this many seconds."""
     waits = []
     while sum(waits) < seconds:
         waits.append(cache._turn())

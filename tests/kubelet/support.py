@@ -224,7 +224,7 @@ def made_node() -> Iterator[Node]:
 
 @contextmanager
 def made_kubelets(node: Node) -> Iterator[Callable[..., PlaygroundKubelet]]:
-    """Starts kubelets of the playground, with changes to FAST, and stops them after the test."""
+    """Start kubelets of the playground, with changes to FAST, and stop them after the test."""
     started = []
 
     def make(**changes):

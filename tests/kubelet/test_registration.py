@@ -45,7 +45,7 @@ def test_status_is_kept_and_reported_once_per_change(node):
 
 @pytest.fixture
 def other(node: Node) -> Iterator[Callable[..., OtherDriver]]:
-    """Starts drivers of someone else: where the upstream helper has its sockets, or below another name."""
+    """Start drivers of someone else: where the upstream helper has its sockets, or below another name."""
     with ExitStack() as stack:
 
         def make(registrar: str = f"{DRIVER}-reg.sock", endpoint: Path | None = None, **more) -> OtherDriver:
@@ -60,7 +60,7 @@ def other(node: Node) -> Iterator[Callable[..., OtherDriver]]:
 
 @pytest.fixture
 def mute() -> Iterator[Callable[[Path], None]]:
-    """Listens on a socket, and never answers."""
+    """Listen on a socket, and never answer."""
     with ExitStack() as stack:
 
         def listen(path: Path) -> None:

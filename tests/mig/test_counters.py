@@ -80,7 +80,7 @@ class Counters:
 
 
 def packings(silicon: Silicon, order: list[Slot], first: int = 0) -> Iterator[list[Slot]]:
-    """Yields every set of instances that fits next to the existing ones; each is created while it is yielded."""
+    """Yield every set of instances that fits next to the existing ones; each is created while it is yielded."""
     yield []
     free = silicon.free()
     for position in range(first, len(order)):

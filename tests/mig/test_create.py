@@ -206,7 +206,7 @@ def test_hand_remade_instance_is_neither_used_nor_destroyed(
     node.unprepare()
     assert node.on_gpu() == before
     assert node.ledger.details(OwnedInstance) == []
-    assert "mig_device_remade" in [line["event"] for line in logs]
+    assert "mig_device_replaced" in [line["event"] for line in logs]
 
 
 def test_instance_destroyed_by_hand_is_made_again(node: MigNode, small) -> None:
@@ -345,7 +345,7 @@ def test_mode_that_cannot_be_left_withholds_nothing(node: MigNode, small, logs: 
     assert node.on_gpu() == (True, [])
     assert (len(node.ledger.details(OwnedMode)), pending(node)) == (1, [])
     node.work_off()
-    assert [line["event"] for line in logs].count("mig_mode_not_left") == 1, (
+    assert [line["event"] for line in logs].count("mig_mode_disable_failed") == 1, (
         "logged once while the reason stays"
     )
     node.machine.release_gpu(0)

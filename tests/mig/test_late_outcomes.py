@@ -67,7 +67,7 @@ def pending(node: MigNode) -> int:
 
 
 def foreign(node: MigNode) -> list[bool]:
-    """Returns, for the GPU's instances that must not be used for claims, whether they are leaving."""
+    """Return, for the GPU's instances that must not be used for claims, whether they are leaving."""
     seen = node.hardware.instances(*node.address)
     return [one.leaving for one in node.ownership.foreign_instances(node.gpu_uuid, seen)]
 

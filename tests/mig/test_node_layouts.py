@@ -85,7 +85,7 @@ class Layouts:
         return self.keeper.states().get(self.node.gpu_uuid)
 
     def settle(self) -> GpuLayout:
-        """Checks until the taint is old enough, and once more; with the cleaner in between."""
+        """Check until the taint is old enough, and once more; with the cleaner in between."""
         self.look()
         self.node.work_off()
         self.node.clock.pause(TAINTED_FIRST_S)

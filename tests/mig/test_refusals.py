@@ -67,7 +67,7 @@ class Node(MigNode):
         return name
 
     def requested(self, wanted: AllocatedClaim, deadline_s: float = LONG_S) -> Any:
-        """Prepares it, like the kubelet."""
+        """Prepare it, like the kubelet."""
         self.claims.add(wanted)
         return self.service.prepare([wanted.ref], deadline_s)[wanted.ref.uid]
 

@@ -119,7 +119,7 @@ class MpsHost:
         )
 
     def left(self) -> list[str]:
-        """Returns everything that a daemon could leave below the host's directory, except files for people."""
+        """Return everything that a daemon could leave below the host's directory, except files for people."""
         own = {"host.alive", "host.lock", "host.lib", "host.modes", "host.wanted", "host.status"}
         running = (
             path

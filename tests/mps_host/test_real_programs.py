@@ -82,7 +82,7 @@ def simulated(nvidia: Programs, tmp_path: Path) -> Machine:
 
 
 def started(programs: FindPrograms, pipe: Path) -> tuple[int | None, set[str]]:
-    """Starts a control daemon on a pipe directory, and stops it; returns its exit code if it exited before it
+    """Start a control daemon on a pipe directory, and stop it; return its exit code if it exited before it
     listened, and the names of its sockets.
     """
     log = pipe.parent / "log"
@@ -278,7 +278,7 @@ def test_daemons_of_two_devices_do_not_know_each_other(real_host: MpsHost) -> No
 
 @pytest.fixture
 def other_program(real_host: MpsHost) -> Iterator[Callable[[], subprocess.Popen[bytes]]]:
-    """Starts another program that occupies the daemon until its input ends."""
+    """Start another program that occupies the daemon until its input ends."""
     made: list[subprocess.Popen[bytes]] = []
 
     def start() -> subprocess.Popen[bytes]:

@@ -344,7 +344,7 @@ def test_a_dead_daemon_is_started_again_when_a_thread_can_start_again(host, logs
     first = supervisor.ensure(host.spec(), PATIENCE_S)
     threads_that_start("mps-gpu-2", 0)
     os.kill(first.pid, signal.SIGKILL)
-    eventually(lambda: any(line["event"] == "mps_look_delayed" for line in logs))
+    eventually(lambda: any(line["event"] == "mps_check_delayed" for line in logs))
     threads_that_start("mps-gpu-2", 1)
     eventually(lambda: supervisor.status()[0].state == "ready" and supervisor.status()[0].pid != first.pid)
 
@@ -500,7 +500,7 @@ def test_a_compute_mode_that_cannot_be_read_ends_no_daemon(host, logs):
     supervisor = host.supervisor(compute_mode=mode)
     first = supervisor.ensure(host.spec(), PATIENCE_S)
     mode.failing = True
-    eventually(lambda: "compute_mode_not_kept" in [line["event"] for line in logs])
+    eventually(lambda: "compute_mode_not_set" in [line["event"] for line in logs])
     assert supervisor.ensure(host.spec(), PATIENCE_S).pid == first.pid
     assert (supervisor.status()[0].state, supervisor.status()[0].pid) == ("ready", first.pid)
     mode.failing = False
@@ -532,7 +532,7 @@ def test_no_nvidia_smi_runs_while_the_driver_is_detached(host, logs):
     with pytest.raises(RetryableError, match="NVML is closed until"):
         supervisor.ensure(host.spec(3), PATIENCE_S)
     supervisor.stop("gpu-3", PATIENCE_S)
-    assert "compute_mode_not_kept" not in [line["event"] for line in logs]
+    assert "compute_mode_not_set" not in [line["event"] for line in logs]
     detachments.end()
     eventually(lambda: host.compute_mode() == EXCLUSIVE_PROCESS)
     assert set(open_while_run) == {True}, "whoever detaches waits for it"

@@ -18,7 +18,7 @@ def dgx(h100: SimulatedNode) -> SimulatedNode:
 
 @pytest.fixture
 def machine(memory_path: Path) -> Iterator[Callable[[str], SimulatedNode]]:
-    """Creates simulated machines, and restores the binding after the test."""
+    """Create simulated machines, and restore the binding after the test."""
     made: list[SimulatedNode] = []
 
     def make(name: str) -> SimulatedNode:

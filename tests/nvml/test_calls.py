@@ -24,7 +24,7 @@ EXPECTED: dict[int, type[Exception]] = {
 def test_code_has_its_class_and_a_text_of_one_line(code: int) -> None:
     error = translated(pynvml.NVMLError(code), "read GPU 0")
     assert type(error) is EXPECTED.get(code, RetryableError)
-    assert str(error).startswith("read GPU 0: ")
+    assert str(error).startswith("cannot read GPU 0: ")
     assert "\n" not in str(error)
 
 
@@ -40,7 +40,7 @@ def test_code_that_the_binding_does_not_know_is_retried() -> None:
     ],
 )
 def test_remedy_is_reported_where_there_is_one(code: int, text: str) -> None:
-    assert str(translated(pynvml.NVMLError(code), "initialise NVML")) == f"initialise NVML: {text}"
+    assert str(translated(pynvml.NVMLError(code), "initialise NVML")) == f"cannot initialise NVML: {text}"
 
 
 def test_original_error_is_the_cause() -> None:

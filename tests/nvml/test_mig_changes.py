@@ -86,7 +86,7 @@ def bench(pair: Bench) -> Bench:
 
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Any], None]:
-    """Puts another function into the place of one of the driver's."""
+    """Put another function into the place of one of the driver's."""
 
     def put(name: str, function: Any) -> None:
         monkeypatch.setattr(pynvml.nvmlLib, name, function)
@@ -168,7 +168,7 @@ def test_instance_that_disappears_during_its_destruction_is_accepted(bench: Benc
 def test_gpu_instance_that_cannot_be_looked_up_is_not_taken_for_gone(bench: Bench) -> None:
     made = bench.make()
     bench.machine.set_fault("nvmlDeviceGetGpuInstanceById", code="function-not-found")
-    with pytest.raises(NotSupportedError, match=f"find GPU instance {made} of GPU {bench.gpu.uuid}"):
+    with pytest.raises(NotSupportedError, match=f"cannot find GPU instance {made} of GPU {bench.gpu.uuid}"):
         bench.hardware.destroy(*bench.where, made)
 
 
@@ -181,7 +181,7 @@ def test_taken_placement_is_refused_with_what_is_in_the_way(bench: Bench) -> Non
     with pytest.raises(RetryableError) as caught:
         bench.make(PROFILE_1G, Placement(3, 1))
     assert str(caught.value) == (
-        f"create a GPU instance of profile 19 at memory slice 3 of GPU {bench.gpu.uuid}: the NVIDIA driver has "
+        f"cannot create a GPU instance of profile 19 at memory slice 3 of GPU {bench.gpu.uuid}: the NVIDIA driver has "
         f"no free space at that placement; in the way: GPU instance {made} (profile 9) at memory slices 0-3"
     )
     assert type(caught.value) is RetryableError, "that does not pass by itself"
@@ -257,7 +257,7 @@ def test_refusal_of_an_instance_has_its_class_and_leaves_nothing(
     bench.machine.set_fault(function, code=code, count=1)
     before = deepcopy(bench.gpu.instances)
     with pytest.raises(
-        RetryableError, match=f"create a {what} .* of GPU {bench.gpu.uuid}: .*({text})"
+        RetryableError, match=f"cannot create a {what} .* of GPU {bench.gpu.uuid}: .*({text})"
     ) as caught:
         make()
     assert type(caught.value) is error
@@ -367,7 +367,7 @@ def test_processes_on_a_mig_device_are_named(bench: Bench) -> None:
     with pytest.raises(DeviceBusyError) as caught:
         bench.hardware.destroy_compute(*bench.where, made, compute)
     assert str(caught.value) == (
-        f"destroy compute instance {compute} of GPU instance {made} of GPU {bench.gpu.uuid}: it is in use by "
+        f"cannot destroy compute instance {compute} of GPU instance {made} of GPU {bench.gpu.uuid}: it is in use by "
         "process 4711 (trainer), process 4712 (/usr/bin/python3), process 4713 (nvidia-cuda-mps-server); stop "
         "them, or wait until they stop"
     )
@@ -381,8 +381,8 @@ def test_compute_instance_keeps_its_gpu_instance(bench: Bench) -> None:
     with pytest.raises(DeviceBusyError) as caught:
         bench.hardware.destroy(*bench.where, made)
     assert str(caught.value) == (
-        f"destroy GPU instance {made} of GPU {bench.gpu.uuid}: it contains compute instances: {compute} ({uuid}); "
-        "destroy them first"
+        f"cannot destroy GPU instance {made} of GPU {bench.gpu.uuid}: it contains compute instances: {compute} "
+        f"({uuid}); destroy them first"
     )
     bench.machine.hold_gpu(0, 4711, "trainer", gpu_instance=made)
     with pytest.raises(DeviceBusyError, match=r"process 4711 \(trainer\)"):
@@ -441,7 +441,7 @@ def test_mode_is_not_switched_while_a_process_uses_the_gpu(bench: Bench, on: boo
     with pytest.raises(DeviceBusyError) as caught:
         bench.hardware.set_mode(*bench.where, on)
     assert str(caught.value).startswith(
-        f"switch MIG mode of GPU {bench.gpu.uuid} {'on' if on else 'off'}: the GPU is in use by process 4711"
+        f"cannot switch MIG mode of GPU {bench.gpu.uuid} {'on' if on else 'off'}: the GPU is in use by process 4711"
     )
     assert bench.hardware.mode(*bench.where) == (not on, not on)
     bench.machine.release_gpu(0)
@@ -473,7 +473,7 @@ def test_mode_is_in_effect_only_if_the_status_says_so_and_it_reads_so(
         return 0
 
     library("nvmlDeviceSetMigMode", answer)
-    with pytest.raises(error, match=f"switch MIG mode of GPU {bench.gpu.uuid} off: .*{text}"):
+    with pytest.raises(error, match=f"cannot switch MIG mode of GPU {bench.gpu.uuid} off: .*{text}"):
         bench.hardware.set_mode(*bench.where, False)
 
 
@@ -503,13 +503,13 @@ def test_other_gpu_at_the_address_is_not_touched(bench: Bench) -> None:
     with pytest.raises(DeviceLostError) as caught:
         bench.hardware.create(uuid, other.bus_id, PROFILE_1G, FIRST)
     assert str(caught.value) == (
-        f"find GPU {uuid}: GPU {other.uuid} is at {other.bus_id} now; the GPU was moved or replaced"
+        f"cannot find GPU {uuid}: GPU {other.uuid} is at {other.bus_id} now; the GPU was moved or replaced"
     )
 
 
 @pytest.mark.parametrize("where", [("GPU-none", "0000:ff:00.0"), ("GPU-none", None)])
 def test_gpu_that_nvml_does_not_show_is_lost(bench: Bench, where: tuple[str, str | None]) -> None:
-    with pytest.raises(DeviceLostError, match="find GPU GPU-none: NVML shows no such GPU"):
+    with pytest.raises(DeviceLostError, match="cannot find GPU GPU-none: NVML shows no such GPU"):
         bench.hardware.mode(*where)
 
 

@@ -51,7 +51,7 @@ def test_driver_that_is_not_loaded_is_reported_when_the_library_is_the_real_one(
         with pytest.raises(DriverGoneError) as caught:
             session.reopen()
         assert str(caught.value) == (
-            "initialise NVML: the NVIDIA kernel driver is not loaded; load it (modprobe nvidia)"
+            "cannot initialise NVML: the NVIDIA kernel driver is not loaded; load it (modprobe nvidia)"
         )
         assert (session.is_open, session.driver_loads) == (False, 0)
 
@@ -71,7 +71,7 @@ class OfBranch:
 
 @pytest.fixture
 def of_branch(nvidia: Programs, machine: Callable[[str], SimulatedNode]) -> Callable[[str], SimulatedNode]:
-    """Creates simulated machines whose NVML has the functions of the branch, with MIG on demand."""
+    """Create simulated machines whose NVML has the functions of the branch, with MIG on demand."""
     real = ctypes.CDLL(str(nvidia.library("libnvidia-ml")))
 
     def make(name: str) -> SimulatedNode:

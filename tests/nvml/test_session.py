@@ -78,7 +78,7 @@ def test_device_files_that_stay_open_keep_the_mark(
         session.reopen()
         session.release("NVML is detached")
         assert (logs[-1]["event"], logs[-1]["files"]) == (
-            "nvml_left_device_files",
+            "nvml_device_files_open",
             [str(tmp_path / "nvidia0")],
         )
         assert UseMark(tmp_path / "nvml.lock").is_held()
@@ -92,7 +92,7 @@ def test_device_files_that_stay_open_keep_the_mark(
 
 @contextmanager
 def in_thread(work: Callable[[], object]) -> Iterator[None]:
-    """Does `work` in a thread during the block, and asserts that it succeeds."""
+    """Do `work` in a thread during the block, and asserts that it succeeds."""
     errors: list[BaseException] = []
 
     def run() -> None:
@@ -287,7 +287,10 @@ def test_process_that_ends_leaves_nvml_open_while_a_call_is_running(
         bench.session.close()
         assert (bench.session.is_open, pynvml.nvmlDeviceGetCount()) == (False, 4)
     [line] = logs
-    assert (line["event"], line["reason"]) == ("nvml_left_open", f"shut NVML down: {kind} is in progress")
+    assert (line["event"], line["reason"]) == (
+        "nvml_not_shut_down",
+        f"cannot shut NVML down: {kind} is in progress",
+    )
 
 
 # --- closed for a moment ----------------------------------------------------------------------------
@@ -415,7 +418,7 @@ def test_pause_and_process_end_though_nvml_hangs(
                     pass
                 assert [line["event"] for line in logs] == ["nvml_hangs"]
             session.close()
-            assert logs[-1]["event"] == "nvml_left_open"
+            assert logs[-1]["event"] == "nvml_not_shut_down"
         eventually(lambda: session._change is None)
     finally:
         nvml.leave()
@@ -491,7 +494,7 @@ def test_nvml_that_cannot_be_opened_after_a_pause_is_reported_and_opened_later(
 ) -> None:
     with bench.session.closed(lambda: 0.0):
         bench.node.machine.unload_driver()
-    assert [line["event"] for line in logs] == ["nvml_not_opened_again"]
+    assert [line["event"] for line in logs] == ["nvml_reopen_failed"]
     with pytest.raises(DriverGoneError), bench.session.operation(lambda: 0.0):
         pass
     bench.node.machine.load_driver()

@@ -241,7 +241,7 @@ def described(playground: Playground, claim: dict[str, Any], numbers: dict[str, 
 
 
 def pods_of(document: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Returns the pods that a controller creates for an object at once."""
+    """Return the pods that a controller creates for an object at once."""
     if document["kind"] == "Pod":
         yield document
         return

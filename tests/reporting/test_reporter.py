@@ -81,7 +81,7 @@ def reporter(received, freed):
 
 
 def test_claim_that_fails_is_remembered_until_a_call_for_it_succeeds(reporter):
-    reports = f"prepare claim {REF.namespace}/{REF.name} (UID {REF.uid}): the disk is full"
+    reports = f"cannot prepare claim {REF.namespace}/{REF.name} (UID {REF.uid}): the disk is full"
     reporter.failed("prepare", REF, 0.1, StateError("the disk is full"), reports)
     [failing] = reporter.failing.all()
     assert (failing.ref, failing.operation, failing.count, failing.error) == (

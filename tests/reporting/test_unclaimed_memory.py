@@ -28,7 +28,7 @@ class Node:
         return self.found or {}
 
     def after(self, minutes: int) -> list[str]:
-        """Returns the subjects of the problems at the end of that time."""
+        """Return the subjects of the problems at the end of that time."""
         for _ in range(30 * minutes):
             self.now += 2
             problems = self.watch.problems()

@@ -86,7 +86,7 @@ def target(parse: Callable[[bytes, Path], object]) -> Callable[[bytes, Path], ob
 
 
 def require(holds: object, otherwise: str) -> None:
-    """Raises: AssertionError, which is a finding."""
+    """Raise AssertionError, which is a finding."""
     if not holds:
         raise AssertionError(otherwise)
 
@@ -97,7 +97,7 @@ def decoded(content: bytes) -> str:
 
 @contextmanager
 def bounded(size: int) -> Iterator[None]:
-    """Raises: AssertionError where the block takes more than an input of this size may take."""
+    """Raise AssertionError where the block takes more than an input of this size may take."""
 
     def late(*_: object) -> None:
         raise _TooLongError

@@ -66,14 +66,14 @@ def started(made: Callable[..., Machine]) -> Iterator[Callable[..., Machine]]:
 
 @pytest.fixture
 def look(shared: Callable[[str], Machine]) -> Iterator[Callable[[str], Machine]]:
-    """Initialises NVML on a machine that the test only reads."""
+    """Initialise NVML on a machine that the test only reads."""
     with started(shared) as start:
         yield start
 
 
 @pytest.fixture
 def nvml(make: Callable[..., Machine]) -> Iterator[Callable[..., Machine]]:
-    """Creates a machine and initialises NVML on it."""
+    """Create a machine and initialises NVML on it."""
     with started(make) as start:
         yield start
 

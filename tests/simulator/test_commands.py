@@ -14,7 +14,7 @@ from tests.fakes.tables import tabled
 
 @pytest.fixture
 def simulate(tmp_path, monkeypatch, capsys):
-    """Runs a command on one directory; returns what it prints after checking the exit code."""
+    """Run a command on one directory; return what it prints after checking the exit code."""
     monkeypatch.setenv("SIMULATOR_DIR", str(tmp_path / "machine"))
 
     def command(*arguments, code=0):

@@ -103,7 +103,7 @@ class Cluster:
         return content(seen)
 
     def publish(self, inventory: Inventory, die_at: int | None = None) -> list[str]:
-        """Returns the writes of a publisher until it was done, or died."""
+        """Return the writes of a publisher until it was done, or died."""
         self.written = []
         cache = SliceCache(self._client, DRIVER, NODE, self._changed)
         publisher = self._publisher = publisher_of(

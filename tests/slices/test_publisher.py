@@ -101,7 +101,7 @@ class Bench:
 
 
 def settled(bench: Bench) -> int:
-    """Returns the number of writes when nothing happens any more."""
+    """Return the number of writes when nothing happens any more."""
     bench.publisher.mark_dirty()
     eventually(lambda: not bench.publisher._worker._wake.is_set())
     time.sleep(0.08)

@@ -92,7 +92,7 @@ class Vm:
         eventually("the slices", self.node.devices)
 
     def kill(self, number: int = signal.SIGKILL) -> None:
-        """Ends the daemon by a signal, and waits for it."""
+        """End the daemon by a signal, and wait for it."""
         daemon, self.daemon = self.daemon, None
         assert daemon is not None
         daemon.send_signal(number)

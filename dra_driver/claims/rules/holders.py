@@ -116,7 +116,7 @@ def claims_to_wait_for(step: StartMaintenance, others: Iterable[ClaimRecord]) ->
 
 
 def refuse_in_maintenance(wanted: Sequence[Wanted], others: Iterable[ClaimRecord]) -> None:
-    """Raises: DeviceHeldError if a maintenance claim has the GPU of one of the devices."""
+    """Raise DeviceHeldError if a maintenance claim has the GPU of one of the devices."""
     conflicts = [
         Conflict(
             record,

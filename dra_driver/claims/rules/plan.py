@@ -480,7 +480,7 @@ def _refuse_repeats(found: Sequence[tuple[DeviceResult, OfferedDevice]]) -> None
             if same.name == offered.name and other.share_id == result.share_id:
                 raise ClaimRefusedError(
                     f"request {result.request}: device {offered.name} is allocated twice in this claim; "
-                    "delete the claim so that the scheduler allocates it again"
+                    "delete the pod and its claim so that the scheduler allocates it again"
                 )
             if same.name != offered.name and _overlap(same, offered):
                 raise ClaimRefusedError(

@@ -259,8 +259,8 @@ def cluster_rows(
 ) -> tuple[list[Row], Totals]:
     """Return the rows and totals.
 
-    With `loads`, devices with held but idle memory come first; otherwise rows are ordered by node. Waiting
-    claims and pods come last.
+    With `loads`, devices with held but idle memory come first; otherwise rows with a problem. Then rows are ordered by
+    node and PCI bus ID. Waiting claims and pods come last.
     """
     newest: dict[str, int] = {}
     for one in slices:
@@ -284,12 +284,12 @@ def cluster_rows(
     }
     # A device that is still published will be withdrawn soon, or the plugin refused the claim.
     serviced = {slot: claim for claim in claims for slot in claim.serviced - published}
-    for slot in (holders.keys() | serviced.keys()) - published:
+    for slot in sorted((holders.keys() | serviced.keys()) - published):
         by, held = serviced.get(slot), holders.get(slot, [])
         sums["missing" if by is None else "maintenance"] += 1
         problem = NOT_PUBLISHED if by is None else f"in maintenance for claim {by.namespace}/{by.name}"
         rows += _held(slot, slot[0], "-", held if by is None else [*held, by], problem, loads or {})
-    rows.sort(key=lambda row: (-row.wasted_bytes, row.node, row.device, row.claim))
+    rows.sort(key=lambda row: (-row.wasted_bytes, row.problem == "-", row.node))
     waiting = [*_waiting(driver, claims, classes, pods)]
     return rows + waiting, Totals(**sums, waiting=len(waiting))
 
@@ -308,7 +308,7 @@ def _pool_rows(
             cards.setdefault(device.card, []).append(device)
     if not cards:
         yield Row(members[0].node, problem=fault or "publishes no devices")
-    for devices in cards.values():
+    for _, devices in sorted(cards.items()):
         held = [device for device in devices if (pool, device.name) in holders]
         is_tainted = any(taint.endswith(_KEEP_AWAY) for device in devices for taint in device.taints)
         # Converted to int, because an empty Counter stores its first values as they are.

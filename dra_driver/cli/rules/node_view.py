@@ -205,7 +205,7 @@ def node_view(
         nvidia_version=inventory.versions.driver,
         cuda_version=None if cuda is None else f"{cuda[0]}.{cuda[1]}",
         problems=tuple(_problem(shown, at) for shown in problems),
-        gpus=tuple(_gpus(nvml, names, places, reasons, state.health.known if unwatched is None else ())),
+        gpus=_in_place(_gpus(nvml, names, places, reasons, state.health.known if unwatched is None else ())),
         holdings=tuple(holding for claim in claims for holding in _holdings(claim, reasons, ids)),
         health=tuple(shown for _, _, _, shown in reasons),
         unwatched=unwatched,
@@ -381,6 +381,20 @@ def _gpus(
             mode = None if not gpu.mig_capable else "on" if gpu.mig_enabled else "off"
             load = facts.loads.get(uuid)
             yield SeenGpu(name, uuid, gpu.product_name, mode, load, health, gpu.index, gpu.pci_bus_id)
+
+
+def _in_place(gpus: Iterable[SeenGpu]) -> tuple[SeenGpu, ...]:
+    """Return the GPUs in PCI order, which is NVML's. A lost GPU has the index that NVML leaves free, None if NVML gave
+    the index to another GPU.
+    """
+    ordered = sorted(gpus, key=lambda gpu: gpu.pci_bus_id or "~")
+    used, free = {gpu.index for gpu in ordered}, 0
+    for at, gpu in enumerate(ordered):
+        if gpu.index is None and gpu.health == "lost" and free not in used:
+            ordered[at] = replace(gpu, index=free)
+        index = ordered[at].index
+        free = free if index is None else index + 1
+    return tuple(ordered)
 
 
 def _processes(

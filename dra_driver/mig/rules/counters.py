@@ -27,7 +27,7 @@ only this total prevents two profiles with a media extension at the same time.
 
 
 def partitioned(raw: Partitioning, withheld: Sequence[GpuInstance], *, offers_whole: bool) -> Partitioning:
-    """Returns the partitioning with all devices that fit next to the `withheld` instances, in publishing order.
+    """Return the partitioning with all devices that fit next to the `withheld` instances, in publishing order.
 
     The scheduler takes the first suitable device. So small profiles come first, profiles with a media
     extension after those without, and the placements of each profile begin at the end of the memory. Large placements,
@@ -82,7 +82,7 @@ def is_counted(gpu: Gpu, inventory: Inventory) -> bool:
 
 
 def counter_set(gpu_name: str, gpu: Gpu) -> JsonObject:
-    """Returns one entry of `spec.sharedCounters`: the GPU's amounts minus those of withheld instances.
+    """Return one entry of `spec.sharedCounters`: the GPU's amounts minus those of withheld instances.
 
     A GPU without MIG devices has one counter, so that it goes either to containers or to a virtual machine.
     """
@@ -95,7 +95,7 @@ def counter_set(gpu_name: str, gpu: Gpu) -> JsonObject:
 def consumed_counters(
     device: WholeGpu | DynamicMigDevice | VfioDevice, counters: JsonObject
 ) -> list[JsonObject]:
-    """Returns a device's `consumesCounters`: its part of its GPU's `counter_set`. A whole GPU consumes everything."""
+    """Return a device's `consumesCounters`: its part of its GPU's `counter_set`. A whole GPU consumes everything."""
     if isinstance(device, DynamicMigDevice):
         consumed = _wire(_use(device.profile, device.placement, counters["counters"]))
     else:
@@ -130,7 +130,7 @@ def _instances(profile: MigProfile) -> str:
 
 
 def _use(profile: MigProfile, placement: Placement, counters: Mapping[str, object]) -> Amounts:
-    """Returns the amounts that an instance consumes of a set with these `counters`; memory in MiB."""
+    """Return the amounts that an instance consumes of a set with these `counters`; memory in MiB."""
     counted = {_instances(profile): 1} if _instances(profile) in counters else {}
     return {**_amounts(profile), **_slices(placement), **counted}
 
@@ -140,7 +140,7 @@ def _fits(use: Amounts, left: Amounts) -> bool:
 
 
 def _left(profiles: tuple[PlacedProfile, ...], withheld: Iterable[GpuInstance]) -> dict[str, int]:
-    """Returns the totals minus the amounts that the `withheld` instances consume. An instance of an unknown profile
+    """Return the totals minus the amounts that the `withheld` instances consume. An instance of an unknown profile
     consumes only its slices.
     """
     left = dict(_totals(profiles))
@@ -190,7 +190,7 @@ def _bounded(profile: MigProfile, totals: Amounts) -> bool:
 
 
 def _most_at_once(profiles: tuple[PlacedProfile, ...], scarce: frozenset[int], name: str) -> int:
-    """Returns the largest amount of a counter that instances can use at the same time, with at most `max_instances`
+    """Return the largest amount of a counter that instances can use at the same time, with at most `max_instances`
     instances of each `scarce` profile.
     """
     options: dict[int, list[tuple[int, MigProfile, int]]] = {}
@@ -202,7 +202,7 @@ def _most_at_once(profiles: tuple[PlacedProfile, ...], scarce: frozenset[int], n
 
     @cache
     def best(position: int, spent: tuple[int, ...]) -> int:
-        """Returns the largest amount from slice `position` on; `spent` are the scarce profiles used before it."""
+        """Return the largest amount from slice `position` on; `spent` are the scarce profiles used before it."""
         start = next((entry for entry in starts if entry >= position), None)
         if start is None:
             return 0

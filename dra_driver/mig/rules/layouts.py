@@ -48,7 +48,7 @@ class NoMigError(LayoutRefusedError):
 
 
 def layout_gpus(inventory: Inventory) -> list[tuple[int, Gpu]]:
-    """Returns the GPUs that NVML can read, with their index in a layout.
+    """Return the GPUs that NVML can read, with their index in a layout.
 
     A GPU in a virtual machine or a lost GPU counts, so that the other GPUs keep their indices.
     """
@@ -57,7 +57,7 @@ def layout_gpus(inventory: Inventory) -> list[tuple[int, Gpu]]:
 
 
 def absent_indices(name: str, layouts: Layouts, count: int) -> list[int]:
-    """Returns the indices that entries of a layout name, but a node with `count` GPUs does not have.
+    """Return the indices that entries of a layout name, but a node with `count` GPUs does not have.
 
     An entry with filters may be meant for other nodes, so its indices do not count.
     """
@@ -68,7 +68,7 @@ def absent_indices(name: str, layouts: Layouts, count: int) -> list[int]:
 def entry_for(
     name: str, layouts: Layouts, index: int, pci_id: str | None, profiles: Sequence[PlacedProfile]
 ) -> LayoutEntry | None:
-    """Returns the named layout's entry for the GPU with this index in PCI order and PCI ID; None if none matches.
+    """Return the named layout's entry for the GPU with this index in PCI order and PCI ID; None if none matches.
 
     `profiles` is empty for a GPU without MIG. Raises: LayoutRefusedError if there is no such layout; NoMigError.
     """
@@ -87,7 +87,7 @@ def entry_for(
 
 
 def generated_names(profiles: Sequence[PlacedProfile]) -> tuple[str, ...]:
-    """Returns the names of the layouts that exist without any configuration."""
+    """Return the names of the layouts that exist without any configuration."""
     by_profile = [_GENERATED + _in_name(row.profile.name) for row in profiles]
     return ("all-disabled", "all-enabled", "all-balanced", *sorted(by_profile))
 
@@ -118,7 +118,7 @@ def _in_name(profile: str) -> str:
 
 
 def _balanced(profiles: Sequence[PlacedProfile]) -> Mapping[str, int]:
-    """Returns the counts of `all-balanced`: two instances with one slice, one with two and one with three, reduced to
+    """Return the counts of `all-balanced`: two instances with one slice, one with two and one with three, reduced to
     what fits on the GPU.
     """
     plain = [row.profile for row in profiles if row.profile.name.partition("gb")[2] == ""]
@@ -138,7 +138,7 @@ def target_of(
     existing: Sequence[GpuInstance],
     fixed: Iterable[Slot],
 ) -> LayoutTarget:
-    """Returns the desired state of a GPU for an entry, with a placement for each instance.
+    """Return the desired state of a GPU for an entry, with a placement for each instance.
 
     Matching instances keep their place if the remaining instances then still fit. Instances at the `fixed` slots always
     keep their place. Raises: LayoutRefusedError if the GPU cannot have the layout.
@@ -175,7 +175,7 @@ def is_placeable(counts: Mapping[str, int], profiles: Sequence[PlacedProfile]) -
 
 
 def largest_that_fits(counts: Mapping[str, int], profiles: Sequence[PlacedProfile]) -> Mapping[str, int]:
-    """Returns the counts, reduced until everything fits on a GPU. The largest profiles are kept first."""
+    """Return the counts, reduced until everything fits on a GPU. The largest profiles are kept first."""
     by_name = {row.profile.name: row for row in profiles}
     names = [name for name in counts if name in by_name]
     fitting: dict[str, int] = {}
@@ -188,7 +188,7 @@ def largest_that_fits(counts: Mapping[str, int], profiles: Sequence[PlacedProfil
 
 
 def counts_text(counts: Mapping[str, int]) -> str:
-    """Returns the counts for display: `2 x 1g.10gb and 1 x 3g.40gb`."""
+    """Return the counts for display: `2 x 1g.10gb and 1 x 3g.40gb`."""
     return " and ".join(f"{count} x {name}" for name, count in sorted(counts.items())) or "no instance"
 
 
@@ -206,7 +206,7 @@ def _order(row: PlacedProfile) -> tuple[int, int, int]:
 
 
 def _wanted(counts: Mapping[str, int], by_name: Mapping[str, PlacedProfile]) -> list[PlacedProfile] | None:
-    """Returns every wanted instance, the largest first; None if a profile exceeds its maximum."""
+    """Return every wanted instance, the largest first; None if a profile exceeds its maximum."""
     if any(count > by_name[name].profile.max_instances for name, count in counts.items()):
         return None
     rows = sorted((by_name[name] for name, count in counts.items() if count), key=_order)
@@ -219,7 +219,7 @@ def _placed(
     kept: Sequence[GpuInstance],
     must_keep: Sequence[GpuInstance] = (),
 ) -> tuple[tuple[PlacedProfile, Placement], ...] | None:
-    """Returns a placement for each wanted instance. Matching `kept` instances keep their placement.
+    """Return a placement for each wanted instance. Matching `kept` instances keep their placement.
 
     None if there is no solution, or if one of `must_keep` would not be used.
     """
@@ -249,7 +249,7 @@ def _search(
     used: Sequence[tuple[PlacedProfile, Placement]],
     after: Placement | None = None,
 ) -> list[tuple[PlacedProfile, Placement]] | None:
-    """Returns all placements of a solution, including the used ones.
+    """Return all placements of a solution, including the used ones.
 
     Identical profiles are adjacent in `left`. Their order does not matter, so only placements after `after`,
     the placement of the previous one, are tried.

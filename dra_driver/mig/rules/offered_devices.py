@@ -17,7 +17,7 @@ Slot = tuple[int, int]
 
 
 def at_slot(entry: OwnedInstance, found: Iterable[GpuInstance]) -> GpuInstance | None:
-    """Returns the GPU instance at the slot of the ledger entry; None if there is none."""
+    """Return the GPU instance at the slot of the ledger entry; None if there is none."""
     return next((instance for instance in found if instance.slot == entry.slot), None)
 
 
@@ -33,7 +33,7 @@ def is_ours(entry: OwnedInstance, instance: GpuInstance, inside: Sequence[tuple[
 def instances_to_withhold(
     existing: Iterable[GpuInstance], ours: Container[Slot], leaving: Container[Slot]
 ) -> tuple[GpuInstance, ...]:
-    """Returns the instances that must not be used for claims: foreign instances, and our own instances in `leaving`."""
+    """Return the instances that must not be used for claims: foreign instances, and our own instances in `leaving`."""
     return tuple(
         replace(instance, leaving=instance.slot in ours and instance.slot in leaving)
         for instance in existing
@@ -51,7 +51,7 @@ def is_fully_read(gpu: Gpu, read: Inventory) -> bool:
 def offered_beside(
     gpu: Gpu, raw: Partitioning, foreign: Sequence[GpuInstance], *, mode_is_foreign: bool
 ) -> Gpu:
-    """Returns a GPU with the devices that fit next to its `foreign` instances.
+    """Return a GPU with the devices that fit next to its `foreign` instances.
 
     `raw` is its partitioning as read; `mode_is_foreign`: MIG mode is on, and this plugin did not enable it.
     """
@@ -64,7 +64,7 @@ def offered_beside(
 
 
 def offered_as_before(gpu: Gpu, before: Inventory | None) -> Gpu | None:
-    """Returns a GPU with the devices that it had in an earlier inventory; None if it had no partitioning
+    """Return a GPU with the devices that it had in an earlier inventory; None if it had no partitioning
     there.
     """
     known = (
@@ -91,7 +91,7 @@ def offered_as_before(gpu: Gpu, before: Inventory | None) -> Gpu | None:
 
 
 def instances_of(gpu: Gpu) -> tuple[GpuInstance, ...]:
-    """Returns the GPU instances that contain the MIG devices of a GPU."""
+    """Return the GPU instances that contain the MIG devices of a GPU."""
     found = {
         mig.gpu_instance_id: GpuInstance(mig.gpu_instance_id, mig.profile.profile_id, mig.placement)
         for mig in gpu.mig_devices
@@ -100,7 +100,7 @@ def instances_of(gpu: Gpu) -> tuple[GpuInstance, ...]:
 
 
 def offered_without_partitioning(gpu: Gpu, foreign: Sequence[GpuInstance]) -> Gpu:
-    """Returns a GPU on which nothing can be created on demand, with only the devices in `foreign` instances."""
+    """Return a GPU on which nothing can be created on demand, with only the devices in `foreign` instances."""
     return replace(gpu, mig_devices=_devices_in(gpu, foreign), partitioning=None)
 
 

@@ -34,7 +34,7 @@ def are_bound(now: Mapping[str, str | None], vfio_drivers: Collection[str]) -> b
 
 
 def to_vfio(now: Mapping[str, str | None], gpu: str, vfio_driver: str) -> Sequence[Move]:
-    """Returns the moves that bind the functions to vfio; `now` maps each to its current driver, in bus order.
+    """Return the moves that bind the functions to vfio; `now` maps each to its current driver, in bus order.
 
     The function with bus ID `gpu` gets `vfio_driver`, the others plain vfio-pci.
     """
@@ -53,7 +53,7 @@ def back(
     overrides: Mapping[str, str | None],
     vfio_drivers: Collection[str],
 ) -> Sequence[Move]:
-    """Returns the moves that restore each function's driver from `before` and its override from `overrides`.
+    """Return the moves that restore each function's driver from `before` and its override from `overrides`.
 
     The kernel chooses the driver of a function that is not in `before`. Overrides come last, because an override need
     not name the driver that the function had.

@@ -91,11 +91,11 @@ class NodeUse:
 
 
 Made = Callable[[str], OwnedInstance | None]
-"""Returns the current instance of an on-demand MIG device, by the device's name."""
+"""Return the current instance of an on-demand MIG device, by the device's name."""
 
 
 def held_devices(records: Iterable[ClaimRecord]) -> dict[str, HeldDevice]:
-    """Returns the devices that claims hold, by name. Omits devices with adminAccess, whose claims only observe
+    """Return the devices that claims hold, by name. Omits devices with adminAccess, whose claims only observe
     the GPU.
     """
     return {one.device: one for _, one in _held(records)}
@@ -107,13 +107,13 @@ def _held(records: Iterable[ClaimRecord]) -> Iterator[tuple[ClaimRecord, HeldDev
 
 
 def mig_addresses(held: Mapping[str, HeldDevice], inventory: Inventory, made: Made) -> dict[str, MigAddress]:
-    """Returns NVML's addresses of the MIG devices, by device name."""
+    """Return NVML's addresses of the MIG devices, by device name."""
     found = {name: mig_address(one, inventory, made) for name, one in held.items()}
     return {name: mig for name, mig in found.items() if mig is not None}
 
 
 def mig_address(held: HeldDevice, inventory: Inventory, made: Made) -> MigAddress | None:
-    """Returns NVML's address of a MIG device that a claim holds; None for a whole GPU, or if the device does not
+    """Return NVML's address of a MIG device that a claim holds; None for a whole GPU, or if the device does not
     exist.
     """
     if held.kind != "mig":
@@ -128,7 +128,7 @@ def mig_address(held: HeldDevice, inventory: Inventory, made: Made) -> MigAddres
 
 
 def mig_profile(held: HeldDevice, inventory: Inventory) -> str | None:
-    """Returns the name of a MIG device's profile, if discovery found the device."""
+    """Return the name of a MIG device's profile, if discovery found the device."""
     device = _mig_device(held, inventory)
     return None if device is None else device.profile.name
 
@@ -144,7 +144,7 @@ def device_uses(
     addresses: Mapping[str, MigAddress],
     gpus: Mapping[str, GpuUse],
 ) -> list[DeviceUse]:
-    """Returns the usage of each device that prepared claims hold without adminAccess. `addresses` has the
+    """Return the usage of each device that prepared claims hold without adminAccess. `addresses` has the
     addresses of MIG devices, by device name.
     """
     prepared = [record for record in records if record.phase == "prepared"]
@@ -176,7 +176,7 @@ def pod_uses(
     gpus: Mapping[str, GpuUse],
     origins: Origins,
 ) -> list[PodUse]:
-    """Returns the usage of each pod on each device of its prepared claims.
+    """Return the usage of each pod on each device of its prepared claims.
 
     `addresses` has the addresses of MIG devices by device name, and `gpus` the readings by GPU UUID. Devices with
     unknown processes are omitted.
@@ -240,7 +240,7 @@ def _pods_on(
 def _processes_on(
     held: HeldDevice, mig: MigAddress | None, seen: GpuUse | None
 ) -> Sequence[GpuProcess] | None:
-    """Returns the processes on a device; None if unknown. MIG devices of one GPU instance get the same processes."""
+    """Return the processes on a device; None if unknown. MIG devices of one GPU instance get the same processes."""
     if seen is None or seen.processes is None or (held.kind == "mig" and mig is None):
         return None
     place = None if mig is None else mig.gpu_instance_id
@@ -270,7 +270,7 @@ def unclaimed(
     claimed: Container[Place],
     origins: Origins,
 ) -> list[GpuProcess]:
-    """Returns the processes on a GPU that belong to no claim and no container."""
+    """Return the processes on a GPU that belong to no claim and no container."""
 
     def belongs(process: GpuProcess) -> bool:
         if _belongs(process):
@@ -284,7 +284,7 @@ def unclaimed(
 
 
 def unclaimed_text(gpu: str, process: GpuProcess) -> str:
-    """Returns the problem and the remedy; `gpu` is the GPU's name in the text."""
+    """Return the problem and the remedy; `gpu` is the GPU's name in the text."""
     name = f" ({process.name})" if process.name else ""
     memory = "memory" if process.memory_bytes is None else f"{process.memory_bytes // _MIB} MiB"
     return (

@@ -32,7 +32,7 @@ def device_statuses(
     created_instance: CreatedInstanceOf,
     states: HealthStates,
 ) -> tuple[DeviceStatus, ...]:
-    """Returns one entry for each device of a prepared claim. `created_instance` returns, for the name of
+    """Return one entry for each device of a prepared claim. `created_instance` returns, for the name of
     a MIG device on demand, the GPU instance that was created for it, or None.
 
     A device that cannot work, according to the health `states`, is not ready.
@@ -67,7 +67,7 @@ def is_hit(
 
 
 def event_of(change: HealthChange) -> tuple[EventReason, bool] | None:
-    """Returns the reason of the event of a health change, and whether it is a warning; None if the device stays usable,
+    """Return the reason of the event of a health change, and whether it is a warning; None if the device stays usable,
     or stays bad without becoming worse.
     """
     if change.is_gone:

@@ -34,7 +34,7 @@ def is_before_volta(gpu: Gpu) -> bool:
 
 
 def max_clients(gpu: Gpu, versions: DriverVersions) -> int:
-    """Returns the maximum number of clients of an MPS daemon on the GPU. An unknown GPU or driver counts as
+    """Return the maximum number of clients of an MPS daemon on the GPU. An unknown GPU or driver counts as
     new.
     """
     if is_before_volta(gpu):
@@ -43,7 +43,7 @@ def max_clients(gpu: Gpu, versions: DriverVersions) -> int:
 
 
 def why_one_user(gpu: Gpu, versions: DriverVersions) -> str | None:
-    """Returns why MPS serves only one user at a time on the GPU, and the remedy; None if it can serve
+    """Return why MPS serves only one user at a time on the GPU, and the remedy; None if it can serve
     several.
 
     An unknown GPU or driver counts as new.
@@ -75,7 +75,7 @@ class BoundedRule:
 def bounded_rule(
     policy: SharingPolicy, device: OfferedDevice, versions: DriverVersions
 ) -> BoundedRule | None:
-    """Returns the device's rule as MPS can enforce it; None if the device has no rule."""
+    """Return the device's rule as MPS can enforce it; None if the device has no rule."""
     rule = policy.rule_for(device)
     if rule is None:
         return None
@@ -91,7 +91,7 @@ def bounded_rule(
 
 
 def notes_of(status: MpsDaemonStatus) -> Iterator[tuple[ProblemCode, str]]:
-    """Yields a code and a sentence for each problem that users of the daemon should know about."""
+    """Yield a code and a sentence for each problem that users of the daemon should know about."""
     devices = ", ".join(status.spec.devices)
     if status.not_exclusive:
         yield (

@@ -68,7 +68,7 @@ def sharing_modes_of(
     policy: SharingPolicy,
     versions: DriverVersions,
 ) -> list[SharingMode]:
-    """Returns the sharing mode of each of the `devices`, in order. `parameters` are the opaque parameters of the
+    """Return the sharing mode of each of the `devices`, in order. `parameters` are the opaque parameters of the
     devices, and `versions` the versions of the NVIDIA driver.
 
     Opaque parameters decide the mode; a share keeps the lower of their limits and the policy's. Without a sharing
@@ -93,7 +93,7 @@ def sharing_modes_of(
 
 
 def _grouped(devices: Sequence[Allocated], usages: Sequence[SharingMode]) -> list[SharingMode]:
-    """Adds up the limits of shares of one device in one request, and gives several GPUs of one request a
+    """Add up the limits of shares of one device in one request, and gives several GPUs of one request a
     common daemon.
 
     Both are necessary because the same containers get all devices of a request.
@@ -113,7 +113,7 @@ def _grouped(devices: Sequence[Allocated], usages: Sequence[SharingMode]) -> lis
 
 
 def _together(members: Mapping[str, MpsShared], device: str) -> MpsShared:
-    """Returns the mode of one device of a request whose devices all use the same daemon. MPS has only one percentage
+    """Return the mode of one device of a request whose devices all use the same daemon. MPS has only one percentage
     for all GPUs of a daemon.
     """
     if len(members) == 1:
@@ -146,7 +146,7 @@ def _sum(shares: Sequence[MpsShared]) -> MpsShared:
 
 
 def _sharing(resolved: ResolvedConfig) -> Sharing | None:
-    """Returns the sharing section of a device's opaque parameters."""
+    """Return the sharing section of a device's opaque parameters."""
     return getattr(resolved.config, "sharing", None)
 
 
@@ -170,7 +170,7 @@ def _changes(sharing: Sharing | None) -> bool:
 def _same_entry(
     parameters: Sequence[ResolvedConfig], devices: Sequence[Allocated], one: ResolvedConfig
 ) -> list[str]:
-    """Returns the sorted identities of all devices that the same parameters apply to. Indexes in the
+    """Return the sorted identities of all devices that the same parameters apply to. Indexes in the
     parameters refer to this list.
     """
     pairs = zip(parameters, devices, strict=True)
@@ -178,7 +178,7 @@ def _same_entry(
 
 
 def _identity(device: OfferedDevice) -> str:
-    """Returns the UUID by which parameters name a device, or its name if the device gets a new UUID each time it is
+    """Return the UUID by which parameters name a device, or its name if the device gets a new UUID each time it is
     created.
     """
     return device.uuid or device.name
@@ -227,7 +227,7 @@ def _mps(config: MpsConfig, one: _Wanted, group: Sequence[str]) -> MpsShared:
 
 
 def _multi_user(config: MpsConfig, one: _Wanted) -> bool:
-    """Returns the value in the parameters. Without a value, a share uses the setting of the device's other
+    """Return the value in the parameters. Without a value, a share uses the setting of the device's other
     shares.
 
     Raises: ClaimRefusedError if the value is true, but MPS cannot serve several users on the device.
@@ -244,13 +244,13 @@ def _multi_user(config: MpsConfig, one: _Wanted) -> bool:
 
 
 def _neutral_spec(device: OfferedDevice, multi_user: bool) -> MpsDaemonSpec:
-    """Returns the spec of a daemon without its own limits, so that claims with different limits can share it."""
+    """Return the spec of a daemon without its own limits, so that claims with different limits can share it."""
     kind: MpsKind = "gpu" if isinstance(device, WholeGpu) else "mig"
     return MpsDaemonSpec(device.name, device.uuid, kind, device.gpu.uuid, multi_user)
 
 
 def _memory_limit(config: MpsConfig, one: _Wanted, group: Sequence[str]) -> int | None:
-    """Returns the limit for this device in whole MiB; in the parameters, keys are identities, or indexes into the
+    """Return the limit for this device in whole MiB; in the parameters, keys are identities, or indexes into the
     sorted group.
     """
     by_uuid = _limits_by_uuid(config.per_device_memory_limits, one.result, group)
@@ -282,7 +282,7 @@ def _limits_by_uuid(limits: Mapping[str, int], result: DeviceResult, group: Sequ
 
 
 def _refuse_rival_shares(devices: Sequence[Allocated], usages: Sequence[SharingMode]) -> None:
-    """Checks two shares of one device within a claim like the shares of two claims."""
+    """Check two shares of one device within a claim like the shares of two claims."""
     for number, (result, device) in enumerate(devices):
         for (other, same), usage in zip(devices[:number], usages[:number], strict=True):
             if same.name != device.name or result.admin_access or other.admin_access:
@@ -295,7 +295,7 @@ def _refuse_rival_shares(devices: Sequence[Allocated], usages: Sequence[SharingM
 
 
 def incompatibility(held: SharingMode, wanted: SharingMode) -> str | None:
-    """Returns why two claims cannot use one device in these modes at the same time; None if they can.
+    """Return why two claims cannot use one device in these modes at the same time; None if they can.
 
     A claim without a time slice accepts the time slice that another claim set.
     """
@@ -323,7 +323,7 @@ def incompatibility(held: SharingMode, wanted: SharingMode) -> str | None:
 def refuse_mixed_requests(
     devices: Sequence[tuple[DeviceResult, OfferedDevice]], usages: Sequence[SharingMode]
 ) -> None:
-    """Raises ClaimRefusedError if a request has a device of an MPS daemon and another device that the daemon
+    """Raise ClaimRefusedError if a request has a device of an MPS daemon and another device that the daemon
     does not serve.
     """
     first: dict[str, tuple[OfferedDevice, SharingMode]] = {}
@@ -349,7 +349,7 @@ def refuse_mixed_requests(
 
 
 def advice_on_requests(record: ClaimRecord, others: Iterable[ClaimRecord] = ()) -> str | None:
-    """Returns how containers must use a claim with MPS, if it has several requests, or if its pods use more claims of
+    """Return how containers must use a claim with MPS, if it has several requests, or if its pods use more claims of
     `others`; None if containers cannot go wrong.
     """
     pods = {pod.uid for pod in record.claim.pods or ()}
@@ -375,7 +375,7 @@ def advice_on_requests(record: ClaimRecord, others: Iterable[ClaimRecord] = ()) 
 
 
 def _daemons_of_requests(record: ClaimRecord) -> Mapping[str, str | None]:
-    """Returns the devices of the MPS daemon of each request, None for a request without MPS."""
+    """Return the devices of the MPS daemon of each request, None for a request without MPS."""
     held = {(one.device, one.share_id): one for one in record.devices if not one.admin_access}
     found: dict[str, str | None] = {}
     for result in record.claim.results:

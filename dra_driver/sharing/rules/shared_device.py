@@ -33,7 +33,7 @@ _MIB = 1 << 20
 
 
 def shared_capacity(amounts: Mapping[str, int], device: OfferedDevice, bound: BoundedRule) -> JsonObject:
-    """Returns the capacities of a device under a rule, each with a policy. `amounts` are the capacities of the device,
+    """Return the capacities of a device under a rule, each with a policy. `amounts` are the capacities of the device,
     memory in bytes.
 
     If the device's memory is unknown, it is not counted. If MPS enforces the rule, the scheduler counts clients, one
@@ -59,7 +59,7 @@ def shared_capacity(amounts: Mapping[str, int], device: OfferedDevice, bound: Bo
 
 
 def multiprocessors_of(device: OfferedDevice) -> int | None:
-    """Returns the number of multiprocessors of a device; None if unknown."""
+    """Return the number of multiprocessors of a device; None if unknown."""
     match device:
         case WholeGpu(_, gpu):
             return gpu.multiprocessors
@@ -70,7 +70,7 @@ def multiprocessors_of(device: OfferedDevice) -> int | None:
 
 
 def memory_mib_of(device: OfferedDevice) -> int | None:
-    """Returns the memory of a device in whole MiB; None if unknown."""
+    """Return the memory of a device in whole MiB; None if unknown."""
     match device:
         case WholeGpu(_, gpu):
             return None if gpu.memory_bytes is None else gpu.memory_bytes // _MIB
@@ -81,14 +81,14 @@ def memory_mib_of(device: OfferedDevice) -> int | None:
 
 
 def multiprocessor_step(total: int) -> int:
-    """Returns the smallest number of multiprocessors that is at least one percent of `total`, because MPS limits are
+    """Return the smallest number of multiprocessors that is at least one percent of `total`, because MPS limits are
     whole percentages. For example, 2 of 132.
     """
     return -(-total // 100)
 
 
 def default_memory(total: int, rule: SharingRule) -> int:
-    """Returns how many bytes the scheduler counts for a share without a memory request. The device has `total` bytes.
+    """Return how many bytes the scheduler counts for a share without a memory request. The device has `total` bytes.
 
     In mode shares, all shares fit on the device. The result is 0 if a share would have less than 1 MiB.
     """
@@ -109,7 +109,7 @@ def _multiprocessors(total: int) -> JsonObject:
 
 
 def _optional(total: int, step: int) -> JsonObject:
-    """Returns a capacity that a claim consumes only if it requests it."""
+    """Return a capacity that a claim consumes only if it requests it."""
     if total < step or total == 0:
         return _only(0, total, step)
     high = total // step * step
@@ -118,7 +118,7 @@ def _optional(total: int, step: int) -> JsonObject:
 
 
 def _counted(total: int, step: int, *, default: int) -> JsonObject:
-    """Returns a capacity of which every claim consumes at least one step; all of it if it has less than two steps."""
+    """Return a capacity of which every claim consumes at least one step; all of it if it has less than two steps."""
     if total < 2 * step:
         return _only(total, total, step)
     span = {"min": _text(step, step), "max": _text(total, step), "step": _text(step, step)}
@@ -129,7 +129,7 @@ def _counted(total: int, step: int, *, default: int) -> JsonObject:
 
 
 def _only(amount: int, total: int, step: int) -> JsonObject:
-    """Returns a capacity with a single valid amount, which a range cannot express."""
+    """Return a capacity with a single valid amount, which a range cannot express."""
     text = _text(amount, step)
     return {"value": _text(total, step), "requestPolicy": {"default": text, "validValues": [text]}}
 
@@ -147,7 +147,7 @@ class ShareLimits:
 
 
 def limits_of(result: DeviceResult, device: OfferedDevice, rule: SharingRule) -> ShareLimits:
-    """Returns the limits of an allocated share.
+    """Return the limits of an allocated share.
 
     Each limit is the tighter of two: the amount that the claim requested, and in mode shares the claim's fraction of
     the device. An amount that was not requested or is unknown sets no limit; nor does the default memory that the
@@ -187,7 +187,7 @@ def _thread_limits(result: DeviceResult, device: OfferedDevice, rule: SharingRul
 
 
 def _part(result: DeviceResult, rule: SharingRule) -> Fraction:
-    """Returns this allocation's shares as a fraction of the whole device.
+    """Return this allocation's shares as a fraction of the whole device.
 
     At most 1: the claim may have been allocated when the device had more shares than now.
     """
@@ -199,7 +199,7 @@ def _percentage(part: Fraction) -> int:
 
 
 def _consumed(result: DeviceResult, name: str) -> Fraction:
-    """Returns the allocated amount of a capacity, whose name in the allocation may include the driver's domain."""
+    """Return the allocated amount of a capacity, whose name in the allocation may include the driver's domain."""
     consumed = result.consumed_capacity
     text = consumed.get(name, consumed.get(f"{result.driver}/{name}"))
     return Fraction(0) if text is None else parse_quantity(text)

@@ -48,7 +48,7 @@ class HostRoot:
             return False
 
     def render(self, old: State | None, new: State) -> None:
-        """Makes the tree show `new`. If it shows `old`, writes only the differences."""
+        """Make the tree show `new`. If it shows `old`, writes only the differences."""
         wanted = self.entries(new)
         known = self._shown(old) if old is not None and self.is_current(old) else None
         stale: list[str] = []
@@ -65,7 +65,7 @@ class HostRoot:
         self._last = (new.boot_id, new.version, wanted)
 
     def _forget_made_nodes(self, wanted: Entries) -> None:
-        """Removes nodes that someone created, because /dev is empty after a boot."""
+        """Remove nodes that someone created, because /dev is empty after a boot."""
         for path in (self.root / "dev/nvidia-caps").glob("nvidia-cap*"):
             if str(path.relative_to(self.root)) not in wanted:
                 path.unlink()

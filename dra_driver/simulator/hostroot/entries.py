@@ -65,7 +65,7 @@ class Tree:
         self._known_directories: set[str] = set()
 
     def sync(self, old: Entries | None, new: Entries, stale: list[str]) -> None:
-        """Makes the directory equal to `new`. With `old`, writes only the differences between them."""
+        """Make the directory equal to `new`. With `old`, writes only the differences between them."""
         for path in stale if old is None else [path for path in old if path not in new]:
             if path not in new:
                 self._remove(path, new)
@@ -147,7 +147,7 @@ def _unlink(path: str) -> None:
 
 
 def _bind(path: str) -> None:
-    """Creates a socket file, or a plain file if the path is too long for a socket address."""
+    """Create a socket file, or a plain file if the path is too long for a socket address."""
     try:
         with socket.socket(socket.AF_UNIX) as sock:
             sock.bind(path)

@@ -60,7 +60,7 @@ def driver_files(state: State) -> Entries:
 
 @functools.lru_cache(maxsize=16)
 def _installed(version: str, arch: str, programs: tuple[str, ...]) -> Entries:
-    """Returns the entries that depend only on the driver."""
+    """Return the entries that depend only on the driver."""
     facts = driver_facts()
     libraries = f"usr/lib/{arch}-linux-gnu"
     entries: Entries = {}
@@ -102,7 +102,7 @@ def _placeholder(name: str) -> Text:
 
 
 def nvidia_smi(state: State) -> Entries:
-    """Returns the script with the machine's data, for containers and the host."""
+    """Return the script with the machine's data, for containers and the host."""
     version, cuda = state.driver_version, state.cuda_version
     lines = [
         f"MACHINE={quoted(state.machine)}",
@@ -160,7 +160,7 @@ def _mig_facts(state: State, gpu: Gpu) -> list[str]:
 
 
 def mps_programs(version: str) -> Entries:
-    """Returns the control program of the driver's branch, the server, and a test client."""
+    """Return the control program of the driver's branch, the server, and a test client."""
     control = script("nvidia-cuda-mps-control.py").replace("#@BRANCH@", version.partition(".")[0])
     return {
         "usr/bin/nvidia-cuda-mps-control": Text(control, 0o755),
@@ -191,13 +191,13 @@ class ElfFiles:
         self._known: dict[str, bytes] = {}
 
     def keep(self, source: Path) -> None:
-        """Copies the ELF files to the machine's directory, so that other containers can use them."""
+        """Copy the ELF files to the machine's directory, so that other containers can use them."""
         self._directory.mkdir(exist_ok=True)
         for name in _FILES:
             shutil.copy(source / name, self._directory / name)
 
     def replace_in(self, entries: Entries, state: State) -> None:
-        """Replaces scripts and placeholders with ELF files."""
+        """Replace scripts and placeholders with ELF files."""
         if not self._known:
             if not self._directory.is_dir():
                 return

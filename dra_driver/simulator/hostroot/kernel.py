@@ -130,7 +130,7 @@ def _information(state: State, gpu: Gpu) -> str:
 
 
 def sysfs(state: State) -> Entries:
-    """Returns the entries below sys, and the module lists below lib."""
+    """Return the entries below sys, and the module lists below lib."""
     entries: Entries = {
         "sys/module/firmware_class/parameters/path": Text("\n"),
         **{f"sys/bus/pci/drivers/{driver}": Directory() for driver in pci.drivers(state)},
@@ -145,7 +145,7 @@ def sysfs(state: State) -> Entries:
 
 
 def _function(state: State, item: Gpu | Function, group: int | None) -> Entries:
-    """Returns the directory of a PCI function, and the links to it."""
+    """Return the directory of a PCI function, and the links to it."""
     bus_id, place, driver = (
         item.bus_id,
         f"devices/{item.pcie}/{item.bus_id}",
@@ -197,7 +197,7 @@ def _of_a_gpu(state: State, gpu: Gpu, device: str, driver: str) -> Entries:
 
 @functools.lru_cache(maxsize=1024)
 def _identity(device: str, vendor: int, number: int, pci_class: int, subsystem: int) -> Entries:
-    """Returns the constant files of a device."""
+    """Return the constant files of a device."""
     header = struct.pack("<HHHHI", vendor, number, 0x0406, 0x0010, pci_class << 8 | 0xA1).ljust(0x2C, b"\0")
     config = (header + struct.pack("<HH", subsystem & 0xFFFF, subsystem >> 16)).ljust(64, b"\0")
     modalias = (
@@ -220,7 +220,7 @@ def host_devices(state: State) -> list[str]:
 
 
 def host_device_nodes(state: State) -> Entries:
-    """Returns the nodes for GPUDirect Storage, RDMA (one adapter for each GPU) and GDRCopy."""
+    """Return the nodes for GPUDirect Storage, RDMA (one adapter for each GPU) and GDRCopy."""
     kinds = host_devices(state)
     entries: Entries = {}
     if "gds" in kinds:
@@ -238,7 +238,7 @@ def host_device_nodes(state: State) -> Entries:
 
 
 def vfio_nodes(state: State) -> Entries:
-    """Returns vfio's nodes. A group has a node while one of its functions is bound to a vfio driver."""
+    """Return vfio's nodes. A group has a node while one of its functions is bound to a vfio driver."""
     groups = pci.groups(state)
     bound = [item for item in pci.functions(state).values() if item.vfio is not None]
     entries: Entries = {
@@ -289,7 +289,7 @@ def _module_lists(state: State) -> Entries:
 
 
 def _regions(state: State, gpu: Gpu) -> str:
-    """Returns a GPU's memory regions in the kernel's format (start, end, flags): registers below 4 GiB, then the GPU
+    """Return a GPU's memory regions in the kernel's format (start, end, flags): registers below 4 GiB, then the GPU
     memory and a small region.
     """
     memory = state.model_of(gpu).memory_bytes or 0
@@ -360,7 +360,7 @@ class SimulatedDeviceNodes:
         self._root = str(host_root)
 
     def read(self, path: str) -> DeviceNode | None:
-        """Returns the node at the path, or None."""
+        """Return the node at the path, or None."""
         full = self._full(os.path.normpath(path))
         try:
             status = full.lstat()
@@ -380,7 +380,7 @@ class SimulatedDeviceNodes:
         return None if described is None else DeviceNode(path=path, type="c", uid=0, **described)
 
     def make(self, path: str, node: DeviceNode) -> None:
-        """Creates a node, or a file that describes it. Raises: FileExistsError; OSError."""
+        """Create a node, or a file that describes it. Raises: FileExistsError; OSError."""
         full = self._full(path)
         full.parent.mkdir(parents=True, exist_ok=True)
         if can_make_nodes(Path(self._root).parent):
@@ -390,7 +390,7 @@ class SimulatedDeviceNodes:
                 file.write(Node(node.major, node.minor, node.mode, node.gid).described.raw)
 
     def remove(self, path: str) -> None:
-        """Removes a node. Raises: OSError."""
+        """Remove a node. Raises: OSError."""
         self._full(path).unlink()
 
     def _full(self, path: str) -> Path:
@@ -398,7 +398,7 @@ class SimulatedDeviceNodes:
 
 
 def _description(path: Path) -> dict[str, Any] | None:
-    """Returns the content of a file that describes a node; None for any other file."""
+    """Return the content of a file that describes a node; None for any other file."""
     try:
         said = json.loads(path.read_bytes())
     except (OSError, ValueError):

@@ -38,18 +38,18 @@ _CHECK_S = 0.1
 
 
 def number(argument: Any) -> int:
-    """Returns an integer argument, plain or as a ctypes object."""
+    """Return an integer argument, plain or as a ctypes object."""
     return int(getattr(argument, "value", argument))
 
 
 def text(argument: Any) -> str:
-    """Returns a string argument: c_char_p, bytes or str."""
+    """Return a string argument: c_char_p, bytes or str."""
     value = getattr(argument, "value", argument)
     return value.decode(errors="replace") if isinstance(value, bytes) else str(value or "")
 
 
 def target(argument: Any) -> Any:
-    """Returns the object that an output argument points to."""
+    """Return the object that an output argument points to."""
     inner = getattr(argument, "_obj", None)
     if inner is not None:
         return inner
@@ -63,7 +63,7 @@ def put(argument: Any, value: int) -> None:
 
 
 def put_text(buffer: Any, size: Any, value: str) -> None:
-    """Fills a char buffer; refuses if it is too small."""
+    """Fill a char buffer; refuses if it is too small."""
     raw = value.encode()
     if number(size) <= len(raw):
         raise Refusal(pynvml.NVML_ERROR_INSUFFICIENT_SIZE)
@@ -71,7 +71,7 @@ def put_text(buffer: Any, size: Any, value: str) -> None:
 
 
 def address(handle: Any) -> int:
-    """Returns the number in an opaque handle; 0 for null."""
+    """Return the number in an opaque handle; 0 for null."""
     inner = getattr(handle, "_obj", None)
     if inner is not None:
         handle = inner
@@ -92,7 +92,7 @@ def as_handle(value: int, kind: Any) -> Any:
 
 
 def program() -> str:
-    """Returns this process's name as a client of NVML."""
+    """Return this process's name as a client of NVML."""
     name = Path(sys.argv[0]).name
     return "python" if not name or name.startswith("-") else name
 
@@ -157,7 +157,7 @@ class Core:
         return int(pynvml.NVML_SUCCESS)
 
     def state(self) -> State:
-        """Returns the machine's state. Refuses if this session cannot use the machine's driver."""
+        """Return the machine's state. Refuses if this session cannot use the machine's driver."""
         if self._references == 0:
             raise Refusal(pynvml.NVML_ERROR_UNINITIALIZED)
         state = self._read()
@@ -189,14 +189,14 @@ class Core:
         return gpu
 
     def gpu(self, handle: Any) -> tuple[State, Gpu]:
-        """Returns the state and the GPU of a handle; like the real library, refuses handles of MIG devices."""
+        """Return the state and the GPU of a handle; like the real library, refuses handles of MIG devices."""
         state, gpu, parsed = self.device(handle)
         if parsed.kind != KIND_GPU:
             raise Refusal(pynvml.NVML_ERROR_NOT_SUPPORTED)
         return state, gpu
 
     def device(self, handle: Any) -> tuple[State, Gpu, Handle]:
-        """Returns the state, the GPU of a handle for a GPU or MIG device, and the parsed handle."""
+        """Return the state, the GPU of a handle for a GPU or MIG device, and the parsed handle."""
         state = self.state()
         parsed = self.parse(handle)
         gpu = self.gpu_of(state, parsed.gpu)
@@ -216,7 +216,7 @@ class Core:
     # --- entry ---------------------------------------------------------------------------------
 
     def entry(self, name: str, method: Callable[..., int | None]) -> Callable[..., Any]:
-        """Returns the exported function, which applies faults and converts refusals to return codes."""
+        """Return the exported function, which applies faults and converts refusals to return codes."""
 
         def call(*arguments: Any) -> int:
             try:
@@ -255,7 +255,7 @@ class Core:
         return fault.gpu is None or fault.gpu == self._subject(name, arguments)
 
     def _subject(self, name: str, arguments: tuple[Any, ...]) -> str | None:
-        """Returns the UUID of the GPU that a call refers to, or None."""
+        """Return the UUID of the GPU that a call refers to, or None."""
         if not arguments:
             return None
         if name.startswith("nvmlDeviceGetHandleByIndex"):

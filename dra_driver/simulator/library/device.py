@@ -43,7 +43,7 @@ _HOPPER = 9
 _UNLIKE = 4711.0
 
 _Read = Callable[[Model, Gpu], int | Sequence[int] | Mapping[str, int] | None]
-"""Returns one value, the values of several output arguments, or the fields of a struct; None if the GPU does not
+"""Return one value, the values of several output arguments, or the fields of a struct; None if the GPU does not
 support the call.
 """
 _OF_GPUS: Mapping[str, _Read] = {
@@ -93,7 +93,7 @@ _VERSIONS = {
 
 
 def busy(holders: Iterable[Holder]) -> int:
-    """Returns the percentage of time in which the GPU is busy."""
+    """Return the percentage of time in which the GPU is busy."""
     return min(100, sum(holder.utilisation for holder in holders))
 
 
@@ -106,7 +106,7 @@ class Device(Core):
 
     @property
     def getters(self) -> dict[str, Callable[..., None]]:
-        """Returns the functions that return values of a GPU, by name."""
+        """Return the functions that return values of a GPU, by name."""
         return {name: partial(self._get, name, read) for name, read in {**_OF_GPUS, **_OF_MIG_TOO}.items()}
 
     def _get(self, name: str, read: _Read, handle: Any, *arguments: Any) -> None:
@@ -343,7 +343,7 @@ class Links(Core):
         return state, gpu, model, number(link)
 
     def _active(self, handle: Any, link: Any) -> tuple[State, Gpu, Model, int, str]:
-        """Returns (…, remote type, remote address) of an active link."""
+        """Return (…, remote type, remote address) of an active link."""
         state, gpu, model, wanted = self._link(handle, link)
         for index, kind, remote in active_links(gpu):
             if index == wanted:
@@ -438,7 +438,7 @@ class Links(Core):
 
 
 def _cliques(fabric: dict[str, Any]) -> list[list[int]]:
-    """Returns (type, number) of each clique, in NVML's order."""
+    """Return (type, number) of each clique, in NVML's order."""
     return sorted(fabric.get("cliques") or [[_UNICAST_POINTER, fabric.get("clique", 0)]])
 
 
@@ -447,7 +447,7 @@ def _first_clique(fabric: dict[str, Any]) -> int:
 
 
 def _health(fabric: dict[str, Any]) -> tuple[int, int]:
-    """Returns the health mask and the health summary."""
+    """Return the health mask and the health summary."""
     summary = fabric.get("health_summary", 0)
     is_complete = fabric.get("state") == pynvml.NVML_GPU_FABRIC_STATE_COMPLETED
     return fabric.get("health_mask", 0), summary or int(is_complete)

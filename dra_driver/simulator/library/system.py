@@ -77,7 +77,7 @@ class System(Core):
         put(out, int(self.state().system.get("confidential_ready", False)))
 
     def _confidential(self, architecture: int) -> str:
-        """Returns the mode. Refuses unless a GPU has this architecture or a newer one."""
+        """Return the mode. Refuses unless a GPU has this architecture or a newer one."""
         state = self.state()
         if all(state.model_of(gpu).architecture < architecture for gpu in state.present):
             raise Refusal(pynvml.NVML_ERROR_NOT_SUPPORTED)

@@ -31,7 +31,7 @@ LONGEST_SOCKET = 106
 
 
 def command_line() -> int:
-    """Sends the lines of standard input to the daemon, and prints an answer for each."""
+    """Send the lines of standard input to the daemon, and print an answer for each."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.connect(f"{PIPE}/control")
@@ -54,7 +54,7 @@ def command_line() -> int:
 
 
 def rules() -> dict[str, Any]:
-    """Returns the current overrides of the daemon's behaviour."""
+    """Return the current overrides of the daemon's behaviour."""
     try:
         with open(f"{ROOT}/var/lib/nvidia-simulator/mps.json") as file:
             known = json.load(file)
@@ -112,7 +112,7 @@ class Daemon:
             self.server = subprocess.Popen([program], stdin=subprocess.PIPE)
 
     def greet(self, line: str) -> None:
-        """Handles a line of the FIFO: `connect NAME PID` or `disconnect NAME`."""
+        """Handle a line of the FIFO: `connect NAME PID` or `disconnect NAME`."""
         words = [*line.split(), "", ""]
         self.clients.pop(words[1], None)
         if words[0] == "connect" and "/" not in words[1]:
@@ -138,7 +138,7 @@ class Daemon:
         return bool(lines)
 
     def serve(self, listener: socket.socket, fifo: int) -> None:
-        """Serves one program at a time, until `quit`. Other programs get no answer, as with the real daemon."""
+        """Serve one program at a time, until `quit`. Other programs get no answer, as with the real daemon."""
         import select
 
         talk: Any = None
@@ -158,7 +158,7 @@ class Daemon:
 
 
 def listen(name: str) -> socket.socket:
-    """Returns a socket in the pipe directory. Replaces an old one, because the real program leaves its
+    """Return a socket in the pipe directory. Replaces an old one, because the real program leaves its
     sockets behind.
     """
     if os.path.lexists(f"{PIPE}/{name}"):
@@ -171,7 +171,7 @@ def listen(name: str) -> socket.socket:
 
 
 def daemon() -> int:
-    """Runs the daemon; returns its exit code."""
+    """Run the daemon; return its exit code."""
     import signal
 
     known = rules()
@@ -206,7 +206,7 @@ def daemon() -> int:
 
 
 def main(options: list[str]) -> int:
-    """Returns the exit code. Before R555 the program accepts only one option; with more it searches for a daemon and
+    """Return the exit code. Before R555 the program accepts only one option; with more it searches for a daemon and
     exits.
     """
     if options == ["-f"] or (options == ["-f", "-multiuser-server"] and BRANCH >= 555):

@@ -71,7 +71,7 @@ def slice_changes(
     owner: Owner,
     undeletable: Container[str] = (),
 ) -> SliceChanges:
-    """Returns the writes after which the node's slices match the pool exactly.
+    """Return the writes after which the node's slices match the pool exactly.
 
     `existing` are all slices of this driver on this node, of any pool; slices of other pools are obsolete.
     `undeletable` are UIDs of slices that the API server does not delete. If such an obsolete slice has the current
@@ -106,7 +106,7 @@ def slice_changes(
 
 
 def slice_index(entry: JsonObject) -> int:
-    """Returns the pool index of a slice that will be written."""
+    """Return the pool index of a slice that will be written."""
     metadata = entry["metadata"]
     return int((metadata.get("name") or metadata["generateName"]).partition("-")[0], 16)
 
@@ -118,7 +118,7 @@ def _index_digits(count: int) -> int:
 def _match(
     existing: Sequence[JsonObject], generation: int, count: int
 ) -> tuple[dict[int, JsonObject], list[JsonObject]]:
-    """Returns existing slices by the index in their name, and obsolete slices."""
+    """Return existing slices by the index in their name, and obsolete slices."""
     matched: dict[int, JsonObject] = {}
     obsolete: list[JsonObject] = []
     pattern = re.compile(rf"^([0-9a-f]{{{_index_digits(count)}}})-")
@@ -160,7 +160,7 @@ def _updated(entry: JsonObject, pool: Pool, index: int, generation: int, owner: 
 
 
 def _keep_taint_times(existing: Sequence[JsonObject], wanted: Sequence[JsonObject]) -> None:
-    """Copies the time of unchanged taints, which would otherwise look new after each update."""
+    """Copy the time of unchanged taints, which would otherwise look new after each update."""
     times = {
         (device["name"], taint["key"], taint.get("value"), taint["effect"]): taint.get("timeAdded")
         for device in existing
@@ -187,7 +187,7 @@ def _created(pool: Pool, index: int, generation: int, owner: Owner) -> JsonObjec
 
 
 def _owner_reference(owner: Owner) -> JsonObject:
-    """Returns exactly the fields that the garbage collector and the admission of other drivers expect."""
+    """Return exactly the fields that the garbage collector and the admission of other drivers expect."""
     return {
         "apiVersion": "v1",
         "kind": "Node",
@@ -216,7 +216,7 @@ def _spec(pool: Pool, index: int, generation: int, owner: Owner) -> JsonObject:
 
 
 def _copied(device: JsonObject) -> JsonObject:
-    """Returns a copy, so that adding taint times does not change the desired state."""
+    """Return a copy, so that adding taint times does not change the desired state."""
     copy = dict(device)
     if "taints" in copy:
         copy["taints"] = [dict(taint) for taint in copy["taints"]]
@@ -231,7 +231,7 @@ def same_content(existing: Any, wanted: Any) -> bool:
 def differences(
     existing: Any, wanted: Any, path: Path = (), *, are_quantities: bool = False
 ) -> Iterator[Path]:
-    """Yields the paths at which `existing` differs from `wanted`.
+    """Yield the paths at which `existing` differs from `wanted`.
 
     Quantities are compared by value; the order of lists matters; absent and empty are equal. Ignores the `timeAdded` of
     a taint if only the server set it, or if it differs by at most one second, because the server rounds.
@@ -280,7 +280,7 @@ def _is_same_second(existing: Any, wanted: Any) -> bool:
 
 
 def dropped_fields(sent: dict[str, Any], returned: dict[str, Any]) -> tuple[Drop, ...]:
-    """Returns the fields of `sent` that are missing or different in `returned`, which are both v1 ResourceSlices. Empty
+    """Return the fields of `sent` that are missing or different in `returned`, which are both v1 ResourceSlices. Empty
     if the server stored everything.
     """
     sent_spec, returned_spec = sent.get("spec") or {}, returned.get("spec") or {}
@@ -293,12 +293,12 @@ def dropped_fields(sent: dict[str, Any], returned: dict[str, Any]) -> tuple[Drop
 
 
 def fields_of(gates: Set[str]) -> list[Drop]:
-    """Returns the device fields of these gates."""
+    """Return the device fields of these gates."""
     return [(f"spec.devices[].{name}", gate) for name, gate in _GATES.items() if gate in gates]
 
 
 def without_fields(pool: Pool, gates: Set[str]) -> Pool:
-    """Returns the pool without the fields of these feature gates in devices and capacities."""
+    """Return the pool without the fields of these feature gates in devices and capacities."""
     if not gates:
         return pool
     slices = (
@@ -320,7 +320,7 @@ def _without(fields: dict[str, Any], gates: Set[str]) -> dict[str, Any]:
 
 
 def _text(path: Path) -> str:
-    """Returns the path as text, such as `spec.devices[0].taints`. Names with dots or slashes are in brackets, as in the
+    """Return the path as text, such as `spec.devices[0].taints`. Names with dots or slashes are in brackets, as in the
     API's own field paths.
     """
     parts = (
@@ -331,7 +331,7 @@ def _text(path: Path) -> str:
 
 
 def _gate(path: Path) -> str:
-    """Returns the gate of the innermost field that has one."""
+    """Return the gate of the innermost field that has one."""
     return next(
         (_GATES[part] for part in reversed(path) if isinstance(part, str) and part in _GATES), UNKNOWN_GATE
     )

@@ -40,11 +40,11 @@ class OtherWriters:
         self._writer: OtherWriter | None = None
 
     def settled(self, slices: Iterable[JsonObject]) -> None:
-        """Records that these slices are correct, no matter who wrote them."""
+        """Record that these slices are correct, no matter who wrote them."""
         self._seen = frozenset(map(_version, slices))
 
     def differing(self, slices: Iterable[JsonObject], now: float) -> None:
-        """Records that these slices are not correct, and who wrote them."""
+        """Record that these slices are not correct, and who wrote them."""
         for entry in slices:
             manager = None if _version(entry) in self._seen else self._other(entry)
             self._seen |= {_version(entry)}
@@ -58,11 +58,11 @@ class OtherWriters:
             self._writer = OtherWriter(manager, str(entry["metadata"]["name"]))
 
     def current(self, now: float) -> OtherWriter | None:
-        """Returns the writer that has changed slices twice; None after three minutes without changes."""
+        """Return the writer that has changed slices twice; None after three minutes without changes."""
         return self._writer if self._times > 1 and now - self._last < _CALM_S else None
 
     def _other(self, entry: JsonObject) -> str | None:
-        """Returns who wrote this version, if not us.
+        """Return who wrote this version, if not us.
 
         Times are whole seconds. If we and another manager wrote in the same second, it was the other manager, because
         our own write would not differ.

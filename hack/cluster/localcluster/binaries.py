@@ -190,7 +190,7 @@ def _machine() -> str:
 
 @functools.cache
 def _require_go() -> None:
-    """Raises: ClusterError if Go is missing or too old. `go` runs in a module, so it may fetch go.mod's toolchain."""
+    """Raise ClusterError if Go is missing or too old. `go` runs in a module, so it may fetch go.mod's toolchain."""
     wanted = ".".join(map(str, _OLDEST_GO))
     if shell.find_program("go") is None:
         raise ClusterError(f"Go {wanted} or newer is needed to build the cluster's programs.")

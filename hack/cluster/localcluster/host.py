@@ -70,7 +70,7 @@ def recall(layout: Layout) -> Before | None:
 
 
 def refuse_foreign_kubelet(layout: Layout) -> None:
-    """Raises: ClusterError if another kubelet uses this machine: they would delete each other's pods."""
+    """Raise ClusterError if another kubelet uses this machine: they would delete each other's pods."""
     if holds_kubelet_root(layout):
         return
     running = next(
@@ -270,7 +270,7 @@ def restore_forwarding(before: Mapping[str, str]) -> None:
 
 
 def refuse_taken_name() -> None:
-    """Raises: ClusterError if another program owns the bridge, which then has another MAC address."""
+    """Raise ClusterError if another program owns the bridge, which then has another MAC address."""
     if _bridge_exists() and BRIDGE_MAC not in shell.run(["ip", "link", "show", "dev", BRIDGE]):
         raise ClusterError(f"The network interface {BRIDGE} belongs to another program: remove it.")
 

@@ -125,6 +125,6 @@ def succeeds(argv: Sequence[str | Path]) -> bool:
 
 
 def require_root(purpose: str) -> None:
-    """Raises: ClusterError without root, before anything is changed."""
+    """Raise ClusterError without root, before anything is changed."""
     if os.geteuid() != 0:
         raise ClusterError(f"{purpose} needs root: run it with sudo.")

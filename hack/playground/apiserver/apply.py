@@ -33,7 +33,7 @@ def merge_patch(target: Any, patch: Any) -> Any:
 
 
 def check_manager(manager: str) -> None:
-    """Raises: ApiFailure 422 if `manager` is empty."""
+    """Raise ApiFailure 422 if `manager` is empty."""
     if not manager:
         missing = Cause("fieldManager", "Required value: is required for apply patch", "FieldValueRequired")
         raise invalid("meta.k8s.io", "PatchOptions", "", [missing])
