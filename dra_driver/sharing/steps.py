@@ -33,7 +33,7 @@ class TimeSliceSteps(SettingSteps[SetTimeSlice]):
             ledger,
             default=0,
             otherwise="remove the interval from the claim, or select another product",
-            set_again_event="time_slice_set_again",
+            set_again_event="time_slice_restored",
             lost_event="time_slice_lost",
             gone_event="time_slice_not_reset",
         )
