@@ -23,6 +23,7 @@ from dra_driver.health.rules.state import observe
 from dra_driver.health.rules.taints import PREFIX, TaintPolicy, taints_of
 from dra_driver.health.rules.xids import CATALOG
 from dra_driver.kubelet.pb import dra_health_v1_pb2 as pb
+from dra_driver.model.claim import HeldDevice
 from dra_driver.model.health import (
     TAINTED_KEYS,
     DoubleBitError,
@@ -44,7 +45,6 @@ from dra_driver.model.health import (
     Xid,
 )
 from dra_driver.model.inventory import WholeGpu
-from dra_driver.model.record import HeldDevice
 from dra_driver.model.remedies import OF_REASONS
 from dra_driver.reporting.claim_status import ClaimHealthReporter
 from tests.fakes.samples import DRIVER, GPU_0, h100, record, uuid

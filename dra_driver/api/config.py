@@ -13,8 +13,8 @@ from typing import Any, Final, Literal, get_args
 from dra_driver.errors import InvalidConfigError
 from dra_driver.model.dataclass import dataclass, field
 from dra_driver.model.maintenance import CLOSED_TIMES, closed_seconds
-from dra_driver.model.record import MaintenancePolicy
 from dra_driver.model.schema import Choice, MapField, Object, Scalar, Words, faults
+from dra_driver.model.steps import MaintenancePolicy
 from dra_driver.model.units import quantity_bytes
 
 GROUP_VERSION = "resource.nvidia.com/v1beta1"

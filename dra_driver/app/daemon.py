@@ -17,6 +17,7 @@ from dra_driver.app.handover import WorkerLock
 from dra_driver.app.platforms import Platform, platform_of
 from dra_driver.app.publishing import Publishing
 from dra_driver.app.settings import PROBE_PATHS, Settings
+from dra_driver.app.steps import gpu_steps
 from dra_driver.base.atomic import stamp_or_none, write_atomically
 from dra_driver.base.backoff import TokenBucket
 from dra_driver.base.file_lock import UseMark
@@ -33,14 +34,14 @@ from dra_driver.health.gpu_health import GpuHealth
 from dra_driver.health.rules.taints import TaintPolicy
 from dra_driver.health.rules.xids import XidPolicy
 from dra_driver.host.device_nodes import DevCharLinks
-from dra_driver.host.driver_programs import InstalledPrograms, NvidiaSmi
+from dra_driver.host.driver_programs import InstalledPrograms
 from dra_driver.host.driver_root import DriverRoot
 from dra_driver.host.gpu_nodes import GpuNodes
 from dra_driver.host.imex import ImexChannelNodes
 from dra_driver.host.processes import any_runs, is_of_the_host, origin, sees_all_processes
 from dra_driver.host.sysfs import Sysfs
 from dra_driver.host.vfio import VfioCards
-from dra_driver.inventory.detachment import LOCK_FILE, Detachments, closed_elsewhere, nvml_pause
+from dra_driver.inventory.detachment import LOCK_FILE, Detachments
 from dra_driver.inventory.discovery import Discovery
 from dra_driver.inventory.maintenance_step import MaintenanceSteps
 from dra_driver.inventory.rules.gpu_names import held_gpu_names, refuse_other_names
@@ -59,31 +60,19 @@ from dra_driver.kube.watch import NodeLabels
 from dra_driver.kubelet.pb.dra_health_v1_pb2 import NodeWatchResourcesResponse
 from dra_driver.kubelet.plugin import KubeletPlugin, PluginSettings
 from dra_driver.kubelet.registration import RegistrationStatus
-from dra_driver.mig.devices import MigDevices
 from dra_driver.mig.layout_file import LAYOUT_FILE, LayoutFile
 from dra_driver.mig.layouts import NodeLayouts
-from dra_driver.mig.mode import MigAction, MigHolders, MigMode, mig_context
+from dra_driver.mig.mode import MigAction
 from dra_driver.mig.offer import LedgerOwnership
 from dra_driver.model.dataclass import replace
 from dra_driver.model.driver_files import IMEX_PROGRAM, SMI_PROGRAM
 from dra_driver.model.health import LOST, HealthChange
 from dra_driver.model.maintenance import Maintenance, overdue_problems
 from dra_driver.model.mig import GpuLayout
-from dra_driver.model.record import (
-    BindVfio,
-    CreateMig,
-    LeaveMigMode,
-    RunMps,
-    SetTimeSlice,
-    StartMaintenance,
-    WriteCdiSpec,
-    WriteDeviceMetadata,
-)
+from dra_driver.model.steps import StartMaintenance, WriteCdiSpec, WriteDeviceMetadata
 from dra_driver.mps_host.host_files import MpsHostFiles, mps_layout
-from dra_driver.nvml.gpu_users import PersistenceModes
 from dra_driver.nvml.reader import NvmlReader
 from dra_driver.passthrough.cards import KnownCards, Passthrough
-from dra_driver.passthrough.steps import VfioSteps, nvml_wait_s
 from dra_driver.reporting.http import (
     HttpEndpoint,
     Idle,
@@ -98,7 +87,6 @@ from dra_driver.reporting.node_problems import DiskWatch, NodeProblems, ProblemS
 from dra_driver.reporting.receipts import Receipts, receipt_store
 from dra_driver.reporting.reporter import Reports
 from dra_driver.reporting.usage import UnclaimedMemory, Usage
-from dra_driver.sharing.steps import MpsSteps, TimeSliceSteps
 
 _log = structlog.get_logger(__name__)
 
@@ -216,7 +204,6 @@ class Driver:
             UseMark(directory / LOCK_FILE),
             (lambda: held_gpu_names(ledger.known_records())) if by_minor else None,
         )
-        session = self.nvml.session
         self._vfio_cards = VfioCards(paths, nodes, self._platform.pci)
         self.passthrough = Passthrough(KnownCards(self._vfio_cards, ledger, settings.for_virtual_machines))
         self._driver_root = DriverRoot(paths, nodes=nodes, hook=settings.nvidia_cdi_hook_path)
@@ -232,29 +219,24 @@ class Driver:
             self._driver_root,
             None if settings.imex_channel is None else ImexChannelNodes(paths.proc),
         )
-        self._vfio_steps = VfioSteps(
-            self._vfio_cards,
+        self._programs = InstalledPrograms(paths.driver_root, directory / "host.lib")
+        self._gpu_steps = steps = gpu_steps(
             ledger,
-            self.nvml,
-            nvml_pause(session, detachments),
-            PersistenceModes(lambda: session.operation(nvml_wait_s)),
-            self._rescan,
-            detachments.detached,
             lanes,
-        )
-        mig = mig_context(
-            session,
-            closed_elsewhere(session, detachments, lanes.refuse_other_hangs),
-            ledger,
-            MigHolders(self.records, self._without_record.lost_devices),
+            self.nvml,
+            detachments,
+            self._vfio_cards,
+            paths.proc,
+            self._programs,
+            self._mps_files,
+            self._without_record.lost_devices,
+            self._rescan,
             self._mig_changed,
         )
-        self._mig_mode = MigMode(mig)
-        self._mig_devices = MigDevices(mig, self._mig_mode, paths.proc)
         self.layouts = NodeLayouts(
-            mig,
-            self._mig_devices,
-            self._mig_mode,
+            steps.mig,
+            steps.mig_devices,
+            steps.mig_mode,
             lanes,
             LayoutFile(directory / LAYOUT_FILE),
             settings.mig_layouts,
@@ -310,8 +292,6 @@ class Driver:
     def _make_steps(self) -> None:
         """Create the steps that claims run on GPUs and files, and the cleaner that undoes them."""
         settings, paths, nodes, directory = self.settings, self._paths, self._platform.nodes, self._plugin_dir
-        self._programs = programs = InstalledPrograms(paths.driver_root, directory / "host.lib")
-        self._time_slices = TimeSliceSteps(NvidiaSmi(programs, self.detachments.using_nvml), self.records)
         self._dev_char = DevCharLinks(paths, nodes) if settings.dev_char_links else None
         self._extra_devices = ExtraDeviceFinder(
             paths,
@@ -328,12 +308,8 @@ class Driver:
         )
         self._steps = StepDispatcher(
             {
-                CreateMig: self._mig_devices,
-                LeaveMigMode: self._mig_devices,
-                BindVfio: self._vfio_steps,
+                **self._gpu_steps.runners,
                 StartMaintenance: self._maintenance,
-                SetTimeSlice: self._time_slices,
-                RunMps: MpsSteps(self._mps_files, self.ledger),
                 WriteDeviceMetadata: MetadataSteps(self._metadata_files, self.discovery, self.ledger),
                 WriteCdiSpec: CdiSteps(
                     settings.driver_name,
@@ -356,7 +332,7 @@ class Driver:
             self._steps,
             self._cleanups_changed,
             self._tools,
-            (self._time_slices, self._mig_mode),
+            self._gpu_steps.restorers,
             temporary_files(directory, Path(settings.cdi_root), settings.driver_name),
         )
 
@@ -810,7 +786,7 @@ class Driver:
         """Handle a new or reloaded NVIDIA driver, a change of the GPUs in NVML, or the reopening of NVML."""
         if not self._works:
             return
-        _call_all(self._time_slices.driver_reloaded, self.cleaner.retry_now, self.layouts.wake, self._publish)
+        _call_all(self._gpu_steps.driver_reloaded, self.cleaner.retry_now, self.layouts.wake, self._publish)
 
     def _health_moved(self, change: HealthChange) -> None:
         """Handle a change of the health of a GPU or MIG device."""

@@ -40,7 +40,6 @@ from dra_driver.model.host import (
 )
 from dra_driver.model.ids import is_subdomain, is_uid, split_address
 from dra_driver.model.mig import MigLayouts
-from dra_driver.model.record import EVERY_METADATA_VERSION
 from dra_driver.model.schema import Choice, ListField, Object, Scalar, Shape, Words, faults
 from dra_driver.model.sharing import (
     MAX_SHARES,
@@ -50,6 +49,7 @@ from dra_driver.model.sharing import (
     SharingRule,
     share_all,
 )
+from dra_driver.model.steps import EVERY_METADATA_VERSION
 
 DEFAULT_DRIVER_NAME = "gpu.nvidia.com"
 DEFAULT_SIMULATOR_DIR = "/var/lib/gpu-dra-simulator"

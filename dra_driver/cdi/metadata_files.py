@@ -48,7 +48,8 @@ from dra_driver.journal.ledger import Ledger
 from dra_driver.model.claim import AllocatedClaim, ClaimRef
 from dra_driver.model.dataclass import dataclass
 from dra_driver.model.plan import Plan
-from dra_driver.model.record import ClaimRecord, WriteDeviceMetadata
+from dra_driver.model.record import ClaimRecord
+from dra_driver.model.steps import WriteDeviceMetadata
 
 DIRECTORY = "dra-device-metadata"
 _FILE = "metadata.json"

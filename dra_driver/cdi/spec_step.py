@@ -33,7 +33,8 @@ from dra_driver.model.host import HOST_DEVICE_NODES, HOST_DEVICE_REMEDIES, HostD
 from dra_driver.model.inventory import DynamicMigDevice, StaticMigDevice, VfioDevice, WholeGpu
 from dra_driver.model.mps import MpsShared
 from dra_driver.model.plan import Plan, PlannedDevice
-from dra_driver.model.record import ClaimRecord, Step, maintenance_of
+from dra_driver.model.record import ClaimRecord
+from dra_driver.model.steps import Step, maintenance_of
 from dra_driver.mps_host.host_files import MpsLayout
 
 _log = structlog.get_logger(__name__)

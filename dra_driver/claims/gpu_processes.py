@@ -37,8 +37,9 @@ from functools import partial
 from dra_driver.base.threads import BoundedCall
 from dra_driver.errors import DeviceLostError, DraDriverError, NvmlUnavailableError, RetryableError
 from dra_driver.journal.ledger import Ledger
+from dra_driver.model.claim import HeldDevice
 from dra_driver.model.dataclass import KW_ONLY, dataclass
-from dra_driver.model.record import ClaimRecord, HeldDevice
+from dra_driver.model.record import ClaimRecord
 from dra_driver.model.units import named
 from dra_driver.nvml.reader import NvmlReader
 

@@ -8,7 +8,8 @@ from dra_driver.base.fields import NewerFormatError
 from dra_driver.cdi.directory import CdiDirectory
 from dra_driver.cdi.rules.spec import SpecDevice, devices_of
 from dra_driver.journal.records import STEP, RecordStore
-from dra_driver.model.record import ClaimRecord, maintenance_of
+from dra_driver.model.record import ClaimRecord
+from dra_driver.model.steps import maintenance_of
 
 
 class SpecsWithoutRecord:

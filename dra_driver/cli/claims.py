@@ -17,6 +17,7 @@ from dra_driver.cli.scratch import node_settings
 from dra_driver.model.claim import Pods
 from dra_driver.model.dataclass import asdict
 from dra_driver.model.problems import FailingClaim
+from dra_driver.model.steps import STEPS
 from dra_driver.model.units import named
 from dra_driver.reporting.receipts import read_receipts
 from dra_driver.reporting.rules.receipts import Receipt, ended, line
@@ -27,12 +28,7 @@ FLAGS = (
     *OF_NODE,
 )
 EXAMPLES = ("", "-o yaml", "--ended", "--ended -o json")
-_STEPS = {
-    "set_time_slice": "time slice", "run_mps": "MPS daemon", "create_mig": "MIG device", "bind_vfio": "vfio",
-    "leave_mig_mode": "MIG mode", "start_maintenance": "maintenance", "write_device_metadata": "device metadata",
-    "write_cdi_spec": "CDI spec",
-}  # fmt: skip
-"""The steps of a Prepare, as they are shown in text output."""
+_SHOWN = {step.tag: step.shown for step in STEPS}
 
 
 def claims(given: Namespace) -> None:
@@ -57,7 +53,7 @@ def _lines(found: NodeClaims, directory: Path, width: int | None) -> list[str]:
     lines = [f"no prepared claims found (records: {directory / 'claims'})"] if is_empty else []
     lines += [_failing(one, width) for one in found.failing]
     for claim in found.claims:
-        set_up = ", ".join(_STEPS.get(step, step) for step in reversed(claim.undo))
+        set_up = ", ".join(_SHOWN[step] for step in reversed(claim.undo))
         state = ", ".join(_state(claim, found.running.get(claim.uid)))
         lines.append(hanging(f"{claim.namespace}/{claim.name}  {state}  ", pods_text(claim.pods), width))
         lines.append(hanging(f"    uid {claim.uid}; ", f"set up: {set_up or 'nothing'}", width))

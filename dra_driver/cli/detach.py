@@ -16,7 +16,8 @@ from dra_driver.inventory.rules.assembly import with_nvlink_domains
 from dra_driver.inventory.rules.gpu_names import named_gpus
 from dra_driver.model.ids import gpu_device_names
 from dra_driver.model.maintenance import CLOSED_TIMES, closed_seconds
-from dra_driver.model.record import ClaimRecord, RunMps
+from dra_driver.model.record import ClaimRecord
+from dra_driver.model.steps import RunMps
 
 FLAGS = (
     Flag(

@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import closing, suppress
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 
 from dra_driver.app.handover import WorkerLock
 from dra_driver.app.settings import Settings
+from dra_driver.app.steps import gpu_steps
 from dra_driver.base.atomic import write_atomically
 from dra_driver.base.threads import BoundedCall
 from dra_driver.cdi.directory import CdiDirectory
@@ -31,10 +31,9 @@ from dra_driver.cli.state_on_disk import (
     read_state,
 )
 from dra_driver.errors import DeviceLostError, DraDriverError, NvmlUnavailableError, StateError
-from dra_driver.host.driver_programs import InstalledPrograms, NvidiaSmi
+from dra_driver.host.driver_programs import InstalledPrograms
 from dra_driver.host.processes import origin
 from dra_driver.host.sysfs import Sysfs
-from dra_driver.inventory.detachment import nvml_pause
 from dra_driver.journal.cleaner import RETRY_FILE, Cleaner
 from dra_driver.journal.executor import StepDispatcher
 from dra_driver.journal.lanes import Lanes
@@ -49,14 +48,11 @@ from dra_driver.model.health import PolledHealth
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.mps import MpsDaemonStatus
 from dra_driver.model.problems import NodeProblem
-from dra_driver.model.record import BindVfio, RunMps, SetTimeSlice
 from dra_driver.mps_host.host_files import MpsHostFiles, mps_layout
-from dra_driver.nvml.gpu_users import PersistenceModes, read_gpu_processes
+from dra_driver.nvml.gpu_users import read_gpu_processes
 from dra_driver.nvml.health_polls import read_health
 from dra_driver.nvml.mig_reading import gpu_handle
 from dra_driver.nvml.usage_source import read_load, with_utilisation
-from dra_driver.passthrough.steps import VfioSteps, nvml_wait_s
-from dra_driver.sharing.steps import MpsSteps, TimeSliceSteps
 
 _RETRIED_WITHIN_S = 15.0
 """The plugin sees the request within a second; an undo may take longer."""
@@ -225,27 +221,26 @@ def _cleaned(machine: CommandMachine, settings: Settings) -> tuple[Sequence[Pend
     boot = machine.sysfs.this_boot()
     records = RecordStore(directory / "claims", boot)
     programs = InstalledPrograms(machine.paths.driver_root, directory / "host.lib")
-    smi = NvidiaSmi(programs, machine.detachments.using_nvml)
     without_record = SpecsWithoutRecord(records, CdiDirectory(Path(settings.cdi_root), settings.driver_name))
     ledger = Ledger(directory / LEDGER, records, boot, without_record.uids)
     nvml, lanes = machine.nvml_reader(machine.is_on_demand), Lanes(GpuLocks(directory / "locks"))
-    vfio = VfioSteps(
-        machine.vfio,
+    steps = gpu_steps(
         ledger,
+        lanes,
         nvml,
-        nvml_pause(nvml.session, machine.detachments),
-        PersistenceModes(partial(nvml.session.operation, nvml_wait_s)),
+        machine.detachments,
+        machine.vfio,
+        machine.paths.proc,
+        programs,
+        MpsHostFiles(mps_layout(directory)),
+        without_record.lost_devices,
         # NVML must be reopened to list a GPU that came back.
         lambda wait_s: None if wait_s is None else nvml.reopen(),
-        machine.detachments.detached,
-        lanes,
-    )
-    runner = StepDispatcher(
-        {
-            BindVfio: vfio,
-            SetTimeSlice: TimeSliceSteps(smi, records),
-            RunMps: MpsSteps(MpsHostFiles(mps_layout(directory)), ledger),
-        }
+        lambda *_: None,
     )
     with closing(nvml.session):
-        return Cleaner(ledger, lanes, runner).clean_all(), lanes.under_way()
+        with suppress(DraDriverError):  # an undo that needs NVML says why
+            nvml.reopen()
+        return Cleaner(
+            ledger, lanes, StepDispatcher(steps.runners), restorers=steps.restorers
+        ).clean_all(), lanes.under_way()

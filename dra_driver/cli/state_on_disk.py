@@ -27,7 +27,7 @@ from dra_driver.health.store import decode
 from dra_driver.inventory.detachment import Detachments
 from dra_driver.journal.ledger import DIRECTORY as LEDGER
 from dra_driver.journal.ledger import Ledger
-from dra_driver.journal.records import RecordStore, step_kind
+from dra_driver.journal.records import RecordStore
 from dra_driver.mig.layout_file import LAYOUT_FILE
 from dra_driver.mig.layout_file import decode as decode_layouts
 from dra_driver.model.ids import split_address
@@ -187,7 +187,7 @@ def read_claims(state: NodeState, settings: Settings, now: datetime) -> NodeClai
         specs = CdiDirectory(settings.cdi_root, settings.driver_name).list()
     except (DraDriverError, OSError) as error:
         problems.append(str(error))
-    claims = prepared_claims(state, specs, step_kind, now)
+    claims = prepared_claims(state, specs, now)
     problems += [
         f"{file} was set aside because gpu-dra-driver could not use it; inspect it, then remove it"
         for file in set_aside_files(settings)

@@ -41,7 +41,8 @@ from dra_driver.model.claim import ClaimRef
 from dra_driver.model.dataclass import dataclass
 from dra_driver.model.maintenance import Detachment
 from dra_driver.model.plan import Plan
-from dra_driver.model.record import ClaimRecord, StartMaintenance
+from dra_driver.model.record import ClaimRecord
+from dra_driver.model.steps import StartMaintenance
 from dra_driver.model.units import named
 
 _log = structlog.get_logger(__name__)

@@ -35,9 +35,7 @@ from dra_driver.journal.rules.cleanups import (
     PendingCleanup,
     Withholding,
     by_gpus,
-    gpus_of,
     things,
-    what,
     withholding,
     without,
 )
@@ -46,7 +44,8 @@ from dra_driver.model.dataclass import dataclass, replace
 from dra_driver.model.inventory import OfferedDevice
 from dra_driver.model.plan import Plan
 from dra_driver.model.problems import NodeProblem
-from dra_driver.model.record import ClaimRecord, RunMps, Step
+from dra_driver.model.record import ClaimRecord
+from dra_driver.model.steps import LedgerStep
 
 _log = structlog.get_logger(__name__)
 
@@ -110,7 +109,7 @@ class Cleaner(BackgroundWorker):
 
     ledger: Ledger
     lanes: Lanes
-    runner: StepRunner[Step]
+    runner: StepRunner[LedgerStep]
     changed: Callable[[], None] = lambda: None
     tools: Callable[[], Hashable] = lambda: None
     restorers: Sequence[Restorer] = ()
@@ -147,7 +146,9 @@ class Cleaner(BackgroundWorker):
         same steps for each claim. Raises: StateError.
         """
         return [
-            NodeProblem("cleanup-pending", one.text, ", ".join(map(what, one.steps)), since=one.since)
+            NodeProblem(
+                "cleanup-pending", one.text, ", ".join(step.undoing for step in one.steps), since=one.since
+            )
             for one in self.outstanding()
         ]
 
@@ -234,7 +235,7 @@ class Cleaner(BackgroundWorker):
                 return
 
     def _refuse_withheld(
-        self, wanted: Collection[tuple[str, Step]], devices: Sequence[OfferedDevice]
+        self, wanted: Collection[tuple[str, LedgerStep]], devices: Sequence[OfferedDevice]
     ) -> None:
         """Raise RetryableError, like `clean_before`."""
         now = self._pending()
@@ -316,7 +317,7 @@ class Cleaner(BackgroundWorker):
         """
         left, needed = self.ledger.split(gpus)
         left, missing = (
-            [entry for entry in found if gpus_of(entry.step) <= gpus]
+            [entry for entry in found if entry.step.gpus <= gpus]
             for found in (left, self.ledger.missing(gpus))
         )
         kept = things(entry.step for entry in (*needed, *missing))
@@ -346,7 +347,7 @@ class Cleaner(BackgroundWorker):
             if not isinstance(error, DraDriverError):
                 _log.exception("undo_crashed", claim_uid=entry.claim.uid)
             # A reboot has ended an MPS daemon of an older boot. Only its directory may be left.
-            if not (isinstance(entry.step, RunMps) and entry.boot_id != self.ledger.boot_id):
+            if not (entry.step.outlives_reboot and entry.boot_id != self.ledger.boot_id):
                 return str(error)
         return None
 
@@ -426,10 +427,10 @@ class Cleaner(BackgroundWorker):
 
 
 def _gpus(cleanup: PendingCleanup) -> frozenset[str]:
-    return frozenset[str]().union(*map(gpus_of, cleanup.steps))
+    return frozenset[str]().union(*(step.gpus for step in cleanup.steps))
 
 
 def _works(entries: Iterable[LedgerEntry]) -> list[tuple[frozenset[str], str]]:
     """Return the groups of GPUs to clean together, each with a description."""
     groups = by_gpus(entry.step for entry in entries)
-    return [(gpus, f"cleanup ({what(steps[-1])})") for gpus, steps in groups]
+    return [(gpus, f"cleanup ({steps[-1].undoing})") for gpus, steps in groups]

@@ -31,19 +31,19 @@ from dra_driver.errors import DraDriverError, NvmlTransientError, RetryableError
 from dra_driver.journal.cleaner import Cleaner, StepRunner
 from dra_driver.journal.lanes import Lanes, Operation
 from dra_driver.journal.records import RecordStore
-from dra_driver.journal.rules.cleanups import LedgerEntry, by_gpus, is_undone_in_lane
+from dra_driver.journal.rules.cleanups import LedgerEntry, by_gpus
 from dra_driver.model.claim import ClaimRef
 from dra_driver.model.dataclass import dataclass, replace
 from dra_driver.model.plan import Plan
-from dra_driver.model.record import (
-    STEP_TEXTS,
-    ClaimRecord,
+from dra_driver.model.record import ClaimRecord
+from dra_driver.model.steps import (
+    FileStep,
+    KeptStep,
     StartMaintenance,
     Step,
     WriteCdiSpec,
     WriteDeviceMetadata,
     maintenance_of,
-    writes_files,
 )
 
 _log = structlog.get_logger(__name__)
@@ -75,7 +75,7 @@ def changes_more_than_the_spec(plan: Plan) -> bool:
 
     These files need no durable record: a power cut removes them, or the next Prepare checks them.
     """
-    return not all(map(writes_files, plan.steps))
+    return not all(isinstance(step, FileStep) for step in plan.steps)
 
 
 @dataclass(eq=False)
@@ -132,7 +132,7 @@ class Executor:
         Raises: the error of a step (of several errors, the first that is not an NvmlTransientError); RetryableError if
         a step did not finish in the call's time (it continues in its lane); GpuUnresponsiveError.
         """
-        if all(map(writes_files, plan.steps)):
+        if not changes_more_than_the_spec(plan):
             return
         groups = by_gpus(plan.steps)
         self.lanes.refuse_unresponsive(frozenset().union(*(gpus for gpus, _ in groups)))
@@ -143,13 +143,11 @@ class Executor:
             for step in steps:
                 if given_up.is_set():
                     return
-                operation.what = STEP_TEXTS[type(step)]
+                operation.what = step.doing
                 self._do(step, plan, record)
 
         end = time.monotonic() + wait_s - _FINISH_S
-        submitted = [
-            self.lanes.submit(gpus, STEP_TEXTS[type(steps[0])], partial(do, steps)) for gpus, steps in groups
-        ]
+        submitted = [self.lanes.submit(gpus, steps[0].doing, partial(do, steps)) for gpus, steps in groups]
         try:
             late = self._waited(groups, submitted, end)
         finally:
@@ -187,15 +185,14 @@ class Executor:
 
     def _do(self, step: Step, plan: Plan, record: ClaimRecord) -> None:
         """Enter a step in its GPU's ledger, then do the step. From then on, the end of the claim undoes the step."""
-        entry = LedgerEntry(record.ref, record.boot_id, step)
         ledger = self.cleaner.ledger
-        is_kept = is_undone_in_lane(step)
-        before = ledger.add(entry) if is_kept else None
+        entry = LedgerEntry(record.ref, record.boot_id, step) if isinstance(step, KeptStep) else None
+        before = None if entry is None else ledger.add(entry)
         try:
             self._refuse_changed(record)
             self.runner.do(step, plan)
         except DraDriverError as error:
-            if is_kept and error.has_no_effect and before != entry:
+            if entry is not None and error.has_no_effect and before != entry:
                 # Restore the previous entry, which may be from an older boot.
                 ledger.change([before] if before is not None else [], [entry] if before is None else [])
             raise
@@ -239,7 +236,7 @@ class Executor:
         lasts = changes_more_than_the_spec(plan)
         with nullcontext() if lasts else self._one_at_a_time():
             for step in plan.steps:
-                if writes_files(step):
+                if isinstance(step, FileStep):
                     self.runner.do(step, plan)
             if record.phase == "prepared":
                 return record
@@ -259,7 +256,7 @@ class Executor:
         maintenance = maintenance_of(steps)
         try:
             for step in reversed(steps):
-                if writes_files(step):
+                if isinstance(step, FileStep):
                     self.runner.undo(step, ref)
             with self.cleaner.removing(ref.uid):
                 was_there = self.records.delete(ref.uid)
@@ -307,16 +304,17 @@ class Executor:
         )
 
 
-StepObserver = Callable[[type[Step], Literal["do", "undo"], float, Exception | None], None]
-"""Receives each step that was done or undone, its duration in seconds, and its error; None if it succeeded. Must not
-block or raise."""
+StepObserver = Callable[[str, Literal["do", "undo"], float, Exception | None], None]
+"""Receives the tag of each step that was done or undone, its duration in seconds, and its error; None if it succeeded.
+Must not block or raise.
+"""
 
 
 @dataclass(eq=False)
 class StepDispatcher:
     """Passes each step to the runner of its type, and reports its duration to `observe`."""
 
-    runners: Mapping[type, StepRunner[Any]]
+    runners: Mapping[type[Step], StepRunner[Any]]
     observe: StepObserver = lambda *_: None
     clock: Callable[[], float] = time.monotonic
 
@@ -326,14 +324,9 @@ class StepDispatcher:
             self.runners[type(step)].do(step, plan)
 
     def undo(self, step: Step, ref: ClaimRef) -> None:
-        """See `StepRunner.undo`. Raises: RetryableError if the step has no runner, as in a command."""
+        """See `StepRunner.undo`."""
         with self._timed(step, "undo"):
-            runner = self.runners.get(type(step))
-            if runner is None:
-                raise RetryableError(
-                    "only the running plugin can undo this step; start gpu-dra-driver on the node"
-                )
-            runner.undo(step, ref)
+            self.runners[type(step)].undo(step, ref)
 
     def in_place(self, step: Step, record: ClaimRecord) -> bool:
         """See `StepRunner.in_place`."""
@@ -348,4 +341,4 @@ class StepDispatcher:
             failed = error
             raise
         finally:
-            self.observe(type(step), action, self.clock() - began, failed)
+            self.observe(step.tag, action, self.clock() - began, failed)

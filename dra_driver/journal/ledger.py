@@ -7,7 +7,8 @@ There is one JSON file per GPU.
 An *entry* names a claim and one of its steps, whose undo needs a tool, a daemon or the GPU. The entry becomes *pending
 cleanup* once no record names its step. So removing a claim's record is enough to end the claim, which also works on a
 full disk. A *detail* is what a step found or created: a MIG device with its IDs; the MIG mode that the plugin switched
-on; the previous state of a card that went to vfio. The runner of the step writes and removes details.
+on; the previous state of a card that went to vfio; the previous value of a setting. The runner of the step writes and
+removes details.
 
 | A crash … | leaves | next |
 |---|---|---|
@@ -33,7 +34,7 @@ import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, assert_never
 
 import structlog
 
@@ -49,20 +50,20 @@ from dra_driver.base.json_store import JsonStore, UnreadableFile, log_unreadable
 from dra_driver.errors import StateError
 from dra_driver.journal.records import STEP, RecordStore
 from dra_driver.journal.rules.cleanups import (
+    Detail,
     LedgerEntry,
     PendingCleanup,
     UnreadLedger,
     counts,
-    gpus_of,
     has_ended,
-    is_undone_in_lane,
     pending_cleanups,
 )
 from dra_driver.model.dataclass import dataclass, replace
-from dra_driver.model.gpu import OwnedCard
+from dra_driver.model.gpu import OwnedCard, SettingBefore
 from dra_driver.model.mig import OwnedInstance, OwnedMode
 from dra_driver.model.problems import NodeProblem
-from dra_driver.model.record import ClaimRecord, RunMps, SetTimeSlice, Step
+from dra_driver.model.record import ClaimRecord
+from dra_driver.model.steps import KeptStep, LedgerStep
 
 _log = structlog.get_logger(__name__)
 
@@ -72,15 +73,15 @@ _SAFE_GPU_UUID = re.compile(r"^[A-Za-z0-9][A-Za-z0-9-]{0,99}\Z")
 _REMEMBERED_S = 30.0
 """How long a removed detail is remembered, because a hardware scan may have begun before its removal."""
 
-Detail = OwnedInstance | OwnedMode | OwnedCard
 Item = LedgerEntry | Detail
-D = TypeVar("D", OwnedInstance, OwnedMode, OwnedCard)
+D = TypeVar("D", OwnedInstance, OwnedMode, OwnedCard, SettingBefore)
 _ITEM: Tagged[Item] = Tagged(
     "ledger entry",
     step=Codec(LedgerEntry, step=required(STEP.kind)),
     mig_device=Codec(OwnedInstance),
     mig_mode=Codec(OwnedMode),
     card=Codec(OwnedCard),
+    setting=Codec(SettingBefore),
 )
 _ITEMS = list_of(_ITEM.kind)
 _FILE: FileFormat[Sequence[Item]] = FileFormat(
@@ -130,7 +131,7 @@ class Ledger:
         """
         self._removed: dict[Detail, float] = {}
         """Removed details, with the time of their removal."""
-        self._seen: dict[tuple[str, Step], int] = {}
+        self._seen: dict[tuple[str, LedgerStep], int] = {}
         """By entry key: when this process first saw that the entry's claim had ended."""
         self._guard = threading.Lock()
 
@@ -193,16 +194,14 @@ class Ledger:
     ) -> list[PendingCleanup]:
         """Return the cleanups that must run on these GPUs before a claim gets one of their devices.
 
-        Leaves out time slices, because no claim waits for them, and the cleanups whose names are in `excluded`.
+        Leaves out steps that withhold nothing, and the cleanups whose names are in `excluded`.
         Raises: StateError.
         """
         found = [
             replace(
                 one,
                 steps=tuple(
-                    step
-                    for step in one.steps
-                    if not isinstance(step, SetTimeSlice) and not gpus_of(step).isdisjoint(gpu_uuids)
+                    step for step in one.steps if step.withholds and not step.gpus.isdisjoint(gpu_uuids)
                 ),
             )
             for one in self.pending(gpu_uuids)
@@ -298,8 +297,8 @@ class Ledger:
             for record in records
             if record.phase == "prepared"
             for step in record.steps
-            if is_undone_in_lane(step)
-            and (gpus is None or not gpus_of(step).isdisjoint(gpus))
+            if isinstance(step, KeptStep)
+            and (gpus is None or not step.gpus.isdisjoint(gpus))
             and (entry := LedgerEntry(record.ref, record.boot_id, step)).key not in known
             and entry.home not in newer
         ]
@@ -386,7 +385,7 @@ class Ledger:
             self._store.remove(home, durable=False)
             return
         # Items that a reboot undoes need not be synced.
-        lasts = any(isinstance(item, LedgerEntry) and isinstance(item.step, RunMps) for item in items)
+        lasts = any(isinstance(item, LedgerEntry) and item.step.outlives_reboot for item in items)
         self._store.write(home, items, durable=lasts, whole=lasts)
 
 
@@ -397,8 +396,12 @@ def _key(item: Item) -> Hashable:
             return item.key
         case OwnedInstance():
             return item.device
-        case _:
+        case SettingBefore():
+            return item.setting
+        case OwnedMode() | OwnedCard():
             return type(item).__name__
+        case _:
+            assert_never(item)
 
 
 def _mark(item: Item) -> Hashable:
@@ -411,7 +414,7 @@ def _home(item: Item) -> str:
 
 
 def _gpus(item: Item) -> frozenset[str]:
-    return gpus_of(item.step) if isinstance(item, LedgerEntry) else frozenset({item.gpu_uuid})
+    return item.step.gpus if isinstance(item, LedgerEntry) else frozenset({item.gpu_uuid})
 
 
 def _known_details(newer: NewerFormatError | None) -> Sequence[Item]:

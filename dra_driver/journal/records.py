@@ -34,24 +34,13 @@ from dra_driver.base.fields import (
 from dra_driver.base.file_lock import LockBusyError
 from dra_driver.base.json_store import JsonStore, UnreadableFile, log_unreadable, open_directory
 from dra_driver.errors import StateError
-from dra_driver.model.claim import AllocatedClaim
+from dra_driver.model.claim import AllocatedClaim, HeldDevice
 from dra_driver.model.dataclass import dataclass, field
 from dra_driver.model.host import ImexChannels
 from dra_driver.model.ids import is_uid
 from dra_driver.model.mps import MpsShared, SharingMode, TimeSliced
-from dra_driver.model.record import (
-    BindVfio,
-    ClaimRecord,
-    CreateMig,
-    HeldDevice,
-    LeaveMigMode,
-    RunMps,
-    SetTimeSlice,
-    StartMaintenance,
-    Step,
-    WriteCdiSpec,
-    WriteDeviceMetadata,
-)
+from dra_driver.model.record import ClaimRecord
+from dra_driver.model.steps import STEPS, Step
 
 _log = structlog.get_logger(__name__)
 
@@ -59,11 +48,6 @@ _REMEMBERED = 1024
 """How many claims are remembered: far more than a node processes during one call."""
 _CHECK_S = 0.1
 """How often a waiting call checks whether the kubelet has cancelled it."""
-
-
-def step_kind(step: Step) -> str:
-    """Return the kind of a step, as it is written in records."""
-    return str(STEP.encode(step)["kind"])
 
 
 def _imex(name: str, value: Any) -> ImexChannels:
@@ -76,14 +60,7 @@ def _imex(name: str, value: Any) -> ImexChannels:
 
 STEP: Tagged[Step] = Tagged(
     "step",
-    write_cdi_spec=Codec(WriteCdiSpec),
-    write_device_metadata=Codec(WriteDeviceMetadata),
-    set_time_slice=Codec(SetTimeSlice),
-    run_mps=Codec(RunMps),
-    create_mig=Codec(CreateMig),
-    bind_vfio=Codec(BindVfio),
-    leave_mig_mode=Codec(LeaveMigMode),
-    start_maintenance=Codec(StartMaintenance),
+    **{step.tag: Codec(step) for step in STEPS},
 )
 _USAGE: Tagged[SharingMode] = Tagged("sharing mode", time_sliced=Codec(TimeSliced), mps=Codec(MpsShared))
 _HELD = Codec(HeldDevice, usage=omittable(_USAGE.kind), imex=omittable(Kind(_imex), name="imexChannel"))

@@ -62,7 +62,8 @@ from dra_driver.model.claim import ClaimRef
 from dra_driver.model.dataclass import replace
 from dra_driver.model.mig import GpuAddress, GpuInstance, OwnedInstance
 from dra_driver.model.plan import Plan
-from dra_driver.model.record import ClaimRecord, CreateMig, LeaveMigMode
+from dra_driver.model.record import ClaimRecord
+from dra_driver.model.steps import CreateMig, LeaveMigMode
 
 _log = structlog.get_logger(__name__)
 

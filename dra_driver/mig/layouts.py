@@ -61,7 +61,7 @@ from dra_driver.model.mig import (
     PlacedProfile,
     Placement,
 )
-from dra_driver.model.record import CreateMig
+from dra_driver.model.steps import CreateMig
 from dra_driver.model.units import counted
 
 _log = structlog.get_logger(__name__)
@@ -274,7 +274,7 @@ class NodeLayouts(BackgroundWorker):
         try:
             self._ledger.refuse_newer({gpu.uuid})
             for pending in self._ledger.pending({gpu.uuid}):
-                if "mig-device" in pending.kinds:
+                if any(isinstance(step, CreateMig) for step in pending.steps):
                     raise RetryableError(pending.text)
             try:
                 self._change(target, GpuAddress(gpu.uuid, gpu.pci_bus_id), gpu_name)

@@ -15,8 +15,8 @@ from dra_driver.journal.ledger import Ledger
 from dra_driver.journal.records import RecordStore
 from dra_driver.model.dataclass import dataclass
 from dra_driver.model.mig import GpuAddress, OwnedInstance, OwnedMode
-from dra_driver.model.record import CreateMig
 from dra_driver.model.remedies import reset
+from dra_driver.model.steps import CreateMig
 from dra_driver.nvml.mig_changes import MigHardware
 from dra_driver.nvml.session import NvmlSession
 

@@ -18,7 +18,7 @@ from dra_driver.model.dataclass import dataclass
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.mig import GpuInstance, OwnedInstance, OwnedMode
-from dra_driver.model.record import CreateMig
+from dra_driver.model.steps import CreateMig
 
 
 class MigOwnership(Protocol):

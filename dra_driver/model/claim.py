@@ -9,7 +9,10 @@ from itertools import islice
 from typing import Any, Final, Literal
 
 from dra_driver.model.dataclass import dataclass, field
+from dra_driver.model.host import HostDevice, ImexChannels
 from dra_driver.model.ids import is_subdomain, is_uid
+from dra_driver.model.mig import Placement
+from dra_driver.model.mps import SharingMode
 
 _MAX_PODS: Final = 256
 """The API's limit for the pods of one claim."""
@@ -119,6 +122,30 @@ class AllocatedClaim:
     pod_claim_name: str | None = field(default=None, compare=False)
     pods: Pods = field(default=None, compare=False)
     reported: frozenset[ReportedDevice] | None = field(default=None, compare=False)
+
+
+DeviceKind = Literal["gpu", "mig", "vfio"]
+
+
+@dataclass(frozen=True, slots=True)
+class HeldDevice:
+    """A device that a claim holds. `gpu_uuid` is the physical GPU's UUID, `uuid` the device's own.
+
+    `usage` is how the claim shares the device. A MIG device on demand has an empty `uuid`, because it gets a new
+    UUID each time it is created. Only these devices have a `placement`, that of their GPU instance.
+    `imex` and `host_devices` are additions for the claim's containers.
+    """
+
+    device: str
+    kind: DeviceKind
+    uuid: str
+    gpu_uuid: str
+    admin_access: bool = False
+    share_id: str | None = None
+    usage: SharingMode = None
+    placement: Placement | None = None
+    imex: ImexChannels | None = None
+    host_devices: tuple[HostDevice, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -348,3 +348,16 @@ class OwnedCard:
     functions: tuple[FunctionBefore, ...]
     persistence: bool | None
     product_name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SettingBefore:
+    """The ledger's entry for the value that a setting of a GPU had before this plugin changed it in boot `boot_id`.
+
+    `setting` is the tag of the step that sets it.
+    """
+
+    gpu_uuid: str
+    boot_id: str
+    setting: str
+    value: int

@@ -10,7 +10,8 @@ from typing import Final, Literal
 from dra_driver.model.claim import ClaimRef
 from dra_driver.model.dataclass import dataclass
 from dra_driver.model.problems import NodeProblem
-from dra_driver.model.record import ClaimRecord, StartMaintenance
+from dra_driver.model.record import ClaimRecord
+from dra_driver.model.steps import StartMaintenance
 
 MaintenanceState = Literal["waiting", "active", "overdue"]
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 
-from dra_driver.model.claim import AllocatedClaim, DeviceResult
+from dra_driver.model.claim import AllocatedClaim, DeviceResult, HeldDevice
 from dra_driver.model.dataclass import dataclass, replace
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.host import HostDevice, ImexChannels
 from dra_driver.model.inventory import DynamicMigDevice, OfferedDevice
 from dra_driver.model.mps import SharingMode
-from dra_driver.model.record import HeldDevice, Step, maintenance_of
 from dra_driver.model.sharing import kind_of
+from dra_driver.model.steps import Step, maintenance_of
 
 _SHARE_SUFFIX = re.compile(r"-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\Z")
 

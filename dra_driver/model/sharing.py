@@ -6,10 +6,10 @@ import re
 from fnmatch import fnmatchcase
 from typing import Literal, assert_never
 
+from dra_driver.model.claim import DeviceKind
 from dra_driver.model.dataclass import dataclass
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import DynamicMigDevice, OfferedDevice, StaticMigDevice, VfioDevice, WholeGpu
-from dra_driver.model.record import DeviceKind
 
 SharingRuleMode = Literal["shares", "memory", "unlimited"]
 Enforcement = Literal["mps", "none"]

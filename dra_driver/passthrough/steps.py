@@ -44,7 +44,8 @@ from dra_driver.model.claim import ClaimRef
 from dra_driver.model.dataclass import dataclass, field
 from dra_driver.model.gpu import VFIO_PCI, Card, FunctionBefore, OwnedCard, is_vfio
 from dra_driver.model.plan import Plan
-from dra_driver.model.record import BindVfio, ClaimRecord
+from dra_driver.model.record import ClaimRecord
+from dra_driver.model.steps import BindVfio
 from dra_driver.nvml.reader import NvmlReader
 from dra_driver.passthrough.rules.moves import Move, are_bound, back, to_vfio
 

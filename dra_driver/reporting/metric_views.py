@@ -22,7 +22,7 @@ from prometheus_client.registry import Collector
 from dra_driver.base.threads import BoundedCall
 from dra_driver.health.book import HealthBook
 from dra_driver.health.rules.taints import MadeInstance, device_reasons
-from dra_driver.journal.rules.cleanups import CLEANUP_KINDS, PendingCleanup, kind_of
+from dra_driver.journal.rules.cleanups import CLEANUP_KINDS, PendingCleanup
 from dra_driver.model.claim import Pods
 from dra_driver.model.gpu import THROTTLES, GpuLoad, GpuMeters
 from dra_driver.model.health import UNRESPONSIVE, Condition, HealthState, HealthTarget, Severity, condition
@@ -294,7 +294,7 @@ class Views(Collector):
         """What an Unprepare or a failed Prepare has not undone yet."""
 
         def kinds() -> Iterator[str]:
-            return (kind_of(step) for one in cleanups() for step in one.steps)
+            return (step.cleanup for one in cleanups() for step in one.steps)
 
         self._show_tally("cleanups", "pending_cleanups", CLEANUP_KINDS, kinds)
 

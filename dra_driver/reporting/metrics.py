@@ -6,7 +6,6 @@ The metrics of requests have the same names and labels as in NVIDIA's DRA driver
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -28,7 +27,7 @@ from dra_driver.errors import (
     RetryableError,
     StateError,
 )
-from dra_driver.model.record import Step
+from dra_driver.model.steps import STEPS
 from dra_driver.reporting.metric_views import Views
 
 _REASONS: tuple[tuple[type[Exception], str], ...] = (
@@ -68,13 +67,8 @@ StepAction = Literal["do", "undo"]
 _Shown = TypeVar("_Shown", Counter, Gauge, Histogram)
 
 
-def step_label(step: type[Step]) -> str:
-    """Return `write_cdi_spec` for `WriteCdiSpec`."""
-    return re.sub(r"(?<!^)(?=[A-Z])", "_", step.__name__).lower()
-
-
 _OPERATION = {"operation": _OPERATIONS}
-_STEP = {"step": [step_label(kind) for kind in get_args(Step)], "action": _STEP_ACTIONS}
+_STEP = {"step": [kind.tag for kind in STEPS], "action": _STEP_ACTIONS}
 _Labels = Mapping[str, Sequence[str]]
 _COUNTERS: Mapping[str, tuple[str, _Labels]] = {
     "requests": ("Claims prepared or unprepared successfully.", _OPERATION),
@@ -160,15 +154,11 @@ class Metrics:
         else:
             self._counts["mig_errors"].labels(self._driver, action, reason_of(error)).inc()
 
-    def step_ended(
-        self, step: type[Step], action: StepAction, duration_s: float, error: Exception | None
-    ) -> None:
-        """Doing or undoing a step succeeded or failed."""
-        self._durations["step_duration_seconds"].labels(self._driver, step_label(step), action).observe(
-            duration_s
-        )
+    def step_ended(self, step: str, action: StepAction, duration_s: float, error: Exception | None) -> None:
+        """Doing or undoing a step with the tag `step` succeeded or failed."""
+        self._durations["step_duration_seconds"].labels(self._driver, step, action).observe(duration_s)
         if error is not None:
-            self._counts["step_errors"].labels(self._driver, step_label(step), action).inc()
+            self._counts["step_errors"].labels(self._driver, step, action).inc()
 
     def published(self, lag_s: float) -> None:
         """Slices were written, `lag_s` seconds after the change that they show."""

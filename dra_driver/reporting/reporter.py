@@ -26,7 +26,8 @@ from dra_driver.model.inventory import Inventory
 from dra_driver.model.mig import GpuLayout, LayoutState, OwnedInstance
 from dra_driver.model.mps import MpsDaemonStatus
 from dra_driver.model.problems import EventReason, NodeProblem
-from dra_driver.model.record import ClaimRecord, CreateMig, RunMps
+from dra_driver.model.record import ClaimRecord
+from dra_driver.model.steps import CreateMig, RunMps
 from dra_driver.mps_host.host_files import MpsHostFiles
 from dra_driver.reporting.claim_status import ClaimHealthReporter, ClaimStatusReporter
 from dra_driver.reporting.event_recorder import EventRecorder

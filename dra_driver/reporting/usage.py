@@ -11,12 +11,13 @@ from functools import partial
 from typing import Any, TypeVar
 
 from dra_driver.base.threads import BoundedCall
+from dra_driver.model.claim import HeldDevice
 from dra_driver.model.dataclass import KW_ONLY, dataclass
 from dra_driver.model.gpu import Gpu, GpuMeasure, GpuProcess, GpuUse, ProcessOrigin
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.mig import GpuAddress, MigAddress
 from dra_driver.model.problems import NodeProblem
-from dra_driver.model.record import ClaimRecord, HeldDevice
+from dra_driver.model.record import ClaimRecord
 from dra_driver.nvml.usage_source import UsageSource
 from dra_driver.reporting.rules.claim_usage import (
     Made,

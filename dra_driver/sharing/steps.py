@@ -2,114 +2,62 @@
 
 from __future__ import annotations
 
-import structlog
-
 from dra_driver.base.deadline import seconds_for
 from dra_driver.errors import (
-    ClaimRefusedError,
-    DraDriverError,
-    NotSupportedError,
+    DriverGoneError,
     NvmlUnavailableError,
     StateError,
 )
 from dra_driver.host.driver_programs import NvidiaSmi
 from dra_driver.journal.ledger import Ledger
-from dra_driver.journal.records import RecordStore
+from dra_driver.journal.setting_steps import SettingSteps
 from dra_driver.model.claim import ClaimRef
 from dra_driver.model.dataclass import dataclass, replace
-from dra_driver.model.mps import MpsDaemonSpec
+from dra_driver.model.mps import INTERVALS, MpsDaemonSpec
 from dra_driver.model.plan import Plan
-from dra_driver.model.record import ClaimRecord, RunMps, SetTimeSlice
+from dra_driver.model.record import ClaimRecord
+from dra_driver.model.steps import RunMps, SetTimeSlice
 from dra_driver.mps_host.host_files import MpsHostFiles
-
-_log = structlog.get_logger(__name__)
 
 _TIME_SLICE_S = 20.0
 _MPS_START_S = 22.0
 _MPS_STOP_S = 15.0
 
 
-class TimeSliceSteps:
-    """Runs and undoes `SetTimeSlice`. A claim without an interval has no such step.
+class TimeSliceSteps(SettingSteps[SetTimeSlice]):
+    """Does and undoes `SetTimeSlice`. A claim without an interval has no such step."""
 
-    Also a `Restorer` of the cleaner: restores time slices that a reload of the NVIDIA driver reset.
-    """
-
-    what = "restoring the time slice after a reload of the NVIDIA driver"
-
-    def __init__(self, nvidia_smi: NvidiaSmi, records: RecordStore) -> None:
+    def __init__(self, nvidia_smi: NvidiaSmi, ledger: Ledger) -> None:
+        super().__init__(
+            SetTimeSlice,
+            ledger,
+            default=0,
+            otherwise="remove the interval from the claim, or select another product",
+            set_again_event="time_slice_restored",
+            lost_event="time_slice_lost",
+            gone_event="time_slice_not_reset",
+        )
         self._nvidia_smi = nvidia_smi
-        self._records = records
-        self._reloads = self._reloads_handled = 0
-        self._lost: dict[tuple[str, SetTimeSlice], str | None] = {}  # the last error
 
-    def do(self, step: SetTimeSlice, plan: Plan) -> None:
-        """Set the time slice, whatever its current value: a reboot or driver reload resets it.
+    def bounds(self, step: SetTimeSlice) -> None:
+        """Return None: nvidia-smi does not report which levels the GPU supports."""
 
-        Raises: ClaimRefusedError if the GPU does not support it; the errors of `NvidiaSmi.set_time_slice`.
-        """
+    def read(self, step: SetTimeSlice) -> None:
+        """Return None: neither NVML nor nvidia-smi reports the level."""
+
+    def write(self, step: SetTimeSlice, value: int) -> None:
+        """Set the level. Raises: as in `SettingSteps`; StateError."""
         timeout = seconds_for(f"set the time slice of GPU {step.gpu_uuid}", _TIME_SLICE_S)
         try:
-            self._nvidia_smi.set_time_slice(step.gpu_uuid, step.interval, timeout)
-        except NotSupportedError as error:
-            raise ClaimRefusedError(
-                f"{error}; remove the interval from the claim, or select another product"
-            ) from error
-
-    def undo(self, step: SetTimeSlice, ref: ClaimRef) -> None:
-        """Restores the default time slice. Raises: RetryableError, StateError."""
-        try:
-            timeout = seconds_for(f"reset the time slice of GPU {step.gpu_uuid}", _TIME_SLICE_S)
-            self._nvidia_smi.set_time_slice(step.gpu_uuid, 0, timeout)
-        except (NotSupportedError, NvmlUnavailableError) as error:
+            self._nvidia_smi.set_time_slice(step.gpu_uuid, value, timeout)
+        except NvmlUnavailableError as error:
             if error.has_no_effect:
                 raise
-            # Without the driver or GPU the setting no longer exists.
-            _log.info("time_slice_not_reset", gpu_uuid=step.gpu_uuid, reason=str(error))
+            raise DriverGoneError(str(error)) from error
 
-    def in_place(self, step: SetTimeSlice, record: ClaimRecord) -> bool:
-        """Return True: the driver does not report the current time slice."""
-        return True
-
-    def driver_reloaded(self) -> None:
-        """Note that the NVIDIA driver was reloaded or the GPUs changed, so every time slice may be lost."""
-        self._reloads += 1
-
-    def gpus(self) -> set[str]:
-        """Return the GPUs with lost time slices. Raises: StateError.
-
-        MPS daemons are not included: the MPS host restores them.
-        """
-        reloads = self._reloads
-        if reloads != self._reloads_handled:
-            records = self._records.all()
-            self._reloads_handled = reloads
-            for uid, record in records.items():
-                self._lost |= {(uid, step): None for step in record.steps if isinstance(step, SetTimeSlice)}
-        return {step.gpu_uuid for _, step in self._lost.copy()}
-
-    def restore(self, gpu_uuid: str) -> None:
-        """Restores the lost time slice of a GPU. Runs in the GPU's lane. Logs each failure reason once.
-
-        Raises: RetryableError, StateError; the time slice then counts as lost until the next attempt.
-        """
-        for lost, reason in self._lost.copy().items():
-            (uid, step), reloads = lost, self._reloads
-            if step.gpu_uuid != gpu_uuid:
-                continue
-            try:
-                record = self._records.get(uid)
-                if record is not None and step in record.steps:
-                    self._nvidia_smi.set_time_slice(gpu_uuid, step.interval)
-                    _log.info("time_slice_restored", gpu_uuid=gpu_uuid, claim_uid=uid)
-            except DraDriverError as error:
-                if reason != str(error):
-                    _log.error("time_slice_lost", gpu_uuid=gpu_uuid, claim_uid=uid, reason=str(error))
-                if not isinstance(error, NotSupportedError):
-                    self._lost[lost] = str(error)
-                    raise
-            if reloads == self._reloads:
-                self._lost.pop(lost, None)
+    def text(self, value: int) -> str:
+        """Return the name of a level, such as `Long`."""
+        return INTERVALS[value]
 
 
 @dataclass(eq=False)

@@ -20,7 +20,8 @@ from dra_driver.model.claim import AllocatedClaim, ClaimRef
 from dra_driver.model.inventory import DynamicMigDevice, OfferedDevice
 from dra_driver.model.mig import OwnedInstance, Placement
 from dra_driver.model.mps import MpsDaemonSpec, MpsShared
-from dra_driver.model.record import ClaimRecord, WriteCdiSpec, WriteDeviceMetadata
+from dra_driver.model.record import ClaimRecord
+from dra_driver.model.steps import WriteCdiSpec, WriteDeviceMetadata
 from dra_driver.slices.rules.attributes import wire_device
 from tests.cdi.cdi_schema import faults
 from tests.fakes.samples import DRIVER, GPU_0, GPU_1, MIG_1G, MIXED, NODE, ONE_G, claim, h100, record, result

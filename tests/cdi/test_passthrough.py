@@ -22,7 +22,8 @@ from dra_driver.model.claim import DeviceConfig
 from dra_driver.model.host import DeviceNode, HostPaths
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.plan import Plan
-from dra_driver.model.record import ClaimRecord, WriteCdiSpec, WriteDeviceMetadata
+from dra_driver.model.record import ClaimRecord
+from dra_driver.model.steps import WriteCdiSpec, WriteDeviceMetadata
 from tests.cdi.cdi_samples import steps_over
 from tests.cdi.cdi_schema import faults
 from tests.fakes.samples import (

@@ -18,7 +18,8 @@ from dra_driver.errors import RetryableError
 from dra_driver.model.claim import AllocatedClaim, DeviceConfig
 from dra_driver.model.inventory import Inventory, OfferedDevice, StaticMigDevice, WholeGpu
 from dra_driver.model.plan import Plan
-from dra_driver.model.record import ClaimRecord, StartMaintenance, WriteCdiSpec
+from dra_driver.model.record import ClaimRecord
+from dra_driver.model.steps import StartMaintenance, WriteCdiSpec
 from dra_driver.simulator import SimulatedDeviceNodes
 from tests.cdi.cdi_samples import steps_over
 from tests.cdi.cdi_schema import faults

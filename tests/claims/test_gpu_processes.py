@@ -20,8 +20,9 @@ from dra_driver.errors import (
 )
 from dra_driver.host.processes import is_of_the_host
 from dra_driver.host.sysfs import Sysfs
+from dra_driver.model.claim import HeldDevice
 from dra_driver.model.mig import Placement
-from dra_driver.model.record import ClaimRecord, HeldDevice
+from dra_driver.model.record import ClaimRecord
 from dra_driver.nvml.reader import NvmlReader
 from dra_driver.simulator import SimulatedLibrary
 from tests.fakes.machines import SimulatedNode

@@ -10,7 +10,7 @@ import pytest
 
 from dra_driver.cdi.rules.spec import SpecDevice, devices_of
 from dra_driver.model.claim import AllocatedClaim, Failed, Prepared
-from dra_driver.model.record import RunMps
+from dra_driver.model.steps import RunMps
 from tests.fakes.kindnode import KINDS, KindNode, Site, share
 from tests.fakes.samples import claim, result
 from tests.fakes.tables import tabled

@@ -22,7 +22,8 @@ from dra_driver.inventory.maintenance_step import MaintenanceSteps
 from dra_driver.model.claim import AllocatedClaim, DeviceConfig, Failed, Prepared
 from dra_driver.model.maintenance import Detachment
 from dra_driver.model.plan import Plan
-from dra_driver.model.record import ClaimRecord, Phase, StartMaintenance, WriteCdiSpec
+from dra_driver.model.record import ClaimRecord, Phase
+from dra_driver.model.steps import StartMaintenance, WriteCdiSpec
 from tests.claims.test_plan_mig import NODE_, ONE_0
 from tests.fakes.kindnode import KINDS, KindNode, RecordedMpsHost, Site, maintenance_parameters
 from tests.fakes.preparing import Node, maintenance_steps

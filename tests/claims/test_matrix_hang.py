@@ -21,13 +21,16 @@ import pytest
 from dra_driver.claims.calls import KubeletCall
 from dra_driver.errors import RetryableError
 from dra_driver.model.claim import AllocatedClaim, ClaimRef, Failed, Prepared
-from dra_driver.model.record import (
+from dra_driver.model.record import ClaimRecord
+from dra_driver.model.steps import (
+    STEPS,
     BindVfio,
-    ClaimRecord,
     CreateMig,
+    FileStep,
     LeaveMigMode,
     RunMps,
     SetTimeSlice,
+    StartMaintenance,
     Step,
     WriteCdiSpec,
 )
@@ -41,7 +44,7 @@ from tests.fakes.waiting import PATIENCE_S, eventually
 HURRY_S = 2.3
 """A kubelet deadline that leaves 0.3 s to the plugin."""
 _HANGS = re.compile("has not finished; the kubelet's deadline has passed|Cleanup pending")
-STEPS: dict[str, type] = {
+BY_KIND: dict[str, type[Step]] = {
     "time-slicing": SetTimeSlice,
     "MPS settings": RunMps,
     "share": RunMps,
@@ -49,6 +52,11 @@ STEPS: dict[str, type] = {
     "whole GPU with MIG on demand": LeaveMigMode,
     "virtual machine": BindVfio,
 }
+
+
+def test_every_kind_of_step_on_a_gpu_has_a_kind_of_claim() -> None:
+    """A maintenance claim closes NVML instead, which tests/claims/test_maintenance.py covers."""
+    assert {step for step in STEPS if not issubclass(step, FileStep)} == {*BY_KIND.values(), StartMaintenance}
 
 
 def cells(action: str) -> list[tuple[str, str, int]]:
@@ -191,7 +199,7 @@ def test_unprepare_whose_change_hangs_succeeds_and_holds_nothing_up(
     in_the_end_nothing_is_left(node if boot == BOOTS[0] else node.again(), untouched)
 
 
-@pytest.mark.parametrize("kind", STEPS)
+@pytest.mark.parametrize("kind", BY_KIND)
 def test_prepare_continues_once_the_step_has_ended(case: Case, kind: str) -> None:
     node, reached, let = case.fresh(), threading.Event(), threading.Event()
 
@@ -200,7 +208,7 @@ def test_prepare_continues_once_the_step_has_ended(case: Case, kind: str) -> Non
         let.wait()
         return real(step, plan)
 
-    with replaced(node, STEPS[kind], hang):
+    with replaced(node, BY_KIND[kind], hang):
         try:
             prepare_until(node, case.wanted, reached)
         finally:
@@ -210,7 +218,7 @@ def test_prepare_continues_once_the_step_has_ended(case: Case, kind: str) -> Non
 
 
 @pytest.mark.parametrize("how", ["hangs", "fails"])
-@pytest.mark.parametrize("kind", STEPS)
+@pytest.mark.parametrize("kind", BY_KIND)
 def test_prepared_claim_in_place_is_answered_whatever_its_tool_does(case: Case, kind: str, how: str) -> None:
     """Its pod may run."""
     node, wanted, let = case.prepared(), case.wanted, threading.Event()
@@ -223,7 +231,7 @@ def test_prepared_claim_in_place_is_answered_whatever_its_tool_does(case: Case, 
         let.wait()
         return real(step, plan)
 
-    with replaced(node, STEPS[kind], broken):
+    with replaced(node, BY_KIND[kind], broken):
         try:
             assert node.prepare(wanted) == expected
             node.specs.file(wanted.ref.uid).unlink()
@@ -238,7 +246,7 @@ in_the_second_boot = pytest.mark.parametrize("boot", BOOTS[1:], indirect=True)
 
 
 @in_the_second_boot
-@pytest.mark.parametrize("kind", STEPS)
+@pytest.mark.parametrize("kind", BY_KIND)
 def test_slow_step_after_a_reboot_has_the_time_of_a_first_prepare(
     case: Case, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -249,7 +257,7 @@ def test_slow_step_after_a_reboot_has_the_time_of_a_first_prepare(
         time.sleep(0.2)
         real(step, plan)
 
-    with replaced(node, STEPS[kind], slowly):
+    with replaced(node, BY_KIND[kind], slowly):
         assert isinstance(node.prepare(case.wanted), Prepared)
     assert node.record_of(case.wanted.ref.uid).phase == "prepared"
 
@@ -260,7 +268,7 @@ def test_failing_step_after_a_reboot_is_never_answered_prepared(case: Case, kind
     """Every kind has a step: the CDI spec at least. The CDI root outlives the boot here."""
     node, wanted = case.fresh(), case.wanted
     assert wanted.ref.uid in node.specs.list()
-    with replaced(node, STEPS.get(kind, WriteCdiSpec), failing):
+    with replaced(node, BY_KIND.get(kind, WriteCdiSpec), failing):
         for _ in range(2):
             answer = node.prepare(wanted)
             assert isinstance(answer, Failed)

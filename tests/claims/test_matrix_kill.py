@@ -13,11 +13,13 @@ from pathlib import Path
 import pytest
 import yaml
 
+from dra_driver.claims.rules.plan import plan_claim
 from dra_driver.model.claim import Failed, Prepared
-from tests.fakes.kindnode import EFFECTS, KINDS, Site
+from dra_driver.model.steps import STEPS
+from tests.fakes.kindnode import EFFECTS, KINDS, Site, sharing
 from tests.fakes.matrix import BOOTS, Case
 from tests.fakes.preparing import Crash
-from tests.fakes.samples import claim
+from tests.fakes.samples import DRIVER, NODE, claim
 
 in_each_boot = pytest.mark.parametrize("boot", BOOTS)
 
@@ -33,6 +35,14 @@ def case(request: pytest.FixtureRequest, site: Site, memory_path: Path, boot: st
 
 
 EXPECTED = yaml.safe_load(Path(__file__).with_name("effects.yaml").read_text())
+
+
+def test_every_kind_of_step_has_a_kind_of_claim(site: Site) -> None:
+    plans = [
+        plan_claim(kind.wanted(site), site.inventory, NODE, DRIVER, (), sharing(site), metadata=kind.metadata)
+        for kind in KINDS.values()
+    ]
+    assert {type(step) for plan in plans for step in plan.steps} == set(STEPS)
 
 
 def test_the_matrix_covers_every_effect_and_every_write(case: Case) -> None:

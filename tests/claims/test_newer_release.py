@@ -12,7 +12,7 @@ import pytest
 
 from dra_driver.journal.ledger import DIRECTORY as LEDGER
 from dra_driver.model.claim import AllocatedClaim, Failed, Prepared
-from dra_driver.model.record import WriteCdiSpec
+from dra_driver.model.steps import WriteCdiSpec
 from tests.fakes.kindnode import KINDS, KindNode, Site
 from tests.fakes.samples import claim
 

@@ -8,9 +8,17 @@ from hypothesis import strategies as st
 
 from dra_driver.claims.rules.plan import answer, our_part, plan_claim
 from dra_driver.errors import ClaimRefusedError, DraDriverError, InvalidConfigError
-from dra_driver.model.claim import AllocatedClaim, DeviceConfig, DeviceResult, Prepared, PreparedDevice
+from dra_driver.model.claim import (
+    AllocatedClaim,
+    DeviceConfig,
+    DeviceResult,
+    HeldDevice,
+    Prepared,
+    PreparedDevice,
+)
 from dra_driver.model.plan import Plan, PlannedDevice
-from dra_driver.model.record import ClaimRecord, HeldDevice, WriteCdiSpec
+from dra_driver.model.record import ClaimRecord
+from dra_driver.model.steps import WriteCdiSpec
 from tests.fakes.samples import (
     DRIVER,
     GPU_0,

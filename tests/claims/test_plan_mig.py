@@ -12,11 +12,12 @@ from dra_driver.cdi.rules.spec import SpecDevice
 from dra_driver.claims.rules.plan import lost_claim, plan_claim
 from dra_driver.errors import ClaimRefusedError, DeviceLostError
 from dra_driver.mig.rules.counters import partitioned
-from dra_driver.model.claim import AllocatedClaim, DeviceConfig
+from dra_driver.model.claim import AllocatedClaim, DeviceConfig, HeldDevice
 from dra_driver.model.inventory import DynamicMigDevice, Inventory, StaticMigDevice
 from dra_driver.model.mig import GpuInstance, Partitioning, PlacedProfile, Placement
 from dra_driver.model.plan import Plan
-from dra_driver.model.record import ClaimRecord, CreateMig, HeldDevice, LeaveMigMode, RunMps, WriteCdiSpec
+from dra_driver.model.record import ClaimRecord
+from dra_driver.model.steps import CreateMig, LeaveMigMode, RunMps, WriteCdiSpec
 from tests.fakes.samples import DRIVER, NODE, ONE_G, THREE_G, TWO_G, VERSIONS, claim, h100, mig, result, uuid
 
 TABLE = (

@@ -10,19 +10,13 @@ from dra_driver.claims.rules.holders import DeviceHeldError
 from dra_driver.claims.rules.plan import answer, plan_claim
 from dra_driver.errors import ClaimRefusedError, DeviceLostError, InvalidConfigError, RetryableError
 from dra_driver.inventory.rules.gpu_names import held_gpu_names
-from dra_driver.model.claim import AllocatedClaim, DeviceConfig, DeviceResult
+from dra_driver.model.claim import AllocatedClaim, DeviceConfig, DeviceResult, HeldDevice
 from dra_driver.model.gpu import uuid_of_bus_id
 from dra_driver.model.host import ExtraDevices
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.plan import Plan
-from dra_driver.model.record import (
-    BindVfio,
-    ClaimRecord,
-    HeldDevice,
-    LeaveMigMode,
-    WriteCdiSpec,
-    WriteDeviceMetadata,
-)
+from dra_driver.model.record import ClaimRecord
+from dra_driver.model.steps import BindVfio, LeaveMigMode, WriteCdiSpec, WriteDeviceMetadata
 from tests.fakes.samples import (
     DRIVER,
     GPU_0,

@@ -25,7 +25,8 @@ from dra_driver.model.claim import (
 )
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.plan import Plan
-from dra_driver.model.record import ClaimRecord, WriteCdiSpec
+from dra_driver.model.record import ClaimRecord
+from dra_driver.model.steps import WriteCdiSpec
 from tests.fakes.preparing import Node, in_threads
 from tests.fakes.samples import (
     GPU_0,

@@ -53,9 +53,10 @@ from dra_driver.model.inventory import DiscoveryFault, Inventory
 from dra_driver.model.mig import MigLayouts, Partitioning, Placement
 from dra_driver.model.mps import MpsDaemonSpec
 from dra_driver.model.problems import FailingClaim, NodeProblem, ProblemCode
-from dra_driver.model.record import ClaimRecord, CreateMig, SetTimeSlice, Step
+from dra_driver.model.record import ClaimRecord
 from dra_driver.model.remedies import reset
 from dra_driver.model.sharing import SharingRule, share_all
+from dra_driver.model.steps import CreateMig, SetTimeSlice, Step
 from dra_driver.mps_host.host_files import WANTED_FILE, mps_layout
 from dra_driver.reporting.node_problems import Reported
 from dra_driver.simulator import SimulatedDeviceNodes

@@ -16,10 +16,11 @@ from dra_driver.cli.inspect import WIDTH, draw_gpu, draw_gpus
 from dra_driver.cli.rules.mig_map import GpuMap, SeenInstance, gpu_maps, remaining_room
 from dra_driver.cli.rules.node_state import NodeState
 from dra_driver.journal.rules.cleanups import PendingCleanup
-from dra_driver.model.claim import AllocatedClaim, ClaimRef
+from dra_driver.model.claim import AllocatedClaim, ClaimRef, HeldDevice
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.mig import GpuInstance, OwnedInstance, Placement
-from dra_driver.model.record import ClaimRecord, CreateMig, HeldDevice, Step, WriteCdiSpec
+from dra_driver.model.record import ClaimRecord
+from dra_driver.model.steps import CreateMig, Step, WriteCdiSpec
 from tests.fakes.samples import GPU_0, h100, inventory, mig, uuid
 from tests.fakes.tables import tabled
 from tests.mig.migtables import MODELS, Silicon, table

@@ -20,7 +20,8 @@ from dra_driver.host.vfio import VfioCards
 from dra_driver.journal.ledger import Ledger
 from dra_driver.journal.records import RecordStore
 from dra_driver.model.gpu import FunctionBefore, OwnedCard
-from dra_driver.model.record import BindVfio, ClaimRecord
+from dra_driver.model.record import ClaimRecord
+from dra_driver.model.steps import BindVfio
 from dra_driver.passthrough.cards import KnownCards
 from dra_driver.simulator import SimulatedDeviceNodes, SimulatedPciControl
 from dra_driver.simulator.machine_state import Function

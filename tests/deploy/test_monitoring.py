@@ -18,9 +18,9 @@ import pytest
 import yaml
 
 from dra_driver.cli.commands import ROOT as COMMANDS
-from dra_driver.model.claim import ClaimRef, PodRef
+from dra_driver.model.claim import ClaimRef, HeldDevice, PodRef
 from dra_driver.model.problems import EventReason
-from dra_driver.model.record import ClaimRecord, HeldDevice
+from dra_driver.model.record import ClaimRecord
 from dra_driver.reporting.metrics import Metrics
 from tests.deploy.test_daemonset import one
 from tests.fakes.logevents import PACKAGE

@@ -17,6 +17,7 @@ from typing import Any, Self
 
 import pytest
 
+from dra_driver.app.steps import GpuSteps
 from dra_driver.cdi.directory import CdiDirectory, temporary_files
 from dra_driver.cdi.metadata_files import MetadataFiles, MetadataSteps
 from dra_driver.cdi.spec_step import CdiSteps, ExtraDeviceFinder
@@ -30,31 +31,20 @@ from dra_driver.journal.executor import StepDispatcher
 from dra_driver.journal.ledger import DIRECTORY as LEDGER
 from dra_driver.journal.ledger import Ledger
 from dra_driver.journal.records import RecordStore
-from dra_driver.mig.devices import MigDevices
-from dra_driver.mig.mode import MigContext, MigHolders, MigMode
+from dra_driver.mig.mode import MigContext, MigHolders
 from dra_driver.model.claim import AllocatedClaim, DeviceConfig, DeviceResult
 from dra_driver.model.driver_files import DriverFiles
 from dra_driver.model.gpu import Card, Gpu
 from dra_driver.model.inventory import DynamicMigDevice, VfioDevice
 from dra_driver.model.mps import MpsDaemonSpec, MpsDaemonStatus
-from dra_driver.model.record import (
-    BindVfio,
-    CreateMig,
-    LeaveMigMode,
-    RunMps,
-    SetTimeSlice,
-    StartMaintenance,
-    WriteCdiSpec,
-    WriteDeviceMetadata,
-)
 from dra_driver.model.sharing import GpuSelector, SharingEntry, SharingPolicy, SharingRule
+from dra_driver.model.steps import StartMaintenance, WriteCdiSpec, WriteDeviceMetadata
 from dra_driver.mps_host.daemon_compute_mode import DEFAULT, EXCLUSIVE_PROCESS
 from dra_driver.mps_host.host_files import DaemonRecord, DaemonRecords, mps_layout
 from dra_driver.nvml.gpu_users import PersistenceModes
 from dra_driver.nvml.mig_changes import MigHardware
 from dra_driver.passthrough.cards import KnownCards
 from dra_driver.passthrough.steps import VfioSteps
-from dra_driver.sharing.steps import MpsSteps, TimeSliceSteps
 from dra_driver.simulator import SimulatedDeviceNodes, SimulatedPciControl
 from dra_driver.simulator.machine_files import TIMESLICE, Policies
 from dra_driver.simulator.machine_state import Function, decode, encode
@@ -408,9 +398,10 @@ class KindNode(Journaled):
             clock=self.clock,
             pause=self.clock.pause,
         )
-        self.mode = MigMode(context)
         self.maintenance = maintenance_steps(self, plugin)
-        self.work_with(StepDispatcher(self._runners(context)), [self.mode])
+        gpus = self._gpu_steps(context)
+        self.mode = gpus.mig_mode
+        self.work_with(StepDispatcher(self._runners(gpus)), gpus.restorers)
         self.cleaner.temporary = temporary_files(plugin, directory / "cdi", DRIVER)
         self.outcomes = Outcomes()
         self.service = claims_of(
@@ -465,26 +456,25 @@ class KindNode(Journaled):
         }
         return {**files, "GPUs": self.site.settings()}
 
-    def _runners(self, context: MigContext) -> dict[type, Any]:
+    def _gpu_steps(self, context: MigContext) -> GpuSteps:
+        site, counted = self.site, self.deaths.effects_of
+        vfio = VfioSteps(
+            self._vfio(),
+            self.ledger,
+            site.simulated.nvml,
+            lambda _what, patience: site.simulated.session.closed(patience),
+            counted(PersistenceModes(nullcontext)),
+            self._look_again,
+            lambda: site.detachment,
+            self.lanes,
+        )
+        smi = counted(TimeSliceSettings(site))
+        return GpuSteps(context, site.simulated.paths.proc, vfio, smi, counted(self.mps))
+
+    def _runners(self, gpus: GpuSteps) -> dict[type, Any]:
         site, paths = self.site, self.site.simulated.paths
-        mig = MigDevices(context, self.mode, paths.proc)
-        settings = self.deaths.effects_of(TimeSliceSettings(site))
-        mps = self.deaths.effects_of(self.mps)
         return {
-            CreateMig: mig,
-            LeaveMigMode: mig,
-            SetTimeSlice: TimeSliceSteps(settings, self.records),
-            RunMps: MpsSteps(mps, self.ledger),
-            BindVfio: VfioSteps(
-                self._vfio(),
-                self.ledger,
-                site.simulated.nvml,
-                lambda _what, patience: site.simulated.session.closed(patience),
-                self.deaths.effects_of(PersistenceModes(nullcontext)),
-                self._look_again,
-                lambda: site.detachment,
-                self.lanes,
-            ),
+            **gpus.runners,
             StartMaintenance: self.maintenance,
             WriteDeviceMetadata: MetadataSteps(
                 self.metadata_files, SimpleNamespace(latest=lambda: site.inventory), self.ledger

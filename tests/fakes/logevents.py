@@ -11,8 +11,14 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[2] / "dra_driver"
 LEVELS = ("debug", "info", "warning", "error", "exception", "critical")
 _LOGGERS = {"_log", "log", "logger"}
-_STORE = "dra_driver/base/json_store.py"
-"""Logs the event that each of its users names as `unreadable_event`."""
+_ON_BEHALF = ("dra_driver/base/json_store.py", "dra_driver/journal/setting_steps.py")
+"""Log the events that their users name in these arguments."""
+_ARGUMENTS = {
+    "unreadable_event": ("error", ("kept_as", "reason", "remedy")),
+    "set_again_event": ("info", ("gpu_uuid", "claim_uid")),
+    "lost_event": ("error", ("gpu_uuid", "claim_uid", "reason")),
+    "gone_event": ("info", ("gpu_uuid", "reason")),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +46,13 @@ def _calls(file: Path) -> Iterator[LogCall]:
     for node in nodes:
         if isinstance(node, ast.Call):
             named = {item.arg: item.value for item in node.keywords}
-            if "unreadable_event" in named:
-                fields = ("kept_as", "reason", "remedy", *(_literals(named["name"]) or ()))
-                events = _literals(named["unreadable_event"])
-                yield LogCall(f"{name}:{node.lineno}", name, ("error",), events, fields)
+            for argument in _ARGUMENTS.keys() & named.keys():
+                level, fields = _ARGUMENTS[argument]
+                fields += (_literals(named["name"]) or ()) if "name" in named else ()
+                yield LogCall(f"{name}:{node.lineno}", name, (level,), _literals(named[argument]), fields)
             levels = _levels(node.func, aliases)
             events = _literals(_event_argument(node, levels)) if levels else None
-            if levels and not (name == _STORE and events is None):
+            if levels and not (name in _ON_BEHALF and events is None):
                 fields = tuple(keyword.arg or "**" for keyword in node.keywords)
                 yield LogCall(f"{name}:{node.lineno}", name, levels, events, fields)
 

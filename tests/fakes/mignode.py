@@ -21,7 +21,8 @@ from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import DynamicMigDevice
 from dra_driver.model.mig import GpuAddress, MigProfile, OwnedInstance, OwnedMode, Placement
 from dra_driver.model.plan import Plan, PlannedDevice
-from dra_driver.model.record import ClaimRecord, CreateMig, LeaveMigMode, Step
+from dra_driver.model.record import ClaimRecord
+from dra_driver.model.steps import CreateMig, LeaveMigMode, Step
 from dra_driver.nvml.mig_changes import MigHardware
 from tests.fakes.clock import Clock
 from tests.fakes.journal import Journaled

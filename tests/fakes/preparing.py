@@ -30,14 +30,8 @@ from dra_driver.model.driver_files import DriverPrograms
 from dra_driver.model.host import HostPaths
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.plan import Plan
-from dra_driver.model.record import (
-    ClaimRecord,
-    RunMps,
-    StartMaintenance,
-    Step,
-    WriteCdiSpec,
-    WriteDeviceMetadata,
-)
+from dra_driver.model.record import ClaimRecord
+from dra_driver.model.steps import RunMps, StartMaintenance, Step, WriteCdiSpec, WriteDeviceMetadata
 from tests.fakes.journal import Journaled
 from tests.fakes.samples import DRIVER, NODE
 from tests.fakes.waiting import PATIENCE_S

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from dra_driver.model.claim import AllocatedClaim, ClaimRef, DeviceConfig, DeviceResult
+from dra_driver.model.claim import AllocatedClaim, ClaimRef, DeviceConfig, DeviceResult, HeldDevice
 from dra_driver.model.gpu import VFIO_PCI, Card, Gpu, uuid_of_bus_id
 from dra_driver.model.inventory import DriverVersions, Inventory, WholeGpu
 from dra_driver.model.mig import MigDevice, MigProfile, Placement
-from dra_driver.model.record import ClaimRecord, HeldDevice, WriteCdiSpec
+from dra_driver.model.record import ClaimRecord
+from dra_driver.model.steps import WriteCdiSpec
 
 DRIVER = "gpu.nvidia.com"
 NODE = "node-a"

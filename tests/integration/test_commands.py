@@ -22,19 +22,12 @@ from dra_driver.health.store import KeptHealth, encode
 from dra_driver.journal.ledger import Ledger
 from dra_driver.journal.locks import GpuLocks
 from dra_driver.journal.records import RecordStore
-from dra_driver.model.claim import AllocatedClaim, ClaimRef, DeviceResult, PodRef
+from dra_driver.model.claim import AllocatedClaim, ClaimRef, DeviceResult, HeldDevice, PodRef
 from dra_driver.model.health import HealthState, HealthTarget, Reason, Severity
 from dra_driver.model.mig import OwnedInstance, Placement
 from dra_driver.model.mps import LostMps, MpsDaemonSpec, MpsShared, SharingMode, TimeSliced
-from dra_driver.model.record import (
-    ClaimRecord,
-    CreateMig,
-    HeldDevice,
-    RunMps,
-    SetTimeSlice,
-    StartMaintenance,
-    WriteCdiSpec,
-)
+from dra_driver.model.record import ClaimRecord
+from dra_driver.model.steps import CreateMig, RunMps, SetTimeSlice, StartMaintenance, WriteCdiSpec
 from tests.fakes.tables import data_of, tabled
 from tests.fakes.waiting import PATIENCE_S, eventually
 from tests.integration.conftest import DRIVER, NODE, Node, poll_all, received, sliced

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dra_driver.model.claim import Failed
-from dra_driver.model.record import SetTimeSlice
+from dra_driver.model.steps import SetTimeSlice
 from tests.fakes.waiting import PATIENCE_S, eventually
 from tests.integration.conftest import Json, Node, poll_all, sliced
 

@@ -15,7 +15,7 @@ import yaml
 
 from dra_driver.app.settings import DEFAULT_SIMULATOR_DIR
 from dra_driver.journal.records import RecordStore
-from dra_driver.model.record import StartMaintenance
+from dra_driver.model.steps import StartMaintenance
 from tests.fakes.samples import record
 from tests.fakes.waiting import PATIENCE_S, eventually
 from tests.host.trees import VERSION, driver_root, put_elf_libraries

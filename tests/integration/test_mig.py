@@ -13,6 +13,7 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
+import forked_commands
 import pytest
 import yaml
 
@@ -20,6 +21,7 @@ from dra_driver.claims import lifecycle
 from dra_driver.claims.waiting import WaitTimeouts
 from dra_driver.mig import mode
 from dra_driver.model.sharing import SharingRule, share_all
+from dra_driver.model.steps import STEPS
 from dra_driver.mps_host.host_files import mps_layout
 from dra_driver.nvml.session import NvmlSession
 from dra_driver.simulator.catalogue import MACHINES
@@ -238,3 +240,23 @@ def test_mode_is_switched_next_to_a_process_that_stands_by(make_node: Callable[.
     eventually(lambda: len(node.machine.clients(with_own=True)) == 2)
     node.must_unprepare(ref)
     eventually(lambda: clean(node))  # an Unprepare answers after 8 s at the latest
+
+
+def test_command_destroys_a_mig_device_where_no_daemon_runs(node: Node) -> None:
+    """A process keeps the device after its claim has ended, and no plugin works when the process exits."""
+    assert node.driver.cleaner.runner.runners.keys() == set(STEPS), "each kind of step has what does it"
+    gpu = node.machine.gpu(4)
+    ref = node.allocated_by_hand("part", named(node, "1g.10gb", 0, gpu=4))
+    node.ready(ref)
+    [instance] = node.machine.gpu(4).instances
+    node.machine.hold_gpu(gpu.uuid, 4711, "python3", gpu_instance=instance.id)
+    node.must_unprepare(ref)
+    node.driver.stop()
+    options = ["--kubelet-plugins-directory-path", "--cdi-root", "--simulate", "--simulator-dir"]
+    command = ["cleanup", *node.flags(options), "--now"]
+    busy = forked_commands.run(command, env=dict(os.environ))
+    assert (busy.returncode, "python3" in busy.stdout) == (1, True), f"{busy.stdout} {busy.stderr}"
+    node.machine.release_gpu(gpu.uuid)
+    done = forked_commands.run(command, env=dict(os.environ))
+    assert (done.returncode, done.stdout) == (0, "no pending cleanup found\n"), f"{done.stdout} {done.stderr}"
+    assert (node.machine.gpu(4).instances, node.machine.gpu(4).mig_mode) == ([], 0)

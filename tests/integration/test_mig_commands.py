@@ -12,10 +12,11 @@ from dra_driver.cli.output import device_table
 from dra_driver.journal.ledger import Ledger
 from dra_driver.journal.records import RecordStore
 from dra_driver.journal.rules.cleanups import LedgerEntry
-from dra_driver.model.claim import AllocatedClaim, ClaimRef
+from dra_driver.model.claim import AllocatedClaim, ClaimRef, HeldDevice
 from dra_driver.model.ids import gpu_device_names
 from dra_driver.model.mig import OwnedInstance, Placement
-from dra_driver.model.record import ClaimRecord, CreateMig, HeldDevice
+from dra_driver.model.record import ClaimRecord
+from dra_driver.model.steps import CreateMig
 from dra_driver.simulator import create_machine
 from tests.integration.conftest import DRIVER
 from tests.integration.test_process import call

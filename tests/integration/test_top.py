@@ -28,13 +28,13 @@ from dra_driver.cli.state_on_disk import plugin_problems
 from dra_driver.errors import NvmlUnavailableError, StateError
 from dra_driver.health.store import KeptHealth, encode
 from dra_driver.journal.records import RecordStore
-from dra_driver.model.claim import AllocatedClaim, ClaimRef
+from dra_driver.model.claim import AllocatedClaim, ClaimRef, HeldDevice
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.health import HealthState, HealthTarget, Reason, Severity
 from dra_driver.model.ids import gpu_device_names
 from dra_driver.model.inventory import DriverVersions, Inventory
 from dra_driver.model.problems import NodeProblem, ProblemCode
-from dra_driver.model.record import ClaimRecord, HeldDevice
+from dra_driver.model.record import ClaimRecord
 from dra_driver.nvml import calls
 from dra_driver.reporting.http import HttpEndpoint, json_page
 from dra_driver.reporting.node_problems import Reported

@@ -18,7 +18,7 @@ from dra_driver.journal.records import RecordStore
 from dra_driver.journal.rules.cleanups import LedgerEntry
 from dra_driver.model.claim import ClaimRef
 from dra_driver.model.mig import OwnedInstance, OwnedMode, Placement
-from dra_driver.model.record import CreateMig
+from dra_driver.model.steps import CreateMig
 from dra_driver.simulator import create_machine
 from tests.integration.conftest import DRIVER
 from tests.integration.test_commands import claim, request

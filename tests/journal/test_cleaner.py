@@ -17,14 +17,10 @@ from structlog.testing import capture_logs
 from dra_driver.base.backoff import Backoff
 from dra_driver.errors import RetryableError, StateError
 from dra_driver.journal.cleaner import Cleaner
-from dra_driver.journal.executor import StepDispatcher
-from dra_driver.journal.rules import cleanups
 from dra_driver.journal.rules.cleanups import (
     LedgerEntry,
     PendingCleanup,
     counts,
-    is_undone_in_lane,
-    what,
     withholding,
 )
 from dra_driver.model.claim import ClaimRef
@@ -32,7 +28,8 @@ from dra_driver.model.inventory import OfferedDevice
 from dra_driver.model.mig import Placement
 from dra_driver.model.mps import MpsDaemonSpec, MpsMember
 from dra_driver.model.plan import Plan
-from dra_driver.model.record import ClaimRecord, CreateMig, RunMps, SetTimeSlice, Step, WriteCdiSpec
+from dra_driver.model.record import ClaimRecord
+from dra_driver.model.steps import CreateMig, RunMps, SetTimeSlice, Step, WriteCdiSpec
 from tests.fakes.journal import Journaled
 from tests.fakes.samples import GPU_0, GPU_1, MIG_1G, MIG_3G, MIXED, claim, hold
 from tests.fakes.waiting import PATIENCE_S, eventually
@@ -154,7 +151,7 @@ def test_failed_undo_becomes_a_pending_cleanup_that_the_loop_ends(bench: Bench, 
     assert f"nvidia-smi fails for {type(step).__name__}" in cleanup.text
     [problem] = bench.cleaner.problems()
     assert (problem.code, problem.text, problem.since) == ("cleanup-pending", cleanup.text, cleanup.since)
-    assert problem.subject == what(step)
+    assert problem.subject == step.undoing
     assert bench.cleaner.clean_all() != []
     bench.clean()
     assert bench.files() == []
@@ -416,12 +413,12 @@ def test_many_cleanups_are_compared_with_each_other_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requested = 0
-    things_of = cleanups._things
+    sets = SetTimeSlice.sets
 
-    def counted(step: Step) -> frozenset[cleanups.Thing]:
+    def counted(step: SetTimeSlice) -> frozenset[str]:
         nonlocal requested
         requested += 1
-        return things_of(step)
+        return sets.__get__(step)
 
     def cost(number: int) -> int:
         nonlocal requested
@@ -435,7 +432,7 @@ def test_many_cleanups_are_compared_with_each_other_once(
         assert (len(bench.cleaner.outstanding()), len(kept)) == (1, number)
         return requested
 
-    monkeypatch.setattr(cleanups, "_things", counted)
+    monkeypatch.setattr(SetTimeSlice, "sets", property(counted))
     assert cost(80) < 5 * cost(20), "four times as many"
 
 
@@ -530,16 +527,6 @@ def test_mps_daemon_of_a_mig_device_keeps_no_one_from_its_neighbours(bench: Benc
         bench.clean_before(MIXED.by_name[MIG_1G])
 
 
-def test_command_says_what_it_leaves_to_the_daemon(bench: Bench) -> None:
-    """`cleanup --now` destroys no MIG devices."""
-    made = CreateMig("gpu-0-mig-1g-0", UUID_0, None, 19, "1g.10gb", Placement(0, 1))
-    bench.ledger.add(LedgerEntry(record().ref, BOOT, made))
-    with capture_logs() as logged:
-        [left] = Cleaner(bench.ledger, bench.lanes, StepDispatcher({})).clean_all()
-    assert left.cause == "only the running plugin can undo this step; start gpu-dra-driver on the node"
-    assert [line for line in logged if line["log_level"] == "error"] == []
-
-
 def test_bug_in_one_undo_keeps_no_other_from_being_undone(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -583,7 +570,7 @@ def test_devices_are_withheld_only_where_the_next_pod_would_suffer(
 def test_cleanup_done_by_a_reboot_is_not_pending() -> None:
     ref = record().ref
     kept = [step for step in (SLICE, MPS) if counts(LedgerEntry(ref, "boot-0", step), BOOT)]
-    assert (kept, is_undone_in_lane(CDI)) == ([MPS], False)
+    assert kept == [MPS]
 
 
 def test_mps_cleanup_of_another_boot_is_tried_once(bench: Bench) -> None:

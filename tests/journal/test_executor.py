@@ -18,7 +18,8 @@ from dra_driver.journal.locks import GpuLocks
 from dra_driver.journal.rules.cleanups import LedgerEntry
 from dra_driver.model.claim import ClaimRef
 from dra_driver.model.plan import Plan
-from dra_driver.model.record import ClaimRecord, SetTimeSlice, Step, WriteCdiSpec
+from dra_driver.model.record import ClaimRecord
+from dra_driver.model.steps import SetTimeSlice, Step, WriteCdiSpec
 from tests.fakes.samples import DRIVER, GPU_0, GPU_1, MIXED, NODE, claim, hold
 from tests.fakes.waiting import PATIENCE_S
 

@@ -15,9 +15,9 @@ from dra_driver.journal.records import RecordStore
 from dra_driver.journal.rules.cleanups import LedgerEntry
 from dra_driver.mig.offer import LedgerOwnership
 from dra_driver.model.claim import ClaimRef
-from dra_driver.model.gpu import FunctionBefore, OwnedCard
+from dra_driver.model.gpu import FunctionBefore, OwnedCard, SettingBefore
 from dra_driver.model.mig import GpuInstance, OwnedInstance, OwnedMode, Placement
-from dra_driver.model.record import CreateMig, SetTimeSlice
+from dra_driver.model.steps import CreateMig, SetTimeSlice
 from tests.fakes.clock import Clock
 from tests.fakes.directories import names
 
@@ -28,6 +28,7 @@ ONE = OwnedInstance(
 )  # fmt: skip
 TWO = replace(ONE, device="gpu-00000002-mig-1g10gb-19-3", placement=Placement(3, 1), phase="unknown")
 MODE = OwnedMode(GPU, None, "boot-1")
+NOTE = SettingBefore(GPU, "boot-1", "set_time_slice", 2)
 CARD = OwnedCard(
     GPU,
     "0000:1b:00.0",
@@ -72,13 +73,15 @@ def file(tmp_path: Path) -> Path:
 
 
 def details(ledger: Ledger) -> list[object]:
-    return [one for kind in (OwnedInstance, OwnedMode, OwnedCard) for one in ledger.details(kind)]
+    return [
+        one for kind in (OwnedInstance, OwnedMode, OwnedCard, SettingBefore) for one in ledger.details(kind)
+    ]
 
 
 def test_detail_is_there_until_it_is_removed(
     ledger: Ledger, open_ledger: Callable[..., Ledger], file: Path
 ) -> None:
-    everything = (ONE, TWO, MODE, CARD)
+    everything = (ONE, TWO, MODE, CARD, NOTE)
     for one in everything:
         ledger.save(one)
     ledger.save(replace(ONE, uuid="MIG-2"))
@@ -95,7 +98,7 @@ def test_detail_is_there_until_it_is_removed(
 
 def test_file_has_the_golden_form(ledger: Ledger, file: Path, is_golden: Callable[[Path, str], None]) -> None:
     """Another form would need another format number."""
-    for one in (ONE, MODE, CARD):
+    for one in (ONE, MODE, CARD, NOTE):
         ledger.save(one)
     ledger.add(ENTRY)
     document = json.loads(file.read_bytes()) | {"release": "0.1.0"}
@@ -106,7 +109,7 @@ def test_file_has_the_golden_form(ledger: Ledger, file: Path, is_golden: Callabl
 def test_reboot_makes_everything_void_and_the_next_write_removes_it(
     ledger: Ledger, open_ledger: Callable[..., Ledger], file: Path
 ) -> None:
-    for one in (ONE, MODE, CARD):
+    for one in (ONE, MODE, CARD, NOTE):
         ledger.save(one)
     ledger.add(ENTRY)
     following = open_ledger("boot-2")

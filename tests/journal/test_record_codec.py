@@ -10,17 +10,18 @@ from hypothesis import strategies as st
 
 from dra_driver.errors import StateError
 from dra_driver.journal.records import RECORD_FILE
-from dra_driver.model.claim import AllocatedClaim, ClaimRef, DeviceConfig, DeviceResult, PodRef
+from dra_driver.model.claim import AllocatedClaim, ClaimRef, DeviceConfig, DeviceResult, HeldDevice, PodRef
 from dra_driver.model.mig import Placement
 from dra_driver.model.mps import MpsDaemonSpec, MpsMember, MpsShared, TimeSliced
-from dra_driver.model.record import (
+from dra_driver.model.record import ClaimRecord
+from dra_driver.model.steps import (
+    STEPS,
     BindVfio,
-    ClaimRecord,
     CreateMig,
-    HeldDevice,
     LeaveMigMode,
     RunMps,
     SetTimeSlice,
+    StartMaintenance,
     WriteCdiSpec,
     WriteDeviceMetadata,
 )
@@ -44,6 +45,7 @@ RECORD = ClaimRecord(
         HeldDevice("vfio-0", "vfio", "0b1c", "GPU-5"),
     ),
     steps=(
+        StartMaintenance(("GPU-6",), "Wait", 600),
         LeaveMigMode("GPU-0", None),
         CreateMig("mig-0", "GPU-4", "0000:10:00.0", 14, "2g.20gb", Placement(4, 2)),
         SetTimeSlice("GPU-3", 3),
@@ -73,6 +75,10 @@ known = {"version", "release", "claim", "phase", "bootID", "devices", "steps", "
 
 def changed(**changes: Any) -> bytes:
     return json.dumps(DOCUMENT | changes).encode()
+
+
+def test_golden_record_has_every_kind_of_step() -> None:
+    assert [type(step) for step in RECORD.steps] == [*STEPS]
 
 
 def test_record_has_the_golden_form(is_golden: Callable[[Path, str], None]) -> None:

@@ -20,7 +20,7 @@ from dra_driver.errors import (
 from dra_driver.host.gpu_nodes import MigCaps
 from dra_driver.model.mig import GpuInstance, OwnedInstance, OwnedMode, Placement
 from dra_driver.model.plan import Plan
-from dra_driver.model.record import WriteCdiSpec
+from dra_driver.model.steps import WriteCdiSpec
 from tests.fakes.machines import SimulatedNode
 from tests.fakes.mignode import UNTOUCHED, MigNode, make_idle
 from tests.fakes.preparing import in_threads

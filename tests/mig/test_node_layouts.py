@@ -14,10 +14,12 @@ from dra_driver.base.atomic import write_atomically
 from dra_driver.errors import ApiUnavailableError, NvmlTransientError
 from dra_driver.mig.layout_file import LAYOUT_FILE, LayoutFile, decode
 from dra_driver.mig.layouts import TAINTED_FIRST_S, NodeLayouts
+from dra_driver.model.claim import HeldDevice
 from dra_driver.model.gpu import Card, Gpu
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.mig import GpuLayout, LayoutEntry, MigLayouts, OwnedInstance, OwnedMode
-from dra_driver.model.record import ClaimRecord, HeldDevice, StartMaintenance
+from dra_driver.model.record import ClaimRecord
+from dra_driver.model.steps import StartMaintenance
 from tests.fakes.machines import SimulatedNode
 from tests.fakes.mignode import MigNode, make_idle
 from tests.fakes.preparing import Crash

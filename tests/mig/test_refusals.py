@@ -16,10 +16,11 @@ from dra_driver.claims.waiting import WaitTimeouts
 from dra_driver.errors import NvmlTransientError
 from dra_driver.journal.executor import StepDispatcher
 from dra_driver.mig.rules.counters import partitioned
-from dra_driver.model.claim import AllocatedClaim, Failed, Prepared
+from dra_driver.model.claim import AllocatedClaim, Failed, HeldDevice, Prepared
 from dra_driver.model.inventory import DynamicMigDevice
 from dra_driver.model.mig import GpuInstance, OwnedInstance
-from dra_driver.model.record import ClaimRecord, CreateMig, HeldDevice, LeaveMigMode, WriteCdiSpec
+from dra_driver.model.record import ClaimRecord
+from dra_driver.model.steps import CreateMig, LeaveMigMode, WriteCdiSpec
 from tests.fakes.machines import SimulatedNode
 from tests.fakes.mignode import UNTOUCHED, MigNode, make_idle
 from tests.fakes.preparing import Claims, Devices, Outcomes, SpecSteps, Users, claims_of, noted_waits

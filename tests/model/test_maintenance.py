@@ -6,7 +6,8 @@ import pytest
 
 from dra_driver.model.claim import AllocatedClaim, ClaimRef
 from dra_driver.model.maintenance import Detachment, Maintenance, closed_seconds, maintenances
-from dra_driver.model.record import ClaimRecord, Phase, StartMaintenance
+from dra_driver.model.record import ClaimRecord, Phase
+from dra_driver.model.steps import StartMaintenance
 from tests.fakes.tables import tabled
 
 REF, OTHER = ClaimRef("ops", "reset", "uid-1"), ClaimRef("ops", "flash", "uid-2")

@@ -16,7 +16,7 @@ from dra_driver.errors import DeviceBusyError, InvalidConfigError
 from dra_driver.model.claim import AllocatedClaim, DeviceConfig, Failed, Prepared
 from dra_driver.model.gpu import OwnedCard
 from dra_driver.model.plan import Plan
-from dra_driver.model.record import BindVfio
+from dra_driver.model.steps import BindVfio
 from dra_driver.simulator import SimulatedPciControl
 from tests.fakes.kindnode import FOR_MACHINES, KindNode, Site
 from tests.fakes.preparing import in_threads

@@ -6,10 +6,10 @@ import pytest
 
 from dra_driver.health.book import change_between
 from dra_driver.health.rules.state import REBOOT_AFTER_S, UNRESPONSIVE_AFTER_S, observe
+from dra_driver.model.claim import HeldDevice
 from dra_driver.model.health import Hanging, HealthState, HealthTarget, Reason, Severity
 from dra_driver.model.inventory import DynamicMigDevice
 from dra_driver.model.mig import OwnedInstance, Placement
-from dra_driver.model.record import HeldDevice
 from dra_driver.reporting.rules.device_status import device_statuses, event_of, is_hit
 from tests.fakes.samples import (
     GPU_0,

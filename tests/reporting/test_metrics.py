@@ -19,8 +19,9 @@ from dra_driver.errors import ApiRejectedError, RetryableError
 from dra_driver.journal.executor import StepDispatcher
 from dra_driver.model.claim import AllocatedClaim, ClaimRef, PodRef
 from dra_driver.model.mps import MpsDaemonSpec
-from dra_driver.model.record import ClaimRecord, RunMps, SetTimeSlice, Step, WriteCdiSpec
-from dra_driver.reporting.metrics import Metrics, Operation, reason_of, step_label
+from dra_driver.model.record import ClaimRecord
+from dra_driver.model.steps import STEPS, RunMps, SetTimeSlice, WriteCdiSpec
+from dra_driver.reporting.metrics import Metrics, Operation, reason_of
 from tests.fakes.samples import DRIVER, GPU_0, MIXED, NODE, claim, hold, record
 from tests.fakes.scrapes import (
     DOCUMENT,
@@ -157,8 +158,8 @@ def test_requests_to_the_api_server_are_counted_by_method_and_code(metrics: Metr
 
 
 def test_every_kind_of_step_has_its_own_name_from_the_start(metrics: Metrics) -> None:
-    kinds = {step_label(kind) for kind in get_args(Step)}
-    assert len(kinds) == len(get_args(Step))
+    kinds = {kind.tag for kind in STEPS}
+    assert len(kinds) == len(STEPS)
     assert kinds >= {"set_time_slice", "run_mps", "create_mig", "leave_mig_mode", "write_cdi_spec"}
     for name in ("nvidia_dra_step_duration_seconds_count", "nvidia_dra_step_errors_total"):
         assert by_label(metrics, name, "step", "action") == {
@@ -194,8 +195,7 @@ class Runner:
 def test_steps_are_timed_by_kind_whether_they_fail_or_not(metrics: Metrics) -> None:
     runner, kept = Runner(), record(hold(GPU_0))
     plan = plan_claim(claim(GPU_0), MIXED, NODE, DRIVER, ())
-    runners = dict.fromkeys((WriteCdiSpec, SetTimeSlice, RunMps), runner)
-    observed = StepDispatcher(runners, metrics.step_ended, lambda: runner.now)
+    observed = StepDispatcher(dict.fromkeys(STEPS, runner), metrics.step_ended, lambda: runner.now)
     time_slice, daemon = SetTimeSlice("GPU-1", 2), RunMps(MpsDaemonSpec(GPU_0, "GPU-1", "gpu", "GPU-1"))
     observed.do(WriteCdiSpec(), plan)
     observed.undo(time_slice, kept.ref)

@@ -10,7 +10,8 @@ from dra_driver.errors import DeviceBusyError, StateError
 from dra_driver.model.claim import ClaimRef, PodRef
 from dra_driver.model.mps import MpsDaemonSpec, MpsDaemonStatus, MpsShared
 from dra_driver.model.problems import NodeProblem
-from dra_driver.model.record import ClaimRecord, RunMps, StartMaintenance
+from dra_driver.model.record import ClaimRecord
+from dra_driver.model.steps import RunMps, StartMaintenance
 from dra_driver.reporting.claim_status import ClaimStatusReporter
 from dra_driver.reporting.failing_claims import FailingClaims
 from dra_driver.reporting.reporter import MpsClaims, Reporter

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from dra_driver.errors import DeviceLostError
-from dra_driver.model.claim import PodRef
+from dra_driver.model.claim import HeldDevice, PodRef
 from dra_driver.model.gpu import THROTTLES, GpuLoad, GpuMeters, GpuProcess, GpuUse, ProcessOrigin
 from dra_driver.model.mig import GpuAddress, MigAddress, OwnedInstance, Placement
-from dra_driver.model.record import ClaimRecord, HeldDevice
+from dra_driver.model.record import ClaimRecord
 from dra_driver.reporting import usage
 from dra_driver.reporting.metrics import Metrics
 from dra_driver.reporting.rules.claim_usage import unclaimed

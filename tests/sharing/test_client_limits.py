@@ -15,8 +15,9 @@ from dra_driver.model.claim import DeviceConfig
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import DriverVersions, Inventory, WholeGpu
 from dra_driver.model.mps import LostMps, MpsShared
-from dra_driver.model.record import ClaimRecord, RunMps
+from dra_driver.model.record import ClaimRecord
 from dra_driver.model.sharing import NO_SHARING, SharingPolicy, SharingRule, share_all
+from dra_driver.model.steps import RunMps
 from dra_driver.sharing.rules.client_limits import max_clients
 from dra_driver.sharing.rules.shared_device import ShareLimits, limits_of
 from dra_driver.slices.rules.build import build_pool

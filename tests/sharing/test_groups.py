@@ -12,7 +12,7 @@ import pytest
 from dra_driver.cdi.rules.spec import with_mps
 from dra_driver.claims.rules.plan import plan_claim
 from dra_driver.errors import ClaimRefusedError
-from dra_driver.journal.rules.cleanups import PendingCleanup, by_gpus, gpus_of, what, withholding
+from dra_driver.journal.rules.cleanups import PendingCleanup, by_gpus, withholding
 from dra_driver.model.claim import AllocatedClaim
 from dra_driver.model.driver_files import CdiDevice
 from dra_driver.model.inventory import Inventory
@@ -26,8 +26,9 @@ from dra_driver.model.mps import (
     TimeSliced,
 )
 from dra_driver.model.plan import Plan
-from dra_driver.model.record import ClaimRecord, LeaveMigMode, RunMps, SetTimeSlice, WriteCdiSpec
+from dra_driver.model.record import ClaimRecord
 from dra_driver.model.sharing import NO_SHARING, SharingPolicy, SharingRule, share_all
+from dra_driver.model.steps import LeaveMigMode, RunMps, SetTimeSlice, WriteCdiSpec
 from dra_driver.sharing.rules.modes import incompatibility
 from tests.fakes.samples import DRIVER, GPU_0, GPU_1, GPU_2, NODE, claim, h100, inventory, result, uuid
 from tests.fakes.tables import tabled
@@ -140,8 +141,8 @@ def test_every_gpu_of_the_daemon_is_withheld_while_it_is_still_to_be_stopped() -
         if withholding([cleanup], device, "boot-1") is not None
     ]
     assert withheld == [GPU_0, GPU_1, GPU_2]
-    assert gpus_of(step) == {uuid(0), uuid(1), uuid(2)}
-    assert what(step) == f"stop the MPS daemon of devices {GPU_0}, {GPU_1}, {GPU_2}"
+    assert step.gpus == {uuid(0), uuid(1), uuid(2)}
+    assert step.undoing == f"stop the MPS daemon of devices {GPU_0}, {GPU_1}, {GPU_2}"
 
 
 def test_steps_of_gpus_that_one_daemon_joins_run_one_after_the_other() -> None:

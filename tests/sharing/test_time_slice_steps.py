@@ -9,10 +9,12 @@ from dra_driver.base.deadline import until
 from dra_driver.errors import RetryableError
 from dra_driver.host.driver_programs import NvidiaSmi
 from dra_driver.journal.executor import StepDispatcher
+from dra_driver.journal.ledger import Ledger
 from dra_driver.journal.records import RecordStore
 from dra_driver.model.driver_files import DriverPrograms
 from dra_driver.model.plan import Plan
-from dra_driver.model.record import ClaimRecord, SetTimeSlice
+from dra_driver.model.record import ClaimRecord
+from dra_driver.model.steps import SetTimeSlice
 from dra_driver.sharing.steps import TimeSliceSteps
 from tests.fakes.journal import Journaled
 from tests.fakes.samples import claim
@@ -27,7 +29,7 @@ def hanging(tmp_path: Path) -> TimeSliceSteps:
     found = DriverPrograms("/driver-root", {"nvidia-smi": str(program)}, "/usr/bin:/bin", None)
     records = RecordStore(tmp_path / "claims")
     records.open("boot-1")
-    return TimeSliceSteps(NvidiaSmi(lambda: found), records)
+    return TimeSliceSteps(NvidiaSmi(lambda: found), Ledger(tmp_path / "ledger", records, "boot-1"))
 
 
 def test_nvidia_smi_that_hangs_ends_with_the_kubelets_deadline(
@@ -72,7 +74,7 @@ echo "$@" >> {tmp_path}/asked
         step = SetTimeSlice(f"GPU-{number}", 3)
         node.records.save(ClaimRecord(claim(uid=f"uid-{number}"), "prepared", "boot-1", (), (step,), ""))
     found = DriverPrograms("/driver-root", {"nvidia-smi": str(program)}, "/usr/bin:/bin", None)
-    steps = TimeSliceSteps(NvidiaSmi(lambda: found), node.records)
+    steps = TimeSliceSteps(NvidiaSmi(lambda: found), node.ledger)
     node.work_with(StepDispatcher({}), restorers=[steps])
     node.cleaner.start()
     try:
@@ -114,7 +116,8 @@ def test_time_slice_that_another_reload_loses_in_between_is_set_again(tmp_path: 
     records, requested = Records(tmp_path / "claims"), list[str]()
     records.open("boot-1")
     records.save(ClaimRecord(claim(), "prepared", "boot-1", (), (SetTimeSlice("GPU-1", 3),), ""))
-    steps = TimeSliceSteps(Smi(lambda: None), records)  # type: ignore[arg-type, return-value]
+    ledger = Ledger(tmp_path / "ledger", records, "boot-1")
+    steps = TimeSliceSteps(Smi(lambda: None), ledger)  # type: ignore[arg-type, return-value]
     steps.driver_reloaded()
     while gpus := steps.gpus():
         for gpu in sorted(gpus):

@@ -17,10 +17,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from dra_driver.errors import ClaimRefusedError
-from dra_driver.model.claim import ClaimNow
+from dra_driver.model.claim import ClaimNow, HeldDevice
 from dra_driver.model.dataclass import dataclass
 from dra_driver.model.mps import usage_kind
-from dra_driver.model.record import ClaimRecord, HeldDevice, StartMaintenance
+from dra_driver.model.record import ClaimRecord
+from dra_driver.model.steps import StartMaintenance
 from dra_driver.model.units import counted, named
 from dra_driver.sharing.rules.modes import incompatibility
 

@@ -29,7 +29,15 @@ from dra_driver.claims.rules.holders import (
 )
 from dra_driver.claims.rules.imex_channels import imex_of
 from dra_driver.errors import ClaimRefusedError, DeviceLostError, InvalidConfigError, RetryableError
-from dra_driver.model.claim import AllocatedClaim, ClaimRef, DeviceResult, Prepared, PreparedDevice
+from dra_driver.model.claim import (
+    AllocatedClaim,
+    ClaimRef,
+    DeviceKind,
+    DeviceResult,
+    HeldDevice,
+    Prepared,
+    PreparedDevice,
+)
 from dra_driver.model.dataclass import replace
 from dra_driver.model.host import NO_EXTRA_DEVICES, ExtraDevices
 from dra_driver.model.ids import gpu_of_device
@@ -43,13 +51,13 @@ from dra_driver.model.inventory import (
 )
 from dra_driver.model.mps import LostMps, MpsShared, SharingMode, TimeSliced
 from dra_driver.model.plan import Plan, PlannedDevice, cdi_device, held_silicon
-from dra_driver.model.record import (
+from dra_driver.model.record import ClaimRecord
+from dra_driver.model.remedies import RESET_OR_REBOOT
+from dra_driver.model.sharing import NO_SHARING, SharingPolicy, kind_of
+from dra_driver.model.steps import (
     EVERY_METADATA_VERSION,
     BindVfio,
-    ClaimRecord,
     CreateMig,
-    DeviceKind,
-    HeldDevice,
     LeaveMigMode,
     RunMps,
     SetTimeSlice,
@@ -58,8 +66,6 @@ from dra_driver.model.record import (
     WriteCdiSpec,
     WriteDeviceMetadata,
 )
-from dra_driver.model.remedies import RESET_OR_REBOOT
-from dra_driver.model.sharing import NO_SHARING, SharingPolicy, kind_of
 from dra_driver.sharing.rules.client_limits import max_clients
 from dra_driver.sharing.rules.modes import sharing_modes_of
 

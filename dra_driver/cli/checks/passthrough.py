@@ -10,7 +10,8 @@ from dra_driver.cli.rules.node_state import NodeState
 from dra_driver.host.vfio import VfioCards
 from dra_driver.model.dataclass import dataclass
 from dra_driver.model.gpu import Card
-from dra_driver.model.record import BindVfio, bindings
+from dra_driver.model.record import bindings
+from dra_driver.model.steps import BindVfio
 from dra_driver.model.units import counted, named
 
 

@@ -18,8 +18,9 @@ from dra_driver.model.mig import (
     Partitioning,
     Placement,
 )
-from dra_driver.model.record import ClaimRecord, CreateMig
+from dra_driver.model.record import ClaimRecord
 from dra_driver.model.remedies import reset
+from dra_driver.model.steps import CreateMig
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,8 @@ from dra_driver.model.ids import mig_device_name
 from dra_driver.model.inventory import Inventory
 from dra_driver.model.maintenance import Maintenance
 from dra_driver.model.mig import GpuLayout, OwnedInstance
-from dra_driver.model.record import ClaimRecord, CreateMig
+from dra_driver.model.record import ClaimRecord
+from dra_driver.model.steps import CreateMig
 
 BOOT_UNKNOWN = (
     "the ID of this boot cannot be read, so a claim that is shown as prepared may be from before the last reboot; "

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 
 from dra_driver.cli.rules.node_state import NodeState
-from dra_driver.journal.rules.cleanups import CleanupKind, PendingCleanup
-from dra_driver.model.claim import Pods
+from dra_driver.journal.rules.cleanups import PendingCleanup
+from dra_driver.model.claim import HeldDevice, Pods
 from dra_driver.model.dataclass import dataclass, field
 from dra_driver.model.mig import OwnedInstance
 from dra_driver.model.mps import INTERVALS, LostMps, MpsShared, SharingMode, TimeSliced
 from dra_driver.model.problems import FailingClaim
-from dra_driver.model.record import ClaimRecord, HeldDevice, Step
+from dra_driver.model.record import ClaimRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class ClaimCleanup:
     namespace: str
     name: str
     uid: str
-    kinds: tuple[CleanupKind, ...]
+    kinds: tuple[str, ...]
     since: int
     text: str
 
@@ -84,10 +84,8 @@ Specs = Mapping[str, Sequence[str]] | None
 """The devices in each claim's CDI spec, by claim UID; None if the directory could not be read."""
 
 
-def prepared_claims(
-    state: NodeState, specs: Specs, kind_of: Callable[[Step], str], now: datetime
-) -> tuple[PreparedClaim, ...]:
-    """Return a claim for each record, oldest first. `kind_of` returns the name of a step in records."""
+def prepared_claims(state: NodeState, specs: Specs, now: datetime) -> tuple[PreparedClaim, ...]:
+    """Return a claim for each record, oldest first."""
     ledger = {entry.device: entry for entry in state.owned}
     maintenances = {one.claim: one.text for one in state.maintenances}
     claims = (
@@ -101,7 +99,7 @@ def prepared_claims(
             _boot(record, state.boot_id),
             "unknown" if specs is None else "present" if record.ref.uid in specs else "missing",
             tuple(_device(held, ledger.get(held.device)) for held in record.devices),
-            tuple(kind_of(step) for step in reversed(record.steps)),
+            tuple(step.tag for step in reversed(record.steps)),
             record.claim.pods,
             maintenances.get(record.ref),
         )

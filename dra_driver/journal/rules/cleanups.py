@@ -1,42 +1,29 @@
 """Decides which cleanups are pending: ledger entries whose claims no longer need them.
 
-| Step to undo | Its device until the cleanup |
-|---|---|
-| a time slice | is offered, and no claim waits for the cleanup |
-| an MPS daemon and its compute mode | is withheld; a Prepare that needs the GPU does the cleanup first |
-| a MIG device | is withheld, and so is what overlaps it; a Prepare that needs the GPU destroys it first |
-| a card in vfio, while a virtual machine runs | is withheld, like all devices of the GPU; a Prepare returns it first |
-
-A setting that an active claim also needs is not undone; the active claim's own entry stays. A reboot undoes everything
-except the directories of MPS daemons.
+Until the cleanup, the devices that `KeptStep.withholds` names are withheld, and a Prepare that needs their GPU does the
+cleanup first. A setting that an active claim also needs is not undone; the active claim's own entry stays. A reboot
+undoes everything except the directories of MPS daemons.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Literal
+from typing import TypeVar
 
 from dra_driver.model.claim import AllocatedClaim, ClaimRef
 from dra_driver.model.dataclass import dataclass
-from dra_driver.model.gpu import OwnedCard
+from dra_driver.model.gpu import OwnedCard, SettingBefore
 from dra_driver.model.inventory import OfferedDevice
 from dra_driver.model.mig import OwnedInstance, OwnedMode
-from dra_driver.model.record import (
-    BindVfio,
-    ClaimRecord,
-    CreateMig,
-    HeldDevice,
-    RunMps,
-    SetTimeSlice,
-    StartMaintenance,
-    Step,
-    writes_files,
-)
+from dra_driver.model.record import ClaimRecord
+from dra_driver.model.steps import LEDGER_STEPS, AnyStep, FileStep, LedgerStep
 
-CleanupKind = Literal["time-slice", "mps", "mig-device", "vfio"]
+S = TypeVar("S", bound=AnyStep)
+Detail = OwnedInstance | OwnedMode | OwnedCard | SettingBefore
+"""What a step found or created on a GPU."""
 Thing = tuple[str, str]
-"""What a step sets, such as the time slice of a GPU."""
-CLEANUP_KINDS: tuple[CleanupKind, ...] = ("time-slice", "mps", "mig-device", "vfio")
+"""What a step sets: the kind of its cleanup, and a GPU or device."""
+CLEANUP_KINDS: tuple[str, ...] = tuple(step.cleanup for step in LEDGER_STEPS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,19 +36,19 @@ class LedgerEntry:
 
     claim: ClaimRef
     boot_id: str
-    step: Step
+    step: LedgerStep
     ended: int | None = None
     cause: str | None = None
 
     @property
-    def key(self) -> tuple[str, Step]:
+    def key(self) -> tuple[str, LedgerStep]:
         """The key of the entry. A claim has each step at most once."""
         return self.claim.uid, self.step
 
     @property
     def home(self) -> str:
         """The UUID of the GPU whose ledger has the entry: the first GPU of its step."""
-        return min(gpus_of(self.step))
+        return min(self.step.gpus)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,25 +61,26 @@ class PendingCleanup:
 
     name: str
     record: ClaimRecord
-    steps: tuple[Step, ...]
+    steps: tuple[LedgerStep, ...]
     since: int
     cause: str | None = None
 
     @property
-    def kinds(self) -> tuple[CleanupKind, ...]:
+    def kinds(self) -> tuple[str, ...]:
         """The kinds of the steps to undo, without duplicates."""
-        return tuple(dict.fromkeys(map(kind_of, self.steps)))
+        return tuple(dict.fromkeys(step.cleanup for step in self.steps))
 
     def withholds(self, boot_id: str | None) -> bool:
-        """Whether a device is withheld until this cleanup is done, as in the table above."""
-        return boot_id in (None, self.record.boot_id) and self.kinds != ("time-slice",)
+        """Whether a device is withheld until this cleanup is done."""
+        return boot_id in (None, self.record.boot_id) and any(step.withholds for step in self.steps)
 
     @property
     def text(self) -> str:
         """One sentence: what is pending for which claim, why, and what to do."""
-        pending = ", ".join(what(step) for step in self.steps)
+        pending = ", ".join(step.undoing for step in self.steps)
+        worst = max(self.steps, key=lambda step: LEDGER_STEPS.index(type(step)))  # it is undone first
         cause = f": {self.cause}" if self.cause else ""
-        return f"Cleanup pending for claim {self.record.ref}: {pending}{cause}; {remedy(self.steps)}"
+        return f"Cleanup pending for claim {self.record.ref}: {pending}{cause}; {worst.remedy}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,33 +108,13 @@ Withholding = PendingCleanup | UnreadLedger
 """Why a device is withheld."""
 
 
-def kind_of(step: Step) -> CleanupKind:
-    """Return the kind of cleanup for a step."""
-    match step:
-        case RunMps():
-            return "mps"
-        case CreateMig():
-            return "mig-device"
-        case BindVfio():
-            return "vfio"
-        case _:
-            return "time-slice"
-
-
-def is_undone_in_lane(step: Step) -> bool:
-    """Whether the undo of the step changes a GPU, and can therefore be pending."""
-    return isinstance(step, SetTimeSlice | RunMps | CreateMig | BindVfio)
-
-
-def counts(item: LedgerEntry | OwnedInstance | OwnedMode | OwnedCard, boot_id: str | None) -> bool:
+def counts(item: LedgerEntry | Detail, boot_id: str | None) -> bool:
     """Whether a ledger item is still valid: no reboot has undone it. A reboot does not remove the directory of an MPS
     daemon.
 
     Without a `boot_id`, every item is valid.
     """
-    return boot_id in (None, item.boot_id) or (
-        isinstance(item, LedgerEntry) and isinstance(item.step, RunMps)
-    )
+    return boot_id in (None, item.boot_id) or (isinstance(item, LedgerEntry) and item.step.outlives_reboot)
 
 
 def has_ended(
@@ -160,7 +128,7 @@ def has_ended(
 
 
 def pending_cleanups(
-    entries: Iterable[LedgerEntry], needed: Sequence[Step], since: Callable[[LedgerEntry], int]
+    entries: Iterable[LedgerEntry], needed: Sequence[LedgerStep], since: Callable[[LedgerEntry], int]
 ) -> list[PendingCleanup]:
     """Return one pending cleanup for each ended claim, ordered by UID.
 
@@ -178,64 +146,36 @@ def _pending(
     entries: Sequence[LedgerEntry], kept: Collection[Thing], since: Callable[[LedgerEntry], int]
 ) -> PendingCleanup:
     causes = dict.fromkeys(entry.cause for entry in entries if entry.cause)
-    record = record_of(entries)
+    steps = tuple(entry.step for entry in entries)
+    devices = tuple(held for step in steps for held in step.devices)
+    claim = AllocatedClaim(entries[0].claim, (), ())
+    record = ClaimRecord(claim, "preparing", entries[0].boot_id, devices, steps)
     return PendingCleanup(
         record.ref.uid,
         record,
-        without(record.steps, kept),
+        without(steps, kept),
         min(map(since, entries)),
         "; ".join(causes) or None,
     )
 
 
-def record_of(entries: Sequence[LedgerEntry]) -> ClaimRecord:
-    """Return a record with the data of one claim's entries."""
-    steps = tuple(entry.step for entry in entries)
-    devices = tuple(held for step in steps for held in _devices(step))
-    claim = AllocatedClaim(entries[0].claim, (), ())
-    return ClaimRecord(claim, "preparing", entries[0].boot_id, devices, steps)
-
-
-def _devices(step: Step) -> list[HeldDevice]:
-    match step:
-        case RunMps(spec=spec):
-            named = zip(spec.devices, spec.gpu_uuids, strict=True)
-            return [HeldDevice(device, spec.kind, spec.uuid, gpu_uuid) for device, gpu_uuid in named]
-        case CreateMig():
-            return [HeldDevice(step.device, "mig", "", step.gpu_uuid, placement=step.placement)]
-        case BindVfio():
-            return [HeldDevice(step.device, "vfio", "", step.gpu_uuid)]
-        case _:
-            return []
-
-
-def without(steps: Iterable[Step], kept: Collection[Thing]) -> tuple[Step, ...]:
+def without(steps: Iterable[LedgerStep], kept: Collection[Thing]) -> tuple[LedgerStep, ...]:
     """Return the steps that set nothing in `kept`, so that the same thing is undone only once."""
-    return tuple(step for step in steps if _things(step).isdisjoint(kept))
+    return tuple(step for step in steps if things([step]).isdisjoint(kept))
 
 
-def things(steps: Iterable[Step]) -> frozenset[Thing]:
+def things(steps: Iterable[LedgerStep]) -> frozenset[Thing]:
     """Return what the steps set."""
-    return frozenset[Thing]().union(*map(_things, steps))
+    return frozenset((step.cleanup, name) for step in steps for name in step.sets)
 
 
-def gpus_of(step: Step) -> frozenset[str]:
-    """Return the UUIDs of the GPUs that the step changes."""
-    if isinstance(step, RunMps):
-        return frozenset(step.spec.gpu_uuids)
-    if isinstance(step, StartMaintenance):
-        return frozenset(step.gpu_uuids)
-    uuid = getattr(step, "gpu_uuid", "")
-    return frozenset({uuid} if uuid else ())
-
-
-def by_gpus(steps: Iterable[Step]) -> list[tuple[frozenset[str], list[Step]]]:
+def by_gpus(steps: Iterable[S]) -> list[tuple[frozenset[str], list[S]]]:
     """Group the steps by the GPUs that they change; a group keeps the order of its steps. Leaves out steps that
     only write files.
 
     No GPU is in two groups, so groups can run in parallel. An MPS daemon of several GPUs merges their groups.
     """
-    changing = [(gpus_of(step), step) for step in steps if not writes_files(step)]
+    changing = [(step.gpus, step) for step in steps if not isinstance(step, FileStep)]
     groups: list[frozenset[str]] = []
     for gpus, _ in changing:
         joined = [group for group in groups if group & gpus or group == gpus]
@@ -247,71 +187,13 @@ def withholding(
     cleanups: Iterable[PendingCleanup], device: OfferedDevice, boot_id: str
 ) -> PendingCleanup | None:
     """Return the first pending cleanup that withholds a device; None if there is none."""
+    names = (device.name, device.gpu.uuid)
     return next(
         (
             cleanup
             for cleanup in cleanups
-            if cleanup.withholds(boot_id) and any(_withholds(step, device) for step in cleanup.steps)
+            if cleanup.withholds(boot_id)
+            and any(not step.withholds.isdisjoint(names) for step in cleanup.steps)
         ),
         None,
     )
-
-
-def what(step: Step) -> str:
-    """Return what must be done, such as `destroy MIG device gpu-1-mig-1g10gb-19-0`."""
-    match step:
-        case SetTimeSlice(gpu_uuid=uuid):
-            return f"reset the time slice of GPU {uuid}"
-        case RunMps(spec=spec):
-            noun = "device" if len(spec.devices) == 1 else "devices"
-            return f"stop the MPS daemon of {noun} {', '.join(spec.devices)}"
-        case CreateMig(device=device):
-            return f"destroy MIG device {device}"
-        case BindVfio(gpu_uuid=uuid, pci_bus_id=bus_id):
-            return f"return GPU {uuid} ({bus_id}) to the NVIDIA driver"
-        case _:
-            return type(step).__name__
-
-
-def remedy(steps: Sequence[Step]) -> str:
-    """Return what a person can do about the worst pending step."""
-    kinds = {kind_of(step) for step in steps}
-    if "mps" in kinds:
-        host = "the MPS host (DaemonSet gpu-dra-driver-mps)"
-        return f"gpu-dra-driver retries; check that {host} and nvidia-smi work on the node"
-    if "vfio" in kinds:
-        return "gpu-dra-driver retries"
-    if "mig-device" in kinds:
-        return "gpu-dra-driver retries when the GPU is free"
-    return "gpu-dra-driver retries; check that nvidia-smi works on the node"
-
-
-def _things(step: Step) -> frozenset[Thing]:
-    """Return what a step sets; empty if unknown. A device has at most one MPS daemon, whatever other GPUs the daemon
-    serves.
-    """
-    match step:
-        case SetTimeSlice(gpu_uuid=uuid):
-            return frozenset({("time-slice", uuid)})
-        case RunMps(spec=spec):
-            return frozenset(("mps", device) for device in spec.devices)
-        case CreateMig(device=device):
-            return frozenset({("mig-device", device)})
-        case BindVfio(pci_bus_id=bus_id):
-            return frozenset({("vfio", bus_id)})
-        case _:
-            return frozenset()
-
-
-def _withholds(step: Step, device: OfferedDevice) -> bool:
-    match step:
-        case RunMps(spec=spec) if spec.kind == "mig":
-            return device.name == spec.device
-        case CreateMig(device=name):
-            return device.name == name
-        case RunMps(spec=spec):
-            return device.gpu.uuid in spec.gpu_uuids
-        case BindVfio(gpu_uuid=uuid):
-            return device.gpu.uuid == uuid
-        case _:
-            return False

@@ -14,12 +14,12 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from dra_driver.model.claim import ClaimRef, PodRef
+from dra_driver.model.claim import ClaimRef, HeldDevice, PodRef
 from dra_driver.model.dataclass import dataclass, field
 from dra_driver.model.gpu import GpuLoad, GpuProcess, GpuUse, ProcessOrigin
 from dra_driver.model.inventory import DynamicMigDevice, Inventory, StaticMigDevice
 from dra_driver.model.mig import MigAddress, OwnedInstance
-from dra_driver.model.record import ClaimRecord, HeldDevice
+from dra_driver.model.record import ClaimRecord
 from dra_driver.model.remedies import reset
 
 Origins = Mapping[int, ProcessOrigin]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from dra_driver.health.rules.polling import FABRIC
 from dra_driver.health.rules.taints import MadeInstance, device_reasons, device_targets, instances_by_device
-from dra_driver.model.claim import DeviceFacts, DeviceResult, DeviceStatus, MpsFacts
+from dra_driver.model.claim import DeviceFacts, DeviceResult, DeviceStatus, HeldDevice, MpsFacts
 from dra_driver.model.health import HealthChange, HealthStates, HealthTarget, Reason, Severity
 from dra_driver.model.inventory import (
     DynamicMigDevice,
@@ -21,7 +21,7 @@ from dra_driver.model.inventory import (
 from dra_driver.model.mig import OwnedInstance
 from dra_driver.model.mps import MpsShared
 from dra_driver.model.problems import EventReason
-from dra_driver.model.record import ClaimRecord, HeldDevice
+from dra_driver.model.record import ClaimRecord
 
 CreatedInstanceOf = Callable[[str], OwnedInstance | None]
 

@@ -21,11 +21,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Literal
 
-from dra_driver.model.claim import ClaimRef
+from dra_driver.model.claim import ClaimRef, HeldDevice
 from dra_driver.model.dataclass import dataclass, replace
 from dra_driver.model.gpu import GpuMeasure
 from dra_driver.model.inventory import Inventory
-from dra_driver.model.record import ClaimRecord, HeldDevice
+from dra_driver.model.record import ClaimRecord
 from dra_driver.reporting.rules.claim_usage import gpu_fraction, mig_profile
 
 _LONGEST_SAMPLE_S = 1.5
