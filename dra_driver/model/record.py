@@ -57,7 +57,6 @@ class CreateMig:
 
     @property
     def gpu(self) -> GpuAddress:
-        """The GPU."""
         return GpuAddress(self.gpu_uuid, self.pci_bus_id)
 
 
@@ -70,7 +69,6 @@ class LeaveMigMode:
 
     @property
     def gpu(self) -> GpuAddress:
-        """The GPU."""
         return GpuAddress(self.gpu_uuid, self.pci_bus_id)
 
 
