@@ -21,7 +21,7 @@ unexport PYTHONDONTWRITEBYTECODE
 MACHINE ?= dgx-h100
 
 .DEFAULT_GOAL := help
-.PHONY: audit coverage fuzz gpu-check help setup demo playground docs site serve test check fix bench soak scale cluster cluster-down cluster-status image e2e e2e-matrix e2e-vm lock manifests node-bundle proto clean release
+.PHONY: audit coverage fuzz gpu-check golden help setup demo playground docs site serve test check fix bench soak scale cluster cluster-down cluster-status image e2e e2e-matrix e2e-vm lock manifests node-bundle proto clean release
 
 help: ## Show this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  \1\t/' | expand -t 20
@@ -58,6 +58,9 @@ demo: $(RUNTIME) ## A simulated machine from slices to a prepared claim, without
 playground: $(PROGRAM) ## The plugin on a simulated machine, with an API server for kubectl, until Ctrl-C; MACHINE=dgx-h100 CONFIG=FILE
 	@$(BIN)/python hack/playground run --simulate "$(MACHINE)" $(if $(CONFIG),--config "$(CONFIG)")
 
+golden: proto manifests docs ## Write everything that is generated: golden files, tables of the manual, manifests, docs; then read the diff
+	@$(BIN)/python -m pytest -q --update-golden -m "not cluster"
+
 docs: $(STAMP) ## Write docs/commands.md and docs/pictures with what the commands print now; a test compares them
 	@$(BIN)/python hack/record/commands_page.py
 
@@ -90,7 +93,7 @@ check: $(STAMP) ## Format, lint, types, layers, generated code
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 	@$(BIN)/python hack/proto/generate.py --check
-	@$(BIN)/python hack/manifests.py --check >/dev/null || { echo "run 'make manifests'"; exit 1; }
+	@$(BIN)/python hack/manifests.py --check >/dev/null || { echo "run 'make golden'"; exit 1; }
 
 fix: $(STAMP) ## Format, and fix what can be fixed
 	@$(BIN)/ruff check --fix --quiet . ; $(BIN)/ruff format --quiet .

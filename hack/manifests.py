@@ -2,7 +2,8 @@
 
 It writes
 
-- daemonset/install.yaml, the chart's objects with its default values (rendered by Helm);
+- daemonset/install.yaml, the chart's objects with its default values. Helm renders it if the chart changed, except for
+  the policy, which is copied. Remove the file to render it again;
 - the admission policy for parameters, from their fields in dra_driver/api;
 - the parts of values.schema.json that the driver's configuration file determines, with null allowed for every
   value;
@@ -40,6 +41,7 @@ CHART = DAEMONSET / "chart"
 Json = Any
 
 INSTALL = DAEMONSET / "install.yaml"
+DEFAULTS, POLICY = CHART / "files/defaults.json", CHART / "files/parameters-policy.yaml"
 OF_OTHER_VALUES = frozenset(yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text()))
 NOTHING = "Null: none."
 """Ends the comment of each value in values.yaml for which null means "none" instead of the default."""
@@ -175,10 +177,10 @@ def written() -> Iterator[tuple[Path, str]]:
     import parameters_policy
 
     yield CHART / "values.schema.json", schema()
-    yield CHART / "files/defaults.json", defaults()
+    yield DEFAULTS, defaults()
     readme = DAEMONSET / "README.md"
     yield readme, between(readme.read_text(), "values", values_table())
-    yield CHART / "files/parameters-policy.yaml", parameters_policy.policy()
+    yield POLICY, parameters_policy.policy()
 
 
 def install_head() -> str:
@@ -190,10 +192,18 @@ def install_head() -> str:
     return _HEAD.format(total.hexdigest())
 
 
-def install() -> str:
-    """Return install.yaml."""
+def install(found: str, policy_before: str) -> str:
+    """Return install.yaml, if the chart is not the one from which `found` was rendered.
+
+    `policy_before` is the policy in `found` if the rest of the chart is the same, else empty.
+    """
+    before, now = (text.partition("\nspec:\n")[2] for text in (policy_before, POLICY.read_text()))
+    if before:
+        lines = found.splitlines(keepends=True)[_HEAD.count("\n") :]
+        return install_head() + "".join(lines).replace(before, now)
     import localcluster
 
+    print("rendering daemonset/install.yaml; if Helm is missing, it is built first, which takes minutes")
     return install_head() + localcluster.manifests()
 
 
@@ -205,20 +215,22 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; fail if something would change")
     check = parser.parse_args().check
     changed = []
+    found = INSTALL.read_text() if INSTALL.exists() else ""
+    policy_before = POLICY.read_text() if found.startswith(install_head()) else ""
     for path, text in written():
         if not path.exists() or path.read_text() != text:
             changed.append(str(path.relative_to(ROOT)))
             if not check:
                 path.write_text(text)
+            policy_before = "" if path == DEFAULTS else policy_before
     # Last, because it is rendered from the chart, which contains the other files.
-    found = INSTALL.read_text() if INSTALL.exists() else ""
-    if not found.startswith(install_head()) or (not check and found != install()):
+    if not found.startswith(install_head()):
         changed.append(str(INSTALL.relative_to(ROOT)))
         if not check:
-            INSTALL.write_text(install())
+            INSTALL.write_text(install(found, policy_before))
     print("\n".join(changed) or "nothing changes")
     if check and changed:
-        print("run `make manifests`")
+        print("run `make golden` or `make manifests`")
     return bool(check and changed)
 
 

@@ -19,6 +19,8 @@ import structlog
 from hypothesis import settings
 from localcluster import ClusterError, binaries
 
+from tests.fakes.tables import IsGenerated, IsGolden, generated
+
 settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=60, database=None)
 settings.register_profile("explore", deadline=None, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
@@ -46,8 +48,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--update-golden",
         action="store_true",
-        help="write what the code makes now into tests/golden instead of comparing with it",
+        help="write what the code makes now into golden files and tables of the manual; no other tests run",
     )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keeps only the tests that write golden files when these are rewritten."""
+    if config.getoption("--update-golden"):
+        items[:] = [item for item in items if "update_golden" in getattr(item, "fixturenames", ())]
 
 
 def pytest_collection_finish() -> None:
@@ -198,13 +206,25 @@ def disk_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def is_golden(update_golden: bool) -> Callable[[Path, str], None]:
-    """Compare a text with a golden file, or rewrites that."""
+def is_golden(update_golden: bool) -> IsGolden:
+    """Compares a text with a golden file, or rewrites that."""
 
     def compare(golden: Path, text: str) -> None:
         if update_golden:
             golden.parent.mkdir(exist_ok=True)
             golden.write_text(text)
-        assert text == golden.read_text()
+        assert golden.exists(), f"{golden.name} is missing: run `make golden`, and read the diff"
+        assert text == golden.read_text(), f"{golden.name} differs: run `make golden`, and read the diff"
+
+    return compare
+
+
+@pytest.fixture
+def is_generated(is_golden: IsGolden) -> IsGenerated:
+    """Compares the part of a page between `<!-- name -->` and `<!-- end of name -->`, or rewrites that."""
+
+    def compare(page: Path, name: str, made: str) -> None:
+        before, _, after = generated(page, name)
+        is_golden(page, before + made + after)
 
     return compare

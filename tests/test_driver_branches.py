@@ -1,5 +1,5 @@
-"""docs/versions.md lists the functions that each branch of the NVIDIA driver lacks. `--update-golden`
-rewrites the table from NVIDIA's own libraries and programs, but keeps the hand-written last column.
+"""docs/versions.md lists the functions that each branch of the NVIDIA driver lacks. The table is
+generated from NVIDIA's own libraries and programs, but keeps the hand-written last column.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from dra_driver.errors import RetryableError
 from dra_driver.host.driver_programs import InstalledPrograms
 from dra_driver.model.mps import MpsDaemonSpec, MpsDirectories
 from dra_driver.mps_host.daemon_control import DaemonControl, limit_commands
+from tests.fakes.tables import IsGenerated, generated
 from tests.fakes.waiting import PATIENCE_S
 
 TOP = Path(__file__).parents[1]
 MANUAL = TOP / "docs/versions.md"
-BEGIN, END = "<!-- driver branches -->\n", "<!-- end of driver branches -->\n"
 WHAT_WE_DO = "What we then do"
 OF_BINDING = {
     node.name: node for node in ast.parse(inspect.getsource(pynvml)).body if isinstance(node, ast.FunctionDef)
@@ -42,22 +42,19 @@ LIMITED = MpsDaemonSpec(
 )
 
 
-def test_manual_says_what_the_branch_lacks_and_what_we_then_do(nvidia: Programs, update_golden: bool) -> None:
+def test_manual_says_what_the_branch_lacks_and_what_we_then_do(
+    nvidia: Programs, update_golden: bool, is_generated: IsGenerated
+) -> None:
     lacking = lacking_functions(nvidia) | lacking_commands(nvidia) | lacking_words(nvidia)
-    before, rest = MANUAL.read_text().split(BEGIN)
-    within, after = rest.split(END)
-    branches, lacks, meanings = parsed(within)
+    branches, lacks, meanings = parsed(generated(MANUAL, "driver branches")[1])
     if update_golden:
         branches = sorted({*branches, nvidia.branch})
         lacks[nvidia.branch] = lacking
-        MANUAL.write_text(before + BEGIN + table(branches, lacks, meanings) + END + after)
-        return
-    remedy = "run pytest tests/test_driver_branches.py --update-golden, then fill in what we do"
     if nvidia.branch in branches:
-        assert lacking == lacks[nvidia.branch], remedy
-    assert lacking <= meanings.keys(), f"{nvidia.branch} lacks what the manual has no word about: {remedy}"
-    assert [name for name, meaning in meanings.items() if meaning in ("", "?")] == []
-    assert within == table(branches, lacks, meanings)
+        assert lacking == lacks[nvidia.branch], "run `make golden`, then fill in what we do"
+    is_generated(MANUAL, "driver branches", table(branches, lacks, meanings))
+    unsaid = lacking - meanings.keys() | {name for name, meaning in meanings.items() if meaning in ("", "?")}
+    assert unsaid == set(), "run `make golden`, then fill in what we do"
 
 
 def parsed(within: str) -> tuple[list[str], dict[str, set[str]], dict[str, str]]:

@@ -1,4 +1,4 @@
-"""docs/health.md describes the health model. `--update-golden` rewrites its tables."""
+"""docs/health.md describes the health model; its tables are generated."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dra_driver.health.gpu_health import HealthStream
 from dra_driver.health.rules import state as rules
 from dra_driver.health.rules.state import observe
 from dra_driver.health.rules.taints import PREFIX, TaintPolicy, taints_of
-from dra_driver.health.rules.xids import CATALOG, is_decided
+from dra_driver.health.rules.xids import CATALOG
 from dra_driver.kubelet.pb import dra_health_v1_pb2 as pb
 from dra_driver.model.health import (
     TAINTED_KEYS,
@@ -48,6 +48,7 @@ from dra_driver.model.record import HeldDevice
 from dra_driver.model.remedies import OF_REASONS
 from dra_driver.reporting.claim_status import ClaimHealthReporter
 from tests.fakes.samples import DRIVER, GPU_0, h100, record, uuid
+from tests.fakes.tables import IsGenerated
 
 MANUAL = Path(__file__).parents[1] / "docs/health.md"
 NOW = 1_800_000_000
@@ -63,31 +64,15 @@ GROUPS = {
 """By the effect of the taint and what the kubelet shows for pods, the worst first."""
 
 
-def section(name: str) -> tuple[str, str, str]:
-    """The manual before, within and after two marks."""
-    begin, end = f"<!-- {name}: generated -->\n", f"<!-- end of {name} -->\n"
-    before, rest = MANUAL.read_text().split(begin)
-    within, after = rest.split(end)
-    return before + begin, within, end + after
-
-
-def assert_generated(name: str, made: str, update_golden: bool) -> None:
-    before, within, after = section(name)
-    if update_golden:
-        MANUAL.write_text(before + made + after)
-    else:
-        assert within == made, "run pytest tests/test_health_manual.py --update-golden"
-
-
 @pytest.mark.parametrize("name", ["signals", "xids"])
-def test_manual_says_what_the_model_makes_of_each_observation(name: str, update_golden: bool) -> None:
+def test_manual_says_what_the_model_makes_of_each_observation(name: str, is_generated: IsGenerated) -> None:
     rows = [*MAKERS[name]()]
     assert {group for group, _ in rows} == {*GROUPS}
     made = "\n".join(
         f"{title}\n\n{HEADERS[name]}" + "".join(text for found, text in rows if found == group)
         for group, title in GROUPS.items()
     )
-    assert_generated(name, made, update_golden)
+    is_generated(MANUAL, name, made)
 
 
 Row = tuple[tuple[str, str], str]
@@ -149,13 +134,13 @@ def xid_rows() -> Iterator[Row]:
     for number, entry in CATALOG.items():
         reasons = reported(Xid(number))
         severity = reasons[0].severity if reasons else 0
-        rows.setdefault((f"{9 - severity}", entry.text, entry.bucket), []).append(number)
+        rows.setdefault((f"{9 - severity}", entry.text, entry.action.name), []).append(number)
     for (_, text, bucket), numbers in sorted(rows.items(), key=lambda item: (item[0][0], min(item[1]))):
         [number, *_] = numbers
         reasons = reported(Xid(number))
         shown = ", ".join(map(str, numbers))
         notes = [f"`{bucket}`"] if bucket else []
-        notes += [] if is_decided(number) or not reasons else ["recovery action"]
+        notes += ["recovery action"] if CATALOG[number].action.severity == "undecided" else []
         in_brackets = f" ({', '.join(notes)})" if notes else ""
         group = group_of(reasons[0]) if reasons else ("", "Healthy")
         yield group, f"| {shown} | {text}{in_brackets} |\n"
@@ -209,7 +194,7 @@ KINDS = {
 }
 
 
-def test_manual_has_the_remedies_of_doctor(update_golden: bool) -> None:
+def test_manual_has_the_remedies_of_doctor(is_generated: IsGenerated) -> None:
     starts = [start for start, _ in OF_REASONS]
     assert {*TAINTED_KEYS} <= {start.partition(" ")[0] for start in starts}
     rows: dict[str, list[str]] = {}
@@ -224,7 +209,7 @@ def test_manual_has_the_remedies_of_doctor(update_golden: bool) -> None:
         )
         rows.setdefault(do.replace("|", "\\|"), []).append(f"other {name}" if has_exact else name)
     lines = [f"| {', '.join(names)} | {do} |\n" for do, names in rows.items()]
-    assert_generated("remedies", "".join(["| Reason | What to do |\n|---|---|\n", *lines]), update_golden)
+    is_generated(MANUAL, "remedies", "".join(["| Reason | What to do |\n|---|---|\n", *lines]))
 
 
 def test_health_changes_write_four_events() -> None:

@@ -21,11 +21,10 @@ from dra_driver.errors import DraDriverError, InvalidConfigError
 from dra_driver.kube.client import ApiClient
 from dra_driver.kube.endpoint import load_endpoint
 from tests.fakes.logevents import LEVELS, LogCall, log_calls
-from tests.fakes.tables import tabled
+from tests.fakes.tables import IsGenerated, generated, tabled
 from tests.fakes.waiting import PATIENCE_S
 
 MANUAL = Path(__file__).parents[1] / "docs/log-events.md"
-BEGIN, END = "<!-- log events -->\n", "<!-- end of log events -->\n"
 COMMON_FIELDS = {"claim_uid", "device", "gpu_uuid", "reason", "error", "remedy", "exception"}
 """The table at the top of the manual has them."""
 _NAMES_SAY_IT = ("info", "debug")
@@ -60,20 +59,13 @@ def test_every_event_is_a_constant_name_of_one_meaning() -> None:
     assert not shared, "an event has one meaning, so it is written in one file"
 
 
-def test_manual_lists_every_event_with_its_meaning(update_golden: bool) -> None:
-    text = MANUAL.read_text()
-    before, rest = text.split(BEGIN)
-    table, after = rest.split(END)
-    lines = [line for line in table.splitlines() if line.startswith("|")]
-    rows = [[cell.strip() for cell in line.strip("|\n").split(" | ")] for line in lines]
+def test_manual_lists_every_event_with_its_meaning(is_generated: IsGenerated) -> None:
+    _, table, _ = generated(MANUAL, "log events")
+    rows = [[cell.strip() for cell in line.strip("|\n").split(" | ")] for line in table.splitlines()]
     meanings = {row[0].split("`")[1]: row[-1] for row in rows if "`" in row[0]}
-    made = "".join(event_table(meanings))
-    if update_golden:
-        MANUAL.write_text(before + BEGIN + made + END + after)
-    else:
-        assert table == made, "run pytest tests/test_logs.py --update-golden, then fill in the meanings"
-        assert [event for event, meaning in meanings.items() if meaning in ("", "?")] == []
-        assert len(set(meanings.values())) == len(meanings), "two events have the same meaning"
+    is_generated(MANUAL, "log events", "".join(event_table(meanings)))
+    assert [event for event, meaning in meanings.items() if meaning in ("", "?")] == []
+    assert len(set(meanings.values())) == len(meanings), "two events have the same meaning"
 
 
 def event_table(meanings: dict[str, str]) -> Iterator[str]:

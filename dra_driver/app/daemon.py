@@ -113,6 +113,8 @@ _STEPS_S = 3.0
 """How long steps on GPUs may still take after the calls have ended. One that hangs goes on alone."""
 _HAND_OVER_S = 30.0
 """How long a hand-over may take in all."""
+_TAKES_BACK_S = 60.0
+"""How long another process works before one that never was ready takes the node back."""
 _LATE_S = 45.0
 _SCAN_S = 2.0
 _RESCAN_S = 10.0
@@ -136,8 +138,12 @@ class Driver:
     running.
     """
 
-    def __init__(self, settings: Settings, platform: Platform | None = None) -> None:
-        """Create all parts without starting them. Raises: InvalidConfigError; StateError without a boot ID."""
+    def __init__(
+        self, settings: Settings, platform: Platform | None = None, *, was_ready: bool = False
+    ) -> None:
+        """Create all parts without starting them. `was_ready`: this process has been ready before. Raises:
+        InvalidConfigError; StateError without a boot ID.
+        """
         self.settings = settings
         self._platform = platform or platform_of(settings)
         self._paths, self._plugin_dir = self._platform.paths, settings.plugin_directory
@@ -147,7 +153,8 @@ class Driver:
         self._registered = threading.Event()
         self._fatal: Exception | None = None
         self._running: list[Part] = []
-        self._works = self._stood_by = self._has_handed_over = self._was_ready = self.starts_again = False
+        self._works = self._stood_by = self.starts_again = False
+        self._handed_over_at: float | None = None
         self._asked_at: float | None = None
         self._turns = BackgroundWorker("handover", self._turn, lambda _: _TURN_S)
         self._make_state()
@@ -159,14 +166,14 @@ class Driver:
         self._make_claims()
         self._make_publishing()
         self._watch_usage()
-        self._make_kubelet_plugin()
+        self._make_kubelet_plugin(was_ready=was_ready)
         self._register_metrics()
         self._parts = tuple(self._all_parts())
 
     def _make_state(self) -> None:
         """Create the parts for the files on disk, which the next instance also uses."""
         settings, directory = self.settings, self._plugin_dir
-        self.records = RecordStore(directory / "claims")
+        self.records = RecordStore(directory / "claims", self.boot_id)
         self.lanes = Lanes(GpuLocks(directory / "locks"))
         self._specs = CdiDirectory(Path(settings.cdi_root), settings.driver_name)
         self._metadata_files = MetadataFiles(directory, settings.cdi_root, settings.driver_name)
@@ -405,7 +412,7 @@ class Driver:
             metrics=self.metrics,
         )
 
-    def _make_kubelet_plugin(self) -> None:
+    def _make_kubelet_plugin(self, *, was_ready: bool) -> None:
         """Create the parts that answer the kubelet's calls and probes, and that collect the node's problems."""
         settings, directory, publisher = self.settings, self._plugin_dir, self.publishing.publisher
         self._plugin = KubeletPlugin(
@@ -446,7 +453,9 @@ class Driver:
             directory,
             lambda: publisher.has_pool,
         )
-        self.probes = Probes(self._plugin, self.discovery, publisher, self.node_problems.notes, self.idle)
+        self.probes = Probes(
+            self._plugin, self.discovery, publisher, self.node_problems.notes, self.idle, was_ready
+        )
 
     def _register_metrics(self) -> None:
         """Register the sources of the metrics' values."""
@@ -539,19 +548,17 @@ class Driver:
         self.client.open()
 
     def _open_state(self) -> None:
-        self._read_state()
-        self._refuse_other_names()
+        self.records.open(self.boot_id)
+        self.ledger.open()
+        self._use_state()
         self.lanes.open()
         self._specs.create()
         self._metadata_files.create()
         self._maintenance.open()
 
-    def _read_state(self) -> None:
-        self.records.open(self.boot_id)
-        self.ledger.open()
+    def _use_state(self) -> None:
+        """Read what decides the names of devices. Stores that are not open read the disk, and change no file."""
         self.passthrough.open()
-
-    def _refuse_other_names(self) -> None:
         refuse_other_names(self.settings.device_names, self.ledger.known_records())
 
     def _close_state(self) -> None:
@@ -578,8 +585,7 @@ class Driver:
             else:
                 self._stood_by = True
                 _log.info("standby", pid=os.getpid())
-                self._read_state()
-                self._refuse_other_names()
+                self._use_state()
                 self._start(part for part in self._parts if part.stands_by and part.name != _PLUGIN)
             self._turns.start()
         except BaseException:
@@ -599,15 +605,21 @@ class Driver:
                 if not self._worker.is_asked():
                     return _WORKER_LOOKS_S
                 self._hand_over()
-            elif self._has_handed_over:
+            elif self._handed_over_at is not None:
                 if self._worker.take():  # no newer process is left
                     self.starts_again = True
                     self._stopped.set()
+                elif not self.probes.was_ready and time.monotonic() - self._handed_over_at > _TAKES_BACK_S:
+                    # A rolling update waits for this process, which can only become ready when it works.
+                    text = "this process handed the node over before it was ready; it starts again to take it back"
+                    self._die(FatalError(text))
             else:
                 self._stand_by()
         except StateError as error:
             _log.warning("worker_unknown", reason=str(error))
             return _LOCK_FAILED_S
+        except FatalError as error:
+            self._die(error)
         return _TURN_S
 
     def _stand_by(self) -> None:
@@ -636,7 +648,8 @@ class Driver:
 
         If that fails or takes too long, this process ends, which releases its right to work.
         """
-        began, self._was_ready = time.monotonic(), self.is_ready()
+        began = time.monotonic()
+        self.is_ready()  # noted in `probes`
         late = FatalError(f"this process could not hand the node over within {_HAND_OVER_S:.0f} s")
         limit = threading.Timer(_HAND_OVER_S, self._die, [late])
         limit.daemon = True
@@ -655,7 +668,7 @@ class Driver:
         self.claims.waiter.stop()
         if not self.claims.admission.close(_CALLS_S):
             _log.warning("calls_unfinished", reason=f"they have not ended within {_CALLS_S:.0f} s")
-        self._works, self._has_handed_over = False, True
+        self._works, self._handed_over_at = False, time.monotonic()
         self.health.stream.stop()
         ending = [part for part in self._running if not part.stands_by]
         self._running = [part for part in self._running if part.stands_by]
@@ -690,7 +703,7 @@ class Driver:
     def _is_asked(self) -> bool:
         try:
             return self._worker.is_asked()
-        except StateError:
+        except (StateError, FatalError):
             return False
 
     def _stop(self, parts: list[Part]) -> None:
@@ -716,10 +729,10 @@ class Driver:
         if self._works:
             is_starting = self._stood_by and not self.claims.admission.is_open
             return Idle("this process starts to work on the node", is_fault=True) if is_starting else None
-        if self._has_handed_over:
+        if self._handed_over_at is not None:
             # Kubernetes must not delete its pod until the newer one is ready.
             text = "this process has handed the node over to a newer process of gpu-dra-driver"
-            return Idle(text, is_fault=not self._was_ready)
+            return Idle(text, is_fault=not self.probes.was_ready)
         waited_s = 0.0 if self._asked_at is None else time.monotonic() - self._asked_at
         if waited_s < _LATE_S:
             text = "this process waits until another process of gpu-dra-driver hands the node over"

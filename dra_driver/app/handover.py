@@ -17,6 +17,7 @@ killed process whose thread hangs in the kernel keeps its locks, but does not co
 | of the worker | no lock | the newest standby process works, or the next start |
 | of a process that asks, before it works | a worker that hands over or has handed over | that one starts anew |
 | of a process that asks, when it works | as above | as above, with the records on disk |
+| of an older pod's process, which starts again as the newest | one that was never ready | after a minute that one too |
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from pathlib import Path
 
 from dra_driver.base.atomic import open_plain, state_error
 from dra_driver.base.file_lock import LOCK_LAYOUT, byte_lock
-from dra_driver.errors import StateError
+from dra_driver.errors import FatalError, StateError
 from dra_driver.host.processes import sees_all_processes, start_time
 from dra_driver.kubelet.sockets import ensure_plugin_dir
 from dra_driver.reporting.node_problems import WORKER_LOCK
@@ -42,7 +43,10 @@ _FIRST, _LAST = 4, 2**62
 
 
 class WorkerLock:
-    """The right to work on a node, for one process at a time. Thread-safe."""
+    """The right to work on a node, for one process at a time. Thread-safe.
+
+    Every method but `close` raises FatalError if the lock file was removed.
+    """
 
     def __init__(self, directory: Path, proc: str = "/proc") -> None:
         self._path, self._proc = directory / WORKER_LOCK, proc
@@ -88,6 +92,11 @@ class WorkerLock:
                 self._descriptor = open_plain(self._path, os.O_RDWR | os.O_CREAT)
             except OSError as error:
                 raise state_error("open the lock file", self._path, error) from error
+        if os.fstat(self._descriptor).st_nlink == 0:
+            # A newer process would lock another file, and two would work.
+            raise FatalError(
+                f"{self._path} was removed, so this process can no longer lock it, and starts again"
+            )
         return self._descriptor
 
     def _lock(self, offset: int, kind: int = fcntl.F_WRLCK) -> None:

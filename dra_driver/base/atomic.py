@@ -135,6 +135,7 @@ def write_atomically(
     mode: int = 0o600,
     durable: bool = True,
     whole: bool = True,
+    permit: Callable[[], object] = lambda: None,
 ) -> None:
     """Replace `path` with `content`.
 
@@ -143,15 +144,18 @@ def write_atomically(
     if the writer is killed.
 
     `whole` syncs the content before the rename; without it, a power cut may leave an empty file. `durable` also
-    syncs the directory; without it, a power cut may restore the old content.
+    syncs the directory; without it, a power cut may restore the old content. `permit` is called right before the
+    rename, because a sync may hang for minutes; its StateError keeps the old file.
 
     Raises: StateError.
     """
     with WRITES.writing(path.parent):
-        _write(path, content, mode, durable=durable, whole=whole)
+        _write(path, content, mode, permit, durable=durable, whole=whole)
 
 
-def _write(path: Path, content: bytes, mode: int, *, durable: bool, whole: bool) -> None:
+def _write(
+    path: Path, content: bytes, mode: int, permit: Callable[[], object], *, durable: bool, whole: bool
+) -> None:
     try:
         name, descriptor = _locked_temporary(path, mode)
     except OSError as error:
@@ -162,14 +166,17 @@ def _write(path: Path, content: bytes, mode: int, *, durable: bool, whole: bool)
             os.fchmod(descriptor, mode)
             if durable or whole:
                 os.fsync(descriptor)
+            permit()
             name.replace(path)
         finally:
             os.close(descriptor)  # releases the lock too
         if durable:
             sync_directory(path.parent)
-    except OSError as error:
+    except (OSError, StateError) as error:
         with suppress(OSError):
-            Path(name).unlink()
+            name.unlink()
+        if isinstance(error, StateError):
+            raise
         raise state_error("write", path, error) from error
 
 

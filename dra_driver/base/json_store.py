@@ -204,7 +204,7 @@ class JsonStore(Generic[T]):
         if left is not None and left.newer is not None:
             raise StateError(f"cannot write {path}: {left.newer}")
         try:
-            write_atomically(path, self.encode(value), durable=durable, whole=whole)
+            write_atomically(path, self.encode(value), durable=durable, whole=whole, permit=self._refuse)
         except StateError:
             with self._lock, suppress(StateError):
                 self._read(name)  # the file may be replaced, but not synced

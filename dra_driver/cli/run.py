@@ -63,8 +63,9 @@ def run(given: Namespace) -> None:
             driver.end()
 
     watch.on(end, signal.SIGTERM, signal.SIGINT)
+    was_ready = False
     while True:
-        driver = Driver(settings)
+        driver = Driver(settings, was_ready=was_ready)
         drivers[:] = [driver]
         if is_over.is_set():
             return
@@ -75,6 +76,7 @@ def run(given: Namespace) -> None:
             driver.stop()
         if not driver.starts_again:
             return
+        was_ready = driver.probes.was_ready
 
 
 _CHANGES_BEHAVIOUR = {

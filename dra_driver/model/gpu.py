@@ -6,10 +6,11 @@ Every value of a GPU except its UUID may be unknown; it is then None, never 0.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping, Sequence
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Literal
 
-from dra_driver.model.dataclass import dataclass, field
+from dra_driver.model.dataclass import dataclass, field, fields
+from dra_driver.model.ids import pci_bus_id
 from dra_driver.model.mig import MigDevice, Partitioning
 
 
@@ -61,6 +62,55 @@ FabricRegistration = Fabric | UnreadyFabric | None
 
 
 @dataclass(frozen=True, slots=True)
+class Reading:
+    """How NVML reports a field of `Gpu`.
+
+    `what` names the query in faults. `call` is the name of the function in NVML's Python binding, and `to` converts its
+    result; without a `call`, `nvml.readings` determines the field, perhaps with several queries. If NVML does not
+    support the call, the field is `absent`. If a query of the field fails, the field keeps its last known value. A
+    field that is `kept_current` is read every two seconds, and a change is published at once, so its call must be fast.
+    """
+
+    what: tuple[str, ...]
+    call: str = ""
+    to: Callable[[Any], Any] | None = None
+    absent: object = None
+    kept_current: bool = False
+
+
+def _read(
+    what: str | tuple[str, ...],
+    call: str = "",
+    to: Callable[[Any], Any] | None = None,
+    *,
+    default: Any = None,
+    **more: Any,
+) -> Any:
+    """Return a field of Gpu that NVML reports; the arguments are those of Reading."""
+    names = (what,) if isinstance(what, str) else what
+    return field(default=default, metadata={"reading": Reading(names, call, to, **more)})
+
+
+def _addressing_mode(value: Any) -> str | None:
+    mode = getattr(value, "value", value)
+    return _ADDRESSING_MODES.get(mode) if isinstance(mode, int) else None
+
+
+# By NVML's numbers.
+_BRANDS: Final = {
+    0: "Unknown", 1: "Quadro", 2: "Tesla", 3: "NVS", 4: "Grid", 5: "GeForce", 6: "Titan",
+    7: "NvidiaVApps", 8: "NvidiaVPC", 9: "NvidiaVCS", 10: "NvidiaVWS", 11: "NvidiaCloudGaming",
+    12: "QuadroRTX", 13: "NvidiaRTX", 14: "Nvidia", 15: "GeForceRTX", 16: "TitanRTX",
+}  # fmt: skip
+_ARCHITECTURES: Final = {
+    2: "Kepler", 3: "Maxwell", 4: "Pascal", 5: "Volta", 6: "Turing", 7: "Ampere", 8: "Ada Lovelace",
+    9: "Hopper", 10: "Blackwell", 11: "DLA", 12: "DLA", 13: "Rubin", 15: "NPU",
+}  # fmt: skip
+_ADDRESSING_MODES: Final = {0: "None", 1: "HMM", 2: "ATS"}
+_MIG_MODE: Final = ("MIG mode", "nvmlDeviceGetMigMode")
+
+
+@dataclass(frozen=True, slots=True)
 class Gpu:
     """One physical GPU.
 
@@ -74,27 +124,31 @@ class Gpu:
     """
 
     uuid: str
-    index: int | None = None
-    minor: int | None = None
-    pci_bus_id: str | None = None
-    product_name: str | None = None
-    brand: str | None = None
-    architecture: str | None = None
-    cuda_compute_capability: tuple[int, int] | None = None
-    memory_bytes: int | None = None
-    addressing_mode: str | None = None
+    index: int | None = _read("index", "nvmlDeviceGetIndex")
+    minor: int | None = _read("minor number", "nvmlDeviceGetMinorNumber", kept_current=True)
+    pci_bus_id: str | None = _read("PCI bus ID", "nvmlDeviceGetPciInfo", lambda info: pci_bus_id(info.busId))
+    product_name: str | None = _read("product name", "nvmlDeviceGetName")
+    brand: str | None = _read("brand", "nvmlDeviceGetBrand", _BRANDS.get)
+    architecture: str | None = _read("architecture", "nvmlDeviceGetArchitecture", _ARCHITECTURES.get)
+    cuda_compute_capability: tuple[int, int] | None = _read(
+        "CUDA compute capability", "nvmlDeviceGetCudaComputeCapability", tuple
+    )
+    memory_bytes: int | None = _read("memory", "nvmlDeviceGetMemoryInfo", lambda info: int(info.total))
+    addressing_mode: str | None = _read("addressing mode", "nvmlDeviceGetAddressingMode", _addressing_mode)
     pcie_root: str | None = None
     numa_node: int | None = None
-    nvlink_links: int | None = None
-    fabric: Fabric | None = None
-    unready_fabric: UnreadyFabric | None = None
-    mig_capable: bool | None = None
-    mig_enabled: bool = False
-    mig_devices: tuple[MigDevice, ...] = ()
-    multiprocessors: int | None = None
+    nvlink_links: int | None = _read("NVLink")
+    fabric: Fabric | None = _read("NVLink fabric")
+    unready_fabric: UnreadyFabric | None = _read("NVLink fabric")
+    mig_capable: bool | None = _read(*_MIG_MODE, lambda _: True, absent=False, kept_current=True)
+    mig_enabled: bool = _read(
+        *_MIG_MODE, lambda mode: mode[0] == 1, absent=False, default=False, kept_current=True
+    )
+    mig_devices: tuple[MigDevice, ...] = _read("MIG mode", default=())
+    multiprocessors: int | None = _read(("CUDA compute capability", "number of cores"))
     partitioning: Partitioning | None = None
-    memory_numa_node: int | None = None
-    persistence: bool | None = None
+    memory_numa_node: int | None = _read(("addressing mode", "NUMA node of the memory"))
+    persistence: bool | None = _read("persistence mode", "nvmlDeviceGetPersistenceMode", bool)
 
     @property
     def fabric_registration(self) -> FabricRegistration:
@@ -105,6 +159,14 @@ class Gpu:
     def can_be_whole(self) -> bool:
         """Whether the GPU is not in MIG mode, or leaves it for a claim that needs the whole GPU."""
         return not self.mig_enabled or (self.partitioning is not None and self.partitioning.offers_whole)
+
+
+READINGS: Final[Mapping[str, Reading]] = {
+    one.name: one.metadata["reading"] for one in fields(Gpu) if "reading" in one.metadata
+}
+"""The fields of a GPU that NVML reports."""
+CHANGED_BY_MIG: Final = frozenset({"minor", "mig_capable", "mig_enabled"})
+"""The fields that are kept current and change when the GPU's MIG mode changes."""
 
 
 @dataclass(frozen=True, slots=True)

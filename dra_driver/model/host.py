@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping
 from typing import Final, Literal, get_args
 
-from dra_driver.model.dataclass import dataclass
+from dra_driver.model.dataclass import dataclass, field
 
 NodeType = Literal["b", "c", "u", "p"]
 
@@ -87,16 +87,12 @@ class HostFingerprint:
 
 @dataclass(frozen=True, slots=True)
 class GpuFingerprint:
-    """A GPU that NVML lists. A GPU that hangs has the values of its last fingerprint, or an empty `uuid` if it never
-    had one.
-
-    `mig_mode` is (current, after the next reset) in NVML's numbers, None without MIG; `minor` is the N of
-    /dev/nvidiaN; a change of the mode may change it.
+    """A GPU that NVML lists, with `values` of the fields of `Gpu` that are kept current. A GPU that hangs has its last
+    fingerprint, or an empty `uuid` if it never had one.
     """
 
     uuid: str
-    minor: int | None = None
-    mig_mode: tuple[int, int] | None = None
+    values: Mapping[str, Hashable] = field(default_factory=dict)
 
 
 NvmlFingerprint = tuple[GpuFingerprint | None, ...]

@@ -19,7 +19,7 @@ YAML_ERRORS: Final = (ValueError, LookupError, AttributeError, RecursionError)
 
 
 Test = Callable[[Any], str | None]
-"""Returns what is wrong with a value, as the end of a sentence; None if it is valid."""
+"""Return what is wrong with a value, as the end of a sentence; None if it is valid."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,27 +5,17 @@ computing, which NVML reports for the whole machine.
 from __future__ import annotations
 
 import uuid as uuidlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import pynvml
 
 from dra_driver.errors import DraDriverError, NotSupportedError, RetryableError
-from dra_driver.model.dataclass import dataclass, field
-from dra_driver.model.gpu import Fabric, FabricRegistration, Gpu, UnreadyFabric
-from dra_driver.model.ids import pci_bus_id
+from dra_driver.model.dataclass import dataclass, field, replace
+from dra_driver.model.gpu import READINGS, Fabric, FabricRegistration, Gpu, Reading, UnreadyFabric
 from dra_driver.model.inventory import ConfidentialMode, DiscoveryFault
-from dra_driver.nvml.calls import Handle, best_effort, nvml_errors, supported
+from dra_driver.nvml.calls import Handle, nvml_errors, query, supported
 
-_BRANDS = {
-    0: "Unknown", 1: "Quadro", 2: "Tesla", 3: "NVS", 4: "Grid", 5: "GeForce", 6: "Titan",
-    7: "NvidiaVApps", 8: "NvidiaVPC", 9: "NvidiaVCS", 10: "NvidiaVWS", 11: "NvidiaCloudGaming",
-    12: "QuadroRTX", 13: "NvidiaRTX", 14: "Nvidia", 15: "GeForceRTX", 16: "TitanRTX",
-}  # fmt: skip
-_ARCHITECTURES = {
-    2: "Kepler", 3: "Maxwell", 4: "Pascal", 5: "Volta", 6: "Turing", 7: "Ampere", 8: "Ada Lovelace",
-    9: "Hopper", 10: "Blackwell", 11: "DLA", 12: "DLA", 13: "Rubin", 15: "NPU",
-}  # fmt: skip
 NOT_GPUS = frozenset({"DLA", "NPU"})
 """Architectures of devices that NVML may list but that are not GPUs."""
 _CORES_PER_MULTIPROCESSOR = {
@@ -33,7 +23,6 @@ _CORES_PER_MULTIPROCESSOR = {
     (6, 1): 128, (6, 2): 128, (7, 0): 64, (7, 2): 64, (7, 5): 64, (8, 0): 64, (8, 6): 128, (8, 7): 128,
     (8, 9): 128, (9, 0): 128, (10, 0): 128, (10, 1): 128, (10, 3): 128, (11, 0): 128, (12, 0): 128, (12, 1): 128,
 }  # fmt: skip
-_ADDRESSING_MODES = {0: "None", 1: "HMM", 2: "ATS"}
 _MAX_LINKS = pynvml.NVML_NVLINK_MAX_LINKS
 _UP = frozenset({pynvml.NVML_FEATURE_ENABLED, getattr(pynvml, "NVML_NVLINK_STATE_SLEEP", 2)})
 ABSENT, NOT_STARTED, IN_PROGRESS, COMPLETED = range(4)
@@ -64,27 +53,49 @@ _SETTINGS_ABSENT = (
 
 @dataclass(slots=True)
 class FaultLog:
-    """Collects read failures about one subject, so that one unreadable attribute never hides a GPU."""
+    """Collects read failures about one subject, so that one unreadable attribute never hides a GPU. `failed` has
+    the texts of the faults by the names of the queries.
+    """
 
     subject: str
     faults: list[DiscoveryFault] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
 
-    def read(
-        self, what: str, call: Callable[..., Any], *args: object, to: Callable[[Any], object] | None = None
-    ) -> Any:
-        """Return the call's result converted by `to`; None if the call is not supported, or if it failed, which adds
-        a fault.
+    def read(self, what: str, call: Callable[..., Any], *args: object) -> Any:
+        """Return the call's result; None if the call is not supported, or if it failed, which adds a fault.
 
         Raises: DeviceLostError, NvmlUnavailableError, because nothing else can be read after these.
         """
-        with best_effort(lambda error: self.faults.append(DiscoveryFault(self.subject, f"{what}: {error}"))):
-            value = supported(call, *args)
-            return value if value is None or to is None else to(value)
-        return None
+
+        def failed(error: Exception) -> None:
+            self.failed[what] = f"{what}: {error}"
+            self.faults.append(DiscoveryFault(self.subject, self.failed[what]))
+
+        return query(call, *args, failed=failed)
 
 
-def read_gpu(index: int) -> tuple[Handle, Gpu, list[DiscoveryFault]]:
-    """Return the NVML handle and the values of GPU number `index`, and a fault for each failed read.
+def read_values(handle: Handle, readings: Mapping[str, Reading], read: Callable[..., Any]) -> dict[str, Any]:
+    """Return the fields of a GPU that have a call. `read` gets the name of a query, a function and its arguments, and
+    returns the function's result, or None. Its errors are passed on.
+    """
+    answers: dict[str, Any] = {}
+    values: dict[str, Any] = {}
+    for name, reading in readings.items():
+        if not reading.call:
+            continue
+        [what] = reading.what
+        if reading.call not in answers:
+            answers[reading.call] = read(what, getattr(pynvml, reading.call), handle)
+        answer = answers[reading.call]
+        if answer is None:
+            values[name] = reading.absent
+        else:
+            values[name] = answer if reading.to is None else read(what, reading.to, answer)
+    return values
+
+
+def read_gpu(index: int) -> tuple[Handle, Gpu, FaultLog]:
+    """Return the NVML handle and the values of GPU number `index`, and what could not be read.
 
     MIG devices and topology are read elsewhere. Raises: DeviceLostError, RetryableError if the handle or the
     UUID cannot be read.
@@ -93,51 +104,24 @@ def read_gpu(index: int) -> tuple[Handle, Gpu, list[DiscoveryFault]]:
         handle = pynvml.nvmlDeviceGetHandleByIndex(index)
         uuid = pynvml.nvmlDeviceGetUUID(handle)
     log = FaultLog(f"GPU {uuid}")
-    mig_mode = log.read("MIG mode", pynvml.nvmlDeviceGetMigMode, handle)
-    compute = log.read("CUDA compute capability", pynvml.nvmlDeviceGetCudaComputeCapability, handle, to=tuple)
-    fabric = _fabric(log, handle)
-    addressing = log.read("addressing mode", pynvml.nvmlDeviceGetAddressingMode, handle, to=_addressing_mode)
-    gpu = Gpu(
-        uuid=uuid,
-        index=log.read("index", pynvml.nvmlDeviceGetIndex, handle),
-        minor=_minor(log, handle),
-        pci_bus_id=log.read(
-            "PCI bus ID", pynvml.nvmlDeviceGetPciInfo, handle, to=lambda info: pci_bus_id(info.busId)
-        ),
-        product_name=log.read("product name", pynvml.nvmlDeviceGetName, handle),
-        brand=log.read("brand", pynvml.nvmlDeviceGetBrand, handle, to=_BRANDS.get),
-        architecture=log.read(
-            "architecture", pynvml.nvmlDeviceGetArchitecture, handle, to=_ARCHITECTURES.get
-        ),
-        cuda_compute_capability=compute,
-        memory_bytes=log.read(
-            "memory", pynvml.nvmlDeviceGetMemoryInfo, handle, to=lambda memory: int(memory.total)
-        ),
-        addressing_mode=addressing,
-        nvlink_links=log.read(
-            "NVLink", link_states, handle, to=lambda states: sum(states) if states else None
-        ),
-        fabric=fabric if isinstance(fabric, Fabric) else None,
-        unready_fabric=fabric if isinstance(fabric, UnreadyFabric) else None,
-        mig_capable=mig_mode is not None,
-        mig_enabled=mig_mode is not None and mig_mode[0] == pynvml.NVML_DEVICE_MIG_ENABLE,
-        multiprocessors=_multiprocessors(log, handle, compute),
-        memory_numa_node=_memory_numa_node(log, handle, addressing),
-        persistence=log.read("persistence mode", pynvml.nvmlDeviceGetPersistenceMode, handle, to=bool),
-    )
-    return handle, gpu, log.faults
-
-
-def _minor(log: FaultLog, handle: Handle) -> int | None:
-    known_faults = len(log.faults)
-    minor: int | None = log.read("minor number", pynvml.nvmlDeviceGetMinorNumber, handle)
-    if minor is None and len(log.faults) == known_faults:
+    gpu = Gpu(uuid, **read_values(handle, READINGS, log.read))
+    if gpu.minor is None and "minor number" not in log.failed:
         text = (
             "it is not published: NVML reports no minor number, so its device node is not known and no claim could be "
             "prepared; WSL2 and vGPU hosts without device nodes are not supported"
         )
         log.faults.append(DiscoveryFault(log.subject, text))
-    return minor
+    fabric = _fabric(log, handle)
+    links = log.read("NVLink", link_states, handle)
+    gpu = replace(
+        gpu,
+        nvlink_links=sum(links) if links else None,
+        fabric=fabric if isinstance(fabric, Fabric) else None,
+        unready_fabric=fabric if isinstance(fabric, UnreadyFabric) else None,
+        multiprocessors=_multiprocessors(log, handle, gpu.cuda_compute_capability),
+        memory_numa_node=_memory_numa_node(log, handle, gpu.addressing_mode),
+    )
+    return handle, gpu, log
 
 
 def _multiprocessors(log: FaultLog, handle: Handle, compute: tuple[int, int] | None) -> int | None:
@@ -151,11 +135,6 @@ def _multiprocessors(log: FaultLog, handle: Handle, compute: tuple[int, int] | N
     if not cores or cores % per_multiprocessor:
         return None
     return int(cores) // per_multiprocessor
-
-
-def _addressing_mode(value: Any) -> str | None:
-    mode = getattr(value, "value", value)
-    return _ADDRESSING_MODES.get(mode) if isinstance(mode, int) else None
 
 
 def _memory_numa_node(log: FaultLog, handle: Handle, addressing: str | None) -> int | None:
@@ -192,10 +171,9 @@ def _fabric(log: FaultLog, handle: Handle) -> FabricRegistration:
     """Return an unreadable fabric as "unknown", not as None: otherwise a claim would be prepared without its
     IMEX channel and never get it.
     """
-    known_faults = len(log.faults)
     info = log.read("NVLink fabric", fabric_info, handle)
-    if len(log.faults) > known_faults:
-        return UnreadyFabric("unknown", log.faults[-1].text)
+    if "NVLink fabric" in log.failed:
+        return UnreadyFabric("unknown", log.failed["NVLink fabric"])
     return None if info is None else fabric_registration(info)
 
 

@@ -4,7 +4,7 @@ finds which pairs of GPUs reach each other over NVLink.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from itertools import combinations
 
 import pynvml
@@ -17,14 +17,14 @@ from dra_driver.errors import (
     StateError,
 )
 from dra_driver.model.dataclass import dataclass, field, replace
-from dra_driver.model.gpu import Fabric, Gpu
+from dra_driver.model.gpu import READINGS, Fabric, Gpu, Reading
 from dra_driver.model.host import GpuFingerprint, NvmlFingerprint
 from dra_driver.model.ids import pci_bus_id
 from dra_driver.model.inventory import ConfidentialMode, DiscoveryFault, DriverVersions, Inventory
 from dra_driver.model.mig import GpuInstance, MigProfile
 from dra_driver.nvml.calls import NOT_ANSWERED, GpuWalk, Handle, nvml_errors, supported
 from dra_driver.nvml.mig_reading import PartitionReader, Tables, is_mig_on, read_mig_devices, read_profiles
-from dra_driver.nvml.readings import NOT_GPUS, FaultLog, confidential_mode, link_states, read_gpu
+from dra_driver.nvml.readings import NOT_GPUS, FaultLog, confidential_mode, link_states, read_gpu, read_values
 
 _SWITCH = "switch"
 
@@ -242,7 +242,7 @@ def _remote(handle: Handle, link: int) -> str | None:
 
 
 ForeignInstances = Callable[[str, Sequence[GpuInstance]], Sequence[GpuInstance]]
-"""Returns the instances on a GPU (given by UUID) that this plugin did not create. Raises: StateError."""
+"""Return the instances on a GPU (given by UUID) that this plugin did not create. Raises: StateError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,13 +297,9 @@ def read_gpus(
     unread.clear()
 
     def read(index: int) -> tuple[Handle, Gpu, list[DiscoveryFault]]:
-        handle, gpu, gpu_faults = read_gpu(index)
-        known = memory.known.get(gpu.uuid)
-        if gpu.pci_bus_id is None and known is not None:
-            raise RetryableError(f"NVML cannot read it: {gpu_faults[0].text}")
-        _refuse_unidentified(gpu, () if known else gpu_faults, unread)
-        if gpu_faults:
-            gpu = _with_known(gpu, gpu_faults, known)
+        handle, gpu, log = read_gpu(index)
+        gpu_faults = log.faults
+        gpu = _with_known(gpu, log, memory.known.get(gpu.uuid), unread)
         if on_demand is not None and on_demand(gpu):
             gpu = _partitioned(handle, gpu, versions.driver, memory, gpu_faults)
         if gpu.mig_enabled:
@@ -350,47 +346,26 @@ def read_gpus(
     )
 
 
-def _refuse_unidentified(gpu: Gpu, faults: Iterable[DiscoveryFault], unread: set[str]) -> None:
-    """Raise RetryableError if the architecture of a new device could not be read."""
-    for fault in faults:
-        if fault.text.startswith("architecture: "):
-            unread.add(gpu.uuid)
-            raise RetryableError(f"it is not published, because it may not be a GPU: {fault.text}")
-
-
 def _place(gpu: Gpu) -> tuple[str, str]:
     return (gpu.pci_bus_id or "", gpu.uuid)
 
 
-_READ_BY: Mapping[str, tuple[str, ...]] = {
-    "CUDA compute capability": ("cuda_compute_capability", "multiprocessors"),
-    "MIG mode": ("mig_capable", "mig_enabled", "mig_devices"),
-    "NUMA node of the memory": ("memory_numa_node",),
-    "NVLink": ("nvlink_links",),
-    "NVLink fabric": ("fabric", "unready_fabric"),
-    "addressing mode": ("addressing_mode", "memory_numa_node"),
-    "architecture": ("architecture",),
-    "brand": ("brand",),
-    "index": ("index",),
-    "memory": ("memory_bytes",),
-    "minor number": ("minor",),
-    "number of cores": ("multiprocessors",),
-    "persistence mode": ("persistence",),
-    "product name": ("product_name",),
-}
-"""The fields of a GPU that each query determines, by the name of the query in faults. A GPU whose PCI bus ID cannot be
-read keeps all its earlier values.
-"""
-
-
-def _with_known(gpu: Gpu, faults: Iterable[DiscoveryFault], known: Gpu | None) -> Gpu:
+def _with_known(gpu: Gpu, log: FaultLog, known: Gpu | None, unread: set[str]) -> Gpu:
     """Return the GPU with the earlier value for each failed query, because a failure does not mean that the
     value changed.
+
+    Raises: RetryableError if the architecture of a new device or the PCI bus ID of a known GPU could not be read.
     """
     if known is None:
+        if "architecture" in log.failed:
+            unread.add(gpu.uuid)
+            cause = log.failed["architecture"]
+            raise RetryableError(f"it is not published, because it may not be a GPU: {cause}")
         return gpu
-    names = {name for fault in faults for name in _READ_BY.get(fault.text.partition(": ")[0], ())}
-    return replace(gpu, **{name: getattr(known, name) for name in names})
+    if gpu.pci_bus_id is None:
+        raise RetryableError(f"NVML cannot read it: {log.faults[0].text}")
+    kept = [name for name, reading in READINGS.items() if log.failed.keys() & reading.what]
+    return replace(gpu, **{name: getattr(known, name) for name in kept})
 
 
 def _partitioned(
@@ -426,6 +401,7 @@ def _with_mig_devices(
     return replace(gpu, mig_devices=devices)
 
 
+_CURRENT: Mapping[str, Reading] = {name: one for name, one in READINGS.items() if one.kept_current}
 _HANGS = GpuFingerprint("")
 
 
@@ -452,7 +428,7 @@ def read_nvml_fingerprint(memory: ScanMemory) -> NvmlFingerprint:
 
 
 def _fingerprint_of(index: int, memory: ScanMemory) -> GpuFingerprint | None:
-    """Return UUID, minor number and MIG mode.
+    """Return the UUID and the values that are kept current.
 
     After a drain another card may have this index, but the handle is still that of the card that is gone. Raises:
     DraDriverError if the GPU does not report them.
@@ -463,11 +439,9 @@ def _fingerprint_of(index: int, memory: ScanMemory) -> GpuFingerprint | None:
                 handle = pynvml.nvmlDeviceGetHandleByIndex(index)
                 memory.handles[index] = handle, pynvml.nvmlDeviceGetUUID(handle)
         handle, uuid = memory.handles[index]
-        minor = supported(pynvml.nvmlDeviceGetMinorNumber, handle)
-        mode = supported(pynvml.nvmlDeviceGetMigMode, handle)
+        return GpuFingerprint(uuid, read_values(handle, _CURRENT, lambda _, *call: supported(*call)))
     except DeviceLostError:
         return None
-    return GpuFingerprint(uuid, minor, None if mode is None else (int(mode[0]), int(mode[1])))
 
 
 def _confidential_mode(log: FaultLog) -> ConfidentialMode | None:

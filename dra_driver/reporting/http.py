@@ -252,7 +252,7 @@ class Probes:
     """Results of the kubelet's probes over gRPC and HTTP: lists of sentences, empty if all is well.
 
     `problems` returns a sentence for each problem of the node; these sentences are only notes. `idle` returns why this
-    process does not work on the node; None if it does.
+    process does not work on the node; None if it does. `was_ready`: this process has been ready at some time.
     """
 
     plugin: KubeletPlugin
@@ -260,6 +260,7 @@ class Probes:
     publisher: Publisher
     problems: Callable[[], Sequence[str]]
     idle: Callable[[], Idle | None] = lambda: None
+    was_ready: bool = False
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
@@ -280,6 +281,7 @@ class Probes:
             faults = [idle.text] if idle.is_fault else []
         else:
             faults = [*self._registration_faults(), *self._device_faults()[0], *self._slice_faults()[0]]
+            self.was_ready = self.was_ready or not faults
         self._log_changes(faults)
         return faults
 

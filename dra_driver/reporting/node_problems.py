@@ -172,7 +172,7 @@ _FILE: FileFormat[tuple[Reported, int]] = FileFormat(
 
 
 ProblemSource = Callable[[], Iterable[NodeProblem] | None]
-"""Returns the current problems. A source that only does something regularly returns None."""
+"""Return the current problems. A source that only does something regularly returns None."""
 
 _ANSWER_S = 5.0
 """Sources return within milliseconds, unless the disk, the kernel or the machine is in trouble."""

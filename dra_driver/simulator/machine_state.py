@@ -170,7 +170,7 @@ class Gpu:
 
     @property
     def mig_devices(self) -> list[tuple[GpuInstance, ComputeInstance]]:
-        """Returns the MIG devices in index order."""
+        """Return the MIG devices in index order."""
         found = [(gi, ci) for gi in self.instances for ci in gi.compute]
         return sorted(found, key=lambda pair: pair[1].index)
 

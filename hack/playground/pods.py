@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -13,17 +14,19 @@ from dra_driver.cli.validation.rules.allocator import AllocationError
 from dra_driver.model.claim import ClaimRef, Failed
 from playground.apiserver.failure import ApiFailure
 from playground.apiserver.operations import now
+from playground.jobs import OVER, JobController, evicting_taint, job_of
 from playground.kubelet_client import KubeletError
 from playground.node import DRIVER, PlaygroundNode
 
 Pod = dict[str, Any]
 
 _AGAIN_S = 1.0
-_OVER = ("Succeeded", "Failed")
+_JOB_S = 1.0
+"""How long a pod of a Job runs. No program runs in it."""
 
 
 class PodLoop:
-    """Acts as scheduler, claim controller, kubelet and garbage collector for the pods of one node.
+    """Acts as scheduler, controllers, kubelet and garbage collector for the pods of one node.
 
     It runs in a thread inside `with`, and finally unprepares all claims. `report` is called with a line for each step
     of a pod.
@@ -35,6 +38,8 @@ class PodLoop:
         self._prepared: dict[str, tuple[str, list[ClaimRef]]] = {}  # name and claims by pod UID
         self._troubles: dict[str, str] = {}  # the last error of each waiting pod, by its name
         self._again_at: dict[str, float] = {}  # when to retry a failed step, by pod UID
+        self._complete_at: dict[str, float] = {}  # when a pod of a Job ends, by its UID
+        self._jobs = JobController(node.server)
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="playground-pods", daemon=True)
 
@@ -57,15 +62,23 @@ class PodLoop:
             store.wait_after(version, _AGAIN_S, self._stopping.is_set)
 
     def _turn(self) -> None:
+        with contextlib.suppress(ApiFailure):  # such as a template that no pod can have
+            self._jobs.sync()
         pods = [
             pod
             for pod in self._node.server.objects("pods", group="")
-            if pod.get("status", {}).get("phase") not in _OVER and "deletionTimestamp" not in pod["metadata"]
+            if pod.get("status", {}).get("phase") not in OVER and "deletionTimestamp" not in pod["metadata"]
         ]
         self._end_pods(pod["metadata"]["uid"] for pod in pods)
         self._take_claims_back({pod["metadata"]["uid"] for pod in pods} | set(self._prepared))
+        slices = self._node.server.objects("resourceslices")
         for pod in pods:
-            if pod["metadata"]["uid"] not in self._prepared:
+            taint = evicting_taint(self._claims(pod), slices) if pod.get("spec", {}).get("nodeName") else None
+            if taint is not None:
+                self._evict(pod, taint)
+            elif time.monotonic() >= self._complete_at.get(pod["metadata"]["uid"], math.inf):
+                self._complete(pod)
+            elif pod["metadata"]["uid"] not in self._prepared:
                 step = self._start if pod.get("spec", {}).get("nodeName") else self._schedule
                 self._attempt(pod["metadata"]["uid"], _name(pod), partial(step, pod), pod)
 
@@ -163,6 +176,36 @@ class PodLoop:
         status = {"phase": "Running", "conditions": conditions, "containerStatuses": containers}
         self._set_status(pod, status | {"startTime": now()})
         self._say(f"pod {_name(pod)} running")
+        if job_of(pod) is not None:
+            self._complete_at[pod["metadata"]["uid"]] = time.monotonic() + _JOB_S
+
+    def _complete(self, pod: Pod) -> None:
+        """End a pod of a Job successfully."""
+        del self._complete_at[pod["metadata"]["uid"]]
+        ended = {"terminated": {"exitCode": 0, "reason": "Completed", "finishedAt": now()}}
+        containers = [
+            one | {"ready": False, "started": False, "state": ended}
+            for one in pod["status"].get("containerStatuses") or ()
+        ]
+        conditions = [
+            {"type": "PodScheduled", "status": "True"},
+            {"type": "Ready", "status": "False", "reason": "PodCompleted"},
+        ]
+        status = {"phase": "Succeeded", "conditions": conditions, "containerStatuses": containers}
+        self._set_status(pod, status)
+        self._say(f"pod {_name(pod)} completed")
+
+    def _evict(self, pod: Pod, why: str) -> None:
+        """Delete a pod, like Kubernetes' controller of device taints."""
+        self._event(
+            pod, "Normal", "DeviceTaintManagerEviction", "Marking for deletion", "device-taint-eviction"
+        )
+        self._say(f"pod {_name(pod)} is evicted: {why}")
+        server, metadata = self._node.server, pod["metadata"]
+        with contextlib.suppress(ApiFailure):
+            server.operations.delete(
+                server.resource("pods", group=""), (metadata["namespace"], metadata["name"]), {}
+            )
 
     def _end_pods(self, staying: Iterable[str]) -> None:
         """Unprepare the claims of pods that are not in `staying`."""

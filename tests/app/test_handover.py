@@ -16,6 +16,7 @@ from dra_driver.app.daemon import Driver, Part
 from dra_driver.app.handover import WorkerLock
 from dra_driver.base.threads import BackgroundWorker
 from dra_driver.claims.calls import Admission, CallsUnderWay, ClaimService, PrepareAttempt
+from dra_driver.errors import FatalError
 from dra_driver.model.claim import ClaimRef, Failed, Prepared
 from tests.fakes.preparing import Outcomes
 from tests.fakes.samples import claim
@@ -52,6 +53,17 @@ def node(tmp_path: Path) -> Iterator[Node]:
     yield node
     for lock in node.locks:
         lock.close()
+
+
+def test_processes_whose_lock_file_was_removed_start_again(node: Node) -> None:
+    """They and a newer process would lock different files."""
+    older, standby = node.process(100), node.process(200)
+    assert older.take()
+    standby.ask()
+    (node.root / "plugin/worker.lock").unlink()
+    for used in (older.is_asked, older.take, standby.ask, standby.take):
+        with pytest.raises(FatalError, match="lock was removed"):
+            used()
 
 
 def test_newer_process_that_asks_works_when_the_older_one_has_handed_over(node: Node) -> None:
@@ -125,14 +137,14 @@ def test_process_that_ends_while_it_hands_over_has_the_right_to_work_until_its_e
     vars(driver).update(
         health=SimpleNamespace(stream=stub), claims=SimpleNamespace(waiter=stub, admission=Admission()), probes=stub,
         _plugin=stub, _worker=node.process(100), _stopped=threading.Event(), _fatal=None,
-        _works=True, _has_handed_over=False, _running=[Part("reconciler", stop=lambda: is_slow.wait(PATIENCE_S))],
+        _works=True, _handed_over_at=None, _running=[Part("reconciler", stop=lambda: is_slow.wait(PATIENCE_S))],
     )  # fmt: skip
     driver._turns = BackgroundWorker("handover", driver._turn, lambda _: 0.0)
     driver._turns.join_s = 0.01
     assert driver._worker.take()
     newer.ask()
     driver._turns.start()
-    eventually(lambda: driver._has_handed_over)
+    eventually(lambda: driver._handed_over_at is not None)
     driver.stop()
     assert not newer.take()
     is_slow.set()

@@ -186,3 +186,12 @@ def test_values_are_found_by_their_keys(place: Path) -> None:
 def test_caller_may_change_what_the_store_returned(store: JsonStore[int]) -> None:
     store.all().clear()
     assert store.all() == {"old": 1}
+
+
+def test_write_that_hangs_until_another_process_has_the_files_changes_none(
+    store: JsonStore[int], place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "fsync", lambda _descriptor: store.close())
+    with pytest.raises(StateError, match="handed the values over"):
+        write(store, "old", 2, durable=True)
+    assert (names(place), store_at(place).all()) == (["old.json"], {"old": 1})

@@ -157,7 +157,9 @@ def test_prepare(node: KindNode, kind: str, fault: str) -> None:
         fails = needs(kind, fault) or fault.startswith(("API", "disk"))
         assert isinstance(answer, Failed if fails else Prepared), answer
         if fails:
-            assert re.fullmatch(r"cannot prepare claim default/claim-\S+ \(UID \S+\): .+", answer.error), answer
+            assert re.fullmatch(r"cannot prepare claim default/claim-\S+ \(UID \S+\): .+", answer.error), (
+                answer
+            )
             assert node.specs.list().keys() == {one.ref.uid for one in KINDS[kind].beside(node.site)}
         if not fault.startswith(("API", "disk")):
             a_neighbour_feels_nothing(node)

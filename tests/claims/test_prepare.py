@@ -182,11 +182,12 @@ def test_failure_of_one_claim_does_not_touch_the_others(node: Node) -> None:
         "uid-1": Prepared, "uid-2": Failed, "uid-3": Prepared, "uid-4": Failed,
     }  # fmt: skip
     assert error_of(answers["uid-2"]) == (
-        "cannot prepare claim default/claim-uid-2 (UID uid-2): request gpu: device gpu-9 of pool node-a does not exist on "
-        "this node; delete the pod and its claim so that the scheduler allocates another device"
+        "cannot prepare claim default/claim-uid-2 (UID uid-2): request gpu: device gpu-9 of pool node-a does not "
+        "exist on this node; delete the pod and its claim so that the scheduler allocates another device"
     )
     assert error_of(answers["uid-4"]) == (
-        "cannot prepare claim default/gone (UID uid-4): claim default/gone does not exist in the API server; it was deleted"
+        "cannot prepare claim default/gone (UID uid-4): claim default/gone does not exist in the API "
+        "server; it was deleted"
     )
     assert sorted(node.records.all()) == ["uid-1", "uid-3"]
     assert sorted(node.outcomes.reported, key=str) == [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import inspect
 import json
 import re
 import shutil
@@ -26,6 +27,7 @@ from dra_driver.cli.checks.check import BOUND_S, Check, Outcome, Shared, folded,
 from dra_driver.cli.checks.cluster import ClusterChecks, required_permissions
 from dra_driver.cli.checks.driver import DriverChecks
 from dra_driver.cli.checks.kubelet import KubeletChecks
+from dra_driver.cli.checks.passthrough import PassthroughChecks
 from dra_driver.cli.checks.runtime import RuntimeChecks
 from dra_driver.cli.doctor import _NVML_WAIT_S
 from dra_driver.cli.rules.findings import Finding, fail, ok, skip, warn
@@ -106,6 +108,21 @@ def assert_golden(
 
     yield tell
     is_golden(Path(__file__).parent / "golden/doctor" / f"{request.node.originalname}.txt", "".join(found))
+
+
+CLASSES = (ClusterChecks, DriverChecks, KubeletChecks, PassthroughChecks, RuntimeChecks)
+
+
+@pytest.mark.parametrize("checks", CLASSES, ids=lambda found: found.__name__)
+def test_each_method_with_a_finding_is_a_check_of_doctor(checks: type) -> None:
+    methods = {
+        name
+        for name, method in vars(checks).items()
+        if not name.startswith("_") and "Finding" in str(getattr(method, "__annotations__", {}).get("return"))
+    }
+    listed = set(re.findall(r"\bself\.(\w+)", inspect.getsource(checks.all)))
+    assert methods
+    assert methods <= listed
 
 
 # --- running them -------------------------------------------------------------------------------

@@ -44,11 +44,17 @@ SECOND_TRY = bool(os.environ.get("GPU_DRA_KUBELET_AS_NODE"))
 """A kubelet that acts as a node may need a retry: the node authorizer sees a claim later than the kubelet."""
 
 
-def wait_for(what: str, check: Callable[[], Any], timeout_s: float = SLOW_S, every_s: float = 0.1) -> Any:
-    """The first true value of `check`; an assertion that says what was waited for otherwise."""
+def wait_for(
+    what: str,
+    check: Callable[[], Any],
+    timeout_s: float = SLOW_S,
+    every_s: float = 0.1,
+    seen: Callable[[], object] = lambda: "",
+) -> Any:
+    """The first true value of `check`; an assertion that says what was waited for, and what was `seen`, otherwise."""
     deadline = time.monotonic() + timeout_s
     while not (value := check()):
-        assert time.monotonic() < deadline, f"waited {timeout_s:.0f} s for {what}"
+        assert time.monotonic() < deadline, f"waited {timeout_s:.0f} s for {what}; {seen()}"
         time.sleep(every_s)
     return value
 

@@ -1,7 +1,4 @@
-"""Metrics as a scrape reads them; and all of them at once, to compare with docs, dashboard and alerts.
-
-`python -m tests.fakes.scrapes` rewrites the table of docs/metrics.md.
-"""
+"""Metrics as a scrape reads them; and all of them at once, to compare with docs, dashboard and alerts."""
 
 from __future__ import annotations
 
@@ -25,7 +22,6 @@ from dra_driver.reporting.rules.claim_usage import NodeUse, device_uses, pod_use
 from tests.fakes.samples import DRIVER, GPU_0, MIG_1G, MIXED, NODE, hold, record, uuid
 
 DOCUMENT = Path(__file__).parents[2] / "docs/metrics.md"
-BEGIN, END = "<!-- metrics: generated -->", "<!-- end -->"
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -174,7 +170,7 @@ def table() -> str:
     lines = ["| Metric and labels | What |", "|---|---|"]
     families = (entry for entry in complete_metrics().registry.collect() if entry.name.startswith("nvidia"))
     lines += [_line(family) for family in sorted(families, key=lambda family: family.name)]
-    return "\n".join(lines)
+    return "\n".join(lines) + "\n"
 
 
 def _line(family: Metric) -> str:
@@ -183,13 +179,3 @@ def _line(family: Metric) -> str:
     assert (family.type == "histogram") == family.name.endswith("_seconds")
     shown = f"{{{', '.join(labels)}}}" if labels else ""
     return f"| `{family.name}{suffix}{shown}` | {family.documentation} |"
-
-
-def generated(text: str) -> str:
-    """A document with its table as it should be."""
-    head, _, rest = text.partition(BEGIN)
-    return f"{head}{BEGIN}\n{table()}\n{END}{rest.partition(END)[2]}"
-
-
-if __name__ == "__main__":
-    DOCUMENT.write_text(generated(DOCUMENT.read_text()))

@@ -11,6 +11,8 @@ import pytest
 import yaml
 
 Test = TypeVar("Test", bound=Callable[..., None])
+IsGolden = Callable[[Path, str], None]
+IsGenerated = Callable[[Path, str, str], None]
 
 
 def tabled(*names: str, more: Iterable[Any] = ()) -> Callable[[Test], Test]:
@@ -31,3 +33,11 @@ def data_of(test_file: str) -> dict[str, Any]:
     """What the YAML file with the name of a test file has."""
     data: dict[str, Any] = yaml.safe_load(Path(test_file).with_suffix(".yaml").read_text())
     return data
+
+
+def generated(page: Path, name: str) -> tuple[str, str, str]:
+    """A page before, within and after the marks `<!-- name -->` and `<!-- end of name -->`."""
+    before, begin, rest = page.read_text().partition(f"<!-- {name} -->\n")
+    within, end, after = rest.partition(f"<!-- end of {name} -->\n")
+    assert end, f"{page.name} lacks the marks of {name}"
+    return before + begin, within, end + after

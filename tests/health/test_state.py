@@ -97,7 +97,7 @@ UNDECIDED = [777, 142, 159, 169, *range(144, 151)]
 
 def test_the_table_says_what_the_catalog_says():
     used = {number: action for number, (action, parts) in OFFICIAL.items() if parts}
-    assert {number: entry.bucket for number, entry in CATALOG.items()} == used
+    assert {number: entry.action.name for number, entry in CATALOG.items()} == used
 
 
 @pytest.mark.parametrize("number", [key for key, row in OFFICIAL.items() if row[0] in RESETS_OR_REBOOTS])
@@ -113,7 +113,9 @@ def test_the_recovery_action_says_otherwise(number):
     assert observe(after(Xid(number)), WELL, NOW + SETTLE_S).reasons == ()
 
 
-@pytest.mark.parametrize("number", [key for key, entry in CATALOG.items() if entry.bucket == "RESTART_APP"])
+@pytest.mark.parametrize(
+    "number", [key for key, entry in CATALOG.items() if entry.action.name == "RESTART_APP"]
+)
 def test_faults_of_programs_say_nothing_about_the_gpu_except_for_memory_errors(number):
     state = observe(GPU, Xid(number), NOW)
     assert state == GPU if number != 94 else state.severity == S.DEGRADED

@@ -1,6 +1,6 @@
 """From a simulated host to CDI specs, compared with golden files.
 
-To rewrite the golden files: pytest tests/host/test_simulated_machines.py --update-golden
+`make golden` rewrites the golden files.
 """
 
 import json

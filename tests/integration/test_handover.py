@@ -11,6 +11,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 from playground.kubelet_client import KubeletError
@@ -25,6 +26,11 @@ import time
 from dra_driver.nvml.session import NvmlSession
 open_at_once = NvmlSession._open_counted
 NvmlSession._open_counted = lambda self: (time.sleep(3), open_at_once(self))
+"""
+NOT_READY = """
+from dra_driver.slices.publisher import Publisher
+Publisher.wait_published = lambda *_: False
+Publisher.problem = "bad release"
 """
 
 
@@ -205,16 +211,44 @@ def test_daemon_that_was_not_ready_is_not_ready_after_it_has_handed_over(
 ) -> None:
     """Otherwise a bad release would be rolled out to the next node when its predecessor starts again."""
     node, address = make_node(), own_address()
-    before = """
-from dra_driver.slices.publisher import Publisher
-Publisher.wait_published = lambda *_: False
-Publisher.problem = "bad release"
-"""
-    started(node, "bad", before=before, HTTP_ENDPOINT=address)
+    started(node, "bad", before=NOT_READY, HTTP_ENDPOINT=address)
     page(address, "/readyz", "bad release")
     started(node, "restarted")
     prepared(node, "one")
     assert not page(address, "/readyz", "has handed the node over").startswith("ok")
+
+
+def test_daemon_that_handed_over_before_it_was_ready_ends_to_take_the_node_back(
+    make_node: Callable[..., Node],
+) -> None:
+    """Otherwise a rolling update never ends if the older pod's container starts again during it."""
+    node = make_node()
+    at_once = "import dra_driver.app.daemon as daemon\ndaemon._TAKES_BACK_S = 0.5"
+    newer = started(node, "newer", before=NOT_READY + at_once)
+    started(node, "older-again")
+    assert newer.wait(PATIENCE_S) == 1
+    started(node, "newer-again")
+    prepared(node, "one")
+
+
+def test_daemon_that_works_again_and_hands_over_before_it_is_ready_stays_ready(
+    make_node: Callable[..., Node], tmp_path: Path
+) -> None:
+    node, address, mark = make_node(), own_address(), tmp_path / "mark"
+    before = f"""
+from pathlib import Path
+from dra_driver.slices.publisher import Publisher
+Publisher.wait_published = lambda *_: not Path({str(mark)!r}).exists()
+"""
+    started(node, "older", before=before, HTTP_ENDPOINT=address)
+    assert page(address, "/readyz", "ok").startswith("ok\n")
+    newer = started(node, "newer")
+    page(address, "/readyz", "has handed the node over")
+    mark.touch()
+    newer.kill()
+    eventually(lambda: not page(address, "/readyz", "").startswith("ok"))
+    started(node, "newer-again")
+    assert page(address, "/readyz", "has handed the node over").startswith("ok\n")
 
 
 def test_daemon_that_stands_by_while_nvml_hangs_is_not_restarted(make_node: Callable[..., Node]) -> None:
@@ -234,14 +268,25 @@ def test_daemon_that_gets_no_answer_from_the_worker_is_not_ready_and_says_so(
     older = started(node, "older")
     node.wait_devices(8)
     os.kill(older.pid, signal.SIGSTOP)
-    address = own_address()
+    address, damaged = own_address(), node.plugin_dir / f"claims/{uuid4()}.json"
+    damaged.write_text("damaged")
     before = "import dra_driver.app.daemon as daemon\ndaemon._LATE_S = 0.5"
     node.spawn(POD_UID="newer", before=before, HTTP_ENDPOINT=address)
 
     assert "has not handed this node over for" in page(address, "/readyz", "not handed")
+    assert node.records() == [damaged.name], "only the process that works sets files aside"
     os.kill(older.pid, signal.SIGCONT)
     node.kubelet.wait_registered(DRIVER, count=1)
     prepared(node, "one")
+    assert damaged.name not in node.records()
+
+
+def test_daemon_whose_lock_file_was_removed_ends(make_node: Callable[..., Node]) -> None:
+    node = make_node()
+    worker = started(node, "worker")
+    node.wait_devices(8)
+    (node.plugin_dir / "worker.lock").unlink()
+    assert worker.wait(PATIENCE_S) == 1
 
 
 def test_daemon_that_has_handed_over_stays_ready_and_has_no_socket(make_node: Callable[..., Node]) -> None:

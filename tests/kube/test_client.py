@@ -159,7 +159,9 @@ def test_half_of_a_pair_of_surrogates_does_not_continue(server, client):
 
 def test_error_is_retryable_when_connection_is_refused(server, client):
     server.stop()
-    with pytest.raises(ApiUnavailableError, match="cannot list nodes: cannot connect to the API server: ") as caught:
+    with pytest.raises(
+        ApiUnavailableError, match="cannot list nodes: cannot connect to the API server: "
+    ) as caught:
         client.request("GET", NODES, action="list nodes")
     assert "object at 0x" not in str(caught.value)
     assert caught.value.is_brief, "a server that starts is worth another try"

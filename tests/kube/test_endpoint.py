@@ -576,8 +576,8 @@ def test_proxy_that_refuses_is_named_with_what_to_check(proxy, behind, client_of
     with pytest.raises(ApiUnavailableError) as caught:
         list_nodes(client)
     assert str(caught.value) == (
-        f"cannot list nodes: the proxy http://{proxy.address} cannot be used: {said}; check proxy-url in the kubeconfig, or"
-        " HTTPS_PROXY and NO_PROXY (credentials: http://USER:PASSWORD@HOST:PORT)"
+        f"cannot list nodes: the proxy http://{proxy.address} cannot be used: {said}; check proxy-url in the "
+        "kubeconfig, or HTTPS_PROXY and NO_PROXY (credentials: http://USER:PASSWORD@HOST:PORT)"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 from dra_driver.errors import NvmlUnavailableError
 from dra_driver.inventory.rules.assembly import with_nvlink_domains
-from dra_driver.model.gpu import Fabric, Gpu, UnreadyFabric
+from dra_driver.model.gpu import READINGS, Fabric, Gpu, UnreadyFabric
 from dra_driver.model.mig import Placement
 from dra_driver.nvml.calls import GpuWalk
 from dra_driver.nvml.health_polls import read_health
@@ -30,20 +31,23 @@ NEWER_FABRIC_CALL = "nvmlDeviceGetGpuFabricInfoV"
 # --- one attribute fails ---------------------------------------------------------------------------
 
 ABSENT = ("not-supported", "function-not-found")
-CALLS = {
-    "nvmlDeviceGetIndex": {"index"},
-    "nvmlDeviceGetMinorNumber": {"minor"},
+CALLS = {reading.call: {field} for field, reading in READINGS.items() if reading.call} | {
     "nvmlDeviceGetPciInfo*": {"pci_bus_id"},
-    "nvmlDeviceGetName": {"product_name"},
-    "nvmlDeviceGetBrand": {"brand"},
-    "nvmlDeviceGetArchitecture": {"architecture"},
     "nvmlDeviceGetCudaComputeCapability": {"cuda_compute_capability", "multiprocessors"},
     "nvmlDeviceGetNumGpuCores": {"multiprocessors"},
-    "nvmlDeviceGetMemoryInfo": {"memory_bytes"},
-    "nvmlDeviceGetAddressingMode": {"addressing_mode"},
     "nvmlDeviceGetNvLinkState": {"nvlink_links"},
     "nvmlDeviceGetMigMode": {"mig_capable"},
 }
+CALLS.pop("nvmlDeviceGetPciInfo")  # the binding calls a newer version
+OF_HOST = {"uuid", "pcie_root", "numa_node", "partitioning"}
+
+
+def test_every_field_of_a_gpu_says_how_nvml_reports_it_unless_the_host_does() -> None:
+    assert {entry.name for entry in fields(Gpu)} == READINGS.keys() | OF_HOST
+    code = inspect.getsource(read_gpu)
+    assert {name for name, one in READINGS.items() if not one.call and f" {name}=" not in code} == {
+        "mig_devices"
+    }
 
 
 def differing(one: Gpu, other: Gpu) -> set[str]:
@@ -84,8 +88,8 @@ def test_failing_attribute_costs_nothing_else(
 def test_some_links_that_fail_do_not_look_like_a_gpu_with_fewer(dgx: SimulatedNode) -> None:
     dgx.session.reopen()
     dgx.machine.set_fault("nvmlDeviceGetNvLinkState", code="timeout", count=1)
-    _, gpu, faults = read_gpu(0)
-    assert (gpu.nvlink_links, [fault.text.rpartition(":")[0] for fault in faults]) == (
+    _, gpu, log = read_gpu(0)
+    assert (gpu.nvlink_links, [fault.text.rpartition(":")[0] for fault in log.faults]) == (
         None,
         ["NVLink: link 0"],
     )

@@ -381,8 +381,8 @@ def test_compute_instance_keeps_its_gpu_instance(bench: Bench) -> None:
     with pytest.raises(DeviceBusyError) as caught:
         bench.hardware.destroy(*bench.where, made)
     assert str(caught.value) == (
-        f"cannot destroy GPU instance {made} of GPU {bench.gpu.uuid}: it contains compute instances: {compute} ({uuid}); "
-        "destroy them first"
+        f"cannot destroy GPU instance {made} of GPU {bench.gpu.uuid}: it contains compute instances: {compute} "
+        f"({uuid}); destroy them first"
     )
     bench.machine.hold_gpu(0, 4711, "trainer", gpu_instance=made)
     with pytest.raises(DeviceBusyError, match=r"process 4711 \(trainer\)"):

@@ -287,7 +287,10 @@ def test_process_that_ends_leaves_nvml_open_while_a_call_is_running(
         bench.session.close()
         assert (bench.session.is_open, pynvml.nvmlDeviceGetCount()) == (False, 4)
     [line] = logs
-    assert (line["event"], line["reason"]) == ("nvml_not_shut_down", f"cannot shut NVML down: {kind} is in progress")
+    assert (line["event"], line["reason"]) == (
+        "nvml_not_shut_down",
+        f"cannot shut NVML down: {kind} is in progress",
+    )
 
 
 # --- closed for a moment ----------------------------------------------------------------------------

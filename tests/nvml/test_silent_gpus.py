@@ -11,6 +11,7 @@ import pynvml
 import pytest
 
 from dra_driver.inventory.rules.assembly import with_nvlink_domains
+from dra_driver.model.gpu import READINGS
 from dra_driver.model.host import GpuFingerprint
 from dra_driver.model.inventory import Inventory
 from dra_driver.nvml import calls
@@ -166,12 +167,10 @@ def test_gpu_that_hangs_from_the_start_is_not_lost(node: SimulatedNode) -> None:
     assert (None in found, found[THIRD]) == (False, GpuFingerprint(""))
     assert read_nvml_fingerprint(memory) == found
     node.machine.clear_faults()
-    eventually(
-        lambda: (
-            read_nvml_fingerprint(memory)[THIRD]
-            == GpuFingerprint(node.machine.gpu(THIRD).uuid, THIRD, (0, 0))
-        )
-    )
+    eventually(lambda: read_nvml_fingerprint(memory)[THIRD] != GpuFingerprint(""))
+    _, gpu, _ = read_gpu(THIRD)
+    current = {name: getattr(gpu, name) for name, reading in READINGS.items() if reading.kept_current}
+    assert read_nvml_fingerprint(memory)[THIRD] == GpuFingerprint(gpu.uuid, current)
 
 
 def test_discovery_keeps_a_gpu_that_hangs_and_reports_no_problem_of_the_node(node: SimulatedNode) -> None:

@@ -13,12 +13,14 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import yaml
+from playground.jobs import evicting_taint
 
 from tests.fakes.waiting import PATIENCE_S, eventually
 
@@ -204,6 +206,83 @@ def test_pod_that_does_not_fit_gets_one_claim_however_often_it_is_tried(
     )
     made = {entry["resourceClaimName"] for entry in status["resourceClaimStatuses"]}
     assert made == {claim["metadata"]["name"] for claim in playground.claims()}
+
+
+def test_job_runs_its_pods_and_leaves_no_claim(start: Callable[[str], Playground]) -> None:
+    playground = start("gb10")
+    eventually(playground.devices)
+    jobs = "/apis/batch/v1/namespaces/default/jobs"
+    template = [one for one in documents("cuda-job") if one["kind"] != "Job"]
+    [job] = [one for one in documents("cuda-job") if one["kind"] == "Job"]
+    name, job["spec"] = job["metadata"]["name"], job["spec"] | {"completions": 2, "parallelism": 2}
+    playground.create(template)
+    playground.call("POST", jobs, job)
+    # The machine has one GPU, so the second pod waits for the first one.
+
+    def completed() -> Any:
+        found = playground.call("GET", f"{jobs}/{name}").get("status", {})
+        return found if "completionTime" in found else None
+
+    status = eventually(completed)
+    assert (status["active"], status["succeeded"], status["conditions"][0]["type"]) == (0, 2, "Complete")
+    eventually(lambda: not any(claim.get("status") for claim in playground.claims()))
+    pods = playground.call("GET", "/api/v1/namespaces/default/pods")["items"]
+    assert [pod["status"]["phase"] for pod in pods] == ["Succeeded", "Succeeded"]
+    playground.call("DELETE", f"{jobs}/{name}")
+    eventually(lambda: not playground.call("GET", "/api/v1/namespaces/default/pods")["items"])
+
+
+def test_taint_with_the_effect_no_execute_evicts_pods_that_do_not_tolerate_it(
+    start: Callable[..., Playground], tmp_path: Path
+) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text("health: {taints: {gpu-lost: NoExecute}}")
+    playground = start("gb10", "--config", str(config))
+    eventually(playground.devices)
+    playground.apply("one-gpu")
+    playground.apply("admin-access")
+    [namespace, agent] = [
+        pod["metadata"][key]
+        for pod in documents("admin-access")
+        if pod["kind"] == "Pod"
+        for key in ("namespace", "name")
+    ]
+    eventually(lambda: playground.phase("one-gpu") == playground.phase(agent, namespace) == "Running")
+    lose = [line for line in playground.commands if " simulate lose " in line]
+    subprocess.run(["bash", "-c", playground.paste + lose[0]], capture_output=True, check=True)
+    [line] = eventually(lambda: playground.lines("pod default/one-gpu is evicted: "))
+    assert line.endswith("has the taint gpu.nvidia.com/gpu-lost=:NoExecute")
+    assert playground.phase(agent, namespace) == "Running"
+
+
+TOLERATED, BARE = {"operator": "Exists", "effect": "NoExecute"}, {"operator": "Exists"}
+
+
+@pytest.mark.parametrize(
+    ("effect", "tolerations", "evicts"),
+    [
+        ("NoExecute", [], True),
+        ("NoSchedule", [], False),
+        ("None", [], False),
+        ("NoExecute", [TOLERATED], False),
+        pytest.param("NoExecute", [BARE], True, id="eviction ignores a toleration without effect"),
+        ("NoExecute", [TOLERATED | {"key": "other"}], True),
+        ("NoExecute", [TOLERATED | {"tolerationSeconds": 60}], True),
+        ("NoExecute", [TOLERATED | {"tolerationSeconds": 6000}], False),
+        ("NoExecute", [TOLERATED, TOLERATED | {"tolerationSeconds": 60}], True),
+    ],
+)
+def test_pod_is_evicted_as_by_kubernetes(
+    effect: str, tolerations: list[dict[str, Any]], evicts: bool
+) -> None:
+    """The taint is ten minutes old."""
+    added = (datetime.now(UTC) - timedelta(minutes=10)).isoformat()
+    taint = {"key": "k", "value": "v", "effect": effect, "timeAdded": added}
+    spec = {"driver": "d", "pool": {"name": "p"}, "devices": [{"name": "gpu", "taints": [taint]}]}
+    result = {"driver": "d", "pool": "p", "device": "gpu", "tolerations": tolerations}
+    claim = {"status": {"allocation": {"devices": {"results": [result]}}}}
+    why = evicting_taint([claim, {}], [{"spec": spec}])
+    assert why == ("device gpu has the taint k=v:NoExecute" if evicts else None)
 
 
 def test_two_playgrounds_are_next_to_each_other_and_report_why_a_pod_waits(

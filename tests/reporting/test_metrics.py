@@ -26,13 +26,13 @@ from tests.fakes.scrapes import (
     DOCUMENT,
     by_label,
     complete_metrics,
-    generated,
     labelled,
     labels_of_samples,
     scraped,
+    table,
     value,
 )
-from tests.fakes.tables import tabled
+from tests.fakes.tables import IsGenerated, tabled
 
 REASONS = {
     "api_unavailable", "api_rejected", "nvml_unavailable", "device_lost", "claim_refused", "invalid_config", "state",
@@ -291,9 +291,8 @@ def test_the_number_of_series_of_an_idle_node_is_small() -> None:
     assert len(scraped(Metrics(DRIVER, NODE, list))) < 450
 
 
-def test_table_of_the_document_is_the_generated_one() -> None:
-    text = DOCUMENT.read_text()
-    assert text == generated(text), "run `python -m tests.fakes.scrapes`"
+def test_table_of_the_document_is_the_generated_one(is_generated: IsGenerated) -> None:
+    is_generated(DOCUMENT, "metrics", table())
 
 
 def test_every_label_is_bounded_in_the_document() -> None:

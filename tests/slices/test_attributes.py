@@ -11,7 +11,7 @@ from dra_driver.mig.rules.counters import partitioned as beside
 from dra_driver.model.gpu import Fabric, Gpu
 from dra_driver.model.inventory import DriverVersions, Inventory
 from dra_driver.model.mig import Partitioning, PlacedProfile, Placement
-from dra_driver.slices.rules.attributes import semver, wire_device
+from dra_driver.slices.rules.attributes import ENTRIES, Entry, semver, wire_device
 from tests.fakes.samples import (
     GPU_0,
     ONE_G,
@@ -26,16 +26,14 @@ from tests.fakes.samples import (
     partitioned,
     uuid,
 )
-from tests.fakes.tables import data_of, tabled
+from tests.fakes.tables import IsGenerated, data_of, tabled
 
+API_PAGE = Path(__file__).parents[2] / "docs/api.md"
 CLUSTER = "7f3c1ad2-96f4-4e0b-8b7a-0d5f6a2c9e11"
 STD = "resource.kubernetes.io/"
 
 DATA = data_of(__file__)
-GPU_ATTRIBUTES = DATA["forms"]["both"] | DATA["forms"]["gpu"]
-MIG_ATTRIBUTES = DATA["forms"]["both"] | DATA["forms"]["mig"]
-VFIO_ATTRIBUTES = DATA["forms"]["vfio"]
-ATTRIBUTES = {"gpu": GPU_ATTRIBUTES, "mig": MIG_ATTRIBUTES, "vfio": VFIO_ATTRIBUTES}
+FORMS: dict[str, str | dict[str, str]] = DATA["forms"]
 # The pattern of semver.org, which the API server's library follows.
 OFFICIAL = re.compile(
     r"(0|[1-9]\d*)\.(0|[1-9]\d*)\.(0|[1-9]\d*)"
@@ -46,34 +44,52 @@ OFFICIAL = re.compile(
 
 
 def wire(gpu: Gpu, **domains: str) -> dict[str, Any]:
-    node = Inventory(VERSIONS, (gpu,), domains, confidential_compute="ppcie")
+    node = Inventory(VERSIONS, (gpu,), domains, confidential_compute="ppcie", imex_channels=2048)
     return wire_device(next(iter(node.devices())), node)
 
 
+def attributes_of_kind(kind: str) -> set[str]:
+    """Those of a device of which everything is known, and which is not shared."""
+    return {entry.name for entry in ENTRIES if not entry.is_capacity and is_on(entry, kind)}
+
+
 def check_form(device: dict[str, Any]) -> None:
-    """Every attribute is known, has its type and its form."""
-    known = ATTRIBUTES[device["attributes"]["type"]["string"]]
+    """Every attribute has its type and its form."""
+    kind, types = device["attributes"]["type"]["string"], {entry.name: entry.type for entry in ENTRIES}
     for name, value in device["attributes"].items():
-        assert name in known, f"{name} is missing in the tables of tests/slices/test_attributes.py"
-        kind, form = known[name]
-        assert list(value) == [kind], (device["name"], name)
-        expected = {"string": str, "version": str, "int": int, "bool": bool}[kind]
-        assert type(value[kind]) is expected, (device["name"], name)
-        assert form is None or re.fullmatch(form, value[kind]), (device["name"], name, value)
+        assert list(value) == [types[name]], (device["name"], name)
+        [found] = value.values()
+        expected = {"string": str, "version": str, "int": int, "bool": bool}[types[name]]
+        assert type(found) is expected, (device["name"], name)
+        form = FORMS[name] if expected is str else ".*"
+        assert re.fullmatch(form[kind] if isinstance(form, dict) else form, str(found)), (name, value)
 
 
-def test_manual_names_every_attribute() -> None:
-    manual = (Path(__file__).parents[2] / "docs/api.md").read_text()
-    table = manual.partition("| Attribute | Type | gpu | mig | vfio |\n")[2].partition("\n\n")[0]
-    named = set(re.findall(r"`([^`]+)`", table))
-    assert GPU_ATTRIBUTES.keys() | MIG_ATTRIBUTES.keys() | VFIO_ATTRIBUTES.keys() <= named
+@pytest.mark.parametrize(("marks", "title"), [("attributes", "Attribute"), ("capacities", "Capacity")])
+def test_manual_describes_every_entry(marks: str, title: str, is_generated: IsGenerated) -> None:
+    rows: dict[str, list[str]] = {}
+    for entry in ENTRIES:
+        if entry.is_capacity == (marks == "capacities"):
+            kinds = [kind for kind in ("gpu", "mig", "vfio") if is_on(entry, kind)]
+            cells = f"{entry.type} | {', '.join(kinds) or 'shared'} | {entry.says}".rstrip()
+            names = rows.setdefault(cells, [])
+            shown = f"`{re.sub('[0-9]+$', '<N>', entry.name)}`"
+            names += [shown] if shown not in names else []
+    lines = [f"| {', '.join(names)} | {cells} |\n" for cells, names in rows.items()]
+    is_generated(
+        API_PAGE, marks, "".join([f"| {title} | Type | Devices | Value |\n|---|---|---|---|\n", *lines])
+    )
+
+
+def is_on(entry: Entry, kind: str) -> bool:
+    return getattr(entry, kind) is not None or (kind != "vfio" and entry.both is not None)
 
 
 def test_whole_gpu_has_every_attribute_when_all_is_known() -> None:
     gpu = h100(0, fabric=Fabric(CLUSTER, (32766,)))
     device = wire(gpu, **{uuid(0): f"{CLUSTER}.32766"})
     assert device == DATA["whole GPU"]
-    assert set(device["attributes"]) == set(GPU_ATTRIBUTES)
+    assert set(device["attributes"]) == attributes_of_kind("gpu")
     assert list(device["attributes"]) == sorted(device["attributes"])
     check_form(device)
 
@@ -82,14 +98,14 @@ def test_card_has_every_attribute_with_any_driver() -> None:
     found = [inventory(h100(0), cards=(card(0),)), inventory(cards=(bound(0),))]
     devices = [wire_device(node.by_name[VFIO_0], node) for node in found]
     assert devices == [DATA["card"]] * 2
-    assert set(devices[0]["attributes"]) == set(VFIO_ATTRIBUTES)
+    assert set(devices[0]["attributes"]) == attributes_of_kind("vfio")
     check_form(devices[0])
     bare = inventory(
         cards=(bound(0, product_name=None, addressable_memory=None, pcie_root=None, numa_node=None),)
     )
     device = wire_device(bare.by_name[VFIO_0], bare)
     assert "capacity" not in device
-    assert {*VFIO_ATTRIBUTES} - device["attributes"].keys() == {
+    assert attributes_of_kind("vfio") - device["attributes"].keys() == {
         "productName",
         STD + "pcieRoot",
         STD + "numaNode",
@@ -110,7 +126,7 @@ def test_minor_number_is_not_an_attribute_where_mig_mode_comes_and_goes() -> Non
 def test_mig_device_has_its_own_and_its_parents_attributes() -> None:
     device = wire(partitioned(2, mig(2, TWO_G, 4, 2, 3), mig(2, ONE_G, 6, 1, 9)))
     assert device == DATA["MIG device"]
-    assert set(device["attributes"]) == set(MIG_ATTRIBUTES)
+    assert set(device["attributes"]) == attributes_of_kind("mig")
     check_form(device)
 
 
@@ -129,7 +145,7 @@ def test_only_type_and_uuid_are_there_when_nothing_else_is_known() -> None:
         ("product_name", {"productName"}), ("brand", {"brand"}), ("architecture", {"architecture"}),
         ("cuda_compute_capability", {"cudaComputeCapability"}), ("addressing_mode", {"addressingMode"}),
         ("pcie_root", {STD + "pcieRoot"}), ("numa_node", {STD + "numaNode"}), ("nvlink_links", {"nvlinkLinks"}),
-        ("mig_capable", {"migCapable"}), ("fabric", {"fabricClusterUUID", "fabricCliqueID"}),
+        ("mig_capable", {"migCapable"}), ("fabric", {"fabricClusterUUID", "fabricCliqueID", "imexChannels"}),
     ],
 )  # fmt: skip
 def test_unknown_value_costs_only_its_attribute(field: str, attributes: set[str]) -> None:

@@ -12,7 +12,7 @@ from dra_driver.model.inventory import Inventory
 from dra_driver.model.mig import GpuInstance, Partitioning, Placement
 from dra_driver.model.sharing import NO_SHARING, SharingRule, SharingRuleMode, share_all
 from dra_driver.slices.rules import attributes, build
-from dra_driver.slices.rules.build import GIVE_WAY, Pool, SliceContent, build_pool, has_its_counters
+from dra_driver.slices.rules.build import Pool, SliceContent, build_pool, has_its_counters
 from tests.fakes.samples import GPU_0, GPU_1, NODE, VERSIONS, card, h100, inventory, mig, partitioned, uuid
 from tests.fakes.samples import ONE_G as PROFILE
 from tests.mig.migtables import MODELS, table
@@ -128,9 +128,6 @@ def test_fullest_device_of_each_kind_is_published(
 ) -> None:
     monkeypatch.setattr(build, "MAX_ATTRIBUTES_AND_CAPACITIES", 99)
     everything = set(entries(fullest(kind, rule)[0]))
-    assert {name.rstrip("01234567") for name in everything} <= set(GIVE_WAY), (
-        "a new name needs its place in GIVE_WAY"
-    )
     monkeypatch.undo()
     device, pool = fullest(kind, rule)
     omitted = everything.difference(entries(device))
@@ -155,18 +152,20 @@ def test_device_with_one_entry_more_than_fits_omits_what_is_least_important(
     assert {"type", "uuid", "memory", "addressableMemory"} & set(everything) <= set(entries(device))
 
 
-def test_attribute_without_a_place_gives_way_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = fullest("static", "exclusive")[0]
-    assert len(entries(before)) == 32
-    common = attributes._common_attributes
-    monkeypatch.setattr(
-        attributes, "_common_attributes", lambda *given: common(*given) | {"later": {"int": 1}}
-    )
-    device, pool = fullest("static", "exclusive")
-    assert (device, pool.faults) == (before, ())
-    assert pool.notes == (
-        f"{device['name']}: the slices omit later, because a device can have only 32 attributes and capacities",
-    )
+@FULLEST
+def test_new_attribute_at_the_end_gives_way_first(
+    kind: str, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, _ = fullest(kind, rule)
+    later = attributes.Entry("later", "int", both=lambda *_: 1, vfio=lambda _: 1)
+    for module in (attributes, build):
+        monkeypatch.setattr(module, "ENTRIES", (*attributes.ENTRIES, later))
+    device, pool = fullest(kind, rule)
+    is_full = len(entries(before)) == 32
+    assert ("later" not in device["attributes"], pool.faults) == (is_full, ())
+    assert any("omit later" in note for note in pool.notes) == is_full == (kind == "static")
+    device["attributes"].pop("later", None)
+    assert device == before
 
 
 def test_counters_that_a_device_consumes_have_to_be_in_the_pool() -> None:

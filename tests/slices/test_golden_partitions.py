@@ -1,4 +1,4 @@
-"""The pool of GPUs with MIG on demand; `--update-golden` rewrites it."""
+"""The pool of GPUs with MIG on demand; `make golden` rewrites it."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

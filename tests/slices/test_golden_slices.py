@@ -1,4 +1,4 @@
-"""The pool of every simulated machine, read through the real binding; `--update-golden` rewrites it."""
+"""The pool of every simulated machine, read through the real binding; `make golden` rewrites it."""
 
 import random
 from pathlib import Path

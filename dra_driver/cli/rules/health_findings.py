@@ -8,7 +8,7 @@ from dra_driver.cli.rules.findings import Finding, fail, ok, skip, warn
 from dra_driver.cli.rules.node_view import NodeView, SeenGpu, SeenReason
 from dra_driver.cli.rules.prepared_claims import age_text
 from dra_driver.health.rules.taints import DEFAULT_POLICY, TaintPolicy, keeps_claims_away
-from dra_driver.health.rules.xids import is_mechanical, is_program_fault, needs_reboot
+from dra_driver.health.rules.xids import remedy_of_xid
 from dra_driver.model.health import Severity
 from dra_driver.model.remedies import OF_REASONS, reboot, reset
 from dra_driver.model.units import counted, named
@@ -106,12 +106,8 @@ def _kind(reason: SeenReason) -> str:
     key, _, value = reason.reason.partition(" ")
     if reason.severity == "information" and key in ("xid", "nvlink"):
         return f"information-{key}"
-    if key == "xid" and value.isdecimal() and is_program_fault(int(value)):
-        return "program-xid"
-    if key == "xid" and value.isdecimal() and needs_reboot(int(value)):
-        return "reboot-xid"
-    if key == "xid" and value.isdecimal() and is_mechanical(int(value)):
-        return "mechanical-xid"
+    if key == "xid" and value.isdecimal():
+        return remedy_of_xid(int(value))
     return reason.reason
 
 

@@ -16,15 +16,8 @@ from dra_driver.model.health import FabricState, HealthState, NvLinks, PolledHea
 from dra_driver.model.units import counted, named
 
 RECOVERY_ACTION = "recovery-action"
-ROW_REMAP = "row-remap"
-PAGE_RETIREMENT = "page-retirement"
 FABRIC = "fabric"
 SLOWDOWN = "slowdown"
-CONFIDENTIAL = "confidential-compute"
-SRAM = "sram"
-MEMORY = "memory"
-BANK_REMAP = "bank-remap"
-REPAIR = "repair"
 PCIE_WIDTH = "pcie-width"
 PCIE_GENERATION = "pcie-generation"
 
@@ -48,8 +41,8 @@ _ERRORS: Final[Mapping[str, str]] = {
 
 _DRIVER_WANTS = "the NVIDIA driver requests"
 _NEXT_RESET = "at the next reset of the GPU"
-_SIGNALS: tuple[tuple[str, str, Mapping[object, tuple[str, Severity, str]]], ...] = (
-    (RECOVERY_ACTION, "recovery_action", {
+_SIGNALS: tuple[tuple[str, str, bool, Mapping[object, tuple[str, Severity, str]]], ...] = (
+    (RECOVERY_ACTION, "recovery_action", True, {
         1: ("reset", Severity.UNHEALTHY, f"{_DRIVER_WANTS} a GPU reset"),
         2: ("reboot", Severity.UNHEALTHY, f"{_DRIVER_WANTS} a reboot of the node"),
         3: ("drain-p2p", Severity.DEGRADED, f"{_DRIVER_WANTS} that all work with peer access to the GPU stop"),
@@ -58,55 +51,54 @@ _SIGNALS: tuple[tuple[str, str, Mapping[object, tuple[str, Severity, str]]], ...
         6: ("bus-reset", Severity.UNHEALTHY, f"{_DRIVER_WANTS} a reset of the GPU's bus"),
         7: ("system-reboot", Severity.UNHEALTHY, f"{_DRIVER_WANTS} a reboot of the whole system"),
     }),
-    (ROW_REMAP, "remap_failed", {
+    ("row-remap", "remap_failed", True, {
         True: ("failure", Severity.UNHEALTHY, "memory rows could not be remapped; replace the GPU"),
     }),
-    (ROW_REMAP, "remap_pending", {
+    ("row-remap", "remap_pending", True, {
         True: ("pending", Severity.DEGRADED, f"memory rows will be remapped {_NEXT_RESET}"),
     }),
-    (PAGE_RETIREMENT, "pages_pending", {
+    ("page-retirement", "pages_pending", True, {
         True: ("pending", Severity.DEGRADED, f"memory pages will be retired {_NEXT_RESET}"),
     }),
-    (SRAM, "sram_exceeded", {True: (
+    ("sram", "sram_exceeded", True, {True: (
         "threshold-exceeded", Severity.DEGRADED,
         "the GPU's SRAM has exceeded NVIDIA's error limit; replace the GPU",
     )}),
-    (MEMORY, "memory_unrepairable", {
+    ("memory", "memory_unrepairable", True, {
         True: ("unrepairable", Severity.UNHEALTHY, "the GPU's memory cannot be repaired; replace the GPU"),
     }),
-    (BANK_REMAP, "bank_remap_pending", {
+    ("bank-remap", "bank_remap_pending", True, {
         True: ("pending", Severity.DEGRADED, f"memory banks will be remapped {_NEXT_RESET}"),
     }),
-    (REPAIR, "repairs_pending", {
+    ("repair", "repairs_pending", True, {
         "channel": ("channel-pending", Severity.DEGRADED, f"a memory channel will be repaired {_NEXT_RESET}"),
         "tpc": ("tpc-pending", Severity.DEGRADED, f"some of the GPU's processors will be repaired {_NEXT_RESET}"),
     }),
-    (SLOWDOWN, "slowdowns", {
+    (SLOWDOWN, "slowdowns", False, {
         "thermal": ("thermal", Severity.INFORMATION, "the GPU is too hot and has slowed down"),
         "power": ("power", Severity.INFORMATION, "the GPU has slowed down because of its power supply"),
         "hardware": ("hardware", Severity.INFORMATION, "the GPU has slowed down because of its hardware"),
     }),
-    (PCIE_WIDTH, "pcie_narrow", {True: (
+    (PCIE_WIDTH, "pcie_narrow", False, {True: (
         "below-maximum", Severity.INFORMATION, "the PCIe link has fewer lanes than the GPU and the machine support",
     )}),
-    (PCIE_GENERATION, "pcie_slow", {True: (
+    (PCIE_GENERATION, "pcie_slow", False, {True: (
         "below-maximum", Severity.INFORMATION,
         "the PCIe link is slower than the GPU and the machine support, although the GPU is busy",
     )}),
-    (CONFIDENTIAL, "accepts_work", {False: (
+    ("confidential-compute", "accepts_work", False, {False: (
         "not-ready", Severity.DEGRADED,
         "confidential computing is on, but the node's GPUs are not set to the ready state yet",
     )}),
 )  # fmt: skip
-"""The key of the reason, the polled field, and the meaning of each bad value of the field."""
-_OF_REPAIR = frozenset({RECOVERY_ACTION, ROW_REMAP, PAGE_RETIREMENT, SRAM, MEMORY, BANK_REMAP, REPAIR})
-_REPAIR_FIELDS = tuple(field for key, field, _ in _SIGNALS if key in _OF_REPAIR)
+"""The key of the reason, the polled field, whether a bad value needs a reset or a replacement, and what it means."""
+_REPAIR_FIELDS = tuple(field for _, field, needs_repair, _ in _SIGNALS if needs_repair)
 
 
 def reasons_found(polled: PolledHealth) -> Mapping[str, list[Finding]]:
     """Return what a poll found, by the key of the reason. Keys that could not be polled are missing."""
     found: dict[str, list[Finding]] = {}
-    for key, field, faults in _SIGNALS:
+    for key, field, _, faults in _SIGNALS:
         value = getattr(polled, field)
         if value is not None:
             values = sorted(value) if isinstance(value, frozenset) else [value]

@@ -21,7 +21,7 @@ from dra_driver.health.rules.polling import (
     requests_action,
     seen_nvlinks,
 )
-from dra_driver.health.rules.xids import NO_CHANGES, XidPolicy, is_program_fault, severity_of_xid, xid_text
+from dra_driver.health.rules.xids import NO_CHANGES, XidPolicy, action_of, severity_of_xid, xid_text
 from dra_driver.model.dataclass import replace
 from dra_driver.model.health import (
     LOST,
@@ -119,7 +119,7 @@ def ending_of(reason: Reason) -> Ending:
     if reason.key == UNRESPONSIVE:
         return Ending.ANSWER if reason.value else Ending.OURS
     if reason.key == XID:
-        is_mild = reason.severity <= Severity.INFORMATION or is_program_fault(int(reason.value))
+        is_mild = reason.severity <= Severity.INFORMATION or action_of(int(reason.value)).is_program_fault
         return Ending.TIME if is_mild else Ending.RESET
     return _BY_KEY.get(reason.key, Ending.GOOD_VALUE)
 

@@ -5,12 +5,12 @@ matter. It also computes NVLink domains: a deterministic partition of GPUs into 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from itertools import combinations
 
 from dra_driver.errors import NvmlUnavailableError
 from dra_driver.model.dataclass import dataclass, replace
-from dra_driver.model.gpu import Fabric, Gpu
+from dra_driver.model.gpu import CHANGED_BY_MIG, Fabric, Gpu
 from dra_driver.model.health import PolledHealth
 from dra_driver.model.host import HostFingerprint, NvmlFingerprint
 from dra_driver.model.ids import gpu_device_names
@@ -124,7 +124,9 @@ def repartitioned_gpus(now: HardwareFingerprint, before: HardwareFingerprint) ->
     for minor in now.host.instances.keys() | before.host.instances.keys():
         if now.host.instances.get(minor) == before.host.instances.get(minor):
             continue
-        owners = {gpu.uuid for pair in pairs for gpu in pair if gpu is not None and gpu.minor == minor}
+        owners = {
+            gpu.uuid for pair in pairs for gpu in pair if gpu is not None and gpu.values.get("minor") == minor
+        }
         if not owners:
             return None
         changed |= owners
@@ -133,8 +135,12 @@ def repartitioned_gpus(now: HardwareFingerprint, before: HardwareFingerprint) ->
 
 def _without_mig(seen: HardwareFingerprint) -> HardwareFingerprint:
     """Remove what MIG changes. Everything else, including fields added later, counts as other hardware."""
-    gpus = (None if gpu is None else replace(gpu, minor=None, mig_mode=None) for gpu in seen.nvml or ())
+    gpus = (gpu and replace(gpu, values=_others(gpu.values)) for gpu in seen.nvml or ())
     return replace(seen, host=replace(seen.host, instances={}), nvml=seen.nvml and tuple(gpus))
+
+
+def _others(values: Mapping[str, Hashable]) -> Mapping[str, Hashable]:
+    return {name: value for name, value in values.items() if name not in CHANGED_BY_MIG}
 
 
 def differs(now: Inventory, before: Inventory | None) -> bool:

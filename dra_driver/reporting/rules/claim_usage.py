@@ -91,7 +91,7 @@ class NodeUse:
 
 
 Made = Callable[[str], OwnedInstance | None]
-"""Returns the current instance of an on-demand MIG device, by the device's name."""
+"""Return the current instance of an on-demand MIG device, by the device's name."""
 
 
 def held_devices(records: Iterable[ClaimRecord]) -> dict[str, HeldDevice]:

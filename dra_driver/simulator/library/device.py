@@ -43,7 +43,7 @@ _HOPPER = 9
 _UNLIKE = 4711.0
 
 _Read = Callable[[Model, Gpu], int | Sequence[int] | Mapping[str, int] | None]
-"""Returns one value, the values of several output arguments, or the fields of a struct; None if the GPU does not
+"""Return one value, the values of several output arguments, or the fields of a struct; None if the GPU does not
 support the call.
 """
 _OF_GPUS: Mapping[str, _Read] = {
@@ -106,7 +106,7 @@ class Device(Core):
 
     @property
     def getters(self) -> dict[str, Callable[..., None]]:
-        """Returns the functions that return values of a GPU, by name."""
+        """Return the functions that return values of a GPU, by name."""
         return {name: partial(self._get, name, read) for name, read in {**_OF_GPUS, **_OF_MIG_TOO}.items()}
 
     def _get(self, name: str, read: _Read, handle: Any, *arguments: Any) -> None:

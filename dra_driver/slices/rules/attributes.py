@@ -7,8 +7,11 @@ them. Every attribute except `type` is best effort: unknown values are omitted, 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from typing import Any, Final, Literal
 
 from dra_driver.mig.rules.counters import has_counters
+from dra_driver.model.dataclass import dataclass
 from dra_driver.model.gpu import Gpu
 from dra_driver.model.inventory import (
     DynamicMigDevice,
@@ -21,15 +24,158 @@ from dra_driver.model.inventory import (
 from dra_driver.model.mig import MigProfile
 from dra_driver.model.schema import JsonObject
 from dra_driver.model.units import format_bytes
+from dra_driver.sharing.rules import shared_device
 from dra_driver.sharing.rules.client_limits import BoundedRule
 from dra_driver.sharing.rules.shared_device import MEMORY, MULTIPROCESSORS, SHAREABLE, shared_capacity
 
 _LEADING_NUMBERS = re.compile(r"^v?(\d+(?:\.\d+)*)")
 
-STANDARD_PREFIX = "resource.kubernetes.io/"
+MAX_ATTRIBUTES_AND_CAPACITIES: Final = 32
+"""The API's limit for a device."""
 MAX_STRING_BYTES = 64
 _MIB = 1 << 20
-_IN_BYTES = frozenset({MEMORY, "addressableMemory"})
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """An attribute or capacity, and how it is found for each kind of device: `gpu` for whole GPUs, `mig`, `vfio`, and
+    `both` for whole GPUs and for MIG devices, which have their GPU's value.
+
+    Capacities are a `count`, or `bytes`. `says` describes the value in docs/api.md.
+    """
+
+    name: str
+    type: Literal["string", "int", "bool", "version", "count", "bytes"]
+    says: str = ""
+    both: Callable[[Gpu, Inventory], Any] | None = None
+    gpu: Callable[[Gpu, Inventory], Any] | None = None
+    mig: Callable[[StaticMigDevice | DynamicMigDevice], Any] | None = None
+    vfio: Callable[[VfioDevice], Any] | None = None
+
+    @property
+    def is_capacity(self) -> bool:
+        """Whether the entry is a capacity, not an attribute."""
+        return self.type in ("count", "bytes")
+
+    def value_of(self, device: OfferedDevice, inventory: Inventory) -> Any:
+        """Return the value; None if it is unknown, or if the device does not have it."""
+        of_gpu = self.both
+        match device:
+            case WholeGpu():
+                of_gpu = self.both or self.gpu
+            case StaticMigDevice() | DynamicMigDevice():
+                if self.mig is not None:
+                    return self.mig(device)
+            case VfioDevice():
+                return None if self.vfio is None else self.vfio(device)
+        return None if of_gpu is None else of_gpu(device.gpu, inventory)
+
+
+def _engines(name: str, count: Callable[[MigProfile], int]) -> Entry:
+    return Entry(
+        name,
+        "count",
+        _OF_PROFILE,
+        gpu=lambda gpu, _: _most(gpu, count),
+        mig=lambda device: count(device.profile),
+    )
+
+
+def _most(gpu: Gpu, count: Callable[[MigProfile], int]) -> int | None:
+    if gpu.partitioning is None or not has_counters(gpu):
+        return None
+    return max(count(row.profile) for row in gpu.partitioning.profiles)
+
+
+def _memory_slice(number: int) -> Entry:
+    def amount(device: StaticMigDevice | DynamicMigDevice) -> int | None:
+        return 1 if isinstance(device, StaticMigDevice) and number in device.placement.memory_slices else None
+
+    return Entry(
+        f"memorySlice{number}", "count", "1 for each slice of the placement; absent on demand", mig=amount
+    )
+
+
+def _minor(gpu: Gpu) -> int | None:
+    """Return None with MIG on demand: MIG mode changes the minor number, and claims change the mode."""
+    return gpu.minor if gpu.partitioning is None else None
+
+
+def _bus_id(bus_id: str | None) -> str | None:
+    """Return None for a domain with more than four digits, which has no standard form."""
+    return bus_id if bus_id is not None and len(bus_id) == len("0000:00:00.0") else None
+
+
+def _dotted(version: tuple[int, int] | None) -> str | None:
+    return None if version is None else f"{version[0]}.{version[1]}"
+
+
+_STANDARD: Final = "resource.kubernetes.io/"
+_IF_SHARED: Final = "if the device is [shared](configuration.md#sharing-one-device-among-several-claims)"
+_IN_FABRIC: Final = "in a [multi-node fabric](imex.md)"
+_OF_PROFILE: Final = "of a MIG device's profile; of a GPU only with MIG devices on demand"
+
+ENTRIES: Final = (
+    # What the scheduler and quotas count, and what a device is.
+    Entry(MEMORY, "bytes", "of the GPU, or of the MIG device's profile",
+          gpu=lambda gpu, _: gpu.memory_bytes, mig=lambda device: device.profile.memory_mib * _MIB),
+    Entry(shared_device.SHARES, "count", _IF_SHARED),
+    Entry(shared_device.MPS_CLIENTS, "count", _IF_SHARED),
+    Entry(MULTIPROCESSORS, "count", _OF_PROFILE,
+          gpu=lambda gpu, _: _most(gpu, lambda profile: gpu.multiprocessors or profile.multiprocessors),
+          mig=lambda device: device.profile.multiprocessors),
+    Entry("addressableMemory", "bytes", "the sum of the GPU's 64-bit memory regions, rounded up to a power of two",
+          vfio=lambda device: device.card.addressable_memory),
+    Entry("type", "string", "`gpu`, `mig` or `vfio`",
+          gpu=lambda *_: "gpu", mig=lambda _: "mig", vfio=lambda _: "vfio"),
+    Entry("uuid", "string", "`GPU-…`; `MIG-…`, absent on demand; VFIO: made from the PCI bus ID, without a prefix",
+          gpu=lambda gpu, _: gpu.uuid, mig=lambda device: device.uuid, vfio=lambda device: device.uuid),
+    Entry("profile", "string", mig=lambda device: device.profile.name),
+    Entry("parentUUID", "string", mig=lambda device: device.gpu.uuid),
+    Entry("productName", "string", "VFIO: only while it is bound to the NVIDIA driver",
+          both=lambda gpu, _: gpu.product_name,
+          vfio=lambda device: device.card.product_name or device.gpu.product_name),
+    Entry(_STANDARD + "pciBusID", "string", both=lambda gpu, _: _bus_id(gpu.pci_bus_id),
+          vfio=lambda device: _bus_id(device.card.bus_id)),
+    Entry(_STANDARD + "pcieRoot", "string", both=lambda gpu, _: gpu.pcie_root,
+          vfio=lambda device: device.card.pcie_root),
+    Entry("driverVersion", "version", "SemVer: `570.124.06` is `570.124.6`", both=lambda _, node: node.versions.driver),
+    Entry("cudaComputeCapability", "version", both=lambda gpu, _: _dotted(gpu.cuda_compute_capability)),
+    Entry("architecture", "string", both=lambda gpu, _: gpu.architecture),
+    Entry(_STANDARD + "numaNode", "int", both=lambda gpu, _: gpu.numa_node, vfio=lambda device: device.card.numa_node),
+    Entry("deviceID", "string", "such as `0x2330`", vfio=lambda device: f"0x{device.card.device_id:04x}"),
+    Entry("vendorID", "string", "`0x10de`", vfio=lambda _: "0x10de"),
+    # Rarely selected.
+    _engines("copyEngines", lambda profile: profile.copy_engines),
+    _engines("decoders", lambda profile: profile.decoders),
+    _engines("encoders", lambda profile: profile.encoders),
+    _engines("jpegEngines", lambda profile: profile.jpeg_engines),
+    _engines("ofaEngines", lambda profile: profile.ofa_engines),
+    *(_memory_slice(number) for number in range(MAX_ATTRIBUTES_AND_CAPACITIES)),
+    Entry("cudaDriverVersion", "version", both=lambda _, node: _dotted(node.versions.cuda)),
+    Entry("brand", "string", both=lambda gpu, _: gpu.brand),
+    Entry("iommuFDEnabled", "bool", "the host has `/dev/iommu`", vfio=lambda device: device.card.has_iommufd),
+    Entry("addressingMode", "string", both=lambda gpu, _: gpu.addressing_mode),
+    # Not published by NVIDIA's driver.
+    Entry("nvlinkDomain", "string", "for `matchAttribute`", gpu=lambda gpu, node: node.nvlink_domains.get(gpu.uuid)),
+    Entry("fabricClusterUUID", "string", _IN_FABRIC, gpu=lambda gpu, _: gpu.fabric and gpu.fabric.cluster_uuid),
+    Entry("fabricCliqueID", "int", _IN_FABRIC, gpu=lambda gpu, _: gpu.fabric and gpu.fabric.clique_id),
+    Entry("confidentialCompute", "string", "[`off`, `on`, `devtools`, `ppcie`](health.md#confidential-computing)",
+          both=lambda _, node: node.confidential_compute),
+    Entry("iommuGroup", "int", vfio=lambda device: device.card.iommu_group),
+    Entry("imexChannels", "int", "channels of the NVIDIA driver, if [`imex`](imex.md) is on",
+          gpu=lambda gpu, node: gpu.fabric and node.imex_channels),
+    Entry("nvlinkLinks", "int", "active links", gpu=lambda gpu, _: gpu.nvlink_links),
+    Entry("migCapable", "bool", gpu=lambda gpu, _: gpu.mig_capable),
+    Entry("parentIndex", "int", mig=lambda device: device.gpu.index),
+    Entry("index", "int", gpu=lambda gpu, _: gpu.index),
+    Entry("parentMinor", "int", "absent with MIG on demand", mig=lambda device: _minor(device.gpu)),
+    Entry("minor", "int", "absent with MIG on demand", gpu=lambda gpu, _: _minor(gpu)),
+    Entry(SHAREABLE, "bool", "`true` if the section `sharing` selects the device, else absent"),
+)  # fmt: skip
+"""All attributes and capacities, the most important first: if a device has more than the API allows, the last ones give
+way, so that the device itself is published. Entries without a function are added to shared devices.
+"""
 
 
 def wire_device(device: OfferedDevice, inventory: Inventory, bound: BoundedRule | None = None) -> JsonObject:
@@ -37,7 +183,7 @@ def wire_device(device: OfferedDevice, inventory: Inventory, bound: BoundedRule 
 
     With a rule, several claims may hold the device at the same time.
     """
-    attributes, amounts = attributes_of(device, inventory), amounts_of(device)
+    attributes, amounts = attributes_of(device, inventory), _amounts_of(device, inventory)
     if bound is None:
         capacity: JsonObject = {name: {"value": _quantity(name, amount)} for name, amount in amounts.items()}
     else:
@@ -51,158 +197,39 @@ def wire_device(device: OfferedDevice, inventory: Inventory, bound: BoundedRule 
 
 def attributes_of(device: OfferedDevice, inventory: Inventory) -> JsonObject:
     """Return the attributes of a device by name, such as `{"type": {"string": "gpu"}}`."""
-    match device:
-        case WholeGpu():
-            found = _whole_gpu_attributes(device.gpu, inventory) | _common_attributes(device.gpu, inventory)
-        case StaticMigDevice() | DynamicMigDevice():
-            found = _mig_attributes(device) | _common_attributes(device.gpu, inventory)
-        case VfioDevice():
-            found = _vfio_attributes(device)
+    found = {
+        one.name: _wire(one.type, one.value_of(device, inventory)) for one in ENTRIES if not one.is_capacity
+    }
     return _sorted({name: value for name, value in found.items() if value is not None})
 
 
-def amounts_of(device: OfferedDevice) -> dict[str, int]:
+def _amounts_of(device: OfferedDevice, inventory: Inventory) -> dict[str, int]:
     """Return the known capacities of a device, such as `{"memory": 85520809984}`; memory in bytes."""
-    match device:
-        case WholeGpu():
-            return _whole_gpu_amounts(device.gpu)
-        case StaticMigDevice():
-            slices = {f"memorySlice{number}": 1 for number in device.mig.placement.memory_slices}
-            return _profile_amounts(device.mig.profile) | slices
-        case DynamicMigDevice():
-            return _profile_amounts(device.profile)
-        case VfioDevice():
-            memory = device.card.addressable_memory
-            return {} if memory is None else {"addressableMemory": memory}
+    found = {one.name: one.value_of(device, inventory) for one in ENTRIES if one.is_capacity}
+    return {name: amount for name, amount in found.items() if amount is not None}
 
 
 def _sorted(entries: JsonObject) -> JsonObject:
     return {name: entries[name] for name in sorted(entries)}
 
 
+_IN_BYTES = frozenset(one.name for one in ENTRIES if one.type == "bytes")
+
+
 def _quantity(name: str, amount: int) -> str:
     return format_bytes(amount) if name in _IN_BYTES else str(amount)
 
 
-def _common_attributes(gpu: Gpu, inventory: Inventory) -> dict[str, JsonObject | None]:
-    compute = gpu.cuda_compute_capability
-    cuda = inventory.versions.cuda
-    return {
-        "productName": _string(gpu.product_name),
-        "brand": _string(gpu.brand),
-        "architecture": _string(gpu.architecture),
-        "cudaComputeCapability": _version(None if compute is None else f"{compute[0]}.{compute[1]}"),
-        "driverVersion": _version(inventory.versions.driver),
-        "cudaDriverVersion": _version(None if cuda is None else f"{cuda[0]}.{cuda[1]}"),
-        "addressingMode": _string(gpu.addressing_mode),
-        "confidentialCompute": _string(inventory.confidential_compute),
-        STANDARD_PREFIX + "pciBusID": _standard_bus_id(gpu.pci_bus_id),
-        STANDARD_PREFIX + "pcieRoot": _string(gpu.pcie_root),
-        STANDARD_PREFIX + "numaNode": _int(gpu.numa_node),
-    }
-
-
-def _whole_gpu_attributes(gpu: Gpu, inventory: Inventory) -> dict[str, JsonObject | None]:
-    fabric = gpu.fabric
-    return {
-        "type": {"string": "gpu"},
-        "uuid": _string(gpu.uuid),
-        "index": _int(gpu.index),
-        "minor": _minor(gpu),
-        "migCapable": _bool(gpu.mig_capable),
-        "nvlinkLinks": _int(gpu.nvlink_links),
-        "nvlinkDomain": _string(inventory.nvlink_domains.get(gpu.uuid)),
-        "fabricClusterUUID": _string(None if fabric is None else fabric.cluster_uuid),
-        "fabricCliqueID": _int(None if fabric is None else fabric.clique_id),
-        "imexChannels": _int(None if fabric is None else inventory.imex_channels),
-    }
-
-
-def _mig_attributes(device: StaticMigDevice | DynamicMigDevice) -> dict[str, JsonObject | None]:
-    return {
-        "type": {"string": "mig"},
-        "uuid": _string(device.uuid),
-        "parentUUID": _string(device.gpu.uuid),
-        "parentIndex": _int(device.gpu.index),
-        "parentMinor": _minor(device.gpu),
-        "profile": _string(device.profile.name),
-    }
-
-
-def _vfio_attributes(device: VfioDevice) -> dict[str, JsonObject | None]:
-    """Use the host's data about the card, which does not depend on its driver."""
-    card = device.card
-    return {
-        "type": {"string": "vfio"},
-        "uuid": _string(device.uuid),
-        "vendorID": {"string": "0x10de"},
-        "deviceID": {"string": f"0x{card.device_id:04x}"},
-        "productName": _string(card.product_name or device.gpu.product_name),
-        "iommuGroup": _int(card.iommu_group),
-        "iommuFDEnabled": _bool(card.has_iommufd),
-        STANDARD_PREFIX + "pciBusID": _standard_bus_id(card.bus_id),
-        STANDARD_PREFIX + "pcieRoot": _string(card.pcie_root),
-        STANDARD_PREFIX + "numaNode": _int(card.numa_node),
-    }
-
-
-def _minor(gpu: Gpu) -> JsonObject | None:
-    """Return None with MIG on demand: MIG mode changes the minor number, and claims change the mode."""
-    return _int(gpu.minor) if gpu.partitioning is None else None
-
-
-def _whole_gpu_amounts(gpu: Gpu) -> dict[str, int]:
-    memory = {} if gpu.memory_bytes is None else {MEMORY: gpu.memory_bytes}
-    if gpu.partitioning is None or not has_counters(gpu):
-        return memory
-    profiles = [_engines(row.profile) for row in gpu.partitioning.profiles]
-    most = {name: max(engines[name] for engines in profiles) for name in profiles[0]}
-    if gpu.multiprocessors is not None:
-        most[MULTIPROCESSORS] = gpu.multiprocessors
-    return most | memory
-
-
-def _profile_amounts(profile: MigProfile) -> dict[str, int]:
-    return _engines(profile) | {MEMORY: profile.memory_mib * _MIB}
-
-
-def _engines(profile: MigProfile) -> dict[str, int]:
-    return {
-        MULTIPROCESSORS: profile.multiprocessors,
-        "copyEngines": profile.copy_engines,
-        "decoders": profile.decoders,
-        "encoders": profile.encoders,
-        "jpegEngines": profile.jpeg_engines,
-        "ofaEngines": profile.ofa_engines,
-    }
-
-
-def _string(value: str | None) -> JsonObject | None:
-    """Return a string value, truncated to the API's limit, because a long product name must not invalidate
-    the whole slice.
-    """
-    if not value:
-        return None
-    raw = value.encode()
-    return {"string": raw[:MAX_STRING_BYTES].decode(errors="ignore")}
-
-
-def _int(value: int | None) -> JsonObject | None:
-    return None if value is None else {"int": value}
-
-
-def _bool(value: bool | None) -> JsonObject | None:
-    return None if value is None else {"bool": value}
-
-
-def _version(text: str | None) -> JsonObject | None:
-    version = semver(text)
-    return None if version is None or len(version) > MAX_STRING_BYTES else {"version": version}
-
-
-def _standard_bus_id(bus_id: str | None) -> JsonObject | None:
-    """Return the standard attribute has four domain digits; larger domains have no standard form."""
-    return {"string": bus_id} if bus_id is not None and len(bus_id) == len("0000:00:00.0") else None
+def _wire(kind: str, value: Any) -> JsonObject | None:
+    """Return an attribute's value in API form; None if it is unknown, empty, or not a version."""
+    if kind == "version":
+        value = semver(value)
+        if value is None or len(value) > MAX_STRING_BYTES:
+            return None
+    elif kind == "string" and value:
+        # Truncated to the API's limit, because a long product name must not invalidate the whole slice.
+        value = value.encode()[:MAX_STRING_BYTES].decode(errors="ignore")
+    return None if value is None or value == "" else {kind: value}
 
 
 def semver(text: str | None) -> str | None:

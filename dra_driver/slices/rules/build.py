@@ -11,7 +11,7 @@ Source of the limits: validation of resource.k8s.io/v1 as of Kubernetes 1.37.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Final, TypeVar
+from typing import TypeVar
 
 from dra_driver.mig.rules.counters import consumed_counters, counter_set, has_counters, is_counted
 from dra_driver.model.dataclass import dataclass, field
@@ -22,30 +22,14 @@ from dra_driver.model.schema import JsonObject
 from dra_driver.model.sharing import NO_SHARING, SharingPolicy
 from dra_driver.model.units import named
 from dra_driver.sharing.rules.client_limits import BoundedRule, bounded_rule
-from dra_driver.sharing.rules.shared_device import MEMORY, MPS_CLIENTS, MULTIPROCESSORS, SHAREABLE, SHARES
-from dra_driver.slices.rules.attributes import STANDARD_PREFIX, wire_device
+from dra_driver.slices.rules.attributes import ENTRIES, MAX_ATTRIBUTES_AND_CAPACITIES, wire_device
 
 _MAX_TAINTS_BEFORE = 4
 MAX_DEVICES_PER_SLICE = 64
 """The API allows 128 plain devices, but only 64 if any has a taint, which may be added at any time."""
 MAX_COUNTER_SETS_PER_SLICE = 8
 MAX_COUNTERS_PER_SET = 32
-MAX_ATTRIBUTES_AND_CAPACITIES = 32
 MAX_TAINTS = 16
-GIVE_WAY: Final = (
-    # Not published by NVIDIA's driver.
-    SHAREABLE, "minor", "parentMinor", "index", "parentIndex", "migCapable", "nvlinkLinks", "imexChannels",
-    "iommuGroup", "confidentialCompute", "fabricCliqueID", "fabricClusterUUID", "nvlinkDomain",
-    # Rarely selected.
-    "addressingMode", "iommuFDEnabled", "brand", "cudaDriverVersion", "memorySlice", "ofaEngines", "jpegEngines",
-    "encoders", "decoders", "copyEngines", "vendorID", "deviceID", STANDARD_PREFIX + "numaNode", "architecture",
-    "cudaComputeCapability", "driverVersion", STANDARD_PREFIX + "pcieRoot", STANDARD_PREFIX + "pciBusID", "productName",
-    # What a device is, and what the scheduler and quotas count.
-    "parentUUID", "profile", "uuid", "type", "addressableMemory", MULTIPROCESSORS, MPS_CLIENTS, SHARES, MEMORY,
-)  # fmt: skip
-"""Attributes and capacities of all kinds of devices. If a device has too many, those at the beginning give way, so that
-the device itself is published. Names that are missing here, and then capacities of 0, give way before all others.
-"""
 T = TypeVar("T")
 
 
@@ -207,14 +191,19 @@ def _entry(
 
 
 def _without_excess(device: JsonObject) -> tuple[JsonObject, tuple[str, ...]]:
-    """Return the device with at most the allowed number of attributes and capacities, and the names of the others,
-    those that give way first at the beginning.
+    """Return the device with at most the allowed number of attributes and capacities, and the names of the others.
+
+    Capacities of 0 give way first, then the last of `ENTRIES`.
     """
     capacity = device.get("capacity", {})
     excess = len(device["attributes"]) + len(capacity) - MAX_ATTRIBUTES_AND_CAPACITIES
     if excess <= 0:
         return device, ()
-    names = sorted((*device["attributes"], *capacity), key=lambda name: _weight(name, capacity))
+    ranks = {one.name: -rank for rank, one in enumerate(ENTRIES)}
+    names = sorted(
+        (*device["attributes"], *capacity),
+        key=lambda name: (name not in capacity or capacity[name]["value"] != "0", ranks[name]),
+    )
     omitted = tuple(names[:excess])
     kept = {
         key: {name: value for name, value in device[key].items() if name not in omitted}
@@ -222,18 +211,6 @@ def _without_excess(device: JsonObject) -> tuple[JsonObject, tuple[str, ...]]:
         if key in device
     }
     return device | kept, omitted
-
-
-def _weight(name: str, capacity: JsonObject) -> tuple[int, int, str]:
-    """Return the sort key of an attribute or capacity: smaller ones give way first. Of numbered names, the highest
-    number gives way first.
-    """
-    base = name.rstrip("0123456789")
-    number = int(name[len(base) :] or 0)
-    if base not in GIVE_WAY:
-        return 0, -number, name
-    is_zero = name in capacity and capacity[name]["value"] == "0"
-    return 1 if is_zero else 2 + GIVE_WAY.index(base), -number, name
 
 
 def _device_chunks(blocks: Iterable[_Block]) -> Iterator[tuple[JsonObject, ...]]:

@@ -35,6 +35,7 @@ RESOURCES = (
     Resource("", "events", "Event", namespaced=True, short_names=("ev",)),
     Resource("", "serviceaccounts", "ServiceAccount", namespaced=True, short_names=("sa",)),
     Resource("", "configmaps", "ConfigMap", namespaced=True, short_names=("cm",)),
+    Resource("batch", "jobs", "Job", namespaced=True, has_status=True),
     Resource(RESOURCE_GROUP, "resourceslices", "ResourceSlice", namespaced=False),
     Resource(RESOURCE_GROUP, "resourceclaims", "ResourceClaim", namespaced=True, has_status=True),
     Resource(RESOURCE_GROUP, "resourceclaimtemplates", "ResourceClaimTemplate", namespaced=True),
@@ -79,7 +80,7 @@ def parse_path(path: str, served: tuple[str, ...]) -> Route:
     resource = BY_PLURAL.get((group, rest[0]))
     if resource is None or len(rest) > 3 or (namespace is not None) > resource.namespaced:
         raise path_not_found()
-    if version not in (served if group else ("v1",)):
+    if version not in _versions(group, served):
         raise path_not_found()
     route = Route(resource, version, namespace)
     route = replace(route, name=rest[1] if len(rest) > 1 else None)
@@ -94,10 +95,7 @@ def parse_path(path: str, served: tuple[str, ...]) -> Route:
 
 def document(path: str, served: tuple[str, ...], minor: int) -> dict[str, Any] | None:
     """Return the discovery document at a path, as in Kubernetes 1.`minor`; None if the path has none."""
-    versions = [{"groupVersion": f"{RESOURCE_GROUP}/{one}", "version": one} for one in served]
-    groups = (
-        [{"name": RESOURCE_GROUP, "versions": versions, "preferredVersion": versions[0]}] if served else []
-    )
+    groups = {group: _group(group, served) for group in ("batch", RESOURCE_GROUP) if _versions(group, served)}
     match [part for part in path.split("/") if part]:
         case ["version"]:
             return {**_VERSION_INFO, "minor": str(minor), "gitVersion": f"v1.{minor}.0-playground"}
@@ -106,19 +104,29 @@ def document(path: str, served: tuple[str, ...], minor: int) -> dict[str, Any] |
         case ["api", "v1"]:
             return _resource_list("", "v1")
         case ["apis"]:
-            return {"kind": "APIGroupList", "apiVersion": "v1", "groups": groups}
-        case ["apis", "resource.k8s.io"] if groups:
-            return {"kind": "APIGroup", "apiVersion": "v1", **groups[0]}
-        case ["apis", "resource.k8s.io", version] if version in served:
-            return _resource_list(RESOURCE_GROUP, version)
+            return {"kind": "APIGroupList", "apiVersion": "v1", "groups": list(groups.values())}
+        case ["apis", group] if group in groups:
+            return {"kind": "APIGroup", "apiVersion": "v1", **groups[group]}
+        case ["apis", group, version] if group in groups and version in _versions(group, served):
+            return _resource_list(group, version)
         case ["openapi", "v3"]:
-            paths = ["api/v1", *(f"apis/{RESOURCE_GROUP}/{version}" for version in served)]
+            full = [one["groupVersion"] for group in groups.values() for one in group["versions"]]
+            paths = ["api/v1", *(f"apis/{one}" for one in full)]
             return {"paths": {entry: {"serverRelativeURL": f"/openapi/v3/{entry}"} for entry in paths}}
         case ["openapi", "v3", "api", "v1"]:
             return _schema("", "v1")
-        case ["openapi", "v3", "apis", "resource.k8s.io", version] if groups:
-            return _schema(RESOURCE_GROUP, version)
+        case ["openapi", "v3", "apis", group, version] if group in groups:
+            return _schema(group, version)
     return None
+
+
+def _versions(group: str, served: tuple[str, ...]) -> tuple[str, ...]:
+    return served if group == RESOURCE_GROUP else ("v1",)
+
+
+def _group(group: str, served: tuple[str, ...]) -> dict[str, Any]:
+    versions = [{"groupVersion": f"{group}/{one}", "version": one} for one in _versions(group, served)]
+    return {"name": group, "versions": versions, "preferredVersion": versions[0]}
 
 
 def _schema(group: str, version: str) -> dict[str, Any]:

@@ -72,6 +72,15 @@ def _phase(pod: Object) -> str:
     return "Terminating" if at(pod, "metadata.deletionTimestamp") else at(pod, "status.phase") or "Pending"
 
 
+def _job_state(job: Object) -> str:
+    return "Complete" if at(job, "status.completionTime") else "Running"
+
+
+def _completions(job: Object) -> str:
+    wanted = next(filter(None, (at(job, "spec.completions"), at(job, "spec.parallelism"))), 1)
+    return f"{at(job, 'status.succeeded') or 0}/{wanted}"
+
+
 def _claim_state(claim: Object) -> str:
     if not at(claim, "status.allocation"):
         return "pending"
@@ -81,6 +90,7 @@ def _claim_state(claim: Object) -> str:
 _BY_KIND: Mapping[str, dict[str, Cell]] = {
     "Pod": {"Ready": _ready, "Status": _phase, "Restarts": lambda pod: "0"},
     "Node": {"Status": lambda node: "Ready", "Version": _text("status.nodeInfo.kubeletVersion")},
+    "Job": {"Status": _job_state, "Completions": _completions},
     "ResourceClaim": {"State": _claim_state},
     "ResourceSlice": {
         "Node": _text("spec.nodeName"), "Driver": _text("spec.driver"), "Pool": _text("spec.pool.name")

@@ -167,7 +167,7 @@ class Wanted:
     def untolerated(self, candidate: Candidate) -> Mapping[str, Any] | None:
         """Return a taint that keeps this request off the device, even with adminAccess; None if there is none."""
         taints = candidate.device.get("taints") or ()
-        return next((taint for taint in taints if not _tolerated(taint, self.tolerations)), None)
+        return next((taint for taint in taints if not is_tolerated(taint, self.tolerations)), None)
 
     def selects(self, candidate: Candidate) -> bool:
         """Whether the selectors match the device, and it has the capacities. Raises: AllocationError."""
@@ -461,7 +461,8 @@ def _selectors(body: JsonObject) -> tuple[Selector, ...]:
     return tuple(compiled(entry["cel"]["expression"]) for entry in body.get("selectors") or ())
 
 
-def _tolerated(taint: Mapping[str, Any], tolerations: Sequence[Mapping[str, Any]]) -> bool:
+def is_tolerated(taint: Mapping[str, Any], tolerations: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether one of the tolerations keeps the scheduler from rejecting a device with this taint."""
     if taint.get("effect") == "None":
         return True
     return any(
