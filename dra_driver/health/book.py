@@ -254,7 +254,6 @@ class HealthHistory:
             return dict(self._xids)
 
     def count_xid(self, gpu_uuid: str, number: int) -> None:
-        """Count an Xid."""
         with self._guard:
             self._xids[gpu_uuid, number] += 1
 

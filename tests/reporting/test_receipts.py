@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from dra_driver.errors import StateError
-from dra_driver.model.claim import ClaimRef
+from dra_driver.model.claim import ClaimRef, HeldDevice
 from dra_driver.model.gpu import GpuLoad, GpuMeasure
-from dra_driver.model.record import ClaimRecord, HeldDevice
+from dra_driver.model.record import ClaimRecord
 from dra_driver.reporting import receipts
 from dra_driver.reporting.metrics import Metrics
 from dra_driver.reporting.receipts import RECEIPTS_FILE, Receipts, read_receipts, receipt_store
