@@ -223,7 +223,7 @@ def test_many_unreadable_objects_do_not_fill_the_screen(server: OddServer) -> No
 def test_an_answer_that_is_not_a_list_is_one_sentence(server: OddServer, answer: Any) -> None:
     server.serve(good_objects())
     server.lists[f"{GROUP}/v1/resourceslices"] = answer
-    reported = "gpu-dra-driver: list resourceslices: the answer contains no list of resourceslices\n"
+    reported = "gpu-dra-driver: cannot list resourceslices: the answer contains no list of resourceslices\n"
     assert server.shown() == ("", reported)
 
 

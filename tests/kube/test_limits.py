@@ -62,7 +62,7 @@ def _no_answer_in_time():
 @pytest.mark.parametrize("method", ["GET", "POST"])
 def test_head_that_drips_ends_with_the_time_of_the_request(response: bytes, method: str) -> None:
     with raw_server(_dripping(response)) as port, closing(_client(port)) as client, _no_answer_in_time():
-        client.request(method, NODES, action="nodes", body={}, timeout_s=0.5)
+        client.request(method, NODES, action="list nodes", body={}, timeout_s=0.5)
 
 
 def test_response_of_a_proxy_that_drips_ends_with_the_time_of_the_request(tmp_path) -> None:
@@ -75,7 +75,7 @@ def test_response_of_a_proxy_that_drips_ends_with_the_time_of_the_request(tmp_pa
         with closing(ApiClient(load_endpoint(path))) as client:
             client.open()
             with _no_answer_in_time():
-                client.request("POST", NODES, action="nodes", body={}, timeout_s=0.5)
+                client.request("POST", NODES, action="list nodes", body={}, timeout_s=0.5)
 
 
 def test_tls_behind_a_proxy_gets_what_is_left_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,8 +151,8 @@ def test_compressed_response_is_refused_because_its_size_is_unknown() -> None:
         closing(_client(port)) as client,
     ):
         for call in (
-            lambda: client.request("GET", NODES, action="nodes"),
-            lambda: client.watch(NODES, action="nodes", query={"watch": "true"}, idle_timeout_s=1),
+            lambda: client.request("GET", NODES, action="list nodes"),
+            lambda: client.watch(NODES, action="list nodes", query={"watch": "true"}, idle_timeout_s=1),
         ):
             with pytest.raises(
                 ApiUnavailableError, match=r"nodes: the response is compressed \(gzip\), although"
@@ -168,8 +168,8 @@ def test_compressed_error_keeps_its_status() -> None:
         closing(_client(port)) as client,
         pytest.raises(ApiUnavailableError) as caught,
     ):
-        client.request("GET", NODES, action="nodes")
-    assert str(caught.value) == "nodes: Something (HTTP 503)"
+        client.request("GET", NODES, action="list nodes")
+    assert str(caught.value) == "cannot list nodes: Something (HTTP 503)"
 
 
 _MANY = {
@@ -202,7 +202,7 @@ def test_response_of_many_small_objects_stays_within_its_memory(
             _peak_within(limit),
         ):
             try:
-                client.request("GET", NODES, action="nodes", timeout_s=100)
+                client.request("GET", NODES, action="list nodes", timeout_s=100)
             except ResponseTooLargeError:
                 assert is_refused
             else:
@@ -216,7 +216,7 @@ def test_event_of_many_small_objects_stays_within_its_memory() -> None:
         closing(_client(port)) as client,
         _peak_within(MAX_MEMORY),
     ):
-        stream = client.watch(NODES, action="nodes", query={"watch": "true"}, idle_timeout_s=100)
+        stream = client.watch(NODES, action="list nodes", query={"watch": "true"}, idle_timeout_s=100)
         with pytest.raises(ResponseTooLargeError, match="nodes: the response has"):
             next(iter(stream))
 
@@ -268,7 +268,7 @@ def test_refusal_says_how_large_the_response_is(monkeypatch: pytest.MonkeyPatch)
         closing(_client(port)) as client,
         pytest.raises(ResponseTooLargeError) as caught,
     ):
-        client.request("GET", NODES, action="nodes")
+        client.request("GET", NODES, action="list nodes")
     assert str(caught.value) == (
-        "nodes: the response has 0.3 MiB and would take 11 MiB of memory; the limit is 1 MiB"
+        "cannot list nodes: the response has 0.3 MiB and would take 11 MiB of memory; the limit is 1 MiB"
     )

@@ -39,7 +39,7 @@ def test_the_layout_of_older_releases_is_reported(server, connect, accepted):
     problem = partitions_problem(api, _OWNER)
     assert problem is not None
     assert problem.startswith(
-        "the API server refuses counters in a separate slice (check whether the API server"
+        "the API server refuses counters in a separate slice (cannot check whether the API server"
     )
     assert "must be in one slice" in problem
     assert _REMEDY in problem
@@ -57,7 +57,7 @@ def test_error_without_an_answer_is_raised(server, connect):
     api = connect(server)
     server.faults.fail(1, 403, path="resourceslices")
     with pytest.raises(
-        ApiRejectedError, match="check whether the API server supports partitionable devices"
+        ApiRejectedError, match="cannot check whether the API server supports partitionable devices"
     ) as caught:
         partitions_problem(api, _OWNER)
     assert caught.value.status == 403

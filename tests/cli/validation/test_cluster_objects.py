@@ -119,7 +119,7 @@ def test_the_command_says_whether_it_read_the_cluster(server: PlaygroundApiServe
     server.faults.fail(1, 403, method="GET", path="/resourceclaims/there")
     done = call("validate", str(file), *options)
     assert done.returncode == 3
-    assert "not read: get ResourceClaim default/there" in done.stdout.splitlines()[-1]
+    assert "not read: cannot get ResourceClaim default/there" in done.stdout.splitlines()[-1]
     server.stop()
     done = call("validate", str(file), *options, "-o", "json")
     assert (done.returncode, done.stderr) == (3, "")
