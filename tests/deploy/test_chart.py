@@ -67,7 +67,7 @@ def refusal(values: Values, *arguments: str, **names: str) -> str:
 def test_generated_files_of_the_chart_are_up_to_date() -> None:
     """`make manifests` writes it."""
     assert [str(path) for path, text in hack.written() if path.read_text() != text] == []
-    assert hack.INSTALL.read_text() == hack.install()
+    assert hack.INSTALL.read_text() == hack.install("", "")
 
 
 def test_extra_devices_in_the_chart_are_those_that_the_driver_accepts() -> None:
