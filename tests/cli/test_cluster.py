@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from typing import Any
 
 from prometheus_client.exposition import generate_latest
@@ -272,6 +274,7 @@ def test_room_is_what_still_fits_of_each_profile_and_not_the_number_of_devices()
     assert look(mig_node("n", 2), [])[1].fits == {"H100": free}
     _, sums = look(mig_node("n", 2), [claim("part", "gpu-0-1g.10gb-5")])
     assert sums.fits == {"H100": {"whole": 1, "1g.10gb": 13, "3g.40gb": 3, "7g.80gb": 1}}
+    assert json.loads(json.dumps(asdict(sums)))["fits"] == sums.fits
     text = "H100: room for 1 whole GPU, or 13 x 1g.10gb, or 3 x 3g.40gb, or 1 x 7g.80gb"
     assert room_text("H100", sums.fits["H100"]) == text
     _, sums = look(mig_node("n"), [claim("whole", "gpu-0")])

@@ -103,7 +103,9 @@ os.open = guarded
         """What a command prints that runs in the plugin's pod."""
         own = self.node.environment() | self.pod | {"HTTP_ENDPOINT": self.address}
         del own["KUBECONFIG"]
-        return json.loads(call(*command, "-o", "json", **own).stdout)
+        done = call(*command, "-o", "json", **own)
+        assert done.stdout, (command, done.stderr)
+        return json.loads(done.stdout)
 
     def for_manual(self, text: str) -> str:
         """The text without what differs from run to run, with the usual directories."""

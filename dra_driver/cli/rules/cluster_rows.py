@@ -337,7 +337,7 @@ def cluster_rows(
         rows += _held(slot, slot[0], "-", held if by is None else [*held, by], problem, loads or {})
     rows.sort(key=lambda row: (-row.wasted_bytes, row.problem == "-", row.node))
     waiting = [*_waiting(driver, claims, classes, pods)]
-    of_mig = {product: counts for product, counts in fits.items() if counts.keys() - {WHOLE}}
+    of_mig = {product: dict(counts) for product, counts in fits.items() if counts.keys() - {WHOLE}}
     return rows + waiting, Totals(**sums, waiting=len(waiting), fits=of_mig)
 
 

@@ -91,10 +91,7 @@ def begin(argv: Sequence[str]) -> None:
 
 def _own_library() -> None:
     """Mount a new /var/lib without the directories of clusters, and with links to everything else in the old one."""
-    own = [_LIBRARY / name for name in _OWN_BELOW_LIBRARY]
-    for point in reversed(host.mount_points()):
-        if any(map(point.is_relative_to, own)):
-            shell.run(["umount", "--lazy", point])
+    host.unmount_below([_LIBRARY / name for name in _OWN_BELOW_LIBRARY])
     behind = Path("/run/var-lib")
     behind.mkdir()
     shell.run(["mount", "--bind", _LIBRARY, behind])

@@ -6,7 +6,7 @@ import errno
 import fcntl
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -119,15 +119,25 @@ def share_mounts() -> None:
 
 
 def unmount_all(layout: Layout) -> None:
-    """Unmount everything below the cluster's directories, the newest mount first.
-
-    The list of mounts is read again each time, because one unmount may remove several of them.
-    """
+    """Unmount everything below the cluster's directories."""
     roots = [layout.state]
     if holds_kubelet_root(layout):
         roots.append(KUBELET_ROOT)
+    unmount_below(roots)
+
+
+def unmount_below(roots: Sequence[Path]) -> None:
+    """Unmount everything at or below these directories in this mount namespace, the newest mount first.
+
+    The list of mounts is read again each time, because one unmount may remove several of them. A mount also goes when
+    its directory is removed in another namespace.
+    """
     while points := [point for point in mount_points() if any(map(point.is_relative_to, roots))]:
-        shell.run(["umount", "--lazy", points[-1]])
+        try:
+            shell.run(["umount", "--lazy", points[-1]])
+        except ClusterError:
+            if points[-1] in mount_points():
+                raise
 
 
 def restore(layout: Layout) -> None:
