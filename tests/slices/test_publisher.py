@@ -267,8 +267,9 @@ def test_unsupported_partitions_and_an_old_scheduler_are_problems_while_they_las
     text = "MIG devices on demand and GPUs for virtual machines are not published: gate off; enable it"
     assert problems(bench) == [("partitions-not-supported", text)]
     support._is_asked, bench.lacks = False, Support()
-    settled(bench)
-    assert problems(bench) == [("scheduler-outdated", "the scheduler is old; upgrade it")]
+    bench.publisher.mark_dirty()
+    outdated = [("scheduler-outdated", "the scheduler is old; upgrade it")]
+    eventually(lambda: problems(bench) == outdated)
     bench.inventory = inventory(h100(0))
     settled(bench)
     assert problems(bench) == []
