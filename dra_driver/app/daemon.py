@@ -114,7 +114,7 @@ _PLUGIN, _HTTP = "kubelet_plugin", "http"
 class Part(NamedTuple):
     """A part of the daemon. Parts stop in the reverse of the order in which they start.
 
-    `standby`: it changes nothing on the node, and may run while another process works there.
+    `stands_by`: it changes nothing on the node, and may run while another process works there.
     """
 
     name: str
