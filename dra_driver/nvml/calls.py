@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import pynvml
 
+from dra_driver.base.threads import start_thread
 from dra_driver.errors import (
     DeviceBusyError,
     DeviceLostError,
@@ -216,5 +216,5 @@ class GpuWalk:
                 except BaseException as error:  # noqa: BLE001  raised when the result is read
                     call.set_exception(error)
 
-        threading.Thread(target=run, name="gpu-walk", daemon=True).start()
+        start_thread("gpu-walk", run)
         return calls
