@@ -47,7 +47,7 @@ def test_wake_during_the_work_is_not_lost() -> None:
             again.set()
         else:
             one.wake()
-        seen.append(one._wake.is_set())
+        seen.append(not one._wake.locked())
         return math.inf
 
     one = worker(work)
