@@ -36,7 +36,7 @@ _device_files: dict[int, Session] = {}
 """By event set. The real driver keeps a GPU's device file open from its registration until the set is freed, even
 after a shutdown.
 """
-_POLL_S = 0.5
+_POLL_S = 1.0
 """How often a wait for events looks for changes by other processes."""
 
 
