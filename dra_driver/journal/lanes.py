@@ -111,7 +111,7 @@ def refuse_given_up() -> None:
 
 
 class Lanes:
-    """The lanes of this process. Thread-safe. A lane without work has no thread."""
+    """The lanes of this process. Thread-safe. A lane without work occupies no thread."""
 
     def __init__(self, locks: GpuLocks) -> None:
         self._locks = locks
