@@ -6,10 +6,14 @@ import json
 import threading
 from collections.abc import Callable
 
+from dra_driver.base.fields import Codec
+from dra_driver.model.claim import ClaimRef
+from dra_driver.reporting.receipts import KeptReceipts, receipt_store
+from dra_driver.reporting.rules.receipts import Part, Receipt
 from dra_driver.simulator import Machine
 from tests.fakes.scrapes import by_label
 from tests.fakes.waiting import eventually
-from tests.integration.conftest import Node
+from tests.integration.conftest import Node, own_address, page
 from tests.integration.test_process import call
 
 UTILISATION = "nvidia_dra_device_utilization_ratio"
@@ -103,6 +107,35 @@ def test_receipts_of_ended_claims_are_in_the_file_and_the_command(node: Node) ->
     text = call("claims", "--ended", *node.machine_flags).stdout
     assert "/train  ended 20" in text
     assert "1 x NVIDIA H100 80GB HBM3" in text
+
+
+def test_advice_is_on_a_page_and_in_a_command(make_node: Callable[..., Node]) -> None:
+    node, address = make_node("hgx-h100-4"), own_address()
+    part = Part(
+        "NVIDIA H100 80GB HBM3", "gpu", 1, None, 3600, 180, 3600, peak_bytes=6 << 30, memory_bytes=80 << 30
+    )
+    old = Receipt(ClaimRef("team", "serve", "uid-old"), 1e9, 1e9 + 3600, (part,), "ended")
+    node.plugin_dir.mkdir(parents=True)
+    store = receipt_store(node.plugin_dir)
+    store.write("receipts", KeptReceipts(ended=(Codec(Receipt).encode(old),)), durable=False, whole=True)
+    store.close()
+    node.start_driver(dynamic_mig=True, http_endpoint=address)
+    expected = {
+        "namespace": "team", "name": "serve", "uid": "uid-old", "end": "ended", "seconds": 3600.0, "advice": "profile",
+        "text": "1g.10gb is enough instead of NVIDIA H100 80GB HBM3: it has 9.8 GiB, for a peak of 6.0 GiB and 20 % "
+        "more, and 12 % of the GPU's multiprocessors, for kernels that need 5 % at most",
+        "change": [
+            "deviceClassName: mig.nvidia.com",
+            'expression: device.attributes["gpu.nvidia.com"].profile == "1g.10gb"',
+        ],
+    }  # fmt: skip
+    assert json.loads(page(address, "/advice", "profile")) == {"advice": [expected]}
+    node.driver.stop()
+    done = call("claims", "--advise", "-o", "json", *node.machine_flags)
+    assert json.loads(done.stdout) == {"advice": [expected]}, done.stderr
+    assert call("claims", "--advise", *node.machine_flags).stdout.splitlines()[1:] == [
+        f"    {line}" for line in expected["change"]
+    ]
 
 
 def _uuid_of(node: Node, device: str) -> str:
