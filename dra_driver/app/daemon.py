@@ -490,6 +490,7 @@ class Driver:
             self.discovery.latest,
             self.records.all,
             self.ledger.created_instance,
+            lambda: self.nvml.session.driver_loads,
         )
         self.metrics.show.receipts(self._receipts.sums)
 

@@ -148,7 +148,8 @@ def advice_of_page(text: str) -> Sequence[Advice]:
 class Receipts:
     """The receipts of a node. `prepared` and `unprepared` may be called by any thread; the others by one at a time.
 
-    `measure` reads GPUs in limited time; `records` are those of all claims.
+    `measure` reads GPUs in limited time; `records` are those of all claims. `driver_loads` counts how often the NVIDIA
+    driver came back after it had been missing.
     """
 
     store: JsonStore[KeptReceipts]
@@ -156,6 +157,7 @@ class Receipts:
     inventory: Callable[[], Inventory | None]
     records: Callable[[], Mapping[str, ClaimRecord]]
     made: Made
+    driver_loads: Callable[[], int]
     _: KW_ONLY
     clock: Callable[[], float] = time.time
 
@@ -168,6 +170,7 @@ class Receipts:
         self._sums: dict[tuple[str, str, str], Part] = {}
         self._restored: dict[str, Receipt] = {}
         self._measure_at = self._write_at = 0.0
+        self._loads = 0
         self._is_changed = self._is_open = False
 
     def start(self) -> None:
@@ -273,6 +276,9 @@ class Receipts:
 
     def _account(self) -> None:
         """Measures the GPUs of all holds, and closes the receipts of ended claims."""
+        loads, self._loads = self._loads, self.driver_loads()
+        if loads != self._loads:  # the energy counters began at 0
+            self._last = {uuid: GpuMeasure(one.at) for uuid, one in self._last.items()}
         of_gpus: dict[str, list[Hold]] = {}
         for hold in (hold for holds in self._holds.values() for hold in holds):
             of_gpus.setdefault(hold.device.gpu_uuid, []).append(hold)

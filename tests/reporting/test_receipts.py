@@ -44,7 +44,7 @@ class Node:
         self.busy: dict[str, list[tuple[float, float]]] = {}
         self.silent: set[str] = set()
         self.counted_from = START - 1000
-        self.memory = 30 << 30
+        self.memory, self.loads = 30 << 30, 0
         self.mig_percent: int | None = 50
         self.records: dict[str, ClaimRecord] = {}
         self.start()
@@ -56,6 +56,7 @@ class Node:
             lambda: KNOWN,
             lambda: self.records,
             lambda _: None,
+            lambda: self.loads,
             clock=lambda: self.now,
         )
         self.receipts.start()
@@ -213,6 +214,21 @@ def test_energy_counter_that_starts_over_makes_the_energy_an_estimate(node: Node
     node.unprepare(train)
     part = node.parts()["train"]
     assert (part.energy_joules, part.energy) == (near(200 * IDLE_W), "estimated")
+
+
+def test_reload_of_the_driver_between_two_readings_loses_only_the_energy_between_them(node: Node) -> None:
+    """The energy counter is soon higher than before the reload, so that alone it would not tell."""
+    node.counted_from = node.now
+    train = node.prepare("train", hold(GPU_0))
+    node.wait(12)  # read at 2 s and at 12 s
+    node.counted_from, node.loads = node.now + 1, 1
+    node.work(0, 8)
+    node.wait(100)
+    node.unprepare(train)
+    node.wait(62)
+    [found] = ended_receipts(read_kept(node.directory))
+    lost_s = found.parts[0].gpu_s - found.parts[0].energy_known_s
+    assert (lost_s, found.parts[0].energy_j) == (pytest.approx(12), pytest.approx(100 * IDLE_W))
 
 
 def test_restart_continues_receipts_and_loses_nothing(node: Node) -> None:
