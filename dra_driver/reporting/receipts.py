@@ -180,6 +180,10 @@ class Receipts:
         self._ended.extend(kept.ended)
         self._restored = {one.claim.uid: one for one in kept.running}
         self._last = {uuid: GpuMeasure(at, energy) for uuid, (at, energy) in kept.energies.items()}
+        for record in self.records().values():
+            # Before an Unprepare can remove the record: the devices are not known yet.
+            if record.ref.uid in self._restored and record.phase == "prepared":
+                self.prepared(record)
         self._is_open = True
 
     def stop(self) -> None:

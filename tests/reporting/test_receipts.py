@@ -264,6 +264,21 @@ def test_crash_loses_busy_time_of_a_minute_and_no_energy(node: Node) -> None:
     assert part.busy == "estimated"
 
 
+def test_claim_that_ends_before_a_new_process_has_looked_is_complete(node: Node) -> None:
+    train = node.prepare("train", hold(GPU_0))
+    node.work(0, 1000)
+    node.wait(62)
+    node.wait(50)
+    node.start()  # after a crash; the last write was 50 s ago
+    node.now += 8
+    node.unprepare(train)
+    node.now += 1
+    part = node.parts()["train"]
+    assert (part.gpu_seconds, part.energy_joules) == (near(120), near(120 * BUSY_W))
+    [found] = ended_receipts(read_kept(node.directory))
+    assert found.end == "ended"
+
+
 def test_claim_that_ends_without_a_process_is_cut(node: Node) -> None:
     train = node.prepare("train", hold(GPU_0))
     node.wait(62)
