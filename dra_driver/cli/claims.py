@@ -46,9 +46,8 @@ def claims(given: Namespace) -> None:
     if given.advise:
         kept = read_kept(settings.plugin_directory)
         found = [("", one) for one in kept_advice(kept, settings.driver_name)]
-        answer(
-            given.output, partial(advice_lines, found), lambda: {"advice": [asdict(one) for _, one in found]}
-        )
+        objects = [asdict(one) for _, one in found]
+        answer(given.output, partial(advice_lines, found), lambda: {"advice": objects})
         return
     if given.ended:
         receipts = ended_receipts(read_kept(settings.plugin_directory))
@@ -89,12 +88,13 @@ def advice_lines(found: Sequence[tuple[str, Advice]], width: int | None) -> Iter
     """Yield the advice for each claim, then why others have none. Each advice has its node, or "" for this node."""
     known = [(node, one) for node, one in found if one.advice != "unknown"]
     if not known:
-        yield hanging("", "no claim that ran for ten minutes was idle or needs less than it has", width)
+        yield hanging("", "no receipt shows a claim of ten minutes or more that was idle or too large", width)
     for node, one in known:
         claim = f"{node}  {one.namespace}/{one.name}".lstrip()
         lasted = f"{'running' if one.end == 'running' else 'ran'} for {age_text(one.seconds)}"
-        yield hanging(f"{claim}  {lasted}  ", one.text, width)
-        yield from (hanging("    ", line, width) for line in one.change)
+        yield hanging(f"{claim}  ", lasted, width)
+        yield hanging("    ", one.text, width)
+        yield from (hanging("        ", line, width) for line in one.change)
     without = {(one.uid, one.text): None for _, one in found if one.advice == "unknown"}
     for text, count in Counter(text for _, text in without).items():
         yield hanging("", f"no advice for {count} claim{'s' * (count > 1)}: {text}", width)

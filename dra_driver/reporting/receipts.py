@@ -81,10 +81,7 @@ def _decoded(document: JsonObject) -> KeptReceipts:
         tuple(map(_RECEIPT.decode, document["running"])),
         tuple(document["ended"]),
         {str(uuid): (float(at), float(energy)) for uuid, (at, energy) in document["energies"].items()},
-        {
-            str(product): tuple(map(_SIZE.decode, sizes))
-            for product, sizes in document.get("sizes", {}).items()
-        },
+        {product: tuple(map(_SIZE.decode, of)) for product, of in document.get("sizes", {}).items()},
     )
 
 
@@ -214,11 +211,8 @@ class Receipts:
         return json.dumps({"advice": found}).encode()
 
     def _kept(self) -> KeptReceipts:
-        energies = {
-            uuid: (one.at, one.energy_j)
-            for uuid, one in self._last.copy().items()
-            if one.energy_j is not None
-        }
+        last = self._last.copy().items()
+        energies = {uuid: (one.at, one.energy_j) for uuid, one in last if one.energy_j is not None}
         sizes = sizes_of(self.inventory() or Inventory())
         return KeptReceipts(tuple(self._running.copy().values()), tuple(self._ended.copy()), energies, sizes)
 

@@ -219,8 +219,8 @@ def test_advice_is_on_a_page_and_in_a_command(make_node: Callable[..., Node]) ->
     node.driver.stop()
     done = call("claims", "--advise", "-o", "json", *node.machine_flags)
     assert json.loads(done.stdout) == {"advice": [expected]}, done.stderr
-    assert call("claims", "--advise", *node.machine_flags).stdout.splitlines()[1:] == [
-        f"    {line}" for line in expected["change"]
+    assert call("claims", "--advise", *node.machine_flags).stdout.splitlines()[2:] == [
+        f"        {line}" for line in expected["change"]
     ]
 
 

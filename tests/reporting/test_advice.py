@@ -87,13 +87,16 @@ def test_lines_show_what_to_change_and_then_why_there_is_no_advice() -> None:
     found: list[tuple[str, Advice]] = [("node-a", one) for one in advice_of(receipts, SIZES, DRIVER)]
     lines = [*advice_lines(found, None)]
     assert lines == [
-        "node-a  default/serve  running for 1h00m  1g.10gb is enough instead of H100: it has 9.8 GiB, for a peak of "
-        "6.0 GiB and 20 % more, and 12 % of the GPU's multiprocessors, for kernels that need 4 % at most",
-        "    deviceClassName: mig.nvidia.com",
-        '    expression: device.attributes["gpu.nvidia.com"].profile == "1g.10gb"',
+        "node-a  default/serve  running for 1h00m",
+        "    1g.10gb is enough instead of H100: it has 9.8 GiB, for a peak of 6.0 GiB and 20 % more, and 12 % of the "
+        "GPU's multiprocessors, for kernels that need 4 % at most",
+        "        deviceClassName: mig.nvidia.com",
+        '        expression: device.attributes["gpu.nvidia.com"].profile == "1g.10gb"',
         "no advice for 2 claims: the busy time is unknown",
         "no advice for 1 claim: the peak of memory is unknown",
     ]
     folded = "\n".join(advice_lines(found, 80)).splitlines()
     assert max(map(len, folded)) <= 80
-    assert [*advice_lines([], 80)] == ["no claim that ran for ten minutes was idle or needs less than it has"]
+    assert [*advice_lines([], 80)] == [
+        "no receipt shows a claim of ten minutes or more that was idle or too large"
+    ]
