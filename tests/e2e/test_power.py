@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Callable, Iterator
 
 import pytest
 
+from dra_driver.simulator import open_machine
 from tests.e2e.conftest import (
     SIMULATOR_DIR,
     Cluster,
@@ -33,37 +33,36 @@ def power(_cluster: Cluster) -> Iterator[Cluster]:
 
     with installed(_cluster, "e2e-power", has_budget) as cluster:
         yield cluster
-    wait_for("the limits of before", lambda: set(limits()) == {"700.00 W"}, seen=limits)
+    wait_for("the limits of before", lambda: set(limits()) == {700}, seen=limits)
 
 
-def limits() -> list[str]:
-    """The power limit of each GPU as nvidia-smi shows it on the node."""
-    program = SIMULATOR_DIR / "root/usr/bin/nvidia-smi"
-    query = [str(program), "--query-gpu=power.limit", "--format=csv,noheader"]
-    return subprocess.run(query, capture_output=True, text=True, check=True).stdout.split("\n")[:-1]
+def limits() -> list[float]:
+    """The power limit that is set on each GPU, in watts."""
+    state = open_machine(SIMULATOR_DIR).current()
+    return [(gpu.power_limit_mw or state.model_of(gpu).power_limit_w * 1000) / 1000 for gpu in state.present]
 
 
 def test_claims_limit_their_gpus_and_leave_the_default_of_the_node(
     power: Cluster, cluster: Cluster, example: Callable[..., None]
 ) -> None:
-    wait_for("the default limit", lambda: limits() == ["500.00 W"] * 8, seen=limits)
+    wait_for("the default limit", lambda: limits() == [500] * 8, seen=limits)
     example("power-limit")
     cluster.wait_running("power-limit")
     wait_for("the limit in the pod's log", lambda: "490.00 W" in cluster.logs("power-limit"))
-    assert sorted(limits()) == ["490.00 W", *["500.00 W"] * 7]
+    assert sorted(limits()) == [490, *[500] * 7]
     lower = gpu_config(power={"limitWatts": 300}, clocks={"graphicsMHz": {"max": 1200}})
     for name in ("first", "next"):
         cluster.start(name, selector=only(2), parameters=lower)
-        assert limits()[2] == "300.00 W"
+        assert limits()[2] == 300
         cluster.kubectl("delete", f"pod/{name}", f"resourceclaim/{name}", "-n", "default")
-        wait_for("the default limit again", lambda: limits()[2] == "500.00 W", seen=limits)
+        wait_for("the default limit again", lambda: limits()[2] == 500, seen=limits)
 
 
 def test_more_than_the_node_allows_is_refused_on_the_pod(power: Cluster, cluster: Cluster) -> None:
     cluster.apply(claim_and_pod("hot", parameters=gpu_config(power={"limitWatts": 650})))
     text = "accepts 200 to 500 W (the GPU 700 W, but the node's configuration less), but the claim asks for 650 W"
     wait_for("the cause in the pod's event", lambda: text in cluster.kubectl("describe", "pod", "hot"))
-    assert limits() == ["500.00 W"] * 8
+    assert limits() == [500] * 8
 
 
 def test_scheduler_gives_out_no_more_than_the_budget_of_the_node(power: Cluster, cluster: Cluster) -> None:
