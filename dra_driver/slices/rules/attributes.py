@@ -107,6 +107,10 @@ def _minor(gpu: Gpu) -> int | None:
     return gpu.minor if gpu.partitioning is None else None
 
 
+def _limits(gpu: Gpu) -> tuple[int | None, int | None]:
+    return gpu.power_limits_w or (None, None)
+
+
 def _bus_id(bus_id: str | None) -> str | None:
     """Return None for a larger domain than the standard attribute allows, which is four digits."""
     return bus_id if bus_id is not None and len(bus_id) == len("0000:00:00.0") else None
@@ -119,6 +123,7 @@ def _dotted(version: tuple[int, int] | None) -> str | None:
 _STANDARD: Final = "resource.kubernetes.io/"
 _IF_SHARED: Final = "if the device is [shared](configuration.md#sharing-one-device-among-several-claims)"
 _IN_FABRIC: Final = "in a [multi-node fabric](imex.md)"
+_IN_RACK: Final = "in a rack such as GB200 NVL72"
 _OF_PROFILE: Final = "of a MIG device's profile; of a GPU only with MIG devices on demand"
 
 ENTRIES: Final = (
@@ -176,11 +181,24 @@ ENTRIES: Final = (
           gpu=lambda device, node: device.gpu.fabric and node.imex_channels),
     Entry("nvlinkLinks", "int", "active links", gpu=lambda device, _: device.gpu.nvlink_links),
     Entry("migCapable", "bool", gpu=lambda device, _: device.gpu.mig_capable),
+    Entry("powerLimitDefaultWatts", "int", "of the product",
+          gpu=lambda device, _: device.gpu.power_limit_default_w),
+    Entry("powerLimitMinWatts", "int", gpu=lambda device, _: _limits(device.gpu)[0]),
+    Entry("powerLimitMaxWatts", "int", gpu=lambda device, _: _limits(device.gpu)[1]),
     Entry("parentIndex", "int", mig=lambda device, _: device.gpu.index),
     Entry("index", "int", gpu=lambda device, _: device.gpu.index),
     Entry("parentMinor", "int", "absent with MIG on demand", mig=lambda device, _: _minor(device.gpu)),
     Entry("minor", "int", "absent with MIG on demand", gpu=lambda device, _: _minor(device.gpu)),
     Entry(SHAREABLE, "bool", "`true` if the section `sharing` selects the device, else absent"),
+    # Where the GPU is. Last, because these were added last: no attribute that users select may give way to them.
+    Entry("gpuModuleID", "int", "the GPU's number on its board, as in Fabric Manager",
+          gpu=lambda device, _: device.gpu.module_id),
+    Entry("chassisSerialNumber", "string", _IN_RACK,
+          gpu=lambda device, _: device.gpu.chassis and device.gpu.chassis.serial),
+    Entry("slotNumber", "int", f"{_IN_RACK}, among all slots of the chassis",
+          gpu=lambda device, _: device.gpu.chassis and device.gpu.chassis.slot),
+    Entry("trayIndex", "int", f"{_IN_RACK}, among the compute trays of the chassis",
+          gpu=lambda device, _: device.gpu.chassis and device.gpu.chassis.tray),
 )  # fmt: skip
 """All attributes and capacities, the most important first: if a device has more than the API allows, the last ones give
 way, so that the device itself is published. Entries without a function are added to shared devices.
