@@ -204,7 +204,7 @@ def test_manual_has_the_remedies_of_doctor(is_generated: IsGenerated) -> None:
         do = remedy.format(
             gpu="GPU",
             pods="",
-            reset="delete the pods on the GPU, then [reset it](#reset-a-gpu)",
+            reset="[reset the GPU](#reset-a-gpu)",
             reboot="drain the node and reboot it",
         )
         rows.setdefault(do.replace("|", "\\|"), []).append(f"other {name}" if has_exact else name)
