@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import groupby, product
 from pathlib import Path
 from typing import get_args
 
@@ -138,12 +138,22 @@ def xid_rows() -> Iterator[Row]:
     for (_, text, bucket), numbers in sorted(rows.items(), key=lambda item: (item[0][0], min(item[1]))):
         [number, *_] = numbers
         reasons = reported(Xid(number))
-        shown = ", ".join(map(str, numbers))
+        shown = ", ".join(ranges(numbers))
         notes = [f"`{bucket}`"] if bucket else []
-        notes += ["recovery action"] if CATALOG[number].action.severity == "undecided" else []
+        notes += ["NVML"] if CATALOG[number].action.severity == "undecided" else []
         in_brackets = f" ({', '.join(notes)})" if notes else ""
         group = group_of(reasons[0]) if reasons else ("", "Healthy")
         yield group, f"| {shown} | {text}{in_brackets} |\n"
+
+
+def ranges(numbers: Sequence[int]) -> Iterator[str]:
+    """
+    >>> [*ranges([1, 2, 5, 6, 7])]
+    ['1', '2', '5-7']
+    """
+    for _, run in groupby(enumerate(numbers), lambda item: item[1] - item[0]):
+        found = [str(number) for _, number in run]
+        yield from [f"{found[0]}-{found[-1]}"] if len(found) > 2 else found
 
 
 MAKERS: Mapping[str, Callable[[], Iterator[Row]]] = {"signals": signal_rows, "xids": xid_rows}
