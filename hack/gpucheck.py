@@ -42,7 +42,13 @@ from dra_driver.slices.rules.build import build_pool
 OK, DIFFERENT, CANNOT_RUN = 0, 1, 2
 READS = (("-L",), ("-q", "-x"), ("topo", "-m"))
 """The only arguments that are passed to nvidia-smi; none of them changes anything."""
-NOT_IN_EACH_RELEASE = ("product_architecture", "product_brand", "addressing_mode")
+POWER = "gpu_power_readings"
+NOT_IN_EACH_RELEASE = (
+    "product_architecture",
+    "product_brand",
+    "addressing_mode",
+    *(f"{POWER}/{name}_power_limit" for name in ("default", "min", "max")),
+)
 NO_PERMISSION = 4
 """NVML's return code for a caller without permission."""
 _SETTINGS = ("simulate", "nvidia_driver_root", "container_driver_root")
@@ -284,7 +290,14 @@ def facts(gpu: Gpu) -> dict[str, object]:
         "product_architecture": gpu.architecture,
         "product_brand": gpu.brand,
         "addressing_mode": gpu.addressing_mode,
+        f"{POWER}/default_power_limit": _watts(gpu.power_limit_default_w),
+        f"{POWER}/min_power_limit": _watts(gpu.power_limits_w and gpu.power_limits_w[0]),
+        f"{POWER}/max_power_limit": _watts(gpu.power_limits_w and gpu.power_limits_w[1]),
     }
+
+
+def _watts(limit: int | None) -> str | None:
+    return None if limit is None else f"{limit}.00 W"
 
 
 def _fabric(gpu: ElementTree.Element) -> dict[str, str]:

@@ -86,7 +86,7 @@ def schema() -> str:
     """Return values.schema.json, with the sections of the configuration file as the driver reads them."""
     document = json.loads((CHART / "values.schema.json").read_text())
     sections = DOCUMENT.fields
-    shared = ("sharing", "health", "migLayouts", "imex", "hostDevices")
+    shared = ("sharing", "health", "migLayouts", "power", "imex", "hostDevices")
     document["$defs"] = {
         "GpuSection": json_schema(GPUS),
         **{name: json_schema(sections[name]) for name in shared},

@@ -56,8 +56,37 @@ class Sharing:
 
 
 @dataclass(frozen=True, slots=True)
+class PowerConfig:
+    """The power limit of a GPU, in watts or in percent of the product's default limit; the lower one applies. At least
+    one is set.
+    """
+
+    limit_w: int | None = None
+    percent: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ClockRange:
+    """A range of clocks in MHz; None is the lowest or highest clock of the GPU."""
+
+    least_mhz: int | None = None
+    most_mhz: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Clocks:
+    """The ranges to which a GPU's clocks are locked; None does not lock them."""
+
+    graphics: ClockRange | None = None
+    memory: ClockRange | None = None
+
+
+NO_CLOCKS: Final = Clocks()
+
+
+@dataclass(frozen=True, slots=True)
 class GpuConfig:
-    """Parameters of whole GPUs.
+    """Parameters of whole GPUs. Without `power` and `clocks`, the GPU keeps the node's limits.
 
     `management` is for agents such as DCGM: it gives a claim with adminAccess all GPUs of the node, and the
     capabilities to monitor and configure MIG.
@@ -65,6 +94,8 @@ class GpuConfig:
 
     sharing: Sharing | None = None
     management: bool = False
+    power: PowerConfig | None = None
+    clocks: Clocks = NO_CLOCKS
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +189,8 @@ _MPS: Final = Object(
     }
 )
 _MANAGEMENT: Final = Scalar(bool)
+_AMOUNT: Final = Scalar(int, least=1, most=10000, says="a whole number from 1 to 10000")
+_CLOCKS: Final = Object({"min": _AMOUNT, "max": _AMOUNT})
 FIELDS: Final[Mapping[str, Object]] = {
     "GpuConfig": Object(
         {
@@ -170,6 +203,13 @@ FIELDS: Final[Mapping[str, Object]] = {
                 ("strategy",),
             ),
             "management": _MANAGEMENT,
+            "power": Object(
+                {
+                    "limitWatts": _AMOUNT,
+                    "percent": Scalar(int, least=1, most=100, says="a whole number from 1 to 100"),
+                }
+            ),
+            "clocks": Object({"graphicsMHz": _CLOCKS, "memoryMHz": _CLOCKS}),
         }
     ),
     "MigDeviceConfig": Object(
@@ -207,8 +247,21 @@ def config_of(kind: str, fields: Mapping[str, Any]) -> OpaqueConfig:
     sharing = None if given is None else _sharing(given)
     management = bool(fields.get("management"))
     if kind == "GpuConfig":
-        return GpuConfig(sharing, management)
+        return GpuConfig(sharing, management, _power(fields), _clocks(fields.get("clocks") or {}))
     return MigDeviceConfig(sharing, management)
+
+
+def _power(fields: Mapping[str, Any]) -> PowerConfig | None:
+    given = fields.get("power") or {}
+    found = PowerConfig(given.get("limitWatts"), given.get("percent"))
+    return None if found == PowerConfig() else found
+
+
+def _clocks(given: Mapping[str, Any]) -> Clocks:
+    graphics, memory = given.get("graphicsMHz"), given.get("memoryMHz")
+    return Clocks(
+        *((one and ClockRange(one.get("min"), one.get("max"))) or None for one in (graphics, memory))
+    )
 
 
 def _sharing(given: Mapping[str, Any]) -> Sharing:

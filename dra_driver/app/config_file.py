@@ -23,6 +23,7 @@ from dra_driver.model.sharing import (
     SharingRule,
     is_device_uuid,
 )
+from dra_driver.power.rules.limits import PowerPolicy
 
 WORDS: Final = Words(
     must="expected",
@@ -274,6 +275,25 @@ def _layout_entry(given: Mapping[str, Any]) -> LayoutEntry:
         None if devices == "all" else tuple(devices),
         tuple(item.lower() for item in ([filters] if isinstance(filters, str) else filters)),
     )
+
+
+_WATTS: Final = Scalar(int, least=1, most=1_000_000)
+
+
+def _below_maximum(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    default, most = given.get("defaultWatts"), given.get("maxWatts")
+    if default is not None and most is not None and default > most:
+        yield "defaultWatts", f"is above maxWatts, {most}"
+
+
+POWER: Final = Object(
+    {"defaultWatts": _WATTS, "maxWatts": _WATTS, "nodeBudgetWatts": _WATTS}, also=_below_maximum
+)
+
+
+def power_policy(given: Mapping[str, Any]) -> PowerPolicy:
+    """Return the policy from a value of the shape POWER."""
+    return PowerPolicy(given.get("defaultWatts"), given.get("maxWatts"), given.get("nodeBudgetWatts"))
 
 
 XIDS: Final = ListField(Scalar(int, least=1, most=9999), None)

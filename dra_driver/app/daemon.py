@@ -66,7 +66,7 @@ from dra_driver.mig.mode import MigAction
 from dra_driver.mig.offer import LedgerOwnership
 from dra_driver.model.dataclass import replace
 from dra_driver.model.driver_files import IMEX_PROGRAM, SMI_PROGRAM
-from dra_driver.model.health import LOST, HealthChange
+from dra_driver.model.health import LOST, HealthChange, PolledHealth
 from dra_driver.model.maintenance import Maintenance, overdue_problems
 from dra_driver.model.mig import GpuLayout
 from dra_driver.model.steps import StartMaintenance, WriteCdiSpec, WriteDeviceMetadata
@@ -232,6 +232,8 @@ class Driver:
             self._without_record.lost_devices,
             self._rescan,
             self._mig_changed,
+            settings.power.default_w,
+            self._gpu_uuids,
         )
         self.layouts = NodeLayouts(
             steps.mig,
@@ -246,6 +248,10 @@ class Driver:
             rescan=partial(self.discovery.scan_now, _RESCAN_S),
             on_change=self._layouts_changed,
         )
+
+    def _gpu_uuids(self) -> list[str]:
+        inventory = self.discovery.inventory
+        return [] if inventory is None else [gpu.uuid for gpu in inventory.every_gpu]
 
     def _rescan(self, wait_s: float | None) -> None:
         """Start a scan, and wait up to `wait_s` seconds for its end; None does not wait."""
@@ -270,7 +276,7 @@ class Driver:
             ledger=self.ledger,
             on_shown=self._publish,
             on_transition=self._health_moved,
-            on_polled=self.discovery.health_polled,
+            on_polled=self._health_polled,
         )
 
     def _make_reports(self) -> None:
@@ -356,6 +362,7 @@ class Driver:
                 settings.sharing,
                 settings.metadata_versions,
                 settings.extra_devices,
+                settings.power,
             ),
             discovery=self.discovery,
             records=self.records,
@@ -417,6 +424,7 @@ class Driver:
                 "stale claims": self.claims.reconciler.problems,
                 "the claim records": self.records.problems,
                 "the ledgers": self.ledger.problems,
+                "the settings of the GPUs": self._gpu_steps.problems,
                 "maintenance": lambda: overdue_problems(self._maintenances()),
                 "pending cleanup": self.cleaner.problems,
                 "failing claims": self.reporting.failing.problems,
@@ -788,6 +796,10 @@ class Driver:
             return
         _call_all(self._gpu_steps.driver_reloaded, self.cleaner.retry_now, self.layouts.wake, self._publish)
 
+    def _health_polled(self, gpu_uuid: str, polled: PolledHealth) -> None:
+        self._gpu_steps.power_limits.polled(gpu_uuid, polled.power_limit_mw)
+        self.discovery.health_polled(gpu_uuid, polled)
+
     def _health_moved(self, change: HealthChange) -> None:
         """Handle a change of the health of a GPU or MIG device."""
         self.reporting.claims.health_changed(change)
@@ -797,6 +809,11 @@ class Driver:
         (`error`).
         """
         _call_all(
+            *(
+                [partial(self._gpu_steps.mig_mode_changed, device)]
+                if action in ("mode-on", "mode-off")
+                else []
+            ),
             partial(self.health.mig_changed, action),
             partial(self.reporting.reporter.mig_changed, action, device, seconds, error),
         )

@@ -48,9 +48,9 @@ class Publishing:
         self._health, self._cleaner, self._layouts = health, cleaner, layouts
         self._withdraws = False
         self.inventory, self._discovery = discovery.latest, discovery
-        self.support = ApiSupport(api, settings.sharing)
+        self.support = ApiSupport(api, settings.sharing, settings.power.budget_w is not None)
         self.cache = SliceCache(api, settings.driver_name, settings.node_name, self._dirty)
-        self.publisher = Publisher(self, self.cache, settings.sharing, self.support, metrics)
+        self.publisher = Publisher(self, self.cache, settings.sharing, self.support, metrics, settings.power)
 
     def owner(self) -> Owner:
         """Return the owner of the slices."""

@@ -16,6 +16,7 @@ from dra_driver.app.config_file import (
     GPUS,
     IMEX_CHANNEL,
     MIG_LAYOUTS,
+    POWER,
     SHARING,
     TAINTS,
     WORDS,
@@ -23,6 +24,7 @@ from dra_driver.app.config_file import (
     gpu_selector,
     imex_channel,
     mig_layouts,
+    power_policy,
     read_document,
     sharing_policy,
     word,
@@ -50,6 +52,7 @@ from dra_driver.model.sharing import (
     share_all,
 )
 from dra_driver.model.steps import EVERY_METADATA_VERSION
+from dra_driver.power.rules.limits import NO_POWER_POLICY, PowerPolicy
 
 DEFAULT_DRIVER_NAME = "gpu.nvidia.com"
 DEFAULT_SIMULATOR_DIR = "/var/lib/gpu-dra-simulator"
@@ -334,6 +337,7 @@ class Settings:
         shown="off",
     )
     mig_layouts: MigLayouts = _setting(MigLayouts(), None, MIG_LAYOUTS, of_file=mig_layouts)
+    power: PowerPolicy = _setting(NO_POWER_POLICY, None, POWER, of_file=power_policy)
     ignored_xids: frozenset[int] = _setting(
         frozenset(),
         "Xids that do not make a GPU unhealthy, in addition to the built-in list, for example 45,63.",
@@ -519,6 +523,13 @@ def resolve(
         for flag, is_on in needs_letter.items()
         if is_on and driver[:1].isdecimal()
     ]
+    power = values.get("power", NO_POWER_POLICY)
+    others = [
+        key for key in ("sharing", "dynamic_mig", "passthrough") if values.get(key) not in (None, False)
+    ]
+    if power.budget_w is not None and others:
+        keys = " and ".join(SETTINGS[key].key.partition(".")[0] for key in others)
+        wrong.append(f"power.nodeBudgetWatts counts whole GPUs with one claim each; remove it, or {keys}")
     _raise(wrong, in_file, config_file)
     return Settings(**values)
 

@@ -48,6 +48,7 @@ from dra_driver.model.inventory import Inventory, OfferedDevice
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.sharing import NO_SHARING, SharingPolicy
+from dra_driver.power.rules.limits import NO_POWER_POLICY, PowerPolicy
 
 _log = structlog.get_logger(__name__)
 
@@ -60,8 +61,8 @@ _PREPARED_WAIT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The node's settings for claims: driver name, pool name, sharing policy, versions of the device metadata, and
-    extra devices for containers.
+    """The node's settings for claims: driver name, pool name, sharing policy, versions of the device metadata,
+    extra devices for containers, and power policy.
     """
 
     driver: str
@@ -69,6 +70,7 @@ class Identity:
     sharing: SharingPolicy = NO_SHARING
     metadata: tuple[str, ...] = ()
     extra_devices: ExtraDevices = NO_EXTRA_DEVICES
+    power: PowerPolicy = NO_POWER_POLICY
 
 
 @dataclass(eq=False)
@@ -114,6 +116,7 @@ class ClaimPlanner:
             self.identity.metadata,
             setting_for_lost=self.setting_for_lost() if inventory.lost_uuids else None,
             extra_devices=self.identity.extra_devices,
+            power=self.identity.power,
         )
         if plan.has_extra_devices:
             self.extra_devices.check(plan)

@@ -111,6 +111,7 @@ def _device(device: ClaimDevice, width: int | None) -> str:
     rest = [
         device.mig,
         device.usage,
+        f"limits: {', '.join(device.limits)}" if device.limits else None,
         f"share {device.share_id}" if device.share_id else None,
         "admin access" if device.admin_access else None,
         f"on {device.gpu_uuid}" if device.gpu_uuid != device.uuid else None,

@@ -182,7 +182,7 @@ def slices_to_publish(
             f"gpu-dra-driver cannot determine which MIG devices it created: {state.ledger_fault}"
         )
     taints, withheld, faults = (untainted, none_withheld, []) if is_empty else _kept_taints(machine, state)
-    pool = build_pool(inventory, settings.node_name, settings.sharing, taints, withheld)
+    pool = build_pool(inventory, settings.node_name, settings.sharing, taints, withheld, power=settings.power)
     changes = slice_changes(pool, (), Owner(settings.driver_name, settings.node_name, ""))
     slices = [
         {**entry, "metadata": {"generateName": entry["metadata"]["generateName"]}}

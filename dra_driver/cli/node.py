@@ -237,6 +237,8 @@ def _cleaned(machine: CommandMachine, settings: Settings) -> tuple[Sequence[Pend
         # NVML must be reopened to list a GPU that came back.
         lambda wait_s: None if wait_s is None else nvml.reopen(),
         lambda *_: None,
+        settings.power.default_w,
+        tuple,
     )
     with closing(nvml.session):
         with suppress(DraDriverError):  # an undo that needs NVML says why

@@ -198,6 +198,7 @@ def machine_to_try(machine: CommandMachine) -> tuple[MachineFit | None, str]:
         inventory,
         settings.sharing,
         settings.extra_devices,
+        settings.power,
         gpus_for_layouts(machine, inventory),
     )
     if settings.simulate is None and not fit.devices:

@@ -4,15 +4,21 @@
      ▲                                                │         │ ▲                             │
      └──── value restored, then the note removed ◀────┴─────────┘ └───────── set again ◀────────┘
 
-A value that the NVIDIA driver does not report is not noted; its undo restores the default. The note of the first claim
-stays until the value is restored, even if another claim sets the value in between. A crash at any point leaves the note
-or nothing, and the step and its undo can run again. A reboot voids the note.
+The node's configuration can have a value for GPUs without a claim; then the undo sets it and keeps the note, until a
+plugin without this configuration starts. A value that the NVIDIA driver does not report is not noted; its undo restores
+the driver's default. The note of the first change stays until the value is restored, even if another claim sets the
+value in between. A crash at any point leaves the note or nothing, and the step and its undo can run again. A reboot
+voids the note.
+
+If another program changes a value that is set, nothing fights with it: the change is a problem of the node until the
+value is right again or the claim ends.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Generic, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, Generic, TypeVar
 
 import structlog
 
@@ -25,8 +31,10 @@ from dra_driver.errors import (
 )
 from dra_driver.journal.ledger import Ledger
 from dra_driver.model.claim import ClaimRef
+from dra_driver.model.dataclass import replace
 from dra_driver.model.gpu import SettingBefore
 from dra_driver.model.plan import Plan
+from dra_driver.model.problems import NodeProblem
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.steps import SettingStep
 
@@ -45,29 +53,29 @@ class SettingSteps(Generic[S]):
         kind: type[S],
         ledger: Ledger,
         *,
-        default: int | None,
         otherwise: str,
-        set_again_event: str,
-        lost_event: str,
-        gone_event: str,
+        at_rest: S | None = None,
+        has_rest_value: bool = False,
+        gpus: Callable[[], Iterable[str]] = tuple,
     ) -> None:
-        """`default` is the value to restore without a note; None leaves the GPU as it is. `otherwise` says what to do
-        if the GPU does not accept the value, such as `remove the interval from the claim`.
-
-        The log has `set_again_event` and `lost_event` after a reload, and `gone_event` if nothing can be restored.
+        """`otherwise` says what to do if the GPU does not accept the value, such as `remove the interval from the
+        claim`. For a setting that the NVIDIA driver reports, `at_rest` is a step for any GPU; with `has_rest_value`,
+        its value is that of GPUs without a claim. `gpus` returns the UUIDs of the node's GPUs.
         """
         self.what = f"restoring the {kind.shown} after a reload of the NVIDIA driver"
-        self._kind, self._ledger, self._default, self._otherwise = kind, ledger, default, otherwise
-        self._set_again_event, self._lost_event, self._gone_event = set_again_event, lost_event, gone_event
+        self._kind, self._ledger, self._otherwise = kind, ledger, otherwise
+        self._at_rest, self._has_rest_value, self._all_gpus = at_rest, has_rest_value, gpus
         self._reloads = self._reloads_handled = 0
-        self._lost: dict[tuple[str, S], str | None] = {}  # the last error
+        self._lost: dict[
+            tuple[str, S], str | None
+        ] = {}  # the last error; without a UID, a GPU without a claim
+        self._set_values: dict[str, Any] = {}
+        self._others: dict[
+            str, tuple[Any, Any, bool]
+        ] = {}  # what was set, what the last poll read, a second time
 
     @abstractmethod
-    def bounds(self, step: S) -> tuple[int, int] | None:
-        """Return the lowest and the highest value of the step's GPU; None if unknown. Raises: like `read`."""
-
-    @abstractmethod
-    def read(self, step: S) -> int | None:
+    def read(self, step: S) -> Any:
         """Return the current value of the step's GPU; None if the NVIDIA driver does not report it.
 
         Raises: NotSupportedError; DriverGoneError if the GPU or its driver is missing, and the value with it;
@@ -75,12 +83,14 @@ class SettingSteps(Generic[S]):
         """
 
     @abstractmethod
-    def write(self, step: S, value: int) -> None:
-        """Set a value on the step's GPU. Raises: like `read`."""
+    def write(self, step: S, value: Any) -> None:
+        """Set a value on the step's GPU; None restores the driver's default. Raises: like `read`."""
 
     @abstractmethod
-    def text(self, value: int) -> str:
+    def text(self, value: Any) -> str:
         """Return a value with its unit, for messages."""
+
+    # --- claims --------------------------------------------------------------------------------
 
     def do(self, step: S, plan: Plan) -> None:
         """Set the value, whatever it is now: a reboot or driver reload resets it.
@@ -88,65 +98,88 @@ class SettingSteps(Generic[S]):
         Raises: ClaimRefusedError if the GPU does not accept it; StateError; the errors of `read`.
         """
         try:
-            self._note(step)
-            self._set(step, step.value)
+            self._note_and_set(step)
         except NotSupportedError as error:
             refused = ClaimRefusedError(f"{error}; {self._otherwise}")
             refused.has_no_effect = error.has_no_effect
             raise refused from error
 
-    def _note(self, step: S) -> None:
-        """Write the current value to the ledger, if it is not there. Refuse a value outside the bounds."""
+    def _note_and_set(self, step: S) -> bool:
+        """Write the current value to the ledger, if it is not there, and set the value; return whether it changed."""
         try:
-            least, most = self.bounds(step) or (step.value, step.value)
-            if not least <= step.value <= most:
-                raise ClaimRefusedError(
-                    f"GPU {step.gpu_uuid} accepts a {step.shown} from {self.text(least)} to {self.text(most)}, but the "
-                    f"claim asks for {self.text(step.value)}; {self._otherwise}"
-                )
             before = self.read(step)
         except DraDriverError as error:
             error.has_no_effect = True
             raise
-        if before is not None and not self._notes(step):
-            self._ledger.save(SettingBefore(step.gpu_uuid, self._ledger.boot_id or "", step.tag, before))
+        note = None
+        if self._at_rest is not None and not self._notes(step.gpu_uuid):
+            note = SettingBefore(step.gpu_uuid, self._ledger.boot_id or "", step.tag, before)
+            self._ledger.save(note)
+        try:
+            return self._set(step, step.value)
+        except DraDriverError as error:
+            if error.has_no_effect and note is not None:
+                self._ledger.remove(note)
+            raise
 
-    def _notes(self, step: S) -> list[SettingBefore]:
-        notes = self._ledger.details(SettingBefore, step.gpu_uuid)
-        return [note for note in notes if note.setting == step.tag]
+    def _notes(self, gpu_uuid: str | None = None) -> list[SettingBefore]:
+        tag = None if self._at_rest is None else self._at_rest.tag
+        return [note for note in self._ledger.details(SettingBefore, gpu_uuid) if note.setting == tag]
 
-    def _set(self, step: S, value: int) -> bool:
+    def _set(self, step: S, value: Any) -> bool:
         """Set a value and read it back; return whether it was another one before."""
-        if self.read(step) == value:
-            return False
-        self.write(step, value)
-        if (found := self.read(step)) is not None and found != value:
-            raise RetryableError(
-                f"the NVIDIA driver reported success, but the {step.shown} of GPU {step.gpu_uuid} is "
-                f"{self.text(found)}, not {self.text(value)}"
-            )
-        return True
+        self._set_values.pop(step.gpu_uuid, None)
+        is_other: bool = self.read(step) != value
+        if is_other:
+            self.write(step, value)
+            if (found := self.read(step)) is not None and found != value:
+                raise RetryableError(
+                    f"the NVIDIA driver reported success, but the {step.shown} of GPU {step.gpu_uuid} is "
+                    f"{self.text(found)}, not {self.text(value)}"
+                )
+        self._set_values[step.gpu_uuid] = value
+        return is_other
 
     def undo(self, step: S, ref: ClaimRef) -> None:
-        """Restore the value before the first claim, or the default. Raises: StateError; the errors of `read`."""
-        notes = self._notes(step)
-        before = notes[0].value if notes else self._default
+        """Restore the value of a GPU without a claim. Raises: StateError; the errors of `read`."""
         try:
-            if before is not None:
-                self._set(step, before)
+            self._rest(step)
         except (NotSupportedError, DriverGoneError) as error:
             # Without the driver or GPU the setting no longer exists.
-            _log.info(self._gone_event, gpu_uuid=step.gpu_uuid, reason=str(error))
-        for note in notes:
+            _log.info("setting_gone", gpu_uuid=step.gpu_uuid, setting=step.shown, reason=str(error))
+            self._forget(step.gpu_uuid)
+
+    def _rest(self, step: S) -> bool:
+        """Set the value of a GPU without a claim; return whether it was another one before."""
+        if self._at_rest is not None and self._has_rest_value:
+            return self._note_and_set(replace(self._at_rest, gpu_uuid=step.gpu_uuid))
+        is_other, notes = False, self._notes(step.gpu_uuid)
+        if notes:
+            is_other = self._set(step, notes[0].value)
+        elif self.read(step) is None:
+            self.write(step, None)
+        self._forget(step.gpu_uuid)
+        return is_other
+
+    def _forget(self, gpu_uuid: str) -> None:
+        for note in self._notes(gpu_uuid):
             self._ledger.remove(note)
+        self._set_values.pop(gpu_uuid, None)
 
     def in_place(self, step: S, record: ClaimRecord) -> bool:
         """Return True: the value is not visible without the driver."""
         return True
 
+    # --- after a start of the plugin, and a reload of the driver ---------------------------------
+
     def driver_reloaded(self) -> None:
         """Note that the NVIDIA driver was reloaded or the GPUs changed, so every value may be lost."""
         self._reloads += 1
+
+    def gpu_reset(self, gpu_uuid: str) -> None:
+        """Note that a GPU without a claim may have been reset, and has lost its value."""
+        if self._at_rest is not None:
+            self._lost[("", replace(self._at_rest, gpu_uuid=gpu_uuid))] = None
 
     def gpus(self) -> set[str]:
         """Return the GPUs with lost values. Raises: StateError."""
@@ -154,8 +187,16 @@ class SettingSteps(Generic[S]):
         if reloads != self._reloads_handled:
             records = self._ledger.records.all()
             self._reloads_handled = reloads
+            self._set_values.clear()
             for uid, record in records.items():
                 self._lost |= {(uid, step): None for step in record.steps if isinstance(step, self._kind)}
+            for lost in [lost for lost in self._lost.copy() if not lost[0]]:
+                self._lost.pop(lost, None)
+            # Without a value for GPUs without a claim, what an earlier configuration has changed is restored.
+            for gpu in (
+                self._all_gpus() if self._has_rest_value else {note.gpu_uuid for note in self._notes()}
+            ):
+                self.gpu_reset(gpu)
         return {step.gpu_uuid for _, step in self._lost.copy()}
 
     def restore(self, gpu_uuid: str) -> None:
@@ -168,18 +209,77 @@ class SettingSteps(Generic[S]):
             if step.gpu_uuid != gpu_uuid:
                 continue
             try:
-                record = self._ledger.records.get(uid)
-                if record is not None and step in record.steps and self._set_again(step):
-                    _log.info(self._set_again_event, gpu_uuid=gpu_uuid, claim_uid=uid)
+                if self._set_again(uid, step):
+                    _log.info(
+                        "setting_restored", gpu_uuid=gpu_uuid, setting=step.shown, claim_uid=uid or None
+                    )
             except DraDriverError as error:
                 if reason != str(error):
-                    _log.error(self._lost_event, gpu_uuid=gpu_uuid, claim_uid=uid, reason=str(error))
+                    _log.error(
+                        "setting_lost",
+                        gpu_uuid=gpu_uuid,
+                        setting=step.shown,
+                        claim_uid=uid or None,
+                        reason=str(error),
+                    )
                 if not isinstance(error, NotSupportedError):
                     self._lost[lost] = str(error)
                     raise
             if reloads == self._reloads:
                 self._lost.pop(lost, None)
 
-    def _set_again(self, step: S) -> bool:
-        # A value that can be read and has no note was not set yet, so `_note` must still find it.
-        return (self.read(step) is None or bool(self._notes(step))) and self._set(step, step.value)
+    def _set_again(self, uid: str, step: S) -> bool:
+        """Set the value of a claim, or with an empty `uid` that of a GPU without a claim; return whether it was another
+        one before.
+        """
+        if not uid:
+            return not self._is_needed(step.gpu_uuid) and self._rest(step)
+        record = self._ledger.records.get(uid)
+        if record is None or step not in record.steps:
+            return False
+        # A value that can be read and has no note was not set yet, so `do` must still find it.
+        return (self.read(step) is None or bool(self._notes(step.gpu_uuid))) and self._set(step, step.value)
+
+    def _is_needed(self, gpu_uuid: str) -> bool:
+        """Whether a claim sets the value on this GPU, or its undo is still pending."""
+        left = (entry.step for entry in self._ledger.left())
+        held = (step for record in self._ledger.records.all().values() for step in record.steps)
+        return any(isinstance(one, self._kind) and one.gpu_uuid == gpu_uuid for one in (*left, *held))
+
+    # --- what another program changed ------------------------------------------------------------
+
+    def polled(self, gpu_uuid: str, found: Any) -> None:
+        """Compare a value that was just read with the one that was set. Only two equal polls in a row prove that
+        another program changed it: a poll may read the value right before a step sets it.
+        """
+        wanted = self._set_values.get(gpu_uuid)
+        if wanted is None or found == wanted:
+            self._others.pop(gpu_uuid, None)
+        elif found is not None:
+            before = self._others.get(gpu_uuid)
+            self._others[gpu_uuid] = (wanted, found, before is not None and before[:2] == (wanted, found))
+
+    def problems(self) -> list[NodeProblem]:
+        """Return a problem for each value that could not be set again, and for each that another program changed."""
+        lost = [
+            (
+                step.gpu_uuid,
+                f"cannot restore the {step.shown} of GPU {step.gpu_uuid}: {reason}; gpu-dra-driver retries",
+            )
+            for (_, step), reason in self._lost.copy().items()
+            if reason is not None
+        ]
+        changed = [
+            (
+                gpu,
+                f"another program changed the {self._kind.shown} of GPU {gpu} from {self.text(wanted)} to "
+                f"{self.text(found)}; find and stop it, then set the value again with nvidia-smi or start the claim's "
+                "pod again",
+            )
+            for gpu, (wanted, found, is_proven) in self._others.copy().items()
+            if is_proven
+        ]
+        return [
+            *(NodeProblem("setting-lost", text, gpu) for gpu, text in lost),
+            *(NodeProblem("setting-changed", text, gpu) for gpu, text in changed),
+        ]

@@ -119,7 +119,8 @@ class Gpu:
     links; `mig_enabled` is the current mode; `multiprocessors` counts all of the GPU's multiprocessors, even those
     that MIG mode does not use. `partitioning` is set if MIG devices are created on demand; once such a GPU is
     published, `mig_enabled` ignores a mode that this plugin enabled. `memory_numa_node` is the NUMA node of the GPU's
-    own memory, if the host has such a node. At most one of `fabric` and `unready_fabric` is set.
+    own memory, if the host has such a node. `power_limits_w` and the clocks are the lowest and the highest value that
+    can be set. At most one of `fabric` and `unready_fabric` is set.
     `persistence` is whether persistence mode is on.
     """
 
@@ -148,6 +149,16 @@ class Gpu:
     multiprocessors: int | None = _read(("CUDA compute capability", "number of cores"))
     partitioning: Partitioning | None = None
     memory_numa_node: int | None = _read(("addressing mode", "NUMA node of the memory"))
+    power_limits_w: tuple[int, int] | None = _read(
+        "power limits",
+        "nvmlDeviceGetPowerManagementLimitConstraints",
+        lambda limits: (-(-limits[0] // 1000), limits[1] // 1000),
+    )
+    power_limit_default_w: int | None = _read(
+        "default power limit", "nvmlDeviceGetPowerManagementDefaultLimit", lambda limit: limit // 1000
+    )
+    graphics_clocks_mhz: tuple[int, int] | None = _read(("memory clocks", "graphics clocks"))
+    memory_clocks_mhz: tuple[int, int] | None = _read("memory clocks")
     persistence: bool | None = _read("persistence mode", "nvmlDeviceGetPersistenceMode", bool)
 
     @property
@@ -231,8 +242,8 @@ THROTTLES: tuple[Throttle, ...] = get_args(Throttle)
 
 @dataclass(frozen=True, slots=True)
 class GpuMeters:
-    """Counters of a physical GPU since the NVIDIA driver was loaded, its clocks, and why it reduces them; values that
-    NVML does not report are None.
+    """Counters of a physical GPU since the NVIDIA driver was loaded, its clocks, and why it reduces them; the power
+    limit that is set, of which less may be enforced. Values that NVML does not report are None.
 
     NVLink counters are the sum of all links, without protocol overhead. NVML's PCIe counters may start over at 0.
     """
@@ -245,6 +256,7 @@ class GpuMeters:
     sm_clock_hz: int | None = None
     memory_clock_hz: int | None = None
     throttles: frozenset[Throttle] | None = None
+    power_limit_set_w: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

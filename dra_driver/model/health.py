@@ -179,7 +179,7 @@ class PolledHealth:
     also None in MIG mode, in which no link is up. `nvlink_errors` are counts by kind: `recovery`, `replay`, `crc`.
     `equal_nvlinks` is the number of links that an identical GPU of the machine has had up since the boot,
     None without such a GPU. `accepts_work` is False on a node with confidential computing until its GPUs are
-    set to the ready state.
+    set to the ready state. `power_limit_mw` is the power limit that is set, in milliwatts.
     """
 
     recovery_action: int | None = None
@@ -196,6 +196,7 @@ class PolledHealth:
     memory_unrepairable: bool | None = None
     bank_remap_pending: bool | None = None
     repairs_pending: frozenset[str] | None = None
+    power_limit_mw: int | None = None
     pcie_narrow: bool | None = None
     pcie_slow: bool | None = None
     nvlinks: NvLinks | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from dra_driver.model.claim import HeldDevice
 from dra_driver.model.dataclass import dataclass
@@ -107,8 +107,8 @@ class SettingStep(KeptStep):
 
     @property
     @abstractmethod
-    def value(self) -> int:
-        """The value to set."""
+    def value(self) -> Any:
+        """The value to set. A setting that the NVIDIA driver reports has an int."""
 
     @property
     def gpus(self) -> frozenset[str]:
@@ -137,6 +137,80 @@ class SetTimeSlice(SettingStep):
     @property
     def undoing(self) -> str:
         return f"reset the time slice of GPU {self.gpu_uuid}"
+
+
+@dataclass(frozen=True, slots=True)
+class SetPowerLimit(SettingStep):
+    """Sets the power limit of a GPU to `limit_w` watts.
+
+    Undo: restores the limit that GPUs without claims have, unless another claim on this GPU has the same step.
+    """
+
+    tag, shown, doing, cleanup = "set_power_limit", "power limit", "the power limit change", "power-limit"
+    remedy = "gpu-dra-driver retries; check that the GPU answers `nvidia-smi -q -d POWER,CLOCK` on the node"
+
+    limit_w: int
+
+    @property
+    def value(self) -> int:
+        """The limit in milliwatts, as in NVML."""
+        return self.limit_w * 1000
+
+    @property
+    def text(self) -> str:
+        """The limit, for people."""
+        return f"{self.limit_w} W"
+
+    @property
+    def withholds(self) -> frozenset[str]:
+        return self.gpus
+
+    @property
+    def undoing(self) -> str:
+        return f"restore the power limit of GPU {self.gpu_uuid}"
+
+
+ClockDomain = Literal["graphics", "memory"]
+
+
+@dataclass(frozen=True, slots=True)
+class LockClocks(SettingStep):
+    """Locks the graphics or memory clock of a GPU to a range in MHz.
+
+    Undo: removes the lock, unless another claim on this GPU has the same step.
+    """
+
+    tag, shown, doing, cleanup = "lock_clocks", "locked clocks", "the locking of clocks", "clocks"
+    remedy = SetPowerLimit.remedy
+
+    domain: ClockDomain
+    least_mhz: int
+    most_mhz: int
+
+    @property
+    def value(self) -> tuple[int, int]:
+        return self.least_mhz, self.most_mhz
+
+    @property
+    def text(self) -> str:
+        """The limit, for people."""
+        return f"{self.domain} clock {self.least_mhz} to {self.most_mhz} MHz"
+
+    @property
+    def sets(self) -> frozenset[str]:
+        return frozenset({f"{self.gpu_uuid} {self.domain}"})
+
+    @property
+    def withholds(self) -> frozenset[str]:
+        return self.gpus
+
+    @property
+    def undoing(self) -> str:
+        return f"unlock the {self.domain} clock of GPU {self.gpu_uuid}"
+
+
+Limit = SetPowerLimit | LockClocks
+"""The steps that make a GPU slower for a claim (`power`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,7 +402,7 @@ class WriteCdiSpec(FileStep):
     tag, shown, doing = "write_cdi_spec", "CDI spec", "the writing of the CDI spec"
 
 
-LedgerStep = CreateMig | SetTimeSlice | RunMps | BindVfio
+LedgerStep = CreateMig | SetTimeSlice | SetPowerLimit | LockClocks | RunMps | BindVfio
 """The steps that ledgers have, in the order in which a Prepare does them."""
 Step = StartMaintenance | LeaveMigMode | LedgerStep | WriteDeviceMetadata | WriteCdiSpec
 """All steps, in the order in which a Prepare does them."""

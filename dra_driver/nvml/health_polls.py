@@ -149,6 +149,7 @@ def _rare(queries: _Queries, handle: Handle, *, is_working: bool) -> dict[str, A
     )
     return {
         **{name: queries.query(name, call, handle) for name, call in _RARE_REPAIRS.items()},
+        "power_limit_mw": queries.query("power_limit_mw", pynvml.nvmlDeviceGetPowerManagementLimit, handle),
         "pcie_narrow": queries.query("pcie_narrow", _pcie_narrow, handle),
         "pcie_slow": queries.query("pcie_slow", _pcie_slow, handle) if is_working else None,
         "nvlinks": nvlinks,

@@ -5,7 +5,7 @@ computing, which NVML reports for the whole machine.
 from __future__ import annotations
 
 import uuid as uuidlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import pynvml
@@ -113,6 +113,10 @@ def read_gpu(index: int) -> tuple[Handle, Gpu, FaultLog]:
         log.faults.append(DiscoveryFault(log.subject, text))
     fabric = _fabric(log, handle)
     links = log.read("NVLink", link_states, handle)
+    memory_clocks = log.read("memory clocks", pynvml.nvmlDeviceGetSupportedMemoryClocks, handle)
+    graphics_clocks = memory_clocks and log.read(
+        "graphics clocks", pynvml.nvmlDeviceGetSupportedGraphicsClocks, handle, max(memory_clocks)
+    )
     gpu = replace(
         gpu,
         nvlink_links=sum(links) if links else None,
@@ -120,8 +124,14 @@ def read_gpu(index: int) -> tuple[Handle, Gpu, FaultLog]:
         unready_fabric=fabric if isinstance(fabric, UnreadyFabric) else None,
         multiprocessors=_multiprocessors(log, handle, gpu.cuda_compute_capability),
         memory_numa_node=_memory_numa_node(log, handle, gpu.addressing_mode),
+        graphics_clocks_mhz=_range(graphics_clocks),
+        memory_clocks_mhz=_range(memory_clocks),
     )
     return handle, gpu, log
+
+
+def _range(values: Sequence[int] | None) -> tuple[int, int] | None:
+    return (int(min(values)), int(max(values))) if values else None
 
 
 def _multiprocessors(log: FaultLog, handle: Handle, compute: tuple[int, int] | None) -> int | None:

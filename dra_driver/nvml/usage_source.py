@@ -73,6 +73,7 @@ def read_meters(handle: Handle) -> GpuMeters:
     sm = query(pynvml.nvmlDeviceGetClockInfo, handle, pynvml.NVML_CLOCK_SM)
     memory = query(pynvml.nvmlDeviceGetClockInfo, handle, pynvml.NVML_CLOCK_MEM)
     reasons = query(clock_reasons, handle)
+    limit = query(pynvml.nvmlDeviceGetPowerManagementLimit, handle)
     wanted = [(field, scope) for field, scope, _ in _TRAFFIC.values()]
     entries = query(pynvml.nvmlDeviceGetFieldValues, handle, wanted) or ()
     traffic = {
@@ -87,6 +88,7 @@ def read_meters(handle: Handle) -> GpuMeters:
         throttles=None
         if reasons is None
         else frozenset(name for name, bit in _THROTTLES.items() if reasons & bit),
+        power_limit_set_w=None if limit is None else limit / 1000,
         **traffic,
     )
 

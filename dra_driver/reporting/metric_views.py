@@ -112,6 +112,8 @@ _OF_GPUS: Mapping[str, tuple[str, str, _OfGpu]] = {
     "memory_total_bytes": ("Memory of the GPU.", "", lambda load, _: {"": load.memory_total_bytes}),
     "temperature_celsius": ("Temperature of the GPU.", "", lambda load, _: {"": load.temperature_c}),
     "power_watts": ("Power of the GPU.", "", lambda load, _: {"": load.power_w}),
+    "power_limit_watts": ("Power limit of the GPU: as it was set, and as it is enforced.", "limit",
+                          lambda load, meters: {"set": meters.power_limit_set_w, "enforced": load.power_limit_w}),
     "energy_joules_total": ("Energy of the GPU since the NVIDIA driver was loaded.", "",
                             lambda _, meters: {"": meters.energy_j}),
     "nvlink_bytes_total": ("Data over all NVLinks of the GPU.", "direction", lambda _, meters: {

@@ -263,6 +263,8 @@ _EVENTS: Mapping[ProblemCode, tuple[EventReason, EventReason, str]] = {
                                 "Virtual machines can use GPUs again"),
     "scheduler-outdated": ("SchedulerOutdated", "SchedulerFits",
                            "No shared device of this node needs a newer scheduler"),
+    "setting-changed": ("SettingChanged", "SettingRight", "No program has changed a setting that the plugin set"),
+    "setting-lost": ("SettingLost", "SettingRestored", "Every setting of a GPU is restored"),
     "slice-fields-dropped": ("SliceFieldsDropped", "SliceFieldsKept",
                              "The API server stores all fields of the node's slices"),
     "slices-contested": ("SlicesContested", "SlicesUncontested", "No other program changes the node's slices"),

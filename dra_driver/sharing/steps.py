@@ -31,25 +31,18 @@ class TimeSliceSteps(SettingSteps[SetTimeSlice]):
         super().__init__(
             SetTimeSlice,
             ledger,
-            default=0,
             otherwise="remove the interval from the claim, or select another product",
-            set_again_event="time_slice_restored",
-            lost_event="time_slice_lost",
-            gone_event="time_slice_not_reset",
         )
         self._nvidia_smi = nvidia_smi
-
-    def bounds(self, step: SetTimeSlice) -> None:
-        """Return None: nvidia-smi does not report which levels the GPU supports."""
 
     def read(self, step: SetTimeSlice) -> None:
         """Return None: neither NVML nor nvidia-smi reports the level."""
 
-    def write(self, step: SetTimeSlice, value: int) -> None:
+    def write(self, step: SetTimeSlice, value: int | None) -> None:
         """Set the level. Raises: as in `SettingSteps`; StateError."""
         timeout = seconds_for(f"set the time slice of GPU {step.gpu_uuid}", _TIME_SLICE_S)
         try:
-            self._nvidia_smi.set_time_slice(step.gpu_uuid, value, timeout)
+            self._nvidia_smi.set_time_slice(step.gpu_uuid, value or 0, timeout)
         except NvmlUnavailableError as error:
             if error.has_no_effect:
                 raise

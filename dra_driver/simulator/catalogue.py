@@ -49,6 +49,7 @@ _MODEL_KEYS = {
     "arch": "architecture",
     "sm": "multiprocessors",
     "power": "power_limit_w",
+    "power_min": "power_min_w",
     "subsystem": "subsystem_id",
 }
 _TOP_KEYS = {

@@ -126,6 +126,8 @@ class Machine:
             for gpu in self.current().present:
                 if not gpu.persistence and not gpu.holders:
                     self._policies.forget(gpu.uuid)
+                    if gpu.power_limit_mw or gpu.locked_mhz:
+                        self.set_gpu(gpu.uuid, power_limit_mw=None, locked_mhz={})
 
     def _apply_nvidia_smi(self) -> None:
         """Apply what nvidia-smi did since a session was last opened or closed."""
@@ -228,6 +230,7 @@ class Machine:
         gpu.instances = []
         gpu.set_holders([])
         gpu.mig_mode = gpu.mig_pending = gpu.recovery_action = 0
+        gpu.forget_limits()
         self._policies.set(COMPUTE_MODE, gpu.uuid, 0)
         self._policies.set(TIMESLICE, gpu.uuid, 0)
 
@@ -378,6 +381,7 @@ class Machine:
     def _forgotten(self, gpu: Gpu) -> None:
         """Clear the GPU's settings, which the NVIDIA driver loses when it releases the GPU."""
         gpu.persistence = 0
+        gpu.forget_limits()
         self._policies.forget(gpu.uuid)
 
     def load_module(self, module: str) -> bool:

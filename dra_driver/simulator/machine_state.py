@@ -51,7 +51,7 @@ class MigProfile:
 
 @dataclass(slots=True)
 class Model:
-    """Facts that all GPUs of one product share."""
+    """Facts that all GPUs of one product share. With `power_min_w` 0 its power limit and clocks cannot be set."""
 
     name: str
     architecture: int
@@ -71,6 +71,9 @@ class Model:
     resetless_mig: bool = False
     serial: bool = True
     power_limit_w: int = 400
+    power_min_w: int = 100
+    graphics_mhz: list[int] = field(default_factory=lambda: [1980, 1755, 1200, 345, 210])
+    memory_mhz: list[int] = field(default_factory=lambda: [2619, 1593])
     vbios: str = ""
     events: int = 0
     pci_class: int = 0x030200
@@ -119,7 +122,8 @@ def _idle_now() -> list[list[float]]:
 class Gpu:
     """A GPU. `driver` is its kernel driver (if that is loaded), `boot_driver` its driver after a boot, `override` the
     only driver that may bind it, `vfio` the number of its vfio device. `loads` has when the utilisation changed since
-    the NVIDIA driver was loaded, in seconds since 1970, each with the percentage from then on.
+    the NVIDIA driver was loaded, in seconds since 1970, each with the percentage from then on. `power_limit_mw` is the
+    limit that was set; something else may enforce the lower `power_enforced_mw`.
     """
 
     uuid: str
@@ -164,6 +168,9 @@ class Gpu:
     override: str = ""
     vfio: int | None = None
     loads: list[list[float]] = field(default_factory=_idle_now)
+    power_limit_mw: int | None = None
+    power_enforced_mw: int | None = None
+    locked_mhz: dict[str, list[int]] = field(default_factory=dict)
 
     @property
     def busy(self) -> int:
@@ -193,7 +200,12 @@ class Gpu:
         self.remapped_rows[2] = 0
         self.bank_remap_pending, self.repairs_pending, self.nvlink_errors = False, [0, 0], {}
         self.resets += 1
+        self.forget_limits()
         self.loads = [[time.time(), self.busy]]
+
+    def forget_limits(self) -> None:
+        """Restore the default limits, as the NVIDIA driver does when it loads."""
+        self.power_limit_mw, self.locked_mhz = None, {}
 
     def instance(self, gi: int) -> GpuInstance | None:
         return next((item for item in self.instances if item.id == gi), None)

@@ -209,12 +209,15 @@ def set_mode(gpu: Gpu, model: Model, on: int, *, has_clients: bool = False) -> i
         if gpu.virtualization:  # a guest cannot reset its GPU, so the mode waits for a reboot
             return int(pynvml.NVML_ERROR_RESET_REQUIRED)
     gpu.mig_mode = gpu.mig_pending = on
+    if not model.resetless_mig:
+        gpu.forget_limits()
     return int(pynvml.NVML_SUCCESS)
 
 
 def after_reboot(gpu: Gpu, model: Model) -> None:
     """Apply a reboot: remove all instances, and keep MIG mode only if the board stores it."""
     gpu.instances, gpu.holders, gpu.loads = [], [], [[time.time(), 0]]
+    gpu.forget_limits()
     gpu.mig_mode = 0 if model.resetless_mig else gpu.mig_pending
     gpu.mig_pending = gpu.mig_mode
 

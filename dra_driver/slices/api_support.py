@@ -206,11 +206,13 @@ class ApiSupport:
     """Remembers what the server accepts and stores, from dry runs and from its responses to writes.
 
     Only the publisher's thread uses it, but any thread may read its properties and `caution`: what `sharing_caution`
-    returned, None if no device with counters is shared.
+    returned, None if no device with counters is shared. `has_budget`: the node has a power budget, which needs
+    counters.
     """
 
     api: ApiClient
     sharing: SharingPolicy
+    has_budget: bool = False
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
@@ -228,8 +230,8 @@ class ApiSupport:
 
     @property
     def problem(self) -> str | None:
-        """Why MIG devices on demand and GPUs for virtual machines are not published; None if they are, or if the node
-        has none.
+        """Why MIG devices on demand, GPUs for virtual machines and the power budget are not published; None if they
+        are, or if the node has none.
         """
         return self._known.no_partitions if self._matters else None
 
@@ -252,8 +254,10 @@ class ApiSupport:
 
         Raises: the errors of `ask_support`. After an error, nothing must be published.
         """
-        self._matters = bool(inventory.cards_by_gpu) or any(
-            gpu.partitioning is not None and gpu.partitioning.possible for gpu in inventory.gpus
+        self._matters = (
+            self.has_budget
+            or bool(inventory.cards_by_gpu)
+            or any(gpu.partitioning is not None and gpu.partitioning.possible for gpu in inventory.gpus)
         )
         is_new = self._matters and not self._knows_counting
         if is_new or not self._is_asked or self.clock() >= self.ask_at:

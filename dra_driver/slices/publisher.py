@@ -26,6 +26,7 @@ from dra_driver.model.problems import NodeProblem
 from dra_driver.model.schema import JsonObject
 from dra_driver.model.sharing import SharingPolicy
 from dra_driver.model.units import named
+from dra_driver.power.rules.limits import NO_POWER_POLICY, PowerPolicy
 from dra_driver.slices.api_support import ApiSupport
 from dra_driver.slices.refusals import RefusedEntries
 from dra_driver.slices.rules.build import Pool, SliceContent, TaintLimits, Taints, build_pool
@@ -100,6 +101,7 @@ class Publisher:
     sharing: SharingPolicy
     support: ApiSupport
     observer: PublishObserver
+    power: PowerPolicy = NO_POWER_POLICY
 
     def __post_init__(self) -> None:
         self._owner: Owner | None = None
@@ -276,6 +278,7 @@ class Publisher:
             taints,
             withheld,
             compatibility_groups=support.keeps_groups,
+            power=self.power if support.no_partitions is None else NO_POWER_POLICY,
         )
         self._report_deviations(pool)
         lost = {gate for gate in support.missing if without_fields(pool, {gate}) != pool}
@@ -433,15 +436,17 @@ class Publisher:
         self.withheld = pool.withheld
 
 
-def _problems_of_pool(pool: Pool, lost: Collection[str], support: ApiSupport) -> Iterator[NodeProblem]:
-    """Yield what of a pool cannot be published as wanted. `lost` are the feature gates whose fields are missing."""
+def _problems_of_pool(pool: Pool, missing: Collection[str], support: ApiSupport) -> Iterator[NodeProblem]:
+    """Yield what of a pool cannot be published as wanted. `missing` are the feature gates whose fields are missing."""
     for fault in pool.faults:
         yield NodeProblem("device-not-published", f"{fault}; report this as a bug of gpu-dra-driver", fault)
-    for gate in sorted(lost):
+    for gate in sorted(missing):
         text = f"the API server drops fields of this node's slices, because its feature gate {gate} is off"
         yield NodeProblem("slice-fields-dropped", f"{text}; enable the feature gate", gate)
     if support.problem is not None:
-        text = f"MIG devices on demand and GPUs for virtual machines are not published: {support.problem}"
-        yield NodeProblem("partitions-not-supported", text)
+        lost = "MIG devices on demand and GPUs for virtual machines are not published"
+        if support.has_budget:
+            lost = "the power budget of the node is not published, so the scheduler may exceed it"
+        yield NodeProblem("partitions-not-supported", f"{lost}: {support.problem}")
     if support.caution is not None:
         yield NodeProblem("scheduler-outdated", support.caution)

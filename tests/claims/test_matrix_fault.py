@@ -22,6 +22,7 @@ from dra_driver.errors import ApiRejectedError, ApiUnavailableError, RetryableEr
 from dra_driver.model.claim import Failed, Prepared
 from dra_driver.model.mps import MpsDaemonSpec, MpsDaemonStatus
 from dra_driver.mps_host.host_files import NoMpsHostError
+from dra_driver.nvml.limits import GpuLimits
 from tests.fakes.kindnode import KINDS, KindNode, RecordedMpsHost, Site, TimeSliceSettings
 from tests.fakes.matrix import BOOTS, Case
 from tests.fakes.samples import claim
@@ -30,6 +31,7 @@ PAGE = Path(__file__).parents[2] / "docs/conformance.md"
 SLICED = {"several requests", "time-slicing", "metadata"}
 SERVED = {"MPS settings", "MPS over several GPUs", "share", "second share"}
 SERVED |= {"MIG on demand with MPS and metadata"}
+LIMITED = {"power limit", "locked clocks", "second share with limits"}
 API = {
     "429": ApiUnavailableError("get claim: too many requests (HTTP 429)", retry_after_s=60.0, is_brief=True),
     "500": ApiUnavailableError("get claim: internal error (HTTP 500)", is_brief=True),
@@ -39,6 +41,7 @@ API = {
 FAULTS = (
     "nvidia-smi: fails",
     "nvidia-smi: hangs",
+    "NVML: sets no limits",
     "MPS host: absent",
     "MPS host: hangs",
     *(f"API server: {name}" for name in API),
@@ -76,6 +79,9 @@ def tool(name: str) -> Iterator[None]:
         if name.startswith("MPS"):
             patch.setattr(RecordedMpsHost, "ensure", ensure)
             patch.setattr(RecordedMpsHost, "stop", fail)
+        elif name.startswith("NVML"):
+            for method in ("set_power", "lock_clock", "unlock_clock"):
+                patch.setattr(GpuLimits, method, fail)
         else:
             patch.setattr(TimeSliceSettings, "set_time_slice", fail)
         yield
@@ -123,9 +129,10 @@ def broken(node: KindNode, fault: str) -> AbstractContextManager[None]:
 
 def needs(kind: str, fault: str) -> bool:
     """Whether a step of the claim needs what is broken. One that joins a daemon needs no more than a host."""
-    if kind == "second share" and fault.startswith("MPS"):
+    if kind.startswith("second share") and fault.startswith("MPS"):
         return fault == "MPS host: absent"
-    return (kind in SLICED and fault.startswith("nvidia-smi")) or (kind in SERVED and fault.startswith("MPS"))
+    needed = {"nvidia-smi": SLICED, "MPS host": SERVED, "NVML": LIMITED}
+    return kind in needed.get(fault.partition(": ")[0], ())
 
 
 def cells(faults: Iterable[str]) -> list[tuple[str, str]]:
@@ -182,7 +189,7 @@ def test_unprepare(node: KindNode, kind: str, fault: str, restarts: bool) -> Non
         assert wanted.ref.uid not in node.records.all()
         assert wanted.ref.uid not in node.specs.list()
         left = node.cleaner.outstanding()
-        assert bool(left) == (needs(kind, fault) and kind != "second share")
+        assert bool(left) == (needs(kind, fault) and not kind.startswith("second share"))
         for one in left:
             assert str(wanted.ref) in one.text
             assert "check that" in one.text

@@ -28,7 +28,9 @@ from dra_driver.model.steps import (
     CreateMig,
     FileStep,
     LeaveMigMode,
+    LockClocks,
     RunMps,
+    SetPowerLimit,
     SetTimeSlice,
     StartMaintenance,
     Step,
@@ -46,6 +48,8 @@ HURRY_S = 2.3
 _HANGS = re.compile("has not finished; the kubelet's deadline has passed|Cleanup pending")
 BY_KIND: dict[str, type[Step]] = {
     "time-slicing": SetTimeSlice,
+    "power limit": SetPowerLimit,
+    "locked clocks": LockClocks,
     "MPS settings": RunMps,
     "share": RunMps,
     "MIG on demand": CreateMig,

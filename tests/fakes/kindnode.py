@@ -42,6 +42,7 @@ from dra_driver.model.steps import StartMaintenance, WriteCdiSpec, WriteDeviceMe
 from dra_driver.mps_host.daemon_compute_mode import DEFAULT, EXCLUSIVE_PROCESS
 from dra_driver.mps_host.host_files import DaemonRecord, DaemonRecords, mps_layout
 from dra_driver.nvml.gpu_users import PersistenceModes
+from dra_driver.nvml.limits import GpuLimits
 from dra_driver.nvml.mig_changes import MigHardware
 from dra_driver.passthrough.cards import KnownCards
 from dra_driver.passthrough.steps import VfioSteps
@@ -72,7 +73,7 @@ ON_DEMAND = (6, 7)
 """Indexes of the GPUs with MIG devices on demand; those on 0 and 1 were created by hand."""
 EFFECTS = frozenset({
     "set_mode", "create", "create_compute", "destroy_compute", "destroy",
-    "set_time_slice", "ensure", "stop", "write", "load_module", "set",
+    "set_time_slice", "set_power", "lock_clock", "unlock_clock", "ensure", "stop", "write", "load_module", "set",
 })  # fmt: skip
 """What changes silicon, settings, daemons, and drivers in the kernel."""
 _SHARE_IDS = ("9f6a2c3e-0d5f-4a6b-8b7a-7f3c1ad296f4", "0f6a2c3e-0d5f-4a6b-8b7a-7f3c1ad296f4")
@@ -175,7 +176,7 @@ class Site:
         return name
 
     def settings(self) -> list[tuple[object, ...]]:
-        """Of each GPU: MIG mode, instances with compute instances, compute mode, length of time slices."""
+        """Of each GPU: MIG mode, instances with compute instances, compute mode, length of time slices, limits."""
         state = self.machine.current()
         return [
             (
@@ -184,6 +185,8 @@ class Site:
                 self.machine.compute_mode(gpu.uuid),
                 self.policies.get(TIMESLICE, gpu.uuid),
                 bool(gpu.persistence),
+                gpu.power_limit_mw or state.model_of(gpu).power_limit_w * 1000,
+                gpu.locked_mhz,
             )
             for gpu in state.present
         ] + [(bus_id, item.driver, item.override) for bus_id, item in sorted(functions(state).items())]
@@ -469,7 +472,8 @@ class KindNode(Journaled):
             self.lanes,
         )
         smi = counted(TimeSliceSettings(site))
-        return GpuSteps(context, site.simulated.paths.proc, vfio, smi, counted(self.mps))
+        limits = counted(GpuLimits(nullcontext))
+        return GpuSteps(context, site.simulated.paths.proc, vfio, smi, counted(self.mps), limits)
 
     def _runners(self, gpus: GpuSteps) -> dict[type, Any]:
         site, paths = self.site, self.site.simulated.paths
@@ -525,8 +529,16 @@ def sharing(site: Site) -> SharingPolicy:
 
 
 def parameters(kind: str = "GpuConfig", *requests: str, **shared: Any) -> DeviceConfig:
-    body = {"apiVersion": "resource.nvidia.com/v1beta1", "kind": kind, "sharing": shared}
+    return _opaque(kind, requests, sharing=shared)
+
+
+def _opaque(kind: str, requests: tuple[str, ...] = (), **fields: Any) -> DeviceConfig:
+    body = {"apiVersion": "resource.nvidia.com/v1beta1", "kind": kind, **fields}
     return DeviceConfig("FromClaim", requests, DRIVER, body)
+
+
+POWER = {"power": {"limitWatts": 500}}
+CLOCKS = {"clocks": {"graphicsMHz": {"max": 1200}, "memoryMHz": {"min": 2619}}}
 
 
 def maintenance_parameters(**fields: Any) -> dict[str, Any]:
@@ -580,6 +592,14 @@ KINDS: Mapping[str, Kind] = {
         )
     ),
     "time-slicing": Kind(lambda site: claim(site.whole(2), configs=(parameters(**TIME_SLICING),))),
+    "power limit": Kind(lambda site: claim(site.whole(2), configs=(_opaque("GpuConfig", **POWER),))),
+    "locked clocks": Kind(lambda site: claim(site.whole(2), configs=(_opaque("GpuConfig", **CLOCKS),))),
+    "second share with limits": Kind(
+        lambda site: claim(share(site, 0), configs=(_opaque("GpuConfig", **POWER, **CLOCKS),)),
+        lambda site: (
+            claim(share(site, 1), uid="uid-beside", configs=(_opaque("GpuConfig", **POWER, **CLOCKS),)),
+        ),
+    ),
     "MPS settings": Kind(lambda site: claim(site.whole(3), configs=(parameters(**MPS),))),
     "MPS over several GPUs": Kind(
         lambda site: claim(site.whole(3), site.whole(6), configs=(parameters(**MPS),))

@@ -42,6 +42,10 @@ def h100(number: int, **changes: Any) -> Gpu:
             numa_node=0,
             nvlink_links=18,
             mig_capable=True,
+            power_limits_w=(200, 700),
+            power_limit_default_w=700,
+            graphics_clocks_mhz=(210, 1980),
+            memory_clocks_mhz=(1593, 2619),
         ),
         **changes,
     )

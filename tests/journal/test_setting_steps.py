@@ -15,6 +15,7 @@ from dra_driver.errors import (
     RetryableError,
 )
 from dra_driver.journal.ledger import Ledger
+from dra_driver.journal.rules.cleanups import LedgerEntry
 from dra_driver.journal.setting_steps import SettingSteps
 from dra_driver.model.gpu import SettingBefore
 from dra_driver.model.plan import Plan
@@ -30,22 +31,18 @@ PLAN, REF = Plan(claim(), (), ()), claim().ref
 class Dimmer(SettingSteps[SetTimeSlice]):
     """A setting in memory that the driver reports, with values from 1 to 3; 1 at first."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, rest: int | None = None) -> None:
         super().__init__(
             SetTimeSlice,
             ledger,
-            default=None,
             otherwise="dim less",
-            set_again_event="set_again",
-            lost_event="lost",
-            gone_event="gone",
+            at_rest=SetTimeSlice("", rest or 0),
+            has_rest_value=rest is not None,
+            gpus=lambda: ["GPU-1"],
         )
         self.now, self.written = 1, list[int]()
         self.error: DraDriverError | None = None
         self.is_stuck = False
-
-    def bounds(self, step: SetTimeSlice) -> tuple[int, int]:
-        return 1, 3
 
     def read(self, step: SetTimeSlice) -> int:
         if self.error is not None:
@@ -53,6 +50,10 @@ class Dimmer(SettingSteps[SetTimeSlice]):
         return self.now
 
     def write(self, step: SetTimeSlice, value: int) -> None:
+        if value > 3:
+            refused = ClaimRefusedError("too bright")
+            refused.has_no_effect = True
+            raise refused
         self.written.append(value)
         self.now = self.now if self.is_stuck else value
 
@@ -86,11 +87,10 @@ def test_value_before_the_first_claim_is_restored(dimmer: Dimmer) -> None:
     assert (dimmer.written, dimmer.notes) == ([3, 2, 1], [])
 
 
-def test_value_outside_the_bounds_is_refused_and_leaves_nothing(dimmer: Dimmer) -> None:
-    with pytest.raises(ClaimRefusedError) as refused:
+def test_value_that_the_gpu_refuses_leaves_nothing(dimmer: Dimmer) -> None:
+    with pytest.raises(ClaimRefusedError, match="too bright") as refused:
         dimmer.do(SetTimeSlice("GPU-1", 4), PLAN)
-    text = "GPU GPU-1 accepts a time slice from 1 lm to 3 lm, but the claim asks for 4 lm; dim less"
-    assert (str(refused.value), refused.value.has_no_effect) == (text, True)
+    assert refused.value.has_no_effect
     assert (dimmer.written, dimmer.notes) == ([], [])
 
 
@@ -169,7 +169,62 @@ def test_failed_restore_is_tried_until_it_succeeds_and_logged_once(
         assert dimmer.gpus() == {"GPU-1"}
         with pytest.raises(RetryableError):
             dimmer.restore("GPU-1")
+    [problem] = dimmer.problems()
+    assert (problem.code, problem.subject) == ("setting-lost", "GPU-1")
+    assert problem.text == "cannot restore the time slice of GPU GPU-1: not now; gpu-dra-driver retries"
     dimmer.error = None
     dimmer.restore("GPU-1")
+    assert dimmer.problems() == []
     assert (dimmer.now, dimmer.gpus()) == (3, set())
-    assert [line["event"] for line in logs] == ["lost", "set_again"]
+    assert [line["event"] for line in logs] == ["setting_lost", "setting_restored"]
+
+
+def test_node_has_a_value_for_gpus_without_a_claim(node: Journaled) -> None:
+    """It is set at the start and by the undo, a claim's value comes first, and a plugin without it restores the first
+    value.
+    """
+    dimmer = Dimmer(node.ledger, rest=2)
+    reloaded(dimmer)
+    assert dimmer.written == [2]
+    node.records.save(ClaimRecord(claim(), "prepared", "boot-1", (), (STEP,)))
+    dimmer.do(STEP, PLAN)
+    reloaded(dimmer)
+    assert dimmer.now == 3
+    node.records.delete(claim().ref.uid)
+    dimmer.undo(STEP, REF)
+    assert (dimmer.now, [note.value for note in dimmer.notes]) == (2, [1])
+    later = Dimmer(node.ledger)
+    later.now = dimmer.now
+    later.driver_reloaded()
+    later.restore(*later.gpus())
+    assert (later.now, later.notes, later.gpus()) == (1, [], set())
+
+
+def test_value_of_a_gpu_without_a_claim_waits_for_a_pending_undo(node: Journaled) -> None:
+    dimmer = Dimmer(node.ledger, rest=2)
+    node.ledger.change([LedgerEntry(REF, "boot-1", STEP)], ())
+    reloaded(dimmer)
+    assert dimmer.written == [], "the undo sets it"
+
+
+def test_change_by_another_program_is_a_problem_until_the_value_is_right_again(dimmer: Dimmer) -> None:
+    dimmer.polled("GPU-1", 1)
+    dimmer.do(STEP, PLAN)
+    for found, is_shown in [
+        (1, False),
+        (2, False),
+        (2, True),
+        (None, True),
+        (3, False),
+        (2, False),
+        (2, True),
+    ]:
+        dimmer.polled("GPU-1", found)
+        assert bool(dimmer.problems()) == is_shown, found
+    [problem] = dimmer.problems()
+    assert (problem.code, problem.subject) == ("setting-changed", "GPU-1")
+    assert "the time slice of GPU GPU-1 from 3 lm to 2 lm" in problem.text
+    assert dimmer.written == [3], "nothing fights with the other program"
+    dimmer.undo(STEP, REF)
+    dimmer.polled("GPU-1", 2)
+    assert dimmer.problems() == []

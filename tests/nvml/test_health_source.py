@@ -80,6 +80,7 @@ def test_every_signal(node):
         "sram_exceeded": False,
         "memory_unrepairable": False,
         "repairs_pending": frozenset(),
+        "power_limit_mw": 700_000,
         "pcie_narrow": False,
         "pcie_slow": False,
         "nvlinks": NvLinks(tuple(range(18)), "NVIDIA H100 80GB HBM3", to_switches=True),
@@ -185,6 +186,7 @@ RARE_CALLS = {
     "nvmlDeviceGetSramEccErrorStatus": 1,
     "nvmlDeviceGetUnrepairableMemoryFlag_v1": 1,
     "nvmlDeviceGetRepairStatus": 1,
+    "nvmlDeviceGetPowerManagementLimit": 1,
     "nvmlDeviceGetCurrPcieLinkWidth": 1,
     "nvmlDeviceGetMaxPcieLinkWidth": 1,
 }
@@ -257,7 +259,14 @@ def test_gpu_that_answers_nothing_is_silent_and_its_neighbour_is_not(node):
     silence(node.machine, 0)
     found = read_health(uuid(node))
     queries = {"ecc_uncorrected", "fabric", "pages_pending", "recovery_action", "remap_pending", "slowdowns"}
-    queries |= {"memory_unrepairable", "nvlinks", "pcie_narrow", "repairs_pending", "sram_exceeded"}
+    queries |= {
+        "memory_unrepairable",
+        "nvlinks",
+        "pcie_narrow",
+        "power_limit_mw",
+        "repairs_pending",
+        "sram_exceeded",
+    }
     assert found == PolledHealth(
         accepts_work=True, failed=frozenset({*queries, "temperature"}), answered=False
     )

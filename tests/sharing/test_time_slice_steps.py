@@ -80,7 +80,7 @@ echo "$@" >> {tmp_path}/asked
     try:
         steps.driver_reloaded()
         node.cleaner.retry_now()
-        while [line["event"] for line in logs].count("time_slice_lost") < 3:
+        while [line["event"] for line in logs].count("setting_lost") < 3:
             time.sleep(0.01)
         node.records.delete("uid-3")
         while "GPU-3" in node.lanes.under_way():
@@ -91,7 +91,7 @@ echo "$@" >> {tmp_path}/asked
     finally:
         node.cleaner.stop()
     assert [line.split()[2] for line in (tmp_path / "asked").read_text().splitlines()] == ["GPU-1"]
-    assert len([line for line in logs if line["event"] == "time_slice_lost"]) == 3, "each reason is told once"
+    assert len([line for line in logs if line["event"] == "setting_lost"]) == 3, "each reason is told once"
 
 
 @pytest.mark.parametrize("moment", ["while the records are read", "while nvidia-smi runs"])

@@ -148,6 +148,8 @@ def test_only_type_and_uuid_are_there_when_nothing_else_is_known() -> None:
         ("product_name", {"productName"}), ("brand", {"brand"}), ("architecture", {"architecture"}),
         ("cuda_compute_capability", {"cudaComputeCapability"}), ("addressing_mode", {"addressingMode"}),
         ("pcie_root", {STD + "pcieRoot"}), ("numa_node", {STD + "numaNode"}), ("nvlink_links", {"nvlinkLinks"}),
+        ("power_limits_w", {"powerLimitMinWatts", "powerLimitMaxWatts"}),
+        ("power_limit_default_w", {"powerLimitDefaultWatts"}),
         ("mig_capable", {"migCapable"}), ("fabric", {"fabricClusterUUID", "fabricCliqueID", "imexChannels"}),
     ],
 )  # fmt: skip

@@ -130,6 +130,7 @@ app.kubernetes.io/instance: {{ .Release.Name | toYaml }}
 {{- with .Values.sharing }}{{ $_ := set $file "sharing" . }}{{ end -}}
 {{- with .Values.health }}{{ $_ := set $file "health" . }}{{ end -}}
 {{- with .Values.migLayouts }}{{ $_ := set $file "migLayouts" . }}{{ end -}}
+{{- with .Values.power }}{{ $_ := set $file "power" . }}{{ end -}}
 {{- if include "gpu-dra-driver.dynamicMig" . -}}
 {{- with .Values.dynamicMig.gpus }}{{ $_ := set $file "dynamicMig" (dict "enabled" true "gpus" .) }}{{ end -}}
 {{- end -}}

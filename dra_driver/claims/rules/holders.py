@@ -21,8 +21,9 @@ from dra_driver.model.claim import ClaimNow, HeldDevice
 from dra_driver.model.dataclass import dataclass
 from dra_driver.model.mps import usage_kind
 from dra_driver.model.record import ClaimRecord
-from dra_driver.model.steps import StartMaintenance
+from dra_driver.model.steps import StartMaintenance, Step
 from dra_driver.model.units import counted, named
+from dra_driver.power.rules.limits import DIFFERENT, limits_on
 from dra_driver.sharing.rules.modes import incompatibility
 
 _MAX_NAMED = 8
@@ -52,15 +53,17 @@ class DeviceHeldError(ClaimRefusedError):
         self.enough = len(conflicts) if enough is None else enough
 
 
-def refuse_held(wanted: Sequence[Wanted], others: Iterable[ClaimRecord]) -> None:
-    """Raise DeviceHeldError if another claim holds one of the devices, or shares it in another mode."""
+def refuse_held(wanted: Sequence[Wanted], others: Iterable[ClaimRecord], limits: Sequence[Step] = ()) -> None:
+    """Raise DeviceHeldError if another claim holds one of the devices, or shares it in another mode or with limits of
+    power and clocks other than `limits`.
+    """
     gpus = {device.gpu_uuid for _, device in wanted}
     conflicts = [
         conflict
         for record in others
         for held in record.devices
         if held.gpu_uuid in gpus and not held.admin_access
-        for conflict in _conflicts(wanted, record, held)
+        for conflict in _conflicts(wanted, record, held, limits)
     ]
     if conflicts:
         raise DeviceHeldError(conflicts)
@@ -138,7 +141,9 @@ def _is_client(held: HeldDevice, device: HeldDevice) -> bool:
     return held.device == device.device and usage_kind(held.usage) == usage_kind(device.usage)
 
 
-def _conflicts(wanted: Sequence[Wanted], record: ClaimRecord, held: HeldDevice) -> Iterator[Conflict]:
+def _conflicts(
+    wanted: Sequence[Wanted], record: ClaimRecord, held: HeldDevice, limits: Sequence[Step]
+) -> Iterator[Conflict]:
     for request, device in wanted:
         if not _same_silicon(held, device):
             continue
@@ -151,6 +156,11 @@ def _conflicts(wanted: Sequence[Wanted], record: ClaimRecord, held: HeldDevice) 
             text = (
                 f"request {request}: claim {record.ref} already shares device {device.device}, and this claim's "
                 f"sharing mode does not fit: {reason}"
+            )
+        elif limits_on(record.steps, held.gpu_uuid) != limits_on(limits, held.gpu_uuid):
+            text = (
+                f"request {request}: claim {record.ref} already shares device {device.device}, and {DIFFERENT}; change "
+                "this claim's parameters, or request a device that is not shared"
             )
         else:
             continue

@@ -59,6 +59,7 @@ from dra_driver.model.steps import (
     BindVfio,
     CreateMig,
     LeaveMigMode,
+    Limit,
     RunMps,
     SetTimeSlice,
     StartMaintenance,
@@ -66,6 +67,7 @@ from dra_driver.model.steps import (
     WriteCdiSpec,
     WriteDeviceMetadata,
 )
+from dra_driver.power.rules.limits import NO_POWER_POLICY, PowerPolicy, limits_of
 from dra_driver.sharing.rules.client_limits import max_clients
 from dra_driver.sharing.rules.modes import sharing_modes_of
 
@@ -95,13 +97,14 @@ def plan_claim(
     known: ClaimRecord | None = None,
     metadata: tuple[str, ...] = (),
     *,
+    power: PowerPolicy = NO_POWER_POLICY,
     setting_for_lost: str | None = None,
     extra_devices: ExtraDevices = NO_EXTRA_DEVICES,
 ) -> Plan:
     """Return the plan for this driver's part of a claim.
 
     `others` are the records of all other claims on this node, and `known` is the claim's own record. `sharing`
-    is the node's policy, and `metadata` lists the versions in which the node writes device metadata.
+    and `power` are the node's policies, and `metadata` lists the versions in which the node writes device metadata.
     `setting_for_lost` is the setting that would keep new pods away from lost GPUs; None if they already stay
     away. `extra_devices` are the devices that the node's configuration adds to claims.
 
@@ -118,6 +121,10 @@ def plan_claim(
     kept = _kept_usages(claim, found, known)
     parameters = _parameters(claim, found, driver, is_prepared=kept is not None)
     usages = sharing_modes_of(found, parameters, sharing, inventory.versions) if kept is None else kept
+    if kept is None or known is None:
+        limits = limits_of(found, parameters, power)
+    else:
+        limits = [step for step in known.steps if isinstance(step, Limit)]
     devices = tuple(
         _planned(result, offered, usage, resolved, inventory)
         for (result, offered), usage, resolved in zip(found, usages, parameters, strict=True)
@@ -130,7 +137,7 @@ def plan_claim(
     if kept is None:
         wanted = [(device.result.request, device.held()) for device in devices]
         records = list(others)
-        refuse_held(wanted, records)
+        refuse_held(wanted, records, limits)
         if maintenance is not None:
             waits_for = claims_to_wait_for(maintenance, records)
         else:
@@ -145,7 +152,7 @@ def plan_claim(
         }
         refuse_crowded(wanted, records, most)
     versions = EVERY_METADATA_VERSION if is_for_machine else metadata
-    steps = _steps(devices, _metadata(claim, devices, known, versions), known)
+    steps = _steps(devices, limits, _metadata(claim, devices, known, versions), known)
     return Plan(claim, devices, (maintenance, *steps) if maintenance is not None else steps, waits_for)
 
 
@@ -327,9 +334,14 @@ def _metadata(
 
 
 def _steps(
-    devices: Sequence[PlannedDevice], metadata: Iterable[Step], known: ClaimRecord | None
+    devices: Sequence[PlannedDevice],
+    limits: Iterable[Limit],
+    metadata: Iterable[Step],
+    known: ClaimRecord | None,
 ) -> tuple[Step, ...]:
-    """Return the steps without duplicates: MIG, then time slices, MPS daemons, VFIO and files. The CDI spec is last."""
+    """Return the steps without duplicates: MIG, then time slices, limits, MPS daemons, VFIO and files. The CDI spec is
+    last.
+    """
     used = [device for device in devices if not device.result.admin_access]
     whole = {
         LeaveMigMode(offered.gpu.uuid, offered.gpu.pci_bus_id)
@@ -352,6 +364,7 @@ def _steps(
         *sorted(whole, key=lambda step: step.gpu_uuid),
         *sorted(made, key=lambda step: step.device),
         *sorted(time_slices, key=lambda step: step.gpu_uuid),
+        *limits,
         *(RunMps(daemons[name]) for name in sorted(daemons)),
         *sorted(bindings, key=lambda step: step.device),
         *metadata,

@@ -433,7 +433,7 @@ class DriverChecks:
         """Return what a GPU without persistence mode loses when its last program exits."""
         inventory = self.inventory.or_none()
         if inventory is None or inventory.confidential_compute in (None, "off"):
-            return "lose their settings"
+            return "lose their settings, such as power limits"
         return "with confidential computing stop working when the last program exits, until you reset them"
 
     def gpu_memory(self) -> Finding:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from datetime import datetime
 
 from dra_driver.cli.rules.node_state import NodeState
@@ -13,11 +13,15 @@ from dra_driver.model.mig import OwnedInstance
 from dra_driver.model.mps import INTERVALS, LostMps, MpsShared, SharingMode, TimeSliced
 from dra_driver.model.problems import FailingClaim
 from dra_driver.model.record import ClaimRecord
+from dra_driver.model.steps import Limit
+from dra_driver.power.rules.limits import limits_on
 
 
 @dataclass(frozen=True, slots=True)
 class ClaimDevice:
-    """A device of a claim. `mig` describes a MIG device that was created on demand: profile, placement, IDs."""
+    """A device of a claim. `mig` describes a MIG device that was created on demand: profile, placement, IDs.
+    `limits` are the limits of power and clocks that the claim set, such as `500 W`.
+    """
 
     device: str
     kind: str
@@ -27,6 +31,7 @@ class ClaimDevice:
     share_id: str | None = None
     usage: str | None = None
     mig: str | None = None
+    limits: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +103,10 @@ def prepared_claims(state: NodeState, specs: Specs, now: datetime) -> tuple[Prep
             _age_s(record.prepared_at, now),
             _boot(record, state.boot_id),
             "unknown" if specs is None else "present" if record.ref.uid in specs else "missing",
-            tuple(_device(held, ledger.get(held.device)) for held in record.devices),
+            tuple(
+                _device(held, ledger.get(held.device), limits_on(record.steps, held.gpu_uuid))
+                for held in record.devices
+            ),
             tuple(step.tag for step in reversed(record.steps)),
             record.claim.pods,
             maintenances.get(record.ref),
@@ -149,7 +157,7 @@ def _age_s(since: str | None, now: datetime) -> float | None:
         return None
 
 
-def _device(held: HeldDevice, owned: OwnedInstance | None) -> ClaimDevice:
+def _device(held: HeldDevice, owned: OwnedInstance | None, limits: Collection[Limit]) -> ClaimDevice:
     mig = None
     if owned is not None:
         ids = [
@@ -167,6 +175,7 @@ def _device(held: HeldDevice, owned: OwnedInstance | None) -> ClaimDevice:
         held.share_id,
         usage_text(held.usage),
         mig,
+        tuple(sorted(limit.text for limit in limits)),
     )
 
 

@@ -33,6 +33,7 @@ from dra_driver.model.inventory import Inventory
 from dra_driver.model.schema import JsonObject
 from dra_driver.model.sharing import NO_SHARING, SharingPolicy
 from dra_driver.model.units import counted
+from dra_driver.power.rules.limits import NO_POWER_POLICY, PowerPolicy
 
 _CLAIM: Final = ClaimRef("default", "claim", "00000000-0000-0000-0000-000000000000")
 """What Prepare would plan for."""
@@ -62,7 +63,8 @@ class Fit:
 class MachineFit:
     """An empty machine, without any allocated device.
 
-    `sharing` and `extra_devices` are the settings of its plugin. `gpus` are the GPUs on which MIG layouts are tried.
+    `sharing`, `extra_devices` and `power` are the settings of its plugin. `gpus` are the GPUs on which MIG layouts are
+    tried.
     """
 
     name: str
@@ -71,6 +73,7 @@ class MachineFit:
     inventory: Inventory
     sharing: SharingPolicy = NO_SHARING
     extra_devices: ExtraDevices = NO_EXTRA_DEVICES
+    power: PowerPolicy = NO_POWER_POLICY
     gpus: Sequence[MigGpu] = ()
 
     def __post_init__(self) -> None:
@@ -195,6 +198,7 @@ class MachineFit:
                 (),
                 self.sharing,
                 extra_devices=self.extra_devices,
+                power=self.power,
             )
         except RetryableError as error:
             return None, f"{before} fails for now: {error}"

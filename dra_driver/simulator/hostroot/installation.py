@@ -143,6 +143,7 @@ def _gpu_facts(state: State, gpu: Gpu) -> str:
         "lost" if gpu.lost else "ok",
         "vgpu" if gpu.virtualization == pynvml.NVML_GPU_VIRTUALIZATION_MODE_VGPU else "none",
         "held" if gpu.holders else "free",
+        f"{(gpu.power_limit_mw or model.power_limit_w * 1000) / 1000:.2f}" if model.power_min_w else "[N/A]",
     ]
     return " ".join(quoted(fact) for fact in facts)
 

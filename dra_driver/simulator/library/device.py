@@ -53,8 +53,33 @@ _PCIE_BYTES_S, _LINK_KIB_S = 10**9, 10**6
 _SAMPLE_S, _KEPT_SAMPLES = 0.2, 100
 
 
-def _power_mw(model: Model, gpu: Gpu) -> int:
+def _limit_mw(model: Model, gpu: Gpu) -> int:
+    """Return the enforced power limit."""
+    limits = (model.power_limit_w * 1000, gpu.power_limit_mw, gpu.power_enforced_mw)
+    return min(limit for limit in limits if limit is not None)
+
+
+def _wanted_mw(model: Model, gpu: Gpu) -> int:
+    """Return what the GPU would draw without a lower limit."""
     return round(model.power_limit_w * 1000 * (_IDLE_POWER + _LOAD_POWER * gpu.busy / 100))
+
+
+def _power_mw(model: Model, gpu: Gpu) -> int:
+    return min(_wanted_mw(model, gpu), _limit_mw(model, gpu))
+
+
+def _clock_reasons(model: Model, gpu: Gpu) -> int:
+    is_capped = _wanted_mw(model, gpu) > _limit_mw(model, gpu)
+    return gpu.slowdown | (pynvml.nvmlClocksEventReasonSwPowerCap if is_capped else 0)
+
+
+def _if_settable(value: Callable[[Model, Gpu], Any]) -> _Read:
+    """Return a function for a value of GPUs whose limits can be set."""
+    return lambda model, gpu: value(model, gpu) if _is_settable(model, gpu) else None
+
+
+def _is_settable(model: Model, gpu: Gpu) -> bool:
+    return bool(model.power_min_w) and gpu.virtualization != pynvml.NVML_GPU_VIRTUALIZATION_MODE_VGPU
 
 
 def _energy_mj(model: Model, gpu: Gpu) -> int | None:
@@ -75,9 +100,9 @@ support the call.
 _OF_GPUS: Mapping[str, _Read] = {
     "nvmlDeviceGetCurrPcieLinkGeneration": lambda _, gpu: gpu.pcie_link[2],
     "nvmlDeviceGetCurrPcieLinkWidth": lambda _, gpu: gpu.pcie_link[0],
-    "nvmlDeviceGetCurrentClocksEventReasons": lambda _, gpu: gpu.slowdown,
-    "nvmlDeviceGetCurrentClocksThrottleReasons": lambda _, gpu: gpu.slowdown,
-    "nvmlDeviceGetEnforcedPowerLimit": lambda model, _: model.power_limit_w * 1000,
+    "nvmlDeviceGetCurrentClocksEventReasons": _clock_reasons,
+    "nvmlDeviceGetCurrentClocksThrottleReasons": _clock_reasons,
+    "nvmlDeviceGetEnforcedPowerLimit": _limit_mw,
     "nvmlDeviceGetMaxMigDeviceCount": lambda model, gpu: max_devices(model) if gpu.mig_mode else 0,
     "nvmlDeviceGetMaxPcieLinkGeneration": lambda _, gpu: gpu.pcie_link[3],
     "nvmlDeviceGetMaxPcieLinkWidth": lambda _, gpu: gpu.pcie_link[1],
@@ -85,6 +110,13 @@ _OF_GPUS: Mapping[str, _Read] = {
     "nvmlDeviceGetMinorNumber": lambda _, gpu: gpu.minor,
     "nvmlDeviceGetNumGpuCores": lambda model, _: model.cores,
     "nvmlDeviceGetPersistenceMode": lambda _, gpu: gpu.persistence,
+    "nvmlDeviceGetPowerManagementDefaultLimit": _if_settable(lambda model, _: model.power_limit_w * 1000),
+    "nvmlDeviceGetPowerManagementLimit": _if_settable(
+        lambda model, gpu: gpu.power_limit_mw or model.power_limit_w * 1000
+    ),
+    "nvmlDeviceGetPowerManagementLimitConstraints": _if_settable(
+        lambda model, _: (model.power_min_w * 1000, model.power_limit_w * 1000)
+    ),
     "nvmlDeviceGetPowerUsage": _power_mw,
     "nvmlDeviceGetRetiredPagesPendingStatus": lambda model, gpu: gpu.retired_pending if model.retired_pages else None,
     "nvmlDeviceGetTemperature": _celsius,
@@ -221,11 +253,68 @@ class Device(Core):
         _, gpu = self.gpu(handle)
         if number(kind) not in _CLOCKS_MHZ:
             raise Refusal(pynvml.NVML_ERROR_INVALID_ARGUMENT)
-        put(out, _CLOCKS_MHZ[number(kind)][bool(gpu.busy)])
+        domain = "memory" if number(kind) == pynvml.NVML_CLOCK_MEM else "graphics"
+        least, most = gpu.locked_mhz.get(domain, (0, 10_000))
+        put(out, min(most, max(least, _CLOCKS_MHZ[number(kind)][bool(gpu.busy)])))
 
     def nvmlDeviceSetPersistenceMode(self, handle: Any, mode: Any) -> None:  # noqa: N802
         _, gpu = self.gpu(handle)
         self.machine.set_gpu(gpu.uuid, persistence=number(mode))
+
+    # --- limits --------------------------------------------------------------------------------
+
+    def nvmlDeviceSetPowerManagementLimit(self, handle: Any, limit: Any) -> None:  # noqa: N802
+        model, gpu = self._settable(handle)
+        if not model.power_min_w * 1000 <= number(limit) <= model.power_limit_w * 1000:
+            raise Refusal(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+        self.machine.set_gpu(gpu.uuid, power_limit_mw=number(limit))
+
+    def nvmlDeviceSetGpuLockedClocks(self, handle: Any, least: Any, most: Any) -> None:  # noqa: N802
+        self._lock(handle, "graphics", [number(least), number(most)])
+
+    def nvmlDeviceSetMemoryLockedClocks(self, handle: Any, least: Any, most: Any) -> None:  # noqa: N802
+        self._lock(handle, "memory", [number(least), number(most)])
+
+    def nvmlDeviceResetGpuLockedClocks(self, handle: Any) -> None:  # noqa: N802
+        self._lock(handle, "graphics", None)
+
+    def nvmlDeviceResetMemoryLockedClocks(self, handle: Any) -> None:  # noqa: N802
+        self._lock(handle, "memory", None)
+
+    def nvmlDeviceGetSupportedMemoryClocks(self, handle: Any, count: Any, out: Any) -> int:  # noqa: N802
+        return self._clocks(self._settable(handle)[0].memory_mhz, count, out)
+
+    def nvmlDeviceGetSupportedGraphicsClocks(  # noqa: N802
+        self, handle: Any, memory: Any, count: Any, out: Any
+    ) -> int:
+        model, _ = self._settable(handle)
+        if number(memory) not in model.memory_mhz:
+            raise Refusal(pynvml.NVML_ERROR_NOT_FOUND)
+        return self._clocks(model.graphics_mhz, count, out)
+
+    def _settable(self, handle: Any) -> tuple[Model, Gpu]:
+        state, gpu = self.gpu(handle)
+        model = state.model_of(gpu)
+        if not _is_settable(model, gpu):
+            raise _unsupported()
+        return model, gpu
+
+    def _lock(self, handle: Any, domain: str, clocks: list[int] | None) -> None:
+        model, gpu = self._settable(handle)
+        others = {name: one for name, one in gpu.locked_mhz.items() if name != domain}
+        known = model.memory_mhz if domain == "memory" else model.graphics_mhz
+        if clocks is not None and not min(known) <= clocks[0] <= clocks[1] <= max(known):
+            raise Refusal(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+        self.machine.set_gpu(gpu.uuid, locked_mhz=others if clocks is None else {**others, domain: clocks})
+
+    def _clocks(self, clocks: list[int], count: Any, out: Any) -> int:
+        room = number(target(count))
+        put(count, len(clocks))
+        if out is None or room < len(clocks):
+            return int(pynvml.NVML_ERROR_INSUFFICIENT_SIZE)
+        for index, clock in enumerate(clocks):
+            target(out)[index] = clock
+        return int(pynvml.NVML_SUCCESS)
 
     # --- processes -----------------------------------------------------------------------------
 

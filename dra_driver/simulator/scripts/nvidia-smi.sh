@@ -57,7 +57,7 @@ persistence_name() {
     case $value in 1) value=Enabled ;; 2) value=Disabled ;; *) value=$2 ;; esac
 }
 
-# on_gpu MINOR UUID NAME BUS_ID MEMORY_MIB USED_MIB MIG PENDING SERIAL COMPUTE_CAP PERSISTENCE LOST VIRTUALIZATION HELD
+# on_gpu MINOR UUID NAME BUS_ID MEMORY_MIB USED_MIB MIG PENDING SERIAL COMPUTE_CAP PERSISTENCE LOST VIRTUALIZATION HELD POWER_LIMIT
 on_gpu() {
     current=no
     gpu_visible "$1" || return 0
@@ -162,6 +162,7 @@ query_row() {
             serial|gpu_serial) cell=$9 ;;
             compute_cap) cell=${10} ;;
             persistence_mode) persistence_name "$2" "${11}"; cell=$value ;;
+            power.limit) cell=${15}; unit=W ;;
             driver_version) cell=$DRIVER_VERSION ;;
             compute_mode)
                 compute_mode_name "$2"; cell=$value

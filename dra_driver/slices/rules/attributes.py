@@ -107,6 +107,10 @@ def _minor(gpu: Gpu) -> int | None:
     return gpu.minor if gpu.partitioning is None else None
 
 
+def _limits(gpu: Gpu) -> tuple[int | None, int | None]:
+    return gpu.power_limits_w or (None, None)
+
+
 def _bus_id(bus_id: str | None) -> str | None:
     """Return None for a larger domain than the standard attribute allows, which is four digits."""
     return bus_id if bus_id is not None and len(bus_id) == len("0000:00:00.0") else None
@@ -176,6 +180,10 @@ ENTRIES: Final = (
           gpu=lambda device, node: device.gpu.fabric and node.imex_channels),
     Entry("nvlinkLinks", "int", "active links", gpu=lambda device, _: device.gpu.nvlink_links),
     Entry("migCapable", "bool", gpu=lambda device, _: device.gpu.mig_capable),
+    Entry("powerLimitDefaultWatts", "int", "of the product",
+          gpu=lambda device, _: device.gpu.power_limit_default_w),
+    Entry("powerLimitMinWatts", "int", gpu=lambda device, _: _limits(device.gpu)[0]),
+    Entry("powerLimitMaxWatts", "int", gpu=lambda device, _: _limits(device.gpu)[1]),
     Entry("parentIndex", "int", mig=lambda device, _: device.gpu.index),
     Entry("index", "int", gpu=lambda device, _: device.gpu.index),
     Entry("parentMinor", "int", "absent with MIG on demand", mig=lambda device, _: _minor(device.gpu)),

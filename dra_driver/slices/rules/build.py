@@ -21,6 +21,7 @@ from dra_driver.model.inventory import Inventory, OfferedDevice, StaticMigDevice
 from dra_driver.model.schema import JsonObject
 from dra_driver.model.sharing import NO_SHARING, SharingPolicy
 from dra_driver.model.units import named
+from dra_driver.power.rules.limits import NO_POWER_POLICY, PowerPolicy
 from dra_driver.sharing.rules.client_limits import BoundedRule, bounded_rule
 from dra_driver.slices.rules.attributes import ENTRIES, MAX_ATTRIBUTES_AND_CAPACITIES, wire_device
 
@@ -30,6 +31,7 @@ MAX_DEVICES_PER_SLICE = 64
 MAX_COUNTER_SETS_PER_SLICE = 8
 MAX_COUNTERS_PER_SET = 32
 MAX_TAINTS = 16
+_POWER, _WATTS = "power", "watts"
 T = TypeVar("T")
 
 
@@ -107,6 +109,7 @@ def build_pool(
     withheld: Callable[[OfferedDevice], bool] = none_withheld,
     *,
     compatibility_groups: bool = False,
+    power: PowerPolicy = NO_POWER_POLICY,
 ) -> Pool:
     """Return the pool of a node: counter sets, then devices in PCI order, in slices within the API's limits.
     The result is deterministic.
@@ -115,7 +118,8 @@ def build_pool(
     form; devices for which `withheld` is True are omitted. A device that the API server would reject is omitted and
     reported in `faults`, so that it never costs the node its other devices. Devices are published together with their
     counters. With `compatibility_groups` each device also states which devices of its counter set can be allocated next
-    to it, so that the scheduler separates GPUs from MIG devices.
+    to it, so that the scheduler separates GPUs from MIG devices. With a budget in `power`, each GPU consumes its
+    default limit from the counter set `power`.
     """
     faults: list[str] = []
     counters, refused = _counter_sets(inventory, faults)
@@ -123,6 +127,7 @@ def build_pool(
     held_back: list[str] = []
     notes: list[str] = []
     lacking: dict[tuple[str, ...], list[str]] = {}
+    budget = _power_set(inventory, power)
     for offered in inventory.devices():
         bound = bounded_rule(sharing, offered, inventory.versions)
         if bound is not None and bound.note is not None:
@@ -138,6 +143,11 @@ def build_pool(
         if compatibility_groups:
             for use in device.get("consumesCounters", ()):
                 use["compatibilityGroups"] = [_group(offered)]
+        if budget is not None and isinstance(offered, WholeGpu):
+            consumed = power.counted_w(offered.gpu) or power.budget_w
+            device["consumesCounters"] = [
+                {"counterSet": _POWER, "counters": {_WATTS: {"value": str(consumed)}}}
+            ]
         tainted = taints(offered)
         if tainted:
             device["taints"] = list(tainted)
@@ -156,6 +166,8 @@ def build_pool(
         for block in _blocks(gpu, groups[gpu.uuid], has_card=gpu.uuid in inventory.cards_by_gpu)
     )
     used = [entry for uuid, entry in counters.items() if groups[uuid]]
+    if budget is not None and any(groups.values()):
+        used.append(budget)
     slices = [SliceContent(shared_counters=chunk) for chunk in _chunks(used, MAX_COUNTER_SETS_PER_SLICE)]
     slices += [SliceContent(devices=chunk) for chunk in _device_chunks(blocks)]
     return Pool(node_name, tuple(slices) or (SliceContent(),), tuple(faults), tuple(notes), tuple(held_back))
@@ -176,6 +188,15 @@ def _counter_sets(inventory: Inventory, faults: list[str]) -> tuple[dict[str, Js
         else:
             sets[gpu.uuid] = entry
     return sets, refused
+
+
+def _power_set(inventory: Inventory, power: PowerPolicy) -> JsonObject | None:
+    """Return the counter set of the node's power budget, less the GPUs with static MIG devices, which always count."""
+    if power.budget_w is None:
+        return None
+    divided = [power.counted_w(gpu) or power.budget_w for gpu in inventory.offered_gpus if gpu.mig_enabled]
+    left = max(0, power.budget_w - sum(divided))
+    return {"name": _POWER, "counters": {_WATTS: {"value": str(left)}}}
 
 
 def _entry(

@@ -1,0 +1,66 @@
+"""The steps that limit the power and the clocks of a GPU, and their undos."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from dra_driver.journal.ledger import Ledger
+from dra_driver.journal.setting_steps import SettingSteps
+from dra_driver.model.steps import LockClocks, SetPowerLimit
+from dra_driver.nvml.limits import GpuLimits
+from dra_driver.power.rules.limits import watts
+
+
+class PowerLimitSteps(SettingSteps[SetPowerLimit]):
+    """Does and undoes `SetPowerLimit`, and sets the node's limit on GPUs without a claim."""
+
+    def __init__(
+        self, limits: GpuLimits, ledger: Ledger, default_w: int | None, gpus: Callable[[], Iterable[str]]
+    ) -> None:
+        """`default_w` is the limit of GPUs without a claim; None leaves them as they are. `gpus` as in
+        `SettingSteps`.
+        """
+        super().__init__(
+            SetPowerLimit,
+            ledger,
+            otherwise="remove power from the claim's parameters",
+            at_rest=SetPowerLimit("", default_w or 0),
+            has_rest_value=default_w is not None,
+            gpus=gpus,
+        )
+        self._limits = limits
+
+    def read(self, step: SetPowerLimit) -> int:
+        """Return the limit in milliwatts. Raises: as in `GpuLimits`."""
+        return self._limits.power_mw(step.gpu_uuid)
+
+    def write(self, step: SetPowerLimit, value: int) -> None:
+        """Set the limit in milliwatts. Raises: as in `GpuLimits`."""
+        self._limits.set_power(step.gpu_uuid, value)
+
+    def text(self, value: int) -> str:
+        """Return the limit in watts."""
+        return watts(value)
+
+
+class ClockSteps(SettingSteps[LockClocks]):
+    """Does and undoes `LockClocks`. NVML does not report which clocks are locked."""
+
+    def __init__(self, limits: GpuLimits, ledger: Ledger) -> None:
+        super().__init__(LockClocks, ledger, otherwise="remove clocks from the claim's parameters")
+        self._limits = limits
+
+    def read(self, step: LockClocks) -> None:
+        """Return None."""
+
+    def write(self, step: LockClocks, value: tuple[int, int] | None) -> None:
+        """Lock or unlock the clock. Raises: as in `GpuLimits`."""
+        if value is None:
+            self._limits.unlock_clock(step.gpu_uuid, step.domain)
+        else:
+            self._limits.lock_clock(step.gpu_uuid, step.domain, *value)
+
+    def text(self, value: tuple[int, int]) -> str:
+        """Return a range such as `1200 to 1500 MHz`."""
+        least, most = value
+        return f"{least} to {most} MHz"
