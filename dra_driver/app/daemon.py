@@ -16,7 +16,7 @@ import structlog
 from dra_driver.app.handover import WorkerLock
 from dra_driver.app.platforms import Platform, platform_of
 from dra_driver.app.publishing import Publishing
-from dra_driver.app.settings import PROBE_PATHS, Settings
+from dra_driver.app.settings import ADVICE_PATH, PROBE_PATHS, Settings
 from dra_driver.app.steps import gpu_steps
 from dra_driver.base.atomic import stamp_or_none, write_atomically
 from dra_driver.base.backoff import TokenBucket
@@ -498,6 +498,7 @@ class Driver:
             self.discovery.latest,
             self.records.all,
             self.ledger.created_instance,
+            lambda: self.nvml.session.driver_loads,
         )
         self.metrics.show.receipts(self._receipts.sums)
 
@@ -530,6 +531,9 @@ class Driver:
                 while_working(self._is_working, json_page(self.node_problems.as_json)),
             )
             served = dict(zip(PROBE_PATHS, pages, strict=True))
+            if self._receipts is not None:
+                advice = partial(self._receipts.advice_as_json, self.settings.driver_name)
+                served[ADVICE_PATH] = while_working(self._is_working, json_page(advice))
             if self.settings.metrics_path != "off":
                 served[self.settings.metrics_path] = while_working(
                     self._is_working, metrics_page(self.metrics.registry)

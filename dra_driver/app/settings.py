@@ -66,6 +66,7 @@ they support, and some support only one, so both are written.
 """
 DeviceNames = Literal["uuid", "minor"]
 PROBE_PATHS = ("/healthz", "/startupz", "/readyz", "/problems")
+ADVICE_PATH = "/advice"
 UNHEALTHY_DEVICES = ("auto", "taint", "withdraw")
 TaintEffect = Literal["None", "NoSchedule", "NoExecute"]
 _TEXT: Final = Scalar(str)
@@ -150,7 +151,7 @@ def _begins_with_slash(expected: str, *others: str) -> Scalar:
 
 
 def _metrics_path(path: str) -> str | None:
-    if path in PROBE_PATHS:
+    if path in (*PROBE_PATHS, ADVICE_PATH):
         return f"{path} is already used by a probe"
     return None if path == "off" or path.startswith("/") else "expected off, or a path that begins with /"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from functools import partial
@@ -19,15 +20,17 @@ from dra_driver.model.dataclass import asdict
 from dra_driver.model.problems import FailingClaim
 from dra_driver.model.steps import STEPS
 from dra_driver.model.units import named
-from dra_driver.reporting.receipts import read_receipts
+from dra_driver.reporting.receipts import ended_receipts, kept_advice, read_kept
+from dra_driver.reporting.rules.advice import Advice
 from dra_driver.reporting.rules.receipts import Receipt, ended, line
 
 FLAGS = (
     switch("ended", "Show what the last 1,000 ended claims used, newest first."),
+    switch("advise", "Show which claims were idle, or need only a smaller MIG device or a share."),
     OUTPUT,
     *OF_NODE,
 )
-EXAMPLES = ("", "-o yaml", "--ended", "--ended -o json")
+EXAMPLES = ("", "-o yaml", "--ended -o json", "--advise")
 _SHOWN = {step.tag: step.shown for step in STEPS}
 
 
@@ -36,16 +39,23 @@ def claims(given: Namespace) -> None:
     gpu-dra-driver is not running, and changes nothing. Use the same directory flags as for `run`. The pods of a
     shared claim are recorded every ten minutes; -o json and -o yaml list all pods. With --ended it shows the
     receipts of ended claims instead: GPU-hours, busy time, peak of memory, energy. gpu-dra-driver writes them once a
-    minute.
+    minute. With --advise it shows what to change about claims that ran for ten minutes or more, also those that
+    still run.
     """
     settings = node_settings(given)
+    if given.advise:
+        kept = read_kept(settings.plugin_directory)
+        found = [("", one) for one in kept_advice(kept, settings.driver_name)]
+        objects = [asdict(one) for _, one in found]
+        answer(given.output, partial(advice_lines, found), lambda: {"advice": objects})
+        return
     if given.ended:
-        receipts = read_receipts(settings.plugin_directory)
+        receipts = ended_receipts(read_kept(settings.plugin_directory))
         shown = {"ended": [asdict(ended(one)) for one in receipts]}
         answer(given.output, partial(_ended_lines, receipts), lambda: shown)
         return
-    found = prepared_claims(settings)
-    answer(given.output, partial(_lines, found, settings.plugin_directory), lambda: asdict(found))
+    prepared = prepared_claims(settings)
+    answer(given.output, partial(_lines, prepared, settings.plugin_directory), lambda: asdict(prepared))
 
 
 def _lines(found: NodeClaims, directory: Path, width: int | None) -> list[str]:
@@ -72,6 +82,22 @@ def _ended_lines(receipts: Sequence[Receipt], width: int | None) -> list[str]:
         lines.append(hanging(f"{one.claim.namespace}/{one.claim.name}  ", f"{when}, ran for {lasted}", width))
         lines += [hanging("    ", line(part), width) for part in one.parts]
     return lines
+
+
+def advice_lines(found: Sequence[tuple[str, Advice]], width: int | None) -> Iterator[str]:
+    """Yield the advice for each claim, then why others have none. Each advice has its node, or "" for this node."""
+    known = [(node, one) for node, one in found if one.advice != "unknown"]
+    if not known:
+        yield hanging("", "no receipt shows a claim of ten minutes or more that was idle or too large", width)
+    for node, one in known:
+        claim = f"{node}  {one.namespace}/{one.name}".lstrip()
+        lasted = f"{'running' if one.end == 'running' else 'ran'} for {age_text(one.seconds)}"
+        yield hanging(f"{claim}  ", lasted, width)
+        yield hanging("    ", one.text, width)
+        yield from (hanging("        ", line, width) for line in one.change)
+    without = {(one.uid, one.text): None for _, one in found if one.advice == "unknown"}
+    for text, count in Counter(text for _, text in without).items():
+        yield hanging("", f"no advice for {count} claim{'s' * (count > 1)}: {text}", width)
 
 
 def _failing(one: FailingClaim, width: int | None) -> str:

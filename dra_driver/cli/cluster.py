@@ -10,8 +10,9 @@ from functools import partial
 from typing import TypeVar
 
 from dra_driver.app.logs import configure_logs
-from dra_driver.app.settings import DEFAULT_DRIVER_NAME, Flag
+from dra_driver.app.settings import ADVICE_PATH, DEFAULT_DRIVER_NAME, Flag
 from dra_driver.base.threads import run_in_parallel
+from dra_driver.cli.claims import advice_lines
 from dra_driver.cli.flags import CLUSTER_KUBECONFIG, CONTEXT, of_run, switch, usual_kubeconfig
 from dra_driver.cli.output import OUTPUT, answer, drawn, hanging, table
 from dra_driver.cli.rules import cluster_rows as rules
@@ -24,6 +25,8 @@ from dra_driver.model.dataclass import asdict
 from dra_driver.model.ids import is_dns_label, printable
 from dra_driver.model.schema import JsonObject
 from dra_driver.model.units import first_of
+from dra_driver.reporting.receipts import advice_of_page
+from dra_driver.reporting.rules.advice import Advice
 
 T = TypeVar("T")
 
@@ -41,6 +44,7 @@ _METRICS_ONE_S = 10.0
 
 FLAGS = (
     switch("usage", "Show utilisation and memory of each claim's devices, the most wasteful first."),
+    switch("advise", "Show only which claims were idle, or need only a smaller MIG device or a share."),
     Flag("namespace", "Show only claims and pods in this namespace.", spelled=("-n", "--namespace"), env=()),
     Flag(
         "filter",
@@ -53,7 +57,7 @@ FLAGS = (
     CONTEXT,
     *of_run("driver_name"),
 )
-EXAMPLES = ("", "--usage -n ml", "--filter taint", "-o json")
+EXAMPLES = ("", "--usage -n ml", "--advise", "--filter taint", "-o json")
 
 
 def cluster(given: Namespace) -> None:
@@ -64,26 +68,38 @@ def cluster(given: Namespace) -> None:
     last, with the reason from the scheduler. The command runs nothing on the nodes. `kubectl gpus` is this command,
     and `kubectl gpus top NODE` runs `top` in the plugin's pod on that node. Needs permission to list
     resourceslices, resourceclaims, deviceclasses and pods. With --usage it reads the plugins' metrics through the
-    API server, and also needs permission to get pods/proxy in their namespace.
+    API server, and also needs permission to get pods/proxy in their namespace. With --advise it shows instead what
+    to change about claims, from their receipts, and needs only these two permissions: list pods, get pods/proxy.
     """
     configure_logs("critical", "console")
     if given.namespace is not None and not is_dns_label(given.namespace):
         raise InvalidConfigError(f"{given.namespace!r} is not a valid namespace name; check --namespace")
     endpoint = load_endpoint(given.kubeconfig or usual_kubeconfig(), context=given.context)
     look = _Look(ApiClient(endpoint, timeout_s=_TIMEOUT_S), given.driver_name or DEFAULT_DRIVER_NAME)
-    rows, totals = look.read(with_usage=given.usage)
-    inside = "" if given.namespace is None else f"{given.namespace}/"
-    rows = [
-        row
-        for row in rows
-        if any(name.startswith(inside) for name in (row.claim, *row.pods))
-        and given.filter.lower() in str(asdict(row).values()).lower()
-    ]
-    shown = {
-        "totals": asdict(totals), "rows": [asdict(row) for row in rows], "versions": look.versions,
-        "unknown": look.unknown,
-    }  # fmt: skip
-    answer(given.output, partial(_lines, rows, totals, [*rules.drift(look.versions)]), lambda: shown)
+    wanted = given.filter.lower()
+    if given.advise:
+        found = [
+            (node, one)
+            for node, one in look.advice()
+            if given.namespace in (None, one.namespace) and wanted in f"{node} {asdict(one).values()}".lower()
+        ]
+        objects = [{"node": node, **asdict(one)} for node, one in found]
+        shown: JsonObject = {"advice": objects, "unknown": look.unknown}
+        answer(given.output, partial(advice_lines, found), lambda: shown)
+    else:
+        rows, totals = look.read(with_usage=given.usage)
+        inside = "" if given.namespace is None else f"{given.namespace}/"
+        rows = [
+            row
+            for row in rows
+            if any(name.startswith(inside) for name in (row.claim, *row.pods))
+            and wanted in str(asdict(row).values()).lower()
+        ]
+        shown = {
+            "totals": asdict(totals), "rows": [asdict(row) for row in rows], "versions": look.versions,
+            "unknown": look.unknown,
+        }  # fmt: skip
+        answer(given.output, partial(_lines, rows, totals, [*rules.drift(look.versions)]), lambda: shown)
     if given.output.is_for_people:
         sys.stdout.flush()  # keeps the order if stdout and stderr go into one pipe
         left = len(look.unknown) - _MAX_UNKNOWN
@@ -202,35 +218,52 @@ class _Look:
                 f"{plural}: {name or 'an object without a name'} is skipped, because it cannot be read: {why}"
             )
 
+    def advice(self) -> list[tuple[str, Advice]]:
+        """Return the advice of all plugins, each with its node. Raises: as `read`."""
+        answers = self._of_plugins("advice is not known", lambda pod: pod.proxy + ADVICE_PATH, advice_of_page)
+        return [(node, one) for node, found in answers for one in found]
+
     def _loads(self) -> dict[Slot, Used]:
         """Return the usage of each claimed device, by pool and device name."""
+
+        def parsed(text: str) -> dict[str, Used]:
+            found = rules.loads_of(text, self._driver)
+            if found is None:
+                raise ValueError("the plugin does not measure usage (--no-usage-metrics)")
+            return found
+
+        answers = self._of_plugins("usage is not known", lambda pod: pod.proxy + pod.metrics, parsed)
+        return {(node, device): load for node, found in answers for device, load in found.items()}
+
+    def _of_plugins(
+        self, unknown: str, path: Callable[[PluginPod], str], parsed: Callable[[str], T]
+    ) -> list[tuple[str, T]]:
+        """Return a page of each plugin with its node. Pages that cannot be read are noted: `unknown`, and why."""
         listed = self._list("/api/v1/pods", partial(rules.plugin_pod, driver=self._driver), query=_PLUGINS)
         pods = [pod for pod in listed if pod is not None]
         if not pods:
-            self.unknown.append(f"usage is not known: no pod of driver {self._driver} serves metrics")
+            self.unknown.append(f"{unknown}: no pod of driver {self._driver} serves metrics")
         reads = [
-            partial(self._client.text, pod.path, action="read its metrics", timeout_s=_METRICS_ONE_S)
+            partial(self._client.text, path(pod), action="read its page", timeout_s=_METRICS_ONE_S)
             for pod in pods
         ]
-        loads: dict[Slot, Used] = {}
+        found: list[tuple[str, T]] = []
         problems: dict[str, str] = {}
         answered: set[str] = set()
         for pod, read in zip(pods, run_in_parallel(reads, _METRICS_AT_ONCE, _TIMEOUT_S), strict=True):
             try:
-                found = rules.loads_of(read.result(0), self._driver)
-                if found is None:
-                    raise ValueError("the plugin does not measure usage (--no-usage-metrics)")
+                page = parsed(read.result(0))
             except (CancelledError, TimeoutError):
                 problems[pod.node] = f"the plugin did not answer within {_TIMEOUT_S:g} s"
             except (ApiRejectedError, ApiUnavailableError, ValueError) as error:
-                problems[pod.node] = _why_unmeasured(error, pod)
+                problems[pod.node] = _why_unread(error, pod)
             else:
                 # During a rolling update a node has two pods, one of which may be about to exit.
                 answered.add(pod.node)
-                loads |= {(pod.node, device): load for device, load in found.items()}
+                found.append((pod.node, page))
         left = [f"node {node}: {text}" for node, text in problems.items() if node not in answered]
-        self.unknown += [f"usage is not known: {text}" for text in left]
-        return loads
+        self.unknown += [f"{unknown}: {text}" for text in left]
+        return found
 
 
 def _explained(error: ApiRejectedError, resource: str) -> Exception:
@@ -247,7 +280,9 @@ def _explained(error: ApiRejectedError, resource: str) -> Exception:
     return error
 
 
-def _why_unmeasured(error: Exception, pod: PluginPod) -> str:
+def _why_unread(error: Exception, pod: PluginPod) -> str:
+    if isinstance(error, ApiRejectedError) and error.status == 404:
+        return "the plugin does not serve this page (HTTP 404); update the plugin, or do not use --no-usage-metrics"
     if isinstance(error, ApiRejectedError) and error.status == 403:
         return f"this user needs a Role with the verb get for pods/proxy in namespace {pod.namespace}"
     if isinstance(error, ApiUnavailableError):

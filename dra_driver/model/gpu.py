@@ -57,6 +57,17 @@ class UnreadyFabric:
     since: int = field(default=0, compare=False)
 
 
+@dataclass(frozen=True, slots=True)
+class Chassis:
+    """Where a GPU is in a rack: the serial number of the chassis, the slot of the GPU's tray among all slots, and the
+    index of the tray among the compute trays.
+    """
+
+    serial: str
+    slot: int
+    tray: int
+
+
 FabricRegistration = Fabric | UnreadyFabric | None
 """Registration with a multi-node NVLink fabric; None if there is no fabric or the fabric does not leave the board."""
 
@@ -120,8 +131,8 @@ class Gpu:
     that MIG mode does not use. `partitioning` is set if MIG devices are created on demand; once such a GPU is
     published, `mig_enabled` ignores a mode that this plugin enabled. `memory_numa_node` is the NUMA node of the GPU's
     own memory, if the host has such a node. `power_limits_w` and the clocks are the lowest and the highest value that
-    can be set. At most one of `fabric` and `unready_fabric` is set.
-    `persistence` is whether persistence mode is on.
+    can be set. At most one of `fabric` and `unready_fabric` is set. `persistence` is whether persistence mode is on.
+    `module_id` is the GPU's number on its board, which Fabric Manager also uses.
     """
 
     uuid: str
@@ -160,6 +171,8 @@ class Gpu:
     graphics_clocks_mhz: tuple[int, int] | None = _read(("memory clocks", "graphics clocks"))
     memory_clocks_mhz: tuple[int, int] | None = _read("memory clocks")
     persistence: bool | None = _read("persistence mode", "nvmlDeviceGetPersistenceMode", bool)
+    chassis: Chassis | None = _read("platform")
+    module_id: int | None = _read("module ID")
 
     @property
     def fabric_registration(self) -> FabricRegistration:

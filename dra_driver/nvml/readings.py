@@ -4,6 +4,7 @@ computing, which NVML reports for the whole machine.
 
 from __future__ import annotations
 
+import ctypes
 import uuid as uuidlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
@@ -12,7 +13,7 @@ import pynvml
 
 from dra_driver.errors import DraDriverError, NotSupportedError, RetryableError
 from dra_driver.model.dataclass import dataclass, field, replace
-from dra_driver.model.gpu import READINGS, Fabric, FabricRegistration, Gpu, Reading, UnreadyFabric
+from dra_driver.model.gpu import READINGS, Chassis, Fabric, FabricRegistration, Gpu, Reading, UnreadyFabric
 from dra_driver.model.inventory import ConfidentialMode, DiscoveryFault
 from dra_driver.nvml.calls import Handle, nvml_errors, query, supported
 
@@ -126,6 +127,9 @@ def read_gpu(index: int) -> tuple[Handle, Gpu, FaultLog]:
         memory_numa_node=_memory_numa_node(log, handle, gpu.addressing_mode),
         graphics_clocks_mhz=_range(graphics_clocks),
         memory_clocks_mhz=_range(memory_clocks),
+        chassis=log.read("platform", _chassis, handle),
+        # The binding's default argument is one object for all threads.
+        module_id=log.read("module ID", pynvml.nvmlDeviceGetModuleId, handle, ctypes.c_uint()),
     )
     return handle, gpu, log
 
@@ -153,6 +157,20 @@ def _memory_numa_node(log: FaultLog, handle: Handle, addressing: str | None) -> 
         return None
     node = log.read("NUMA node of the memory", pynvml.nvmlDeviceGetNumaNodeId, handle)
     return None if node is None or node < 0 else node
+
+
+def _chassis(handle: Handle) -> Chassis | None:
+    """Return None for a GPU that is not in a rack: it has no serial number, or the query is not supported.
+
+    Reads the bytes of the structure: the binding declares its numbers as characters, and cannot return all of them.
+    """
+    info = pynvml.c_nvmlPlatformInfo_v2_t()
+    pynvml.nvmlDeviceGetPlatformInfo(handle, pynvml.byref(info))
+    raw, kind = bytes(info), type(info)
+    start = kind.chassisSerialNumber.offset
+    serial = raw[start : start + kind.chassisSerialNumber.size].partition(b"\0")[0].decode("ascii").strip()
+    slot, tray = raw[kind.slotNumber.offset], raw[kind.trayIndex.offset]
+    return Chassis(serial, slot, tray) if serial else None
 
 
 def link_states(handle: Handle) -> list[bool]:

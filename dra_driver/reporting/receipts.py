@@ -18,6 +18,7 @@ A reboot cuts all claims; the kubelet prepares them again, which begins new rece
 
 from __future__ import annotations
 
+import json
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -37,6 +38,7 @@ from dra_driver.model.inventory import Inventory
 from dra_driver.model.problems import NodeProblem
 from dra_driver.model.record import ClaimRecord
 from dra_driver.model.schema import JsonObject
+from dra_driver.reporting.rules.advice import Advice, Size, Sizes, advice_of, sizes_of
 from dra_driver.reporting.rules.claim_usage import Made, mig_addresses
 from dra_driver.reporting.rules.receipts import Hold, Part, Receipt, gains, opened
 from dra_driver.reporting.usage import Wanted
@@ -56,15 +58,19 @@ _MAX_SERIES = 500
 @dataclass(frozen=True, slots=True)
 class KeptReceipts:
     """The content of the file. `ended` are encoded receipts, oldest first: most of them never change. `energies` has
-    the last reading of each GPU by UUID: its time, in seconds since 1970, and its energy in joules.
+    the last reading of each GPU by UUID: its time, in seconds since 1970, and its energy in joules. `sizes` are the MIG
+    profiles that the node offers.
     """
 
     running: tuple[Receipt, ...] = ()
     ended: tuple[JsonObject, ...] = ()
     energies: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    sizes: Sizes = field(default_factory=dict)
 
 
 _RECEIPT = Codec(Receipt)
+_SIZE = Codec(Size)
+_ADVICE = Codec(Advice)
 decode_receipt = _RECEIPT.decode
 
 
@@ -75,6 +81,7 @@ def _decoded(document: JsonObject) -> KeptReceipts:
         tuple(map(_RECEIPT.decode, document["running"])),
         tuple(document["ended"]),
         {str(uuid): (float(at), float(energy)) for uuid, (at, energy) in document["energies"].items()},
+        {product: tuple(map(_SIZE.decode, of)) for product, of in document.get("sizes", {}).items()},
     )
 
 
@@ -85,6 +92,7 @@ _FILE = FileFormat(
         "running": [_RECEIPT.encode(one) for one in kept.running],
         "ended": list(kept.ended),
         "energies": {uuid: list(one) for uuid, one in kept.energies.items()},
+        "sizes": {product: [*map(_SIZE.encode, sizes)] for product, sizes in kept.sizes.items()},
     },
 )
 
@@ -106,20 +114,39 @@ def receipt_store(directory: Path) -> JsonStore[KeptReceipts]:
     )
 
 
-def read_receipts(directory: Path) -> Sequence[Receipt]:
-    """Return the receipts of ended claims, newest first. Raises: StateError."""
+def read_kept(directory: Path) -> KeptReceipts:
+    """Return the content of the file in the plugin directory. Raises: StateError."""
     store = receipt_store(directory)
     kept = store.get(_NAME)
     if kept is None and store.in_place():
         raise StateError(f"{store.path(_NAME)} cannot be read; see the log of gpu-dra-driver")
-    return [_RECEIPT.decode(one) for one in reversed(kept.ended if kept else ())]
+    return kept or KeptReceipts()
+
+
+def ended_receipts(kept: KeptReceipts) -> Sequence[Receipt]:
+    """Return the receipts of ended claims, newest first."""
+    return [_RECEIPT.decode(one) for one in reversed(kept.ended)]
+
+
+def kept_advice(kept: KeptReceipts, driver: str) -> Sequence[Advice]:
+    """Return the advice for running claims, then for ended ones, newest first."""
+    return advice_of([*kept.running, *ended_receipts(kept)], kept.sizes, driver)
+
+
+def advice_of_page(text: str) -> Sequence[Advice]:
+    """Return the advice of a node from its page `/advice`. Raises: ValueError if another release wrote it."""
+    try:
+        return [_ADVICE.decode(one) for one in json.loads(text)["advice"]]
+    except (StateError, TypeError, KeyError) as error:
+        raise ValueError(f"the plugin is of another release than this command: {error}") from error
 
 
 @dataclass(eq=False)
 class Receipts:
     """The receipts of a node. `prepared` and `unprepared` may be called by any thread; the others by one at a time.
 
-    `measure` reads GPUs in limited time; `records` are those of all claims.
+    `measure` reads GPUs in limited time; `records` are those of all claims. `driver_loads` counts how often the NVIDIA
+    driver came back after it had been missing.
     """
 
     store: JsonStore[KeptReceipts]
@@ -127,6 +154,7 @@ class Receipts:
     inventory: Callable[[], Inventory | None]
     records: Callable[[], Mapping[str, ClaimRecord]]
     made: Made
+    driver_loads: Callable[[], int]
     _: KW_ONLY
     clock: Callable[[], float] = time.time
 
@@ -139,6 +167,7 @@ class Receipts:
         self._sums: dict[tuple[str, str, str], Part] = {}
         self._restored: dict[str, Receipt] = {}
         self._measure_at = self._write_at = 0.0
+        self._loads = 0
         self._is_changed = self._is_open = False
 
     def start(self) -> None:
@@ -148,6 +177,10 @@ class Receipts:
         self._ended.extend(kept.ended)
         self._restored = {one.claim.uid: one for one in kept.running}
         self._last = {uuid: GpuMeasure(at, energy) for uuid, (at, energy) in kept.energies.items()}
+        for record in self.records().values():
+            # Before an Unprepare can remove the record: the devices are not known yet.
+            if record.ref.uid in self._restored and record.phase == "prepared":
+                self.prepared(record)
         self._is_open = True
 
     def stop(self) -> None:
@@ -171,6 +204,17 @@ class Receipts:
     def sums(self) -> Mapping[tuple[str, str, str], Part]:
         """Return what claims have used since the start of the process, by namespace, product and kind."""
         return self._sums.copy()
+
+    def advice_as_json(self, driver: str) -> bytes:
+        """Return the document of the page `/advice`; any thread may call this."""
+        found = [_ADVICE.encode(one) for one in kept_advice(self._kept(), driver)]
+        return json.dumps({"advice": found}).encode()
+
+    def _kept(self) -> KeptReceipts:
+        last = self._last.copy().items()
+        energies = {uuid: (one.at, one.energy_j) for uuid, one in last if one.energy_j is not None}
+        sizes = sizes_of(self.inventory() or Inventory())
+        return KeptReceipts(tuple(self._running.copy().values()), tuple(self._ended.copy()), energies, sizes)
 
     def problems(self) -> Sequence[NodeProblem]:
         """Measures and writes if it is time to. Returns a problem if a newer release wrote the file.
@@ -230,6 +274,9 @@ class Receipts:
 
     def _account(self) -> None:
         """Measures the GPUs of all holds, and closes the receipts of ended claims."""
+        loads, self._loads = self._loads, self.driver_loads()
+        if loads != self._loads:  # the energy counters began at 0
+            self._last = {uuid: GpuMeasure(one.at) for uuid, one in self._last.items()}
         of_gpus: dict[str, list[Hold]] = {}
         for hold in (hold for holds in self._holds.values() for hold in holds):
             of_gpus.setdefault(hold.device.gpu_uuid, []).append(hold)
@@ -282,11 +329,7 @@ class Receipts:
 
     def _write(self) -> None:
         """Raises: StateError."""
-        energies = {
-            uuid: (one.at, one.energy_j) for uuid, one in self._last.items() if one.energy_j is not None
-        }
-        kept = KeptReceipts(tuple(self._running.values()), tuple(self._ended), energies)
-        self.store.write(_NAME, kept, durable=False, whole=True)
+        self.store.write(_NAME, self._kept(), durable=False, whole=True)
         self._is_changed = False
 
 

@@ -58,7 +58,8 @@ _TOP_KEYS = {
 }  # fmt: skip
 _GPU_KEYS = {
     "bus", "model", "numa", "cpus", "pcie", "uuid", "serial", "minor", "drm", "mig", "addressing",
-    "memory_numa", "virtualization", "persistence", "fabric", "links_down", "links_unsupported", "driver",
+    "memory_numa", "module", "chassis", "virtualization", "persistence", "fabric", "links_down",
+    "links_unsupported", "driver",
 }  # fmt: skip
 
 
@@ -228,6 +229,8 @@ def _gpu(machine: str, index: int, item: dict[str, Any]) -> Gpu:
         cpus=str(item.get("cpus", "")),
         memory_numa=item.get("memory_numa"),
         addressing=None if addressing is None else _ADDRESSING[addressing],
+        module=item.get("module"),
+        chassis=dict(item.get("chassis", {})),
         virtualization=int(item.get("virtualization", 0)),
         drm=item.get("drm", index + 1),
         persistence=int(item.get("persistence", 1)),

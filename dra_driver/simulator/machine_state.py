@@ -136,6 +136,8 @@ class Gpu:
     cpus: str = ""
     memory_numa: int | None = None
     addressing: int | None = None
+    module: int | None = None
+    chassis: dict[str, Any] = field(default_factory=dict)
     virtualization: int = 0
     drm: int | None = None
     links: list[list[Any]] = field(default_factory=list)

@@ -38,6 +38,7 @@ from dra_driver.model.problems import FailingClaim
 from dra_driver.mps_host.host_files import LOCK_FILE, DaemonRecord, DaemonRecords, MpsHostFiles, mps_layout
 from dra_driver.reporting.node_problems import Reported, read_problems
 from dra_driver.reporting.receipts import KeptReceipts, receipt_store
+from dra_driver.reporting.rules.advice import Size
 from dra_driver.reporting.rules.receipts import Part, Receipt
 from tests.fakes.waiting import eventually
 from tests.health.test_store import KEPT
@@ -213,7 +214,11 @@ ROWS = {
         "mig-layout.json", (GpuLayout(GPU, "b", "waiting", "", 2),), use_layouts, stays=False
     ),
     "file of receipts": Row(
-        "receipts.json", KeptReceipts((RECEIPT,), (ENDED,), {GPU: (5.0, 7.0)}), use_receipts
+        "receipts.json",
+        KeptReceipts(
+            (RECEIPT,), (ENDED,), {GPU: (5.0, 7.0)}, {"H100": (Size(9984 << 20, 0.125, "1g.10gb"),)}
+        ),
+        use_receipts,
     ),
     "lock file": Row("mps/host.lock", None, use_lock),
     "MPS daemon request": Row("mps/host.wanted/gpu-1.json", MPS, use_wanted),

@@ -240,7 +240,7 @@ def test_pod_of_a_plugin_is_known_by_its_environment(
     whole = {"nodeName": "n", "containers": [{}, container]}
     metadata = {"name": "p", "namespace": "gpus"}
     found = plugin_pod({"metadata": metadata, "spec": {} if spec is None else {**whole, **spec}}, DRIVER)
-    assert (found and found.path) == expected
+    assert (found and found.proxy + found.metrics) == expected
 
 
 PROFILES = {"1g.10gb": (1, range(7)), "3g.40gb": (4, (0, 4)), "7g.80gb": (8, (0,))}

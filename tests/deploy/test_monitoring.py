@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
+from typing import NamedTuple, get_args
 
 import pytest
 import yaml
@@ -22,6 +22,7 @@ from dra_driver.model.claim import ClaimRef, HeldDevice, PodRef
 from dra_driver.model.problems import EventReason
 from dra_driver.model.record import ClaimRecord
 from dra_driver.reporting.metrics import Metrics
+from dra_driver.reporting.rules.receipts import Part
 from tests.deploy.test_daemonset import one
 from tests.fakes.logevents import PACKAGE
 from tests.fakes.samples import (
@@ -201,9 +202,9 @@ def series(samples: Samples, grown: Callable[[str, dict[str, str]], Grown | None
     return "\n".join(lines)
 
 
-def requested(load: str, *queries: str) -> list[list[tuple[dict[str, str], float]]]:
+def requested(load: str, *queries: str, at: int = END_S) -> list[list[tuple[dict[str, str], float]]]:
     """The answers of Prometheus' engine; an error of a query fails the test."""
-    text = json.dumps({"load": load, "at": END_S, "queries": queries})
+    text = json.dumps({"load": load, "at": at, "queries": queries})
     done = subprocess.run(
         [str(localcluster.promql())], input=text, capture_output=True, text=True, check=False
     )
@@ -451,3 +452,95 @@ def test_alert_fires_alone_and_has_the_labels_of_its_words(alert: str) -> None:
     assert fired.keys() == {alert}
     text = "\n".join(ALERTS[alert]["annotations"].values())
     assert set(re.findall(r"\$labels\.(\w+)", text)) <= fired[alert].keys()
+
+
+class Phase(NamedTuple):
+    """Hours in which a scrape has these samples, and counters grow by so much in a second."""
+
+    hours: int
+    samples: Samples
+    rates: Mapping[str, float]
+
+
+def recorded_day(*phases: Phase) -> str:
+    """What Prometheus has after these phases, scraped every minute. A counter that was absent begins at 0 again."""
+    target = {"job": "gpu-dra-driver", "instance": "10.0.0.1:8080", "node": NODE, "pod": "driver-1"}
+    lines = ["load 1m"]
+    for key in dict.fromkeys(key for phase in phases for key in phase.samples):
+        name, labels = key
+        counter, runs = 0.0, []
+        for hours, samples, rates in phases:
+            step = 60 * rates.get(name, 0.0)
+            if key not in samples:
+                counter = 0.0
+                runs.append(f"_x{60 * hours}")
+            else:
+                first = counter if name in rates else samples[key]
+                runs.append(f"{first:g}+{step:g}x{60 * hours - 1}")
+                counter += step * 60 * hours
+        shown = ",".join(f"{label}={json.dumps(text)}" for label, text in (target | dict(labels)).items())
+        lines.append(f"  {name}{{{shown}}} {' '.join(runs)}")
+    return "\n".join(lines)
+
+
+BUSY_RATES = {"nvidia_dra_claim_busy_gpu_seconds_total": 0.5, "nvidia_dra_claim_energy_joules_total": 400.0}
+IDLE_RATES = {"nvidia_dra_claim_busy_gpu_seconds_total": 0.0, "nvidia_dra_claim_energy_joules_total": 100.0}
+
+
+@pytest.fixture(scope="module")
+def day() -> str:
+    """A day of a node: eight hours of work, eight hours in which the same claims hold the GPUs idle, four hours without
+    the plugin, and four hours of work."""
+    used = Part("H100", "gpu", 0, None, 3600, 1800, 3600, 0, 1e6, 3600)
+    metrics = Metrics(DRIVER, NODE, list)
+    metrics.show.receipts(lambda: {("team-b", "H100", "gpu"): used})
+    receipts = {key: value for key, value in scraped(metrics).items() if key[0] in BUSY_RATES}
+    busy, idle = (
+        used_node(by_pod=dict.fromkeys(("uid-pod-a", "uid-pod-b", "uid-pod-c"), percent)) | receipts
+        for percent in (50, 0)
+    )
+    away: Samples = {("up", ()): 0}
+    return recorded_day(
+        Phase(8, busy, BUSY_RATES), Phase(8, idle, IDLE_RATES), Phase(4, away, {}), Phase(4, busy, BUSY_RATES)
+    )
+
+
+@pytest.mark.cluster
+def test_records_of_a_day_have_the_hours_of_work_and_not_those_of_absence(day: str) -> None:
+    def over_the_day(name: str) -> str:
+        return f"sum_over_time(({recorded(name)})[24h:1h])"
+
+    held, used, busy, energy = requested(
+        day, *(over_the_day(name) for name in RECORDS if "sum1h" in name), at=24 * 3600
+    )
+    assert {labels["namespace"]: value for labels, value in held} == pytest.approx(
+        {"team-a": 10, "team-b": 30}, rel=0.05
+    )
+    assert {labels["namespace"]: value for labels, value in used} == pytest.approx(
+        {"team-a": 6, "team-b": 12}, rel=0.05
+    )
+    assert {labels["namespace"]: value for labels, value in busy} == pytest.approx({"team-b": 6}, rel=0.05)
+    kwh = (12 * 400 + 8 * 100) / 1000
+    assert {labels["namespace"]: value for labels, value in energy} == pytest.approx(
+        {"team-b": kwh}, rel=0.05
+    )
+
+
+@pytest.mark.cluster
+def test_absent_node_is_not_idle_and_an_idle_one_is_not_down(day: str) -> None:
+    alerts = [ALERTS[name]["expr"] for name in ("GpuDraHeldIdle", "GpuDraDriverDown")]
+    board = [(title, on_the_node(expr)) for title, expr, _ in queries_of_the_board()]
+    found = {}
+    for hour in (6, 14, 18, 23):
+        idle, down, *answers = requested(day, *alerts, *(expr for _, expr in board), at=hour * 3600)
+        shown = {title for (title, _), answer in zip(board, answers, strict=True) if answer}
+        found[hour] = bool(idle), bool(down), shown
+    everything = found[6][2]
+    assert len(everything) > 30
+    assert found == {
+        6: (False, False, everything),
+        14: (True, False, everything | {"Idle now"}),
+        # What is 0 without a series.
+        18: (False, True, {"Drivers up", "Drivers not ready", "GPUs in trouble", "MIG devices in trouble"}),
+        23: (False, False, everything),
+    }

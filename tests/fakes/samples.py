@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from dra_driver.model.claim import AllocatedClaim, ClaimRef, DeviceConfig, DeviceResult, HeldDevice
-from dra_driver.model.gpu import VFIO_PCI, Card, Gpu, uuid_of_bus_id
+from dra_driver.model.gpu import VFIO_PCI, Card, Chassis, Gpu, uuid_of_bus_id
 from dra_driver.model.inventory import DriverVersions, Inventory, WholeGpu
 from dra_driver.model.mig import MigDevice, MigProfile, Placement
 from dra_driver.model.record import ClaimRecord
@@ -46,6 +46,8 @@ def h100(number: int, **changes: Any) -> Gpu:
             power_limit_default_w=700,
             graphics_clocks_mhz=(210, 1980),
             memory_clocks_mhz=(1593, 2619),
+            chassis=Chassis("1821025190042", 26, 14),
+            module_id=2,
         ),
         **changes,
     )

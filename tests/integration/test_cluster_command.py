@@ -202,7 +202,7 @@ class Used:
 
     def answers(self, status: int = 200, **more: Any) -> None:
         body = generate_latest(self.node.driver.metrics.registry) if status == 200 else None
-        path = "/api/v1/namespaces/gpu-dra-driver/pods/plugin-1:8080/proxy/metrics"
+        path = f"/api/v1/namespaces/gpu-dra-driver/pods/plugin-1:8080/proxy/{more.pop('page', 'metrics')}"
         self.node.server.faults.fail(1, status, path=path, body=more.pop("body", body), **more)
 
     def look(self, *arguments: str) -> tuple[Any, str]:
@@ -253,6 +253,48 @@ def test_node_that_does_not_answer_is_one_line(used: Used, answer: dict[str, Any
     assert len(rows) == 3
     assert said.startswith(f"usage is not known: node {NODE}: ")
     assert expected in said
+
+
+def advice(used: Used, *arguments: str) -> tuple[list[str], list[str]]:
+    """The claims, and what is unknown."""
+    done = call("cluster", "--advise", *used.arguments[2:], "-o", "json", *arguments)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    return [f"{one['node']} {one['name']}" for one in found["advice"]], found["unknown"]
+
+
+def test_advice_of_all_nodes(used: Used) -> None:
+    entries = [
+        {"namespace": namespace, "name": name, "uid": name, "end": "ended", "seconds": 600.0, "advice": "idle",
+         "text": "idle: kernels did not run", "change": []}
+        for namespace, name in (("ml", "a"), ("ml", "b"), ("team", "c"))
+    ]  # fmt: skip
+    body = json.dumps({"advice": entries}).encode()
+    for arguments, names in (
+        ((), "abc"),
+        (("-n", "ml"), "ab"),
+        (("--filter", "DLE: KER"), "abc"),
+        (("--filter", "b"), "b"),
+    ):
+        used.answers(page="advice", body=body)
+        assert advice(used, *arguments) == ([f"{NODE} {name}" for name in names], [])
+    used.answers(page="advice", body=body)
+    done = call("cluster", "--advise", *used.arguments[2:])
+    assert done.stdout.splitlines()[:2] == [f"{NODE}  ml/a  ran for 10m", "    idle: kernels did not run"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ({"status": 404, "reason": "NotFound"}, "the plugin does not serve this page (HTTP 404)"),
+        ({"status": 200, "body": b'{"advice": [{}]}'}, "the plugin is of another release than this command"),
+        ({"status": 403, "reason": "Forbidden"}, "this user needs a Role with the verb get for pods/proxy"),
+    ],
+)
+def test_node_without_advice_is_named(used: Used, answer: dict[str, Any], expected: str) -> None:
+    used.answers(page="advice", **answer)
+    found, [said] = advice(used)
+    assert (found, said.startswith(f"advice is not known: node {NODE}: {expected}")) == ([], True)
 
 
 def test_cluster_whose_plugins_serve_no_metrics(at_work: list[str]) -> None:

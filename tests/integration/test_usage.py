@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable
+from typing import NamedTuple
 
+from dra_driver.base.fields import Codec
+from dra_driver.model.claim import ClaimRef
+from dra_driver.reporting.receipts import KeptReceipts, read_kept, receipt_store
+from dra_driver.reporting.rules.receipts import Part, Receipt
 from dra_driver.simulator import Machine
 from tests.fakes.scrapes import by_label
-from tests.fakes.waiting import eventually
-from tests.integration.conftest import Node
+from tests.fakes.waiting import PATIENCE_S, eventually
+from tests.integration.conftest import DRIVER, Node, own_address, page
 from tests.integration.test_process import call
 
 UTILISATION = "nvidia_dra_device_utilization_ratio"
@@ -103,6 +109,119 @@ def test_receipts_of_ended_claims_are_in_the_file_and_the_command(node: Node) ->
     text = call("claims", "--ended", *node.machine_flags).stdout
     assert "/train  ended 20" in text
     assert "1 x NVIDIA H100 80GB HBM3" in text
+
+
+OFTEN = """
+import dra_driver.reporting.node_problems as problems
+import dra_driver.reporting.receipts as receipts
+problems._TURN_S, receipts._MEASURE_S, receipts._WRITE_S = 0.2, 1.0, 2.0
+"""
+"""The plugin measures and writes ten times as often, so that claims of seconds are like claims of minutes."""
+
+
+class Work(NamedTuple):
+    """What a simulated GPU has done until a moment: seconds, busy seconds, joules."""
+
+    seconds: float
+    busy_s: float
+    joules: float
+
+    @classmethod
+    def of(cls, node: Node, index: int) -> Work:
+        state, now = node.machine.current(), time.time()
+        gpu = state.gpus[index]
+        busy_s, limit_w = gpu.busy_s(now), state.model_of(gpu).power_limit_w
+        return cls(now, busy_s, limit_w * (0.1 * now + 0.8 * busy_s))
+
+    def since(self, other: Work) -> list[float]:
+        return [late - early for late, early in zip(self, other, strict=True)]
+
+
+def test_receipts_agree_with_what_the_gpus_did_although_the_plugin_was_killed(
+    make_node: Callable[..., Node],
+) -> None:
+    """A busy claim and an idle one, and one whose pod is killed together with the plugin."""
+    node = make_node("hgx-h100-4")
+    process = node.spawn(before=OFTEN)
+    node.kubelet.wait_registered(DRIVER)
+    node.wait_devices(4)
+    for index, percent in ((0, 80), (2, 60)):
+        node.machine.hold_gpu(index, 4711 + index, "python3", utilisation=percent)
+    names = ("busy", "idle", "killed")
+    refs = {
+        name: node.allocated_by_hand(name, f"gpu-{node.machine.gpu(index).uuid[4:12]}")
+        for index, name in enumerate(names)
+    }
+    begun, ended = {}, {}
+    for index, name in enumerate(names):
+        before = Work.of(node, index)
+        node.ready(refs[name])
+        begun[name] = before, Work.of(node, index)
+
+    def ran_for(*wanted: str) -> float:
+        running = {one.claim.name: one for one in read_kept(node.plugin_dir).running}
+        return min(running[name].parts[0].gpu_s if name in running else 0.0 for name in wanted)
+
+    def end(*wanted: str) -> None:
+        for name in wanted:
+            before = Work.of(node, names.index(name))
+            node.must_unprepare(refs[name])
+            ended[name] = before, Work.of(node, names.index(name))
+
+    eventually(lambda: ran_for(*names) > 8)
+    process.kill()
+    process.wait()
+    node.machine.release_gpu(2)
+    eventually(lambda: not any(one.connected for one in node.kubelet.instances(DRIVER)))
+    process = node.spawn(before=OFTEN)
+    eventually(lambda: any(one.connected for one in node.kubelet.instances(DRIVER)))
+    end("killed")
+    eventually(lambda: ran_for("busy", "idle") > 16)
+    end("busy", "idle")
+    process.terminate()
+    process.wait(PATIENCE_S)
+
+    done = call("claims", "--ended", "-o", "json", *node.machine_flags)
+    found = {one["name"]: one for one in json.loads(done.stdout)["ended"]}
+    for name in names:
+        least, most = ended[name][0].since(begun[name][1]), ended[name][1].since(begun[name][0])
+        [part] = found[name]["parts"]
+        values = part["gpu_seconds"], part["busy_gpu_seconds"], part["energy_joules"]
+        for low, value, high in zip(least, values, most, strict=True):
+            assert low * 0.95 <= value <= high * 1.05, (name, least, values, most)
+        assert (found[name]["end"], part["peak_memory_bytes"]) == (
+            "ended",
+            0 if name == "idle" else 512 << 20,
+        )
+
+
+def test_advice_is_on_a_page_and_in_a_command(make_node: Callable[..., Node]) -> None:
+    node, address = make_node("hgx-h100-4"), own_address()
+    part = Part(
+        "NVIDIA H100 80GB HBM3", "gpu", 1, None, 3600, 180, 3600, peak_bytes=6 << 30, memory_bytes=80 << 30
+    )
+    old = Receipt(ClaimRef("team", "serve", "uid-old"), 1e9, 1e9 + 3600, (part,), "ended")
+    node.plugin_dir.mkdir(parents=True)
+    store = receipt_store(node.plugin_dir)
+    store.write("receipts", KeptReceipts(ended=(Codec(Receipt).encode(old),)), durable=False, whole=True)
+    store.close()
+    node.start_driver(dynamic_mig=True, http_endpoint=address)
+    expected = {
+        "namespace": "team", "name": "serve", "uid": "uid-old", "end": "ended", "seconds": 3600.0, "advice": "profile",
+        "text": "1g.10gb is enough instead of NVIDIA H100 80GB HBM3: it has 9.8 GiB, for a peak of 6.0 GiB and 20 % "
+        "more, and 12 % of the GPU's multiprocessors, for kernels that need 5 % at most",
+        "change": [
+            "deviceClassName: mig.nvidia.com",
+            'expression: device.attributes["gpu.nvidia.com"].profile == "1g.10gb"',
+        ],
+    }  # fmt: skip
+    assert json.loads(page(address, "/advice", "profile")) == {"advice": [expected]}
+    node.driver.stop()
+    done = call("claims", "--advise", "-o", "json", *node.machine_flags)
+    assert json.loads(done.stdout) == {"advice": [expected]}, done.stderr
+    assert call("claims", "--advise", *node.machine_flags).stdout.splitlines()[2:] == [
+        f"        {line}" for line in expected["change"]
+    ]
 
 
 def _uuid_of(node: Node, device: str) -> str:

@@ -37,6 +37,8 @@ CALLS = {reading.call: {field} for field, reading in READINGS.items() if reading
     "nvmlDeviceGetNumGpuCores": {"multiprocessors"},
     "nvmlDeviceGetNvLinkState": {"nvlink_links"},
     "nvmlDeviceGetMigMode": {"mig_capable"},
+    "nvmlDeviceGetModuleId": {"module_id"},
+    "nvmlDeviceGetPlatformInfo": {"chassis"},
 }
 CALLS.pop("nvmlDeviceGetPciInfo")  # the binding calls a newer version
 OF_HOST = {"uuid", "pcie_root", "numa_node", "partitioning"}
@@ -67,6 +69,7 @@ def differing(one: Gpu, other: Gpu) -> set[str]:
 def test_failing_attribute_costs_nothing_else(
     dgx: SimulatedNode, function: str, lost: set[str], code: str
 ) -> None:
+    dgx.machine.set_gpu(0, module=4, chassis={"serial": "1821025190042", "slot": 26, "tray": 14})
     healthy = dgx.read()
     uuid = healthy.gpus[0].uuid
     dgx.machine.set_fault(function, code=code, gpu=uuid)

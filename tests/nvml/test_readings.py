@@ -8,9 +8,10 @@ from pathlib import Path
 import pynvml
 import pytest
 
+from dra_driver.model.gpu import Chassis
 from dra_driver.nvml.calls import supported
 from dra_driver.nvml.health_polls import read_health
-from dra_driver.nvml.readings import accepts_work, confidential_mode
+from dra_driver.nvml.readings import accepts_work, confidential_mode, read_gpu
 from tests.fakes.machines import SimulatedNode, read_inventory
 from tests.fakes.tables import tabled
 
@@ -102,3 +103,22 @@ def test_the_loss_of_one_gpu_is_not_that_of_all(node: SimulatedNode) -> None:
     assert (inventory.confidential_compute, len(inventory.gpus)) == (None, 4)
     assert [fault.text.partition(":")[0] for fault in inventory.faults] == ["confidential computing"]
     assert read_health(node.machine.gpu(0).uuid).accepts_work is None
+
+
+@pytest.mark.parametrize(
+    ("platform", "found", "fault"),
+    [
+        ({"serial": "1821025190042", "slot": 0, "tray": 255}, Chassis("1821025190042", 0, 255), None),
+        ({"serial": "3136434J5234567A", "slot": 200, "tray": 7}, Chassis("3136434J5234567A", 200, 7), None),
+        ({"serial": "", "slot": 3, "tray": 2}, None, None),
+        ({}, None, None),
+        ({"serial": "18é", "slot": 3, "tray": 2}, None, "platform: 'ascii' codec can't decode byte 0xc3"),
+    ],
+)
+def test_chassis_is_read_byte_by_byte_and_unknown_without_a_serial_number(
+    node: SimulatedNode, platform: dict[str, object], found: Chassis | None, fault: str | None
+) -> None:
+    node.machine.set_gpu(0, chassis=platform)
+    _, gpu, log = read_gpu(0)
+    assert gpu.chassis == found
+    assert [one.text.partition(" in position")[0] for one in log.faults] == ([fault] if fault else [])

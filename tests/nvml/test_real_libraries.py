@@ -31,6 +31,8 @@ LOST = {
     "nvmlDeviceGetGpuFabricInfo": "fabric",
     "nvmlDeviceGetNumGpuCores": "multiprocessors",
     "nvmlDeviceGetNumaNodeId": "memory_numa_node",
+    "nvmlDeviceGetModuleId": "module_id",
+    "nvmlDeviceGetPlatformInfo": "chassis",
 }
 """Values of a GPU without an older function as a fallback."""
 

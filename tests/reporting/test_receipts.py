@@ -14,16 +14,26 @@ from dra_driver.model.gpu import GpuLoad, GpuMeasure
 from dra_driver.model.record import ClaimRecord
 from dra_driver.reporting import receipts
 from dra_driver.reporting.metrics import Metrics
-from dra_driver.reporting.receipts import RECEIPTS_FILE, Receipts, read_receipts, receipt_store
+from dra_driver.reporting.receipts import (
+    RECEIPTS_FILE,
+    Receipts,
+    advice_of_page,
+    ended_receipts,
+    kept_advice,
+    read_kept,
+    receipt_store,
+)
 from dra_driver.reporting.rules.receipts import EndedPart, busy_between, ended, line
 from dra_driver.reporting.usage import Wanted
-from tests.fakes.samples import DRIVER, GPU_0, GPU_1, MIG_1G, MIXED, NODE, hold, record, uuid
+from tests.fakes.samples import DRIVER, GPU_0, GPU_1, MIG_1G, MIG_3G, MIXED, NODE, hold, record, uuid
 from tests.fakes.scrapes import by_label
 
 IDLE_W, BUSY_W = 100.0, 500.0
 SAMPLE_S, KEPT_SAMPLES = 0.5, 40
 START = 1_800_000_000.0
 FRACTION = 9984 / 81559
+MIG_GIB = {MIG_1G: 10, MIG_3G: 40}
+KNOWN = replace(MIXED, gpus=tuple(replace(gpu, multiprocessors=132) for gpu in MIXED.gpus))
 
 
 class Node:
@@ -34,7 +44,7 @@ class Node:
         self.busy: dict[str, list[tuple[float, float]]] = {}
         self.silent: set[str] = set()
         self.counted_from = START - 1000
-        self.memory = 30 << 30
+        self.memory, self.loads = 30 << 30, 0
         self.mig_percent: int | None = 50
         self.records: dict[str, ClaimRecord] = {}
         self.start()
@@ -43,9 +53,10 @@ class Node:
         self.receipts = Receipts(
             receipt_store(self.directory),
             self.measure,
-            lambda: MIXED,
+            lambda: KNOWN,
             lambda: self.records,
             lambda _: None,
+            lambda: self.loads,
             clock=lambda: self.now,
         )
         self.receipts.start()
@@ -60,7 +71,7 @@ class Node:
         energy = IDLE_W * (self.now - self.counted_from) + (BUSY_W - IDLE_W) * self.busy_s(
             gpu, self.counted_from, self.now
         )
-        mig = {hold(MIG_1G).uuid: GpuLoad(4 << 30, 10 << 30, self.mig_percent)}
+        mig = {hold(one).uuid: GpuLoad(4 << 30, gib << 30, self.mig_percent) for one, gib in MIG_GIB.items()}
         return GpuMeasure(self.now, energy, self.memory, 80 << 30, samples, mig)
 
     def busy_s(self, gpu: str, start: float, end: float) -> float:
@@ -94,7 +105,7 @@ class Node:
     def parts(self) -> dict[str, EndedPart]:
         """The first part of each ended claim, by the claim's name."""
         self.wait(62)
-        return {one.claim.name: ended(one).parts[0] for one in read_receipts(self.directory)}
+        return {one.claim.name: ended(one).parts[0] for one in ended_receipts(read_kept(self.directory))}
 
 
 @pytest.fixture
@@ -118,7 +129,7 @@ def test_claim_gets_what_its_gpu_did_and_an_idle_one_gets_no_busy_time(node: Nod
     assert parts["train"].energy_joules == near(600 * 100 + 300 * 400)
     assert (parts["train"].peak_memory_bytes, parts["train"].memory_bytes) == (30 << 30, 80 << 30)
     assert (parts["idle"].busy_gpu_seconds, parts["idle"].energy_joules) == (0, near(600 * 100))
-    [text] = [line(one.parts[0]) for one in read_receipts(node.directory) if one.claim == train]
+    [text] = [line(one.parts[0]) for one in ended_receipts(read_kept(node.directory)) if one.claim == train]
     assert text == "1 x NVIDIA H100 80GB HBM3, 600 GPU-seconds, busy 50 %, peak 30.0 of 80 GiB, 0.0499 kWh"
 
 
@@ -205,6 +216,21 @@ def test_energy_counter_that_starts_over_makes_the_energy_an_estimate(node: Node
     assert (part.energy_joules, part.energy) == (near(200 * IDLE_W), "estimated")
 
 
+def test_reload_of_the_driver_between_two_readings_loses_only_the_energy_between_them(node: Node) -> None:
+    """The energy counter is soon higher than before the reload, so that alone it would not tell."""
+    node.counted_from = node.now
+    train = node.prepare("train", hold(GPU_0))
+    node.wait(12)  # read at 2 s and at 12 s
+    node.counted_from, node.loads = node.now + 1, 1
+    node.work(0, 8)
+    node.wait(100)
+    node.unprepare(train)
+    node.wait(62)
+    [found] = ended_receipts(read_kept(node.directory))
+    lost_s = found.parts[0].gpu_s - found.parts[0].energy_known_s
+    assert (lost_s, found.parts[0].energy_j) == (pytest.approx(12), pytest.approx(100 * IDLE_W))
+
+
 def test_restart_continues_receipts_and_loses_nothing(node: Node) -> None:
     train, short = node.prepare("train", hold(GPU_0)), node.prepare("short", hold(GPU_1))
     node.work(0, 1000)
@@ -233,9 +259,24 @@ def test_crash_loses_busy_time_of_a_minute_and_no_energy(node: Node) -> None:
     node.unprepare(train)
     part = node.parts()["train"]
     assert (part.gpu_seconds, part.energy_joules) == (near(220), near(220 * BUSY_W))
-    [written] = read_receipts(node.directory)
+    [written] = ended_receipts(read_kept(node.directory))
     assert 220 - 60 <= written.parts[0].busy_s <= 220
     assert part.busy == "estimated"
+
+
+def test_claim_that_ends_before_a_new_process_has_looked_is_complete(node: Node) -> None:
+    train = node.prepare("train", hold(GPU_0))
+    node.work(0, 1000)
+    node.wait(62)
+    node.wait(50)
+    node.start()  # after a crash; the last write was 50 s ago
+    node.now += 8
+    node.unprepare(train)
+    node.now += 1
+    part = node.parts()["train"]
+    assert (part.gpu_seconds, part.energy_joules) == (near(120), near(120 * BUSY_W))
+    [found] = ended_receipts(read_kept(node.directory))
+    assert found.end == "ended"
 
 
 def test_claim_that_ends_without_a_process_is_cut(node: Node) -> None:
@@ -245,7 +286,7 @@ def test_claim_that_ends_without_a_process_is_cut(node: Node) -> None:
     node.start()
     node.now += 3600
     node.parts()
-    [found] = read_receipts(node.directory)
+    [found] = ended_receipts(read_kept(node.directory))
     assert (found.end, found.parts[0].gpu_s) == ("cut", near(62))
 
 
@@ -283,6 +324,30 @@ def test_namespaces_beyond_the_limit_share_a_series(node: Node, monkeypatch: pyt
     assert {key[0]: part.gpu_s for key, part in node.receipts.sums().items()} == {"a": 2, "b": 2, "": 4}
 
 
+def test_advice_of_the_page_and_of_the_file_are_the_same(node: Node) -> None:
+    serve, part = node.prepare("serve", hold(GPU_0)), node.prepare("part", hold(MIG_3G))
+    node.mig_percent = 20
+    node.wait(700)
+    node.unprepare(part)
+    node.wait(70)
+    page = advice_of_page(node.receipts.advice_as_json(DRIVER).decode())
+    assert [(one.name, one.end, one.advice) for one in page] == [
+        (serve.name, "running", "idle"), (part.name, "ended", "profile"),
+    ]  # fmt: skip
+    assert page[1].text.startswith(
+        "1g.10gb is enough instead of 3g.40gb: it has 9.8 GiB, for a peak of 4.0 GiB"
+    )
+    written = kept_advice(read_kept(node.directory), DRIVER)
+    assert [one for one in written if one.end == "ended"] == page[1:]
+    assert [one.advice for one in written] == ["idle", "profile"]
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", '{"advice": [{}]}', '{"advice": [{"advice": "new"}]}', "ok"])
+def test_page_of_another_release_is_an_error(text: str) -> None:
+    with pytest.raises(ValueError, match="another release" if text[0] in "{[" else "Expecting value"):
+        advice_of_page(text)
+
+
 def test_idle_node_writes_nothing(node: Node) -> None:
     node.wait(300)
     assert not (node.directory / RECEIPTS_FILE).exists()
@@ -291,7 +356,7 @@ def test_idle_node_writes_nothing(node: Node) -> None:
 def test_damaged_file_is_set_aside_and_a_command_names_it(node: Node) -> None:
     (node.directory / RECEIPTS_FILE).write_text("{")
     with pytest.raises(StateError, match=RECEIPTS_FILE):
-        read_receipts(node.directory)
+        read_kept(node.directory)
     node.start()
     node.unprepare(node.prepare("train", hold(GPU_0)))
     assert list(node.parts()) == ["train"]

@@ -150,7 +150,9 @@ def test_only_type_and_uuid_are_there_when_nothing_else_is_known() -> None:
         ("pcie_root", {STD + "pcieRoot"}), ("numa_node", {STD + "numaNode"}), ("nvlink_links", {"nvlinkLinks"}),
         ("power_limits_w", {"powerLimitMinWatts", "powerLimitMaxWatts"}),
         ("power_limit_default_w", {"powerLimitDefaultWatts"}),
-        ("mig_capable", {"migCapable"}), ("fabric", {"fabricClusterUUID", "fabricCliqueID", "imexChannels"}),
+        ("mig_capable", {"migCapable"}), ("module_id", {"gpuModuleID"}),
+        ("chassis", {"chassisSerialNumber", "slotNumber", "trayIndex"}),
+        ("fabric", {"fabricClusterUUID", "fabricCliqueID", "imexChannels"}),
     ],
 )  # fmt: skip
 def test_unknown_value_costs_only_its_attribute(field: str, attributes: set[str]) -> None:

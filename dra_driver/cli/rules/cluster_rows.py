@@ -525,11 +525,12 @@ def _waiting(
 
 @dataclass(frozen=True, slots=True)
 class PluginPod:
-    """A pod of the plugin: its node, and the path of its metrics through the API server's proxy."""
+    """A pod of the plugin: its node, the path of the API server's proxy to its pages, and its path of metrics."""
 
     node: str
     namespace: str
-    path: str
+    proxy: str
+    metrics: str
     port: str
 
 
@@ -541,8 +542,8 @@ def plugin_pod(pod: Mapping[str, Any], driver: str) -> PluginPod | None:
         port = values.get("HTTP_ENDPOINT", "").rpartition(":")[2]
         path = values.get("METRICS_PATH") or "/metrics"
         if values.get("DRIVER_NAME") == driver and port and path != "off" and spec.get("nodeName"):
-            place = f"/api/v1/namespaces/{metadata['namespace']}/pods/{metadata['name']}:{port}/proxy{path}"
-            return PluginPod(spec["nodeName"], metadata["namespace"], place, port)
+            place = f"/api/v1/namespaces/{metadata['namespace']}/pods/{metadata['name']}:{port}/proxy"
+            return PluginPod(spec["nodeName"], metadata["namespace"], place, path, port)
     return None
 
 

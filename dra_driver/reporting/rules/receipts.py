@@ -10,8 +10,8 @@ share is divided evenly among them.
 | peak of memory | each reading | never |
 
 Nothing is known of a time in which the GPU did not answer. GPUs before Hopper have no utilisation in MIG mode, and NVML
-does not list the GPUs of virtual machines. The energy is unknown if the counter started over, and the peak if claims
-share the device.
+does not list the GPUs of virtual machines. The energy between two readings is unknown if the NVIDIA driver was reloaded
+or the counter started over, and the peak if claims share the device.
 """
 
 from __future__ import annotations

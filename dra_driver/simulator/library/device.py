@@ -93,7 +93,15 @@ def _celsius(_model: Model, gpu: Gpu) -> int:
     return 30 + gpu.minor % 8 + 40 * gpu.busy // 100
 
 
-_Read = Callable[[Model, Gpu], int | Sequence[int] | Mapping[str, int] | None]
+def _platform(gpu: Gpu) -> Mapping[str, Any] | None:
+    if not gpu.chassis:
+        return None
+    slot, tray = (bytes([int(gpu.chassis[name])]) for name in ("slot", "tray"))
+    serial = str(gpu.chassis["serial"]).encode()
+    return {"chassisSerialNumber": serial, "slotNumber": slot, "trayIndex": tray}
+
+
+_Read = Callable[[Model, Gpu], int | Sequence[int] | Mapping[str, Any] | None]
 """Return one value, the values of several output arguments, or the fields of a struct; None if the GPU does not
 support the call.
 """
@@ -108,6 +116,7 @@ _OF_GPUS: Mapping[str, _Read] = {
     "nvmlDeviceGetMaxPcieLinkWidth": lambda _, gpu: gpu.pcie_link[1],
     "nvmlDeviceGetMigMode": lambda model, gpu: (gpu.mig_mode, gpu.mig_pending) if model.mig else None,
     "nvmlDeviceGetMinorNumber": lambda _, gpu: gpu.minor,
+    "nvmlDeviceGetModuleId": lambda _, gpu: gpu.module,
     "nvmlDeviceGetNumGpuCores": lambda model, _: model.cores,
     "nvmlDeviceGetPersistenceMode": lambda _, gpu: gpu.persistence,
     "nvmlDeviceGetPowerManagementDefaultLimit": _if_settable(lambda model, _: model.power_limit_w * 1000),
@@ -117,6 +126,7 @@ _OF_GPUS: Mapping[str, _Read] = {
     "nvmlDeviceGetPowerManagementLimitConstraints": _if_settable(
         lambda model, _: (model.power_min_w * 1000, model.power_limit_w * 1000)
     ),
+    "nvmlDeviceGetPlatformInfo": lambda _, gpu: _platform(gpu),
     "nvmlDeviceGetPowerUsage": _power_mw,
     "nvmlDeviceGetRetiredPagesPendingStatus": lambda model, gpu: gpu.retired_pending if model.retired_pages else None,
     "nvmlDeviceGetTemperature": _celsius,
@@ -146,6 +156,7 @@ _OF_MIG_TOO: Mapping[str, _Read] = {
 }  # fmt: skip
 _VERSIONS = {
     "nvmlDeviceGetAddressingMode": pynvml.nvmlDeviceAddressingMode_v1,
+    "nvmlDeviceGetPlatformInfo": pynvml.nvmlPlatformInfo_v2,
     "nvmlDeviceGetSramEccErrorStatus": pynvml.nvmlEccSramErrorStatus_v1,
 }
 """The functions above whose struct has a version, with the only valid version."""

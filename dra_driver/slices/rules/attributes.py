@@ -123,6 +123,7 @@ def _dotted(version: tuple[int, int] | None) -> str | None:
 _STANDARD: Final = "resource.kubernetes.io/"
 _IF_SHARED: Final = "if the device is [shared](configuration.md#sharing-one-device-among-several-claims)"
 _IN_FABRIC: Final = "in a [multi-node fabric](imex.md)"
+_IN_RACK: Final = "in a rack such as GB200 NVL72"
 _OF_PROFILE: Final = "of a MIG device's profile; of a GPU only with MIG devices on demand"
 
 ENTRIES: Final = (
@@ -189,6 +190,15 @@ ENTRIES: Final = (
     Entry("parentMinor", "int", "absent with MIG on demand", mig=lambda device, _: _minor(device.gpu)),
     Entry("minor", "int", "absent with MIG on demand", gpu=lambda device, _: _minor(device.gpu)),
     Entry(SHAREABLE, "bool", "`true` if the section `sharing` selects the device, else absent"),
+    # Where the GPU is. Last, because these were added last: no attribute that users select may give way to them.
+    Entry("gpuModuleID", "int", "the GPU's number on its board, as in Fabric Manager",
+          gpu=lambda device, _: device.gpu.module_id),
+    Entry("chassisSerialNumber", "string", _IN_RACK,
+          gpu=lambda device, _: device.gpu.chassis and device.gpu.chassis.serial),
+    Entry("slotNumber", "int", f"{_IN_RACK}, among all slots of the chassis",
+          gpu=lambda device, _: device.gpu.chassis and device.gpu.chassis.slot),
+    Entry("trayIndex", "int", f"{_IN_RACK}, among the compute trays of the chassis",
+          gpu=lambda device, _: device.gpu.chassis and device.gpu.chassis.tray),
 )  # fmt: skip
 """All attributes and capacities, the most important first: if a device has more than the API allows, the last ones give
 way, so that the device itself is published. Entries without a function are added to shared devices.

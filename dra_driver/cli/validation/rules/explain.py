@@ -28,12 +28,14 @@ _AT_LEAST = re.compile(
 """A capacity that must be at least, or greater than, an amount."""
 _NO_NVLINK = "no NVLink between these GPUs is up (`nvidia-smi nvlink -s` shows the links)"
 _NO_FABRIC = "these GPUs are in no NVLink fabric"
+_NO_RACK = "these GPUs are in no rack whose chassis NVML knows"
 _NO_MIG = "only MIG devices have it"
 _WHY_ABSENT: Mapping[str, str] = {
     "nvlinkDomain": _NO_NVLINK, "fabricClusterUUID": _NO_FABRIC, "fabricCliqueID": _NO_FABRIC,
     "imexChannels": f"{_NO_FABRIC}, or imex.channel is off", "profile": _NO_MIG, "parentUUID": _NO_MIG,
     "parentIndex": _NO_MIG, "parentMinor": _NO_MIG, "iommuGroup": "only GPUs for virtual machines have it",
     "shareable": "no device is shared (the section `sharing` of the configuration)",
+    "chassisSerialNumber": _NO_RACK, "slotNumber": _NO_RACK, "trayIndex": _NO_RACK,
     "numaNode": "the machine has no NUMA nodes", "pcieRoot": "the machine does not show the PCIe root of these GPUs",
 }  # fmt: skip
 """The attributes that devices have only on some machines, and why they are missing on others."""
