@@ -101,15 +101,16 @@ def gpu_steps(
     session = nvml.session
     elsewhere = closed_elsewhere(session, detachments, lanes.refuse_other_hangs)
     mig = mig_context(session, elsewhere, ledger, MigHolders(ledger.records, lost_devices), mig_changed)
+    operation = partial(session.operation, nvml_wait_s)
     vfio = VfioSteps(
         cards,
         ledger,
         nvml,
         nvml_pause(session, detachments),
-        PersistenceModes(partial(session.operation, nvml_wait_s)),
+        PersistenceModes(operation),
         rescan,
         detachments.detached,
         lanes,
     )
-    nvidia_smi, limits = NvidiaSmi(programs, detachments.using_nvml), GpuLimits(mig.operation)
+    nvidia_smi, limits = NvidiaSmi(programs, detachments.using_nvml), GpuLimits(operation)
     return GpuSteps(mig, proc, vfio, nvidia_smi, mps, limits, default_w, gpus)

@@ -144,6 +144,7 @@ _DEVICE_COLUMNS = {
 }  # fmt: skip
 _PCI = [*_DEVICE_COLUMNS].index("PCI BUS ID")
 """This column and the next are the device's place in the machine."""
+_TAINTS = [*_DEVICE_COLUMNS].index("TAINTS?")
 _EACH_GPU = "gpu-*"
 
 
@@ -156,7 +157,7 @@ def value_of(entry: JsonObject | None) -> str:
 
 
 def device_table(devices: Iterable[JsonObject], width: int | None) -> Iterator[str]:
-    """Yield the lines of a table with one row per device.
+    """Yield the lines of a table with one row per device, those with taints first.
 
     MIG devices on demand of one profile share a row, even across GPUs that are otherwise equal, because there
     are dozens per GPU.
@@ -173,7 +174,7 @@ def device_table(devices: Iterable[JsonObject], width: int | None) -> Iterator[s
             key = (stem.partition("-mig-")[2], *sorted(starts[stem]), *row[1:_PCI], *row[_PCI + 2 :])
         alike.setdefault(key, []).append(row)
     cells = [_common(same, starts) if _is_on_demand(same[0]) else same[0] for same in alike.values()]
-    cells.sort(key=lambda row: row[0].startswith(_EACH_GPU))
+    cells.sort(key=lambda row: (row[_TAINTS] == "-", row[0].startswith(_EACH_GPU)))
     return drawn(table(_DEVICE_COLUMNS, cells, width), width)
 
 

@@ -66,13 +66,11 @@ class SettingSteps(Generic[S]):
         self._kind, self._ledger, self._otherwise = kind, ledger, otherwise
         self._at_rest, self._has_rest_value, self._all_gpus = at_rest, has_rest_value, gpus
         self._reloads = self._reloads_handled = 0
-        self._lost: dict[
-            tuple[str, S], str | None
-        ] = {}  # the last error; without a UID, a GPU without a claim
+        self._lost: dict[tuple[str, S], str | None] = {}
+        """The last error, by UID of the claim and step. Without a UID, the step is for a GPU without a claim."""
         self._set_values: dict[str, Any] = {}
-        self._others: dict[
-            str, tuple[Any, Any, bool]
-        ] = {}  # what was set, what the last poll read, a second time
+        self._others: dict[str, tuple[Any, Any, bool]] = {}
+        """By GPU, what was set, the other value that the last poll read, and whether the poll before read it too."""
 
     @abstractmethod
     def read(self, step: S) -> Any:
@@ -193,9 +191,8 @@ class SettingSteps(Generic[S]):
             for lost in [lost for lost in self._lost.copy() if not lost[0]]:
                 self._lost.pop(lost, None)
             # Without a value for GPUs without a claim, what an earlier configuration has changed is restored.
-            for gpu in (
-                self._all_gpus() if self._has_rest_value else {note.gpu_uuid for note in self._notes()}
-            ):
+            noted = {note.gpu_uuid for note in self._notes()}
+            for gpu in self._all_gpus() if self._has_rest_value else noted:
                 self.gpu_reset(gpu)
         return {step.gpu_uuid for _, step in self._lost.copy()}
 

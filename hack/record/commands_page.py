@@ -32,7 +32,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import forked_commands
 from recorded_node import RecordedNode
 
-from dra_driver.app.settings import FLAGS
 from dra_driver.cli.commands import ROOT as COMMANDS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -92,21 +91,11 @@ def recorded() -> dict[Path, str]:
 
 
 def _table() -> str:
-    """Return the table of all commands with their arguments and the flags that are not settings of `run`."""
-    settings = {spelling for flag in FLAGS.values() for spelling in flag.spellings}
-    rows = ["| Command | What it does | Its own flags |", "|---|---|---|"]
+    """Return the table of all commands with their arguments."""
+    rows = ["| Command | What it does |", "|---|---|"]
     for name, command in COMMANDS.commands.items():
-        loaded = command.loaded()
-        arguments = [flag.metavar or flag.name.upper() for flag in loaded.flags if flag.count]
-        own = [
-            flag.spellings[-1]
-            for flag in loaded.flags
-            if not flag.count and not flag.hidden and not settings & {*flag.spellings}
-        ]
-        flags = ", ".join(f"`{flag}`" for flag in own)
-        if loaded.commands:
-            flags = "commands: " + ", ".join(f"`{below}`" for below in loaded.commands)
-        rows.append(f"| `{' '.join([name, *arguments])}` | {command.summary} | {flags} |")
+        arguments = [flag.metavar or flag.name.upper() for flag in command.loaded().flags if flag.count]
+        rows.append(f"| `{' '.join([name, *arguments])}` | {command.summary} |")
     return "\n".join(rows) + "\n"
 
 

@@ -174,9 +174,21 @@ def labels_of_samples(metrics: Metrics) -> dict[str, set[str]]:
     return {name: {label for label, _ in labels} for name, labels in scraped(metrics)}
 
 
+USUAL_LABELS = {
+    "nvidia_dra_gpu_": {"claim", "gpu", "namespace", "pod", "uuid"},
+    "nvidia_dra_device_": {"device", "device_type", "parent_uuid", "shared", "uuid"},
+    "nvidia_dra_pod_": {"claim", "device", "device_type", "namespace", "node", "parent_uuid", "pod", "uuid"},
+}
+"""The document says them once, instead of in each row."""
+
+
 def table() -> str:
     """The driver's own metrics as a Markdown table."""
-    lines = ["| Metric and labels | What |", "|---|---|"]
+    lines = [
+        f"`…` stands for {', '.join(f'`{label}`' for label in sorted(labels))} in `{start}…`."
+        for start, labels in USUAL_LABELS.items()
+    ]
+    lines += ["", "| Metric and labels | What |", "|---|---|"]
     families = (entry for entry in complete_metrics().registry.collect() if entry.name.startswith("nvidia"))
     lines += [_line(family) for family in sorted(families, key=lambda family: family.name)]
     return "\n".join(lines) + "\n"
@@ -186,5 +198,8 @@ def _line(family: Metric) -> str:
     suffix = {"counter": "_total", "info": "_info"}.get(family.type, "")
     labels = sorted({label for sample in family.samples for label in sample.labels} - {"le", "driver"})
     assert family.type == "counter" or (family.type == "histogram") == family.name.endswith("_seconds")
+    usual = next((usual for start, usual in USUAL_LABELS.items() if family.name.startswith(start)), {"…"})
+    if usual <= {*labels}:
+        labels = ["…", *(label for label in labels if label not in usual)]
     shown = f"{{{', '.join(labels)}}}" if labels else ""
     return f"| `{family.name}{suffix}{shown}` | {family.documentation} |"

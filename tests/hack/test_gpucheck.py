@@ -194,8 +194,9 @@ def test_wrapper_uses_the_given_python_without_setup(tmp_path: Path) -> None:
 
 def test_checklist_names_what_is_there() -> None:
     text = (ROOT / "docs/hardware-checklist.md").read_text()
-    assert [int(number) for number in re.findall(r"^## (\d+)\. ", text, re.MULTILINE)] == list(range(1, 21))
-    for place in re.findall(r"examples/[\w-]+", text):
+    places = re.findall(r"examples/[\w-]+", text)
+    assert places
+    for place in places:
         assert (ROOT / place).is_dir(), place
     known = set(COMMANDS.commands)
     assert set(re.findall(r"(?<!-n )gpu-dra-driver (?!daemonset/)(\w+)", text)) <= known

@@ -21,6 +21,8 @@ import links  # noqa: E402
 import tables  # noqa: E402
 
 PAGES = sorted(str(file.relative_to(ROOT)) for file in (ROOT / "docs").rglob("*.md"))
+MOST_WORDS = 43_500
+"""Of all pages of docs/ together, counted as by `wc -w`. More, and no one reads them."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -64,6 +66,15 @@ def test_navigation_has_each_page_once_and_nothing_else(everything: list[str]) -
     assert {page for page in nav if not page.startswith("repository/")} == own
     assert {page for page, times in nav.items() if times > 1} == set()
     assert nav.keys() - own <= {links.place(path) for path in everything}
+
+
+def test_pages_have_no_more_words_than_anyone_reads() -> None:
+    words = {page: len((ROOT / page).read_text().split()) for page in PAGES}
+    longest = ", ".join(f"{page} {words[page]}" for page in sorted(words, key=lambda page: -words[page])[:5])
+    assert sum(words.values()) <= MOST_WORDS, (
+        f"docs/ has {sum(words.values())} words, at most {MOST_WORDS} are wanted: let each fact stand once and link to "
+        f"it, remove what a command or an event says itself, and what repeats a name; the longest pages: {longest}"
+    )
 
 
 def test_every_anchor_of_a_link_is_a_heading(everything: list[str]) -> None:

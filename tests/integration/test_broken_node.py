@@ -40,7 +40,7 @@ WITHIN_S = 60.0 + PATIENCE_S
 """A minute is what the daemon may take on a machine that has time for it."""
 PAGE = Path(__file__).parents[2] / "docs/troubleshooting.md"
 GOLDEN = Path(__file__).with_name("golden") / "broken_node.md"
-"""The page's table, with remedies and the texts of events."""
+"""The page's table, with the texts of checks and events, and remedies."""
 POD = "gpu-dra-driver-7xk2p"
 _LONG = re.compile(r"[\w/.:-]{23,}[\w/-]")
 """What the manual's tables must be able to break."""
@@ -374,11 +374,12 @@ def test_broken_nodes_are_shown_as_the_manual_says(
     is_golden(GOLDEN, _table((header, ["---"] * 3, *rows)))
     before, mark, rest = PAGE.read_text().partition("<!-- breaks -->\n")
     after = "".join(rest.partition("<!-- end of breaks -->")[1:])
-    short = [
-        (name, doctor.partition(" -> ")[0], re.sub(r"(event `\w+`): .*", r"\1", also))
-        for name, doctor, also in rows
-    ]
-    is_golden(PAGE, f"{before}{mark}{_table((header, ['---'] * 3, *short))}{after}")
+    short: dict[tuple[str, str], list[str]] = {}
+    for name, doctor, also in rows:
+        key = (f"`{doctor.partition(': ')[0]}`", re.sub(r"(event `\w+`): .*", r"\1", also))
+        short.setdefault(key, []).append(name)
+    shown = [("; ".join(names), *key) for key, names in short.items()]
+    is_golden(PAGE, f"{before}{mark}{_table((header, ['---'] * 3, *shown))}{after}")
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:

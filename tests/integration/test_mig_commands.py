@@ -134,3 +134,10 @@ def test_table_has_one_row_for_the_placements_of_a_profile() -> None:
         ("gpu-2-mig-1g10gb-19-0", "MIG-1"),
         ("gpu-2-mig-1g10gb-19-1", "MIG-2"),
     ]
+
+
+def test_table_lists_devices_with_taints_first() -> None:
+    taint = {"key": "gpu.nvidia.com/gpu-lost", "effect": "NoSchedule"}
+    devices = [{"name": "gpu-1"}, {"name": "gpu-2", "taints": [taint]}, {"name": "gpu-3"}]
+    names = [line.split()[0] for line in [*device_table(devices, None)][1:]]
+    assert names == ["gpu-2", "gpu-1", "gpu-3"]

@@ -68,8 +68,12 @@ def _ready(pod: Object) -> str:
     return f"{ready}/{len(at(pod, 'spec.containers') or ())}"
 
 
-def _phase(pod: Object) -> str:
-    return "Terminating" if at(pod, "metadata.deletionTimestamp") else at(pod, "status.phase") or "Pending"
+def _status(pod: Object) -> str:
+    """Return what kubectl shows for a pod on a cluster: of containers that ended the reason, `Completed` or `Error`."""
+    if at(pod, "metadata.deletionTimestamp"):
+        return "Terminating"
+    reasons = (at(one, "state.terminated.reason") for one in at(pod, "status.containerStatuses") or ())
+    return str(next(filter(None, reasons), None) or at(pod, "status.phase") or "Pending")
 
 
 def _job_state(job: Object) -> str:
@@ -88,7 +92,7 @@ def _claim_state(claim: Object) -> str:
 
 
 _BY_KIND: Mapping[str, dict[str, Cell]] = {
-    "Pod": {"Ready": _ready, "Status": _phase, "Restarts": lambda pod: "0"},
+    "Pod": {"Ready": _ready, "Status": _status, "Restarts": lambda pod: "0"},
     "Node": {"Status": lambda node: "Ready", "Version": _text("status.nodeInfo.kubeletVersion")},
     "Job": {"Status": _job_state, "Completions": _completions},
     "ResourceClaim": {"State": _claim_state},
