@@ -19,6 +19,7 @@ import structlog
 from hypothesis import settings
 from localcluster import ClusterError, binaries
 
+from dra_driver.base import threads
 from tests.fakes.tables import IsGenerated, IsGolden, generated
 
 settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=60, database=None)
@@ -156,6 +157,8 @@ def threads_that_start(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], 
             start(thread)
 
         monkeypatch.setattr(threading.Thread, "start", started)
+        monkeypatch.setattr(threads, "_spare", [])
+        monkeypatch.setattr(threads, "_MAX_SPARE", 0)
 
     return limit
 

@@ -30,6 +30,7 @@ import structlog
 
 from dra_driver.base.deadline import time_left
 from dra_driver.base.file_lock import LockBusyError
+from dra_driver.base.threads import start_thread
 from dra_driver.errors import RetryableError
 from dra_driver.journal.locks import GpuLocks
 from dra_driver.model.dataclass import dataclass, field
@@ -110,7 +111,7 @@ def refuse_given_up() -> None:
 
 
 class Lanes:
-    """The lanes of this process. Thread-safe. A lane without work has no thread."""
+    """The lanes of this process. Thread-safe. A lane without work occupies no thread."""
 
     def __init__(self, locks: GpuLocks) -> None:
         self._locks = locks
@@ -217,7 +218,7 @@ class Lanes:
     def _start(self, operations: Collection[Operation]) -> None:
         for operation in operations:
             try:
-                threading.Thread(target=self._work, args=(operation,), name="lane", daemon=True).start()
+                start_thread("lane", partial(self._work, operation))
             except (RuntimeError, MemoryError) as error:
                 _log.warning("gpu_thread_not_started", what=operation.what, reason=str(error))
                 self._work(operation)

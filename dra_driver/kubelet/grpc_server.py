@@ -11,10 +11,8 @@ socket is replaced in one step, and only a socket that is still ours is removed.
 from __future__ import annotations
 
 import itertools
-import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, wait
 from contextlib import contextmanager, suppress
 from operator import methodcaller
 from pathlib import Path
@@ -25,6 +23,7 @@ import grpc
 import structlog
 from structlog.contextvars import bind_contextvars
 
+from dra_driver.base.threads import start_thread
 from dra_driver.errors import DraDriverError, StateError
 from dra_driver.kubelet.sockets import ensure_free, hidden_path, identity
 from dra_driver.model.ids import one_line
@@ -143,7 +142,7 @@ def call_with_metadata(
 
 
 class _CallThreads(Executor):
-    """Runs each call in a new thread, so that no call waits for another one, and no thread is idle.
+    """Runs each call in a thread of its own, so that no call waits for another one.
 
     The threads are daemons, so a handler that hangs in the NVIDIA driver does not keep the process from
     exiting.
@@ -151,7 +150,7 @@ class _CallThreads(Executor):
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._running: set[threading.Thread] = set()
+        self._running: set[Future[Any]] = set()
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
@@ -160,16 +159,15 @@ class _CallThreads(Executor):
             try:
                 fn(*args, **kwargs)
             finally:
-                self._running.discard(thread)
+                self._running.discard(future)
                 future.set_result(None)
 
-        thread = threading.Thread(target=run, name=self._name, daemon=True)
-        self._running.add(thread)
+        self._running.add(future)
         try:
-            thread.start()
+            start_thread(self._name, run)
         except RuntimeError as error:
             # If raised, this would end gRPC's own thread. The caller waits until its deadline.
-            self._running.discard(thread)
+            self._running.discard(future)
             _log.exception("worker_not_started", pool=self._name, threads=len(self._running))
             future.set_exception(error)
         return future
@@ -178,10 +176,7 @@ class _CallThreads(Executor):
         """Wait up to `timeout_s` seconds for all calls to end, including calls whose callers have left.
         Returns whether they did.
         """
-        until = time.monotonic() + timeout_s
-        for thread in tuple(self._running):
-            thread.join(max(0.0, until - time.monotonic()))
-        return not self._running
+        return not wait(tuple(self._running), timeout_s).not_done
 
 
 class _Handler(grpc.GenericRpcHandler):  # type: ignore[misc]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import pynvml
 
+from dra_driver.base.threads import start_thread
 from dra_driver.errors import (
     DeviceBusyError,
     DeviceLostError,
@@ -76,8 +76,14 @@ process, and eight GPUs should not take eight times as long.
 """
 
 
-def translated(error: pynvml.NVMLError, action: str) -> DraDriverError:
-    """Return our error for an NVML error; `action` describes the attempt and its object."""
+_ERRORS = (pynvml.NVMLError, *filter(None, (getattr(pynvml, "NVMLLibraryMismatchError", None),)))
+"""The errors of the binding. The second one means that the library is too old for a call."""
+
+
+def translated(error: Exception, action: str) -> DraDriverError:
+    """Return our error for an error of the binding; `action` describes the attempt and its object."""
+    if not isinstance(error, pynvml.NVMLError):
+        return NotSupportedError(f"cannot {action}: {error}")
     code = error.value
     if code in _UNAVAILABLE:
         kind = DriverGoneError if code in _GONE else NvmlUnavailableError
@@ -104,10 +110,8 @@ def nvml_errors(action: str) -> Iterator[None]:
     """
     try:
         yield
-    except pynvml.NVMLError as error:
+    except _ERRORS as error:
         raise translated(error, action) from error
-    except getattr(pynvml, "NVMLLibraryMismatchError", ()) as error:
-        raise NotSupportedError(f"cannot {action}: {error}") from error
 
 
 @contextmanager
@@ -134,11 +138,16 @@ def supported(call: Callable[..., T], *args: object) -> T | None:
 
     Raises: the other errors of `nvml_errors`.
     """
+    # Without `nvml_errors`, whose generator would cost as much as a short call.
     try:
-        with nvml_errors(getattr(call, "__name__", "NVML call")):
-            return call(*args)
+        return call(*args)
     except NotSupportedError:
         return None
+    except _ERRORS as error:
+        raised = translated(error, getattr(call, "__name__", "NVML call"))
+        if isinstance(raised, NotSupportedError):
+            return None
+        raise raised from error
 
 
 def query(
@@ -207,5 +216,5 @@ class GpuWalk:
                 except BaseException as error:  # noqa: BLE001  raised when the result is read
                     call.set_exception(error)
 
-        threading.Thread(target=run, name="gpu-walk", daemon=True).start()
+        start_thread("gpu-walk", run)
         return calls

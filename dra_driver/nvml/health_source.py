@@ -155,13 +155,11 @@ class HealthSource:
                 self._drain(old)
             if self._left:
                 return self._left.popleft()
-            try:
-                with nvml_errors("wait for GPU events"):
+            with nvml_errors("wait for GPU events"):
+                try:
                     return self._event(pynvml.nvmlEventSetWait_v2(sets[-1].handle, int(timeout_s * 1000)))
-            except DraDriverError as error:
-                if isinstance(error.__cause__, pynvml.NVMLError_Timeout):
+                except pynvml.NVMLError_Timeout:
                     return None
-                raise
 
     def _drain(self, old: _EventSet) -> None:
         """Take the remaining events from an older set, and frees the set if no GPU needs it. New events may also be

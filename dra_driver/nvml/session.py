@@ -127,7 +127,8 @@ class NvmlSession:
         finally:
             with self._turn:
                 del self._calls[call]
-                self._turn.notify_all()
+                if self._waiting:
+                    self._turn.notify_all()
 
     @contextmanager
     def operation(self, patience: Callable[[], float]) -> Iterator[None]:

@@ -57,6 +57,7 @@ class Machine:
         self._policies = Policies(self.host_root)
         self._sessions = Sessions(self._policies.directory / "sessions")
         self.current: Callable[[], State] = self._store.current
+        self.wait_changed = self._store.wait_changed
 
     # --- what it is ----------------------------------------------------------------------------
 

@@ -35,6 +35,8 @@ _COARSE_STEP_NS = 2_000_000_000
 
 _PROCESS = uuid.uuid4().hex[:8]  # process IDs of different PID namespaces may be equal
 _numbers = itertools.count(1)
+_written = threading.Condition()
+"""Notified when this process has written a machine file."""
 COMPUTE_MODE = "compute-mode"
 TIMESLICE = "timeslice"
 RESET = "reset"
@@ -60,15 +62,25 @@ class Store:
 
     def current(self) -> State:
         """Return the machine's current state. Costs one stat() while nothing changes."""
-        try:
-            mtime = os.stat(self._path).st_mtime_ns  # noqa: PTH116 - the hot path of every NVML call
-        except FileNotFoundError as error:
-            raise self._gone() from error
-        cached = self._cached
+        mtime, cached = self._mtime(), self._cached
         if cached is not None and mtime == cached[0]:
             return cached[1]
         with self._lock:
             return self._load()
+
+    def _mtime(self) -> int:
+        try:
+            return os.stat(self._path).st_mtime_ns  # noqa: PTH116 - the hot path of every NVML call
+        except FileNotFoundError as error:
+            raise self._gone() from error
+
+    def wait_changed(self, state: State, seconds: float) -> None:
+        """Wait until this process has changed the machine since `state` was read, for at most `seconds`."""
+        cached = self._cached
+        with _written:
+            # A writer holds the lock of its store, so the file is not loaded here.
+            if cached is not None and cached[1] is state and self._mtime() == cached[0]:
+                _written.wait(seconds)
 
     def _gone(self) -> StateError:
         return StateError(
@@ -142,6 +154,8 @@ class Store:
         mtime = temporary.stat().st_mtime_ns
         temporary.replace(self.path)
         self._cached = (mtime, state)
+        with _written:
+            _written.notify_all()
 
 
 class Session:

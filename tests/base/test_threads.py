@@ -4,13 +4,14 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from contextvars import ContextVar
 from functools import partial
 
 import pytest
 import structlog
 
-from dra_driver.base.threads import BackgroundWorker, run_in_parallel
-from tests.fakes.waiting import PATIENCE_S
+from dra_driver.base.threads import BackgroundWorker, run_in_parallel, start_thread
+from tests.fakes.waiting import PATIENCE_S, eventually
 
 
 def worker(
@@ -46,7 +47,7 @@ def test_wake_during_the_work_is_not_lost() -> None:
             again.set()
         else:
             one.wake()
-        seen.append(one._wake.is_set())
+        seen.append(not one._wake.locked())
         return math.inf
 
     one = worker(work)
@@ -94,6 +95,41 @@ def test_stop_ends_a_pause_within_the_work_and_may_come_before_the_start() -> No
     one.stop()
     assert (reported, one.is_stopping) == ([True], True)
     worker(work).stop()
+
+
+def test_thread_of_ended_work_does_the_next_work_under_its_name_and_in_a_new_context() -> None:
+    state: ContextVar[str] = ContextVar("state", default="new")
+    seen: list[tuple[str, str]] = []
+    threads = set[threading.Thread]()
+    ended = threading.Semaphore(0)
+
+    def work() -> None:
+        seen.append((threading.current_thread().name, state.get()))
+        threads.add(threading.current_thread())
+        state.set("used")
+        ended.release()
+
+    for name in ("first", "second", "third", "fourth"):
+        start_thread(name, work)
+        assert ended.acquire(timeout=PATIENCE_S)
+        eventually(lambda: all(thread.name == "spare" for thread in threads))
+    assert seen == [(name, "new") for name in ("first", "second", "third", "fourth")]
+    assert len(threads) < 4
+
+
+def test_work_begins_while_all_other_work_hangs_and_few_threads_stay() -> None:
+    end, began = threading.Event(), threading.Semaphore(0)
+
+    def hang() -> None:
+        began.release()
+        end.wait(PATIENCE_S)
+
+    for _ in range(6):
+        start_thread("hangs", hang)
+        assert began.acquire(timeout=PATIENCE_S)
+    end.set()
+    eventually(lambda: not [thread for thread in threading.enumerate() if thread.name == "hangs"])
+    eventually(lambda: sum(thread.name == "spare" for thread in threading.enumerate()) <= 2)
 
 
 Limit = Callable[[str, int], None]

@@ -261,19 +261,12 @@ def test_calls_are_reported_as_abandoned_when_a_handler_hangs_past_the_grace(sho
     assert abandoned == [{"event": "calls_abandoned", "log_level": "warning", "server": "t", "grace_s": 0}]
 
 
-def test_the_server_continues_when_no_thread_can_be_started(short_dir, quiet_logs, monkeypatch):
-    start = threading.Thread.start
-
-    def refuse(thread):
-        if thread.name == "t":
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
+def test_the_server_continues_when_no_thread_can_be_started(short_dir, quiet_logs, threads_that_start):
     with served(short_dir, echo) as server:
-        with monkeypatch.context() as patched:
-            patched.setattr(threading.Thread, "start", refuse)
-            code, _ = code_of(requested, server.path, timeout_s=0.3)
-            assert code is grpc.StatusCode.DEADLINE_EXCEEDED
+        threads_that_start("t", 0)
+        code, _ = code_of(requested, server.path, timeout_s=0.3)
+        assert code is grpc.StatusCode.DEADLINE_EXCEEDED
+        threads_that_start("t", 1)
         assert requested(server.path) == "x"
     assert [line["threads"] for line in quiet_logs if line["event"] == "worker_not_started"] == [0]
 

@@ -22,7 +22,7 @@ from dra_driver.reporting.usage import Usage
 from tests.fakes.samples import DRIVER, GPU_0, GPU_1, MIG_1G, MIG_3G, MIXED, NODE, hold, record, uuid
 from tests.fakes.scrapes import by_label, scraped
 from tests.fakes.tables import tabled
-from tests.fakes.waiting import PATIENCE_S
+from tests.fakes.waiting import PATIENCE_S, eventually
 
 HOST = ProcessOrigin("host")
 BUSY = GpuLoad(4 << 30, 80 << 30, 70, 40, 350.0, 700.0)
@@ -205,12 +205,13 @@ def test_gpu_that_hangs_is_left_out_and_not_read_again_until_it_ends() -> None:
         assert node.values("nvidia_dra_device_utilization_ratio") == {GPU_1: 0}
         assert node.values("nvidia_dra_device_gpu_fraction") == {GPU_0: 1, GPU_1: 1}
     assert sum(gpu.uuid == uuid(0) for gpu, _ in node.requested) == 1
-    before = threading.active_count()
+
+    def asking() -> int:
+        return sum(one.name == f"ask NVML (usage of GPU {uuid(0)})" for one in threading.enumerate())
+
+    assert asking() == 1
     end.set()
-    for thread in threading.enumerate():
-        if thread.name == f"ask NVML (usage of GPU {uuid(0)})":
-            thread.join(PATIENCE_S)
-    assert threading.active_count() < before
+    eventually(lambda: not asking())
     assert node.values("nvidia_dra_device_utilization_ratio") == {GPU_0: 0.7, GPU_1: 0}
 
 

@@ -103,7 +103,7 @@ class Bench:
 def settled(bench: Bench) -> int:
     """Return the number of writes when nothing happens any more."""
     bench.publisher.mark_dirty()
-    eventually(lambda: not bench.publisher._worker._wake.is_set())
+    eventually(bench.publisher._worker._wake.locked)
     time.sleep(0.08)
     return len(bench.slices.writes)
 

@@ -119,6 +119,8 @@ class Core:
         self._read: Callable[[], State] = machine.current
         state = self._read()
         self._loaded_version = state.driver_version
+        self._of_call = threading.local()
+        self._handles: dict[int, Handle] = {}
         self._references = 0
         self._driver_load = 0
         self._order: list[str] = []
@@ -160,7 +162,9 @@ class Core:
         """Return the machine's state. Refuses if this session cannot use the machine's driver."""
         if self._references == 0:
             raise Refusal(pynvml.NVML_ERROR_UNINITIALIZED)
-        state = self._read()
+        # The first use in a call needs no second look at the file.
+        read, self._of_call.state = getattr(self._of_call, "state", None), None
+        state = read or self._read()
         if not state.driver_loaded:
             raise Refusal(pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
         if state.driver_version != self._loaded_version:
@@ -177,10 +181,14 @@ class Core:
 
     def parse(self, handle: Any) -> Handle:
         value = address(handle)
-        slot = (value >> 20) & _SLOTS
-        if value & ~0xFFF_FFFFF != _BASE or not 1 <= slot <= len(self._slots):
-            raise Refusal(pynvml.NVML_ERROR_INVALID_ARGUMENT)
-        return Handle((value >> 16) & 0xF, self._slots[slot - 1], (value >> 8) & 0xFF, value & 0xFF)
+        known = self._handles.get(value)
+        if known is None:
+            slot = (value >> 20) & _SLOTS
+            if value & ~0xFFF_FFFFF != _BASE or not 1 <= slot <= len(self._slots):
+                raise Refusal(pynvml.NVML_ERROR_INVALID_ARGUMENT)
+            known = Handle((value >> 16) & 0xF, self._slots[slot - 1], (value >> 8) & 0xFF, value & 0xFF)
+            self._handles[value] = known
+        return known
 
     def gpu_of(self, state: State, uuid: str) -> Gpu:
         gpu = state.by_uuid.get(uuid)
@@ -220,11 +228,12 @@ class Core:
 
         def call(*arguments: Any) -> int:
             try:
-                faults = self._read().faults
-                if faults:
-                    is_locked = any(fault.blocks_all for fault in faults)
+                state = self._of_call.state = self._read()
+                if state.faults:
+                    is_locked = any(fault.blocks_all for fault in state.faults)
                     with self._driver_lock if is_locked else nullcontext():
                         self._apply_fault(name, arguments)
+                    self._of_call.state = None
                 return int(method(*arguments) or 0)
             except Refusal as outcome:
                 return outcome.code

@@ -36,7 +36,8 @@ _device_files: dict[int, Session] = {}
 """By event set. The real driver keeps a GPU's device file open from its registration until the set is freed, even
 after a shutdown.
 """
-_POLL_S = 0.2
+_POLL_S = 1.0
+"""How often a wait for events looks for changes by other processes."""
 
 
 class System(Core):
@@ -242,7 +243,7 @@ class Waiting(Core):
             left = deadline - time.monotonic()
             if left <= 0:
                 return int(pynvml.NVML_ERROR_TIMEOUT)
-            time.sleep(min(_POLL_S, left))
+            self.machine.wait_changed(state, min(_POLL_S, left))
 
     def _next(self, state: State, events: _EventSet) -> Event | None:
         with self._sets_lock:
