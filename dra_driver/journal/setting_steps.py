@@ -121,8 +121,10 @@ class SettingSteps(Generic[S]):
             raise
 
     def _notes(self, gpu_uuid: str | None = None) -> list[SettingBefore]:
-        tag = None if self._at_rest is None else self._at_rest.tag
-        return [note for note in self._ledger.details(SettingBefore, gpu_uuid) if note.setting == tag]
+        if self._at_rest is None:
+            return []
+        notes = self._ledger.details(SettingBefore, gpu_uuid)
+        return [note for note in notes if note.setting == self._at_rest.tag]
 
     def _set(self, step: S, value: Any) -> bool:
         """Set a value and read it back; return whether it was another one before."""

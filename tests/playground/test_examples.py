@@ -56,6 +56,7 @@ STARTED: dict[tuple[str, str], dict[str, list[list[str]]]] = {
         "mps-shared-claim": [["gpu 0", *limits("10240M", 50)]] * 2,
         "nvlink-domain": [GPUS[:2]],
         "one-gpu": [["gpu 0"]],
+        "power-limit": [["gpu 0"]],
         "pytorch-ddp": [GPUS],
         "reset-gpu": [["gpu.nvidia.com 0 admin"]],
         "selectors": [["gpu 0"]],
