@@ -812,12 +812,9 @@ class Driver:
         """Handle the creation or destruction of a MIG device on demand, a switch of a MIG mode, or a failed attempt
         (`error`).
         """
+        is_switched = error is None and action in ("mode-on", "mode-off")
         _call_all(
-            *(
-                [partial(self._gpu_steps.mig_mode_changed, device)]
-                if action in ("mode-on", "mode-off")
-                else []
-            ),
+            *([partial(self._gpu_steps.mig_mode_changed, device)] if is_switched else []),
             partial(self.health.mig_changed, action),
             partial(self.reporting.reporter.mig_changed, action, device, seconds, error),
         )

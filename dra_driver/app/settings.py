@@ -525,9 +525,8 @@ def resolve(
         if is_on and driver[:1].isdecimal()
     ]
     power = values.get("power", NO_POWER_POLICY)
-    others = [
-        key for key in ("sharing", "dynamic_mig", "passthrough") if values.get(key) not in (None, False)
-    ]
+    names = ("sharing", "dynamic_mig", "passthrough", "mig_layouts")
+    others = [name for name in names if values.get(name) not in (None, False)]
     if power.budget_w is not None and others:
         keys = " and ".join(SETTINGS[key].key.partition(".")[0] for key in others)
         wrong.append(f"power.nodeBudgetWatts counts whole GPUs with one claim each; remove it, or {keys}")

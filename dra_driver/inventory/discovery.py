@@ -93,6 +93,8 @@ class Discovery:
 
     def __post_init__(self) -> None:
         self._pauses = 0  # number of NVML pauses at the last check
+        self._openings = 0
+        self._answering = frozenset[str]()
         self._unsettled: frozenset[str] = frozenset()  # GPUs whose MIG devices changed at the last check
         self._offer = MigOffer(self.ownership)
         # The last snapshot; None until NVML has answered.
@@ -342,8 +344,12 @@ class Discovery:
             return False
         is_loaded = self._driver != host.driver
         is_other = self._problem is not None or before is None or host.hardware != before.host.hardware
-        # Settings may have been lost when NVML was closed.
-        is_other, self._pauses = is_other or pauses != self._pauses, pauses
+        # Settings may have been lost when NVML was closed, or while a GPU did not answer.
+        openings = self.nvml.session.openings
+        answering = frozenset(gpu.uuid for gpu in inventory.gpus)
+        is_kept = openings == self._openings or all(gpu.persistence for gpu in inventory.gpus)
+        is_other |= pauses != self._pauses or not is_kept or not answering <= self._answering
+        self._pauses, self._openings, self._answering = pauses, openings, answering
         self._fingerprint, self._driver, self._has_nvml = seen, host.driver, True
         self._became_known(inventory)
         if is_loaded:

@@ -24,6 +24,7 @@ import structlog
 
 from dra_driver.errors import (
     ClaimRefusedError,
+    DeviceLostError,
     DraDriverError,
     DriverGoneError,
     NotSupportedError,
@@ -129,10 +130,10 @@ class SettingSteps(Generic[S]):
     def _set(self, step: S, value: Any) -> bool:
         """Set a value and read it back; return whether it was another one before."""
         self._set_values.pop(step.gpu_uuid, None)
-        is_other: bool = self.read(step) != value
+        is_other = not self.is_same(self.read(step), value)
         if is_other:
             self.write(step, value)
-            if (found := self.read(step)) is not None and found != value:
+            if (found := self.read(step)) is not None and not self.is_same(found, value):
                 raise RetryableError(
                     f"the NVIDIA driver reported success, but the {step.shown} of GPU {step.gpu_uuid} is "
                     f"{self.text(found)}, not {self.text(value)}"
@@ -152,14 +153,22 @@ class SettingSteps(Generic[S]):
     def _rest(self, step: S) -> bool:
         """Set the value of a GPU without a claim; return whether it was another one before."""
         if self._at_rest is not None and self._has_rest_value:
-            return self._note_and_set(replace(self._at_rest, gpu_uuid=step.gpu_uuid))
+            return self._note_and_set(self.accepted(replace(self._at_rest, gpu_uuid=step.gpu_uuid)))
         is_other, notes = False, self._notes(step.gpu_uuid)
         if notes:
             is_other = self._set(step, notes[0].value)
-        elif self.read(step) is None:
+        elif self._at_rest is None:
             self.write(step, None)
         self._forget(step.gpu_uuid)
         return is_other
+
+    def accepted(self, step: S) -> S:
+        """Return the step for a GPU without a claim with a value that the GPU accepts. Raises: like `read`."""
+        return step
+
+    def is_same(self, found: Any, value: Any) -> bool:
+        """Whether a value that was read is the one that was set."""
+        return bool(found == value)
 
     def _forget(self, gpu_uuid: str) -> None:
         for note in self._notes(gpu_uuid):
@@ -185,16 +194,16 @@ class SettingSteps(Generic[S]):
         """Return the GPUs with lost values. Raises: StateError."""
         reloads = self._reloads
         if reloads != self._reloads_handled:
-            records = self._ledger.records.all()
+            records, noted = self._ledger.records.all(), {note.gpu_uuid for note in self._notes()}
+            # Without a value for GPUs without a claim, what an earlier configuration has changed is restored.
+            resting = [*self._all_gpus()] if self._has_rest_value else noted
             self._reloads_handled = reloads
             self._set_values.clear()
             for uid, record in records.items():
                 self._lost |= {(uid, step): None for step in record.steps if isinstance(step, self._kind)}
             for lost in [lost for lost in self._lost.copy() if not lost[0]]:
                 self._lost.pop(lost, None)
-            # Without a value for GPUs without a claim, what an earlier configuration has changed is restored.
-            noted = {note.gpu_uuid for note in self._notes()}
-            for gpu in self._all_gpus() if self._has_rest_value else noted:
+            for gpu in resting:
                 self.gpu_reset(gpu)
         return {step.gpu_uuid for _, step in self._lost.copy()}
 
@@ -213,6 +222,9 @@ class SettingSteps(Generic[S]):
                         "setting_restored", gpu_uuid=gpu_uuid, setting=step.shown, claim_uid=uid or None
                     )
             except DraDriverError as error:
+                if not uid and isinstance(error, DeviceLostError):
+                    self._lost.pop(lost, None)  # its return is a change of the hardware
+                    continue
                 if reason != str(error):
                     _log.error(
                         "setting_lost",
@@ -234,16 +246,21 @@ class SettingSteps(Generic[S]):
         if not uid:
             return not self._is_needed(step.gpu_uuid) and self._rest(step)
         record = self._ledger.records.get(uid)
-        if record is None or step not in record.steps:
+        if record is None or step not in record.steps or record.phase != "prepared":
             return False
+        if record.boot_id != self._ledger.boot_id:
+            return False  # after a reboot, the kubelet prepares the claim again, or no pod needs it
         # A value that can be read and has no note was not set yet, so `do` must still find it.
         return (self.read(step) is None or bool(self._notes(step.gpu_uuid))) and self._set(step, step.value)
 
     def _is_needed(self, gpu_uuid: str) -> bool:
-        """Whether a claim sets the value on this GPU, or its undo is still pending."""
-        left = (entry.step for entry in self._ledger.left())
-        held = (step for record in self._ledger.records.all().values() for step in record.steps)
-        return any(isinstance(one, self._kind) and one.gpu_uuid == gpu_uuid for one in (*left, *held))
+        """Whether a claim has set the value on this GPU in this boot, and it was not undone yet."""
+        boot_id, records = self._ledger.boot_id, self._ledger.records.all().values()
+        entered = [one.step for one in self._ledger.entries({gpu_uuid}) if one.boot_id == boot_id]
+        held = [
+            step for one in records if (one.phase, one.boot_id) == ("prepared", boot_id) for step in one.steps
+        ]
+        return any(isinstance(step, self._kind) and step.gpu_uuid == gpu_uuid for step in (*entered, *held))
 
     # --- what another program changed ------------------------------------------------------------
 
@@ -252,7 +269,7 @@ class SettingSteps(Generic[S]):
         another program changed it: a poll may read the value right before a step sets it.
         """
         wanted = self._set_values.get(gpu_uuid)
-        if wanted is None or found == wanted:
+        if wanted is None or self.is_same(found, wanted):
             self._others.pop(gpu_uuid, None)
         elif found is not None:
             before = self._others.get(gpu_uuid)
@@ -272,11 +289,10 @@ class SettingSteps(Generic[S]):
             (
                 gpu,
                 f"another program changed the {self._kind.shown} of GPU {gpu} from {self.text(wanted)} to "
-                f"{self.text(found)}; find and stop it, then set the value again with nvidia-smi or start the claim's "
-                "pod again",
+                f"{self.text(found)}; find and stop it, and set {self.text(wanted)} again with nvidia-smi",
             )
             for gpu, (wanted, found, is_proven) in self._others.copy().items()
-            if is_proven
+            if is_proven and self._set_values.get(gpu) == wanted
         ]
         return [
             *(NodeProblem("setting-lost", text, gpu) for gpu, text in lost),

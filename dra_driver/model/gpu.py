@@ -107,6 +107,12 @@ def _addressing_mode(value: Any) -> str | None:
     return _ADDRESSING_MODES.get(mode) if isinstance(mode, int) else None
 
 
+def whole_watts(limits: Sequence[int]) -> tuple[int, int]:
+    """Return the range of whole watts within limits in milliwatts."""
+    least, most = limits
+    return -(-least // 1000), most // 1000
+
+
 # By NVML's numbers.
 _BRANDS: Final = {
     0: "Unknown", 1: "Quadro", 2: "Tesla", 3: "NVS", 4: "Grid", 5: "GeForce", 6: "Titan",
@@ -161,9 +167,7 @@ class Gpu:
     partitioning: Partitioning | None = None
     memory_numa_node: int | None = _read(("addressing mode", "NUMA node of the memory"))
     power_limits_w: tuple[int, int] | None = _read(
-        "power limits",
-        "nvmlDeviceGetPowerManagementLimitConstraints",
-        lambda limits: (-(-limits[0] // 1000), limits[1] // 1000),
+        "power limits", "nvmlDeviceGetPowerManagementLimitConstraints", whole_watts
     )
     power_limit_default_w: int | None = _read(
         "default power limit", "nvmlDeviceGetPowerManagementDefaultLimit", lambda limit: limit // 1000

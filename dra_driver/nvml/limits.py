@@ -13,6 +13,7 @@ from typing import Any, Final
 import pynvml
 
 from dra_driver.errors import ClaimRefusedError, RetryableError
+from dra_driver.model.gpu import whole_watts
 from dra_driver.model.steps import ClockDomain
 from dra_driver.nvml.calls import Handle, nvml_errors
 from dra_driver.nvml.mig_reading import gpu_handle
@@ -37,6 +38,11 @@ class GpuLimits:
         """Return the power limit that is set, in milliwatts. The enforced one may be lower."""
         with self._gpu(f"read the power limit of GPU {gpu_uuid}", gpu_uuid) as gpu:
             return int(pynvml.nvmlDeviceGetPowerManagementLimit(gpu))
+
+    def power_range_w(self, gpu_uuid: str) -> tuple[int, int]:
+        """Return the lowest and the highest limit in watts."""
+        with self._gpu(f"read the power limits of GPU {gpu_uuid}", gpu_uuid) as gpu:
+            return whole_watts(pynvml.nvmlDeviceGetPowerManagementLimitConstraints(gpu))
 
     def set_power(self, gpu_uuid: str, milliwatts: int) -> None:
         """Set the power limit."""

@@ -17,6 +17,8 @@ from dra_driver.model.gpu import READINGS, Chassis, Fabric, FabricRegistration, 
 from dra_driver.model.inventory import ConfidentialMode, DiscoveryFault
 from dra_driver.nvml.calls import Handle, nvml_errors, query, supported
 
+_LOCKS_GRAPHICS_CLOCK, _LOCKS_MEMORY_CLOCK = (7, 0), (8, 0)
+"""The first compute capability, Volta and Ampere, whose clocks NVML can lock."""
 NOT_GPUS = frozenset({"DLA", "NPU"})
 """Architectures of devices that NVML may list but that are not GPUs."""
 _CORES_PER_MULTIPROCESSOR = {
@@ -114,6 +116,7 @@ def read_gpu(index: int) -> tuple[Handle, Gpu, FaultLog]:
         log.faults.append(DiscoveryFault(log.subject, text))
     fabric = _fabric(log, handle)
     links = log.read("NVLink", link_states, handle)
+    compute = gpu.cuda_compute_capability or (0, 0)
     memory_clocks = log.read("memory clocks", pynvml.nvmlDeviceGetSupportedMemoryClocks, handle)
     graphics_clocks = memory_clocks and log.read(
         "graphics clocks", pynvml.nvmlDeviceGetSupportedGraphicsClocks, handle, max(memory_clocks)
@@ -125,8 +128,8 @@ def read_gpu(index: int) -> tuple[Handle, Gpu, FaultLog]:
         unready_fabric=fabric if isinstance(fabric, UnreadyFabric) else None,
         multiprocessors=_multiprocessors(log, handle, gpu.cuda_compute_capability),
         memory_numa_node=_memory_numa_node(log, handle, gpu.addressing_mode),
-        graphics_clocks_mhz=_range(graphics_clocks),
-        memory_clocks_mhz=_range(memory_clocks),
+        graphics_clocks_mhz=_range(graphics_clocks) if compute >= _LOCKS_GRAPHICS_CLOCK else None,
+        memory_clocks_mhz=_range(memory_clocks) if compute >= _LOCKS_MEMORY_CLOCK else None,
         chassis=log.read("platform", _chassis, handle),
         # The binding's default argument is one object for all threads.
         module_id=log.read("module ID", pynvml.nvmlDeviceGetModuleId, handle, ctypes.c_uint()),

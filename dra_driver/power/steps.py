@@ -6,9 +6,12 @@ from collections.abc import Callable, Iterable
 
 from dra_driver.journal.ledger import Ledger
 from dra_driver.journal.setting_steps import SettingSteps
+from dra_driver.model.dataclass import replace
 from dra_driver.model.steps import LockClocks, SetPowerLimit
 from dra_driver.nvml.limits import GpuLimits
 from dra_driver.power.rules.limits import watts
+
+_WATT_MW = 1000
 
 
 class PowerLimitSteps(SettingSteps[SetPowerLimit]):
@@ -37,6 +40,15 @@ class PowerLimitSteps(SettingSteps[SetPowerLimit]):
     def write(self, step: SetPowerLimit, value: int) -> None:
         """Set the limit in milliwatts. Raises: as in `GpuLimits`."""
         self._limits.set_power(step.gpu_uuid, value)
+
+    def accepted(self, step: SetPowerLimit) -> SetPowerLimit:
+        """Return the step with the nearest limit that the GPU accepts. Raises: as in `GpuLimits`."""
+        least, most = self._limits.power_range_w(step.gpu_uuid)
+        return replace(step, limit_w=min(most, max(least, step.limit_w)))
+
+    def is_same(self, found: int, value: int) -> bool:
+        """Whether the limits differ by less than a watt, because a GPU may round them."""
+        return abs(found - value) < _WATT_MW
 
     def text(self, value: int) -> str:
         """Return the limit in watts."""

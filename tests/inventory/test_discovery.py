@@ -57,7 +57,7 @@ class Nvml:
         self.fingerprint: NvmlFingerprint = tuple(
             fingerprint_of(gpu.uuid, number) for number, gpu in enumerate(BARE)
         )
-        self.opened = self.closed = self.reads = 0
+        self.opened = self.openings = self.closed = self.reads = 0
         self.existing: dict[str, tuple[bool, tuple[GpuInstance, ...]]] = {}
         self.requested: list[str] = []
         self.on_open: Callable[[], object] = lambda: None
@@ -67,6 +67,7 @@ class Nvml:
         self.on_open()
         if self.error is not None:
             raise self.error
+        self.openings += 1
 
     def close(self) -> None:
         self.closed += 1
@@ -826,3 +827,21 @@ def test_virtual_functions_of_a_gpu_are_not_hidden_gpus(tmp_path: Path) -> None:
         assert len(list((node.machine.host_root / "sys/bus/pci/devices").glob("*/physfn"))) == 4
     finally:
         node.close()
+
+
+def test_settings_may_be_lost_when_a_gpu_answers_again_or_nvml_was_closed_without_persistence_mode(
+    bench: Bench,
+) -> None:
+    """Otherwise the GPU would keep the NVIDIA driver's default limit, and others would look as if changed."""
+    persistent = [replace(gpu, persistence=True) for gpu in BARE]
+    for index, (gpus, reported) in enumerate([
+        (persistent, 1),
+        (persistent[:2], 1),
+        (persistent, 2),
+        (persistent, 2),
+        ([persistent[0], BARE[1]], 2),
+        ([persistent[0], BARE[1]], 3),  # NVML is reopened at each scan while a GPU is lost
+    ]):  # fmt: skip
+        bench.nvml.inventory = inventory(*gpus)
+        bench.scan()
+        assert len(bench.reported) == reported, (index, bench.reported)

@@ -9,14 +9,17 @@ import pytest
 
 from dra_driver.errors import (
     ClaimRefusedError,
+    DeviceLostError,
     DraDriverError,
     DriverGoneError,
     NotSupportedError,
     RetryableError,
+    StateError,
 )
 from dra_driver.journal.ledger import Ledger
 from dra_driver.journal.rules.cleanups import LedgerEntry
 from dra_driver.journal.setting_steps import SettingSteps
+from dra_driver.model.dataclass import replace
 from dra_driver.model.gpu import SettingBefore
 from dra_driver.model.plan import Plan
 from dra_driver.model.record import ClaimRecord
@@ -25,6 +28,7 @@ from tests.fakes.journal import Journaled
 from tests.fakes.samples import claim
 
 STEP, OTHER = SetTimeSlice("GPU-1", 3), SetTimeSlice("GPU-1", 2)
+ENTRY = LedgerEntry(claim().ref, "boot-1", STEP)
 PLAN, REF = Plan(claim(), (), ()), claim().ref
 
 
@@ -187,10 +191,12 @@ def test_node_has_a_value_for_gpus_without_a_claim(node: Journaled) -> None:
     reloaded(dimmer)
     assert dimmer.written == [2]
     node.records.save(ClaimRecord(claim(), "prepared", "boot-1", (), (STEP,)))
+    node.ledger.change([ENTRY], ())
     dimmer.do(STEP, PLAN)
     reloaded(dimmer)
     assert dimmer.now == 3
     node.records.delete(claim().ref.uid)
+    node.ledger.change((), [ENTRY])
     dimmer.undo(STEP, REF)
     assert (dimmer.now, [note.value for note in dimmer.notes]) == (2, [1])
     later = Dimmer(node.ledger)
@@ -202,7 +208,7 @@ def test_node_has_a_value_for_gpus_without_a_claim(node: Journaled) -> None:
 
 def test_value_of_a_gpu_without_a_claim_waits_for_a_pending_undo(node: Journaled) -> None:
     dimmer = Dimmer(node.ledger, rest=2)
-    node.ledger.change([LedgerEntry(REF, "boot-1", STEP)], ())
+    node.ledger.change([ENTRY], ())
     reloaded(dimmer)
     assert dimmer.written == [], "the undo sets it"
 
@@ -228,3 +234,59 @@ def test_change_by_another_program_is_a_problem_until_the_value_is_right_again(d
     dimmer.undo(STEP, REF)
     dimmer.polled("GPU-1", 2)
     assert dimmer.problems() == []
+
+
+def test_value_of_a_claim_of_an_earlier_boot_is_not_set_and_the_nodes_value_is(node: Journaled) -> None:
+    """Its pod may never come back, and nothing of this boot would undo it."""
+    node.records.save(ClaimRecord(claim(), "prepared", "boot-0", (), (STEP,)))
+    node.ledger.change([replace(ENTRY, boot_id="boot-0")], ())
+    dimmer = Dimmer(node.ledger, rest=2)
+    reloaded(dimmer)
+    assert dimmer.written == [2]
+
+
+def test_claim_that_is_not_prepared_yet_gets_its_value_only_from_prepare(
+    node: Journaled, dimmer: Dimmer
+) -> None:
+    dimmer.do(OTHER, PLAN)
+    node.records.save(ClaimRecord(claim(), "preparing", "boot-1", (), (STEP,)))
+    reloaded(dimmer)
+    assert dimmer.written == [2]
+
+
+def test_problem_of_a_gpu_that_is_not_polled_any_more_ends_with_the_claim(dimmer: Dimmer) -> None:
+    dimmer.do(STEP, PLAN)
+    for _ in range(2):
+        dimmer.polled("GPU-1", 2)
+    assert dimmer.problems()
+    dimmer.undo(STEP, REF)
+    assert dimmer.problems() == []
+
+
+def test_lost_gpu_without_a_claim_has_its_own_problem_and_none_of_this(node: Journaled) -> None:
+    dimmer = Dimmer(node.ledger, rest=2)
+    dimmer.error = DeviceLostError("no answer")
+    dimmer.driver_reloaded()
+    for gpu in dimmer.gpus():
+        dimmer.restore(gpu)
+    assert (dimmer.gpus(), dimmer.problems()) == (set(), [])
+
+
+def test_reload_is_not_forgotten_when_the_ledgers_cannot_be_read(
+    node: Journaled, dimmer: Dimmer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node.records.save(ClaimRecord(claim(), "prepared", "boot-1", (), (STEP,)))
+    dimmer.do(STEP, PLAN)
+    dimmer.driver_reloaded()
+    with monkeypatch.context() as broken:
+        broken.setattr(node.ledger, "details", raising(StateError("no ledger")))
+        with pytest.raises(StateError):
+            dimmer.gpus()
+    assert dimmer.gpus() == {"GPU-1"}
+
+
+def raising(error: Exception) -> Any:
+    def fail(*_arguments: object) -> Any:
+        raise error
+
+    return fail

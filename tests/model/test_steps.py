@@ -53,5 +53,5 @@ def test_labels_of_metrics_have_every_step_and_cleanup(update_golden: bool) -> N
 
 def test_manual_says_what_every_pending_cleanup_withholds() -> None:
     section = (DOCS / "operations.md").read_text().partition("## Pending cleanup")[2].partition("\n## ")[0]
-    rows = re.findall(r"^\| [^|]+ \| `([a-z-]+)` \| [^|]+ \|$", section, re.MULTILINE)
-    assert sorted(rows) == sorted(CLEANUPS)
+    cells = re.findall(r"^\| [^|]+ \| (`[a-z-]+`[^|]*) \| [^|]+ \|$", section, re.MULTILINE)
+    assert sorted(re.findall("`([a-z-]+)`", " ".join(cells))) == sorted(CLEANUPS)

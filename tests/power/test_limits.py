@@ -207,10 +207,14 @@ def test_whole_gpus_consume_their_default_limit_from_the_budget_of_the_node() ->
     assert consumed(NO_POWER_POLICY, TWO) == (None, {})
     assert consumed(PowerPolicy(budget_w=1000), TWO) == ("1000", {GPU_0: "700", GPU_1: "700"})
     assert consumed(PowerPolicy(450, None, 1000), TWO) == ("1000", {GPU_0: "450", GPU_1: "450"})
+    assert consumed(PowerPolicy(100, None, 1000), TWO)[1] == {GPU_0: "200", GPU_1: "200"}, (
+        "as the GPU accepts"
+    )
+    assert consumed(PowerPolicy(800, None, 1000), TWO)[1] == {GPU_0: "700", GPU_1: "700"}
 
 
 def test_gpu_in_mig_mode_always_counts_and_an_unknown_limit_counts_as_all() -> None:
-    node = inventory(h100(0), partitioned(1), replace(h100(2), power_limit_default_w=None))
+    node = inventory(h100(0), partitioned(1), replace(h100(2), power_limits_w=None))
     budget, taken = consumed(PowerPolicy(budget_w=1000), node)
     assert (budget, set(taken.values())) == ("300", {"700", "1000"})
     assert consumed(PowerPolicy(budget_w=500), node)[0] == "0"

@@ -28,8 +28,11 @@ class PowerPolicy:
     budget_w: int | None = None
 
     def counted_w(self, gpu: Gpu) -> int | None:
-        """Return what a GPU uses of the node's budget: its default limit; None if unknown."""
-        return gpu.power_limit_default_w if self.default_w is None else self.default_w
+        """Return what a GPU uses of the node's budget: its limit without a claim; None if unknown."""
+        if self.default_w is None or gpu.power_limits_w is None:
+            return None if gpu.power_limits_w is None else gpu.power_limit_default_w
+        least, most = gpu.power_limits_w
+        return min(most, max(least, self.default_w))
 
     def most_w(self, gpu: Gpu) -> int | None:
         """Return the highest limit that a claim can set on a GPU. With a budget, a claim cannot use more than is

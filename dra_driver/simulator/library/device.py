@@ -39,7 +39,7 @@ _BLACKWELL = 10
 _NVLINK_ERRORS = {38: "crc", 45: "crc data", 52: "replay", 59: "recovery"}
 """Totals over all links, on GPUs before Blackwell; later GPUs have a count for each link."""
 _LINK_RECOVERIES = 215
-_HOPPER, _VOLTA = 9, 5
+_HOPPER, _AMPERE, _VOLTA = 9, 7, 5
 _UNLIKE = 4711.0
 _IDLE_POWER, _LOAD_POWER = 0.1, 0.8
 """The power of an idle GPU, and what a busy one needs in addition, as fractions of its limit."""
@@ -314,6 +314,8 @@ class Device(Core):
         model, gpu = self._settable(handle)
         others = {name: one for name, one in gpu.locked_mhz.items() if name != domain}
         known = model.memory_mhz if domain == "memory" else model.graphics_mhz
+        if model.architecture < (_AMPERE if domain == "memory" else _VOLTA):
+            raise _unsupported()
         if clocks is not None and not min(known) <= clocks[0] <= clocks[1] <= max(known):
             raise Refusal(pynvml.NVML_ERROR_INVALID_ARGUMENT)
         self.machine.set_gpu(gpu.uuid, locked_mhz=others if clocks is None else {**others, domain: clocks})
