@@ -84,7 +84,7 @@ def test_every_gpu_without_a_claim_has_the_default_of_the_node(make_node: Callab
     assert watts(node) == 400
     node.restart_driver()
     eventually(lambda: [watts(node, index) for index in range(8)] == [700.0] * 8)
-    assert not list((node.plugin_dir / "ledger").glob("*.json"))
+    eventually(lambda: not list((node.plugin_dir / "ledger").glob("*.json")))
 
 
 def test_default_of_the_node_survives_the_reset_that_a_mig_mode_may_need(
