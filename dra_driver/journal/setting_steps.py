@@ -265,11 +265,13 @@ class SettingSteps(Generic[S]):
     # --- what another program changed ------------------------------------------------------------
 
     def polled(self, gpu_uuid: str, found: Any) -> None:
-        """Compare a value that was just read with the one that was set. Only two equal polls in a row prove that
-        another program changed it: a poll may read the value right before a step sets it.
+        """Compare a value that was just read with the one that was set; None is a poll without the value.
+
+        Only two equal polls in a row prove that another program changed the value: a poll may read it right before a
+        step sets it.
         """
         wanted = self._set_values.get(gpu_uuid)
-        if wanted is None or self.is_same(found, wanted):
+        if wanted is None or (found is not None and self.is_same(found, wanted)):
             self._others.pop(gpu_uuid, None)
         elif found is not None:
             before = self._others.get(gpu_uuid)

@@ -131,3 +131,17 @@ def test_limits_are_shown_with_the_claim(node: Node, capsys: Any) -> None:
             ]
         )
     assert "limits: 500 W, graphics clock 210 to 1200 MHz" in capsys.readouterr().out
+
+
+def test_poll_that_does_not_read_the_limit_changes_nothing(node: Node) -> None:
+    """Most polls leave it out, and a query may fail."""
+    node.ready(limited(node, "held", power={"limitWatts": 500}))
+    gpu, limits = node.machine.gpu(0).uuid, node.driver._gpu_steps.power_limits
+    limits.polled(gpu, 250_000)
+    limits.polled(gpu, None)
+    assert limits.problems() == []
+    limits.polled(gpu, 250_000)
+    limits.polled(gpu, None)
+    assert [one.code for one in limits.problems()] == ["setting-changed"]
+    limits.polled(gpu, 500_400)
+    assert limits.problems() == [], "less than a watt apart"

@@ -91,7 +91,7 @@ echo "$@" >> {tmp_path}/asked
     finally:
         node.cleaner.stop()
     assert [line.split()[2] for line in (tmp_path / "asked").read_text().splitlines()] == ["GPU-1"]
-    assert len([line for line in logs if line["event"] == "setting_lost"]) == 3, "each reason is told once"
+    assert len([line for line in logs if line["event"] == "setting_lost"]) == 3, "each reason is logged once"
 
 
 @pytest.mark.parametrize("moment", ["while the records are read", "while nvidia-smi runs"])
