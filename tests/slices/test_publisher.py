@@ -635,6 +635,11 @@ class Refusing(GuardedSlices):
             for entry in self.current()
         ]
 
+    def is_complete(self) -> bool:
+        """Whether the scheduler would allocate from the pool."""
+        pools = [entry["spec"]["pool"] for entry in self.current()]
+        return bool(pools) and all(pool == {**pools[0], "resourceSliceCount": len(pools)} for pool in pools)
+
 
 @pytest.fixture
 def refusing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
@@ -773,7 +778,7 @@ def test_devices_are_not_published_without_the_counters_that_they_consume(
     refusing.inventory = inventory(*(cut(number) for number in range(9)))
     slices.faulty = lambda entry: bool(entry["spec"].get("sharedCounters"))
     refusing.start()
-    eventually(lambda: len(slices.by_index()) > 2 and refusing.publisher.problem is not None)
+    eventually(lambda: slices.is_complete() and "out of date" in (refusing.publisher.problem or ""))
     before, tries = slices.by_index(), len(slices.refused)
     while len(slices.refused) < tries + 4:
         refusing.publisher.mark_dirty()
