@@ -57,8 +57,8 @@ _LOCK_WAIT_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Rhythm:
-    """`grace_s` is from finding a claim stale to unpreparing it, unless an attempt waits for it. `retry_s`
-    doubles with each failure in a row, up to `every_s`.
+    """`grace_s` is the least time from finding a claim stale to unpreparing it, unless an attempt waits for
+    it. `retry_s` doubles with each failure in a row, up to `every_s`.
     """
 
     first_s: float = 30.0
@@ -282,7 +282,7 @@ class Reconciler(BackgroundWorker):
         return True
 
     def _is_in_use(self, record: ClaimRecord, why: str) -> bool:
-        """Return True also if that is unknown."""
+        """Return True also if the use is unknown."""
         ref = record.ref
         try:
             use = self.users.of(record)

@@ -131,7 +131,7 @@ class Cleaner(BackgroundWorker):
     # --- what is pending -----------------------------------------------------------------------
 
     def outstanding(self) -> list[PendingCleanup]:
-        """Return the pending cleanups that are reported."""
+        """Return the pending cleanups, without those of claims whose first undos are running."""
         found = self._pending()
         with self._guard:
             return [one for one in found if one.name not in self._ending]
@@ -235,7 +235,7 @@ class Cleaner(BackgroundWorker):
     # --- in the lanes --------------------------------------------------------------------------
 
     def clean_all(self, wait_s: float | None = None) -> list[PendingCleanup]:
-        """Return what is still pending."""
+        """Clean and restore everything now; return what is still pending."""
         self._clean([*self._to_do(), *self._to_restore()], _ALL_S if wait_s is None else wait_s)
         return self.outstanding()
 

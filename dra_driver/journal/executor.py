@@ -251,7 +251,7 @@ class Executor:
             )
 
     def undo_rest(self, uid: str) -> None:
-        """Wait only briefly. Raises: StateError."""
+        """Undo the claim's other steps, but wait only briefly. Raises: StateError."""
         self.cleaner.undo_rest(uid, time_left(_UNDO_WAIT_S))
 
     def in_place(self, record: ClaimRecord) -> bool:

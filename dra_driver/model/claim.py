@@ -146,7 +146,7 @@ class ClaimNow:
 
 @dataclass(frozen=True, slots=True)
 class PreparedDevice:
-    """`requests` is empty for all requests."""
+    """Empty `requests` mean all requests."""
 
     requests: tuple[str, ...]
     pool: str

@@ -105,7 +105,7 @@ HOST_DEVICE_NODES: Final[Mapping[HostDevice, tuple[str, ...]]] = {
 }
 """Only the last component can have a `*`."""
 HOST_DEVICE_FILES: Final[Mapping[HostDevice, tuple[str, ...]]] = {"gds": ("/run/udev", "/etc/cufile.json")}
-"""If the host has them: cuFile queries udev about disks."""
+"""Containers get these if the host has them: cuFile queries udev about disks."""
 HOST_DEVICE_REMEDIES: Final[Mapping[HostDevice, str]] = {
     "gds": "`modprobe nvidia-fs` on the node",
     "mofed": "load the RDMA drivers on the node (`modprobe ib_uverbs rdma_ucm`)",

@@ -24,8 +24,8 @@ class MpsDaemonSpec:
     """The control daemon of one GPU or MIG device, or of several whole GPUs.
 
     `uuid` is the device's own. `multi_user` lets clients of different users share a server; it requires Volta
-    and NVIDIA driver R555. Without it, the daemon serves one user at a time. The default limits apply to
-    clients without a tighter limit; None means all threads, all memory.
+    and NVIDIA driver R555, or newer. Without it, the daemon serves one user at a time. The default limits
+    apply to clients without a tighter limit; None means all threads, all memory.
 
     A daemon of several GPUs is named after the GPU with the lowest UUID; `others` follow in order of their
     UUIDs, in which the clients number the GPUs. An MPS host of an older release rejects `others`.

@@ -25,7 +25,7 @@ def imex_of(
     fails (CUDA error 802), and works after its container restarts. A taint keeps new pods away.
 
     Raises: like `gets_channels`; RetryableError if the NVIDIA driver has no channels; ClaimRefusedError if it
-    has too few or too many.
+    has too few or too many for the configuration.
     """
     if channels is None or not gets_channels(result, device):
         return None
