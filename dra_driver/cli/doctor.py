@@ -1,4 +1,4 @@
-"""`gpu-dra-driver doctor`: checks what the node needs and the health of its GPUs, and suggests remedies."""
+"""`gpu-dra-driver doctor`."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ _NVML_WAIT_S = 4.0
 
 
 def doctor_checks(settings: Settings) -> list[Check]:
-    """Return all checks of `doctor`, from the host to the cluster."""
+    """Return all checks, from the host to the cluster."""
     machine = CommandMachine(settings)
     snapshot = NodeSnapshot(machine)
     # NVML is opened only once: in one process, closing one session would shut down the other.

@@ -1,4 +1,4 @@
-"""`gpu-dra-driver top`: a live view of the node's GPUs, their claims and their health."""
+"""`gpu-dra-driver top`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _WAIT_ONCE_S = 25.0
 """If NVML has no other client it wakes every GPU first, which takes seconds each. A GPU that hangs takes 15 s."""
 _WAIT_LIVE_S = 2.0
 _WAIT_FIRST_S = 0.3
-"""The first screen appears after this time, even if NVML hangs or is still waking GPUs."""
+"""The first screen appears then, even if NVML hangs or is still waking GPUs."""
 _MIB = 1 << 20
 _SAMPLES = 12
 _LEVELS = " .:-=+*#%@"
@@ -115,11 +115,11 @@ def node_picture(
     text: str = "",
     history: Mapping[str, Sequence[int]] | None = None,
 ) -> list[RenderableType]:
-    """Return the whole view: GPUs, problems, claims, pods, MPS daemons.
+    """Return the whole view.
 
-    `order` sorts the GPUs: busiest first by memory or utilisation, worst first by health; `memory` also sorts the
-    pods. `text` is the search text: a GPU or claim that is the only match is shown in detail. `history` has the
-    utilisations of each GPU in percent, by device name, newest last.
+    `order` sorts the GPUs: busiest or worst first; `memory` also sorts the pods. A GPU or claim that is the only
+    match of the search `text` is shown in detail. `history` has the utilisations of each GPU in percent, by device
+    name, newest last.
     """
     sections = [
         [_head(view, width), *_problems(view)],
@@ -144,7 +144,7 @@ def _text(text: str, style: str = "") -> RenderableType:
 
 
 def _head(view: NodeView, width: int | None) -> RenderableType:
-    """Return the title. On a narrow terminal it leaves out the DRA driver's name, then versions."""
+    """On a narrow terminal, leave out the DRA driver's name, then versions."""
     nvidia = f"NVIDIA driver {view.nvidia_version or 'unknown'}"
     cuda = f"CUDA {view.cuda_version}" if view.cuda_version else None
     parts = [view.node, nvidia, cuda, view.driver, view.taken_at]
@@ -196,19 +196,17 @@ def _gpu(gpu: SeenGpu, history: Sequence[int], holdings: Iterable[Holding]) -> l
 
 
 def _fraction(load: GpuLoad | None) -> float | None:
-    """Return the fraction of memory in use."""
     if load is None or load.memory_used_bytes is None or not load.memory_total_bytes:
         return None
     return load.memory_used_bytes / load.memory_total_bytes
 
 
 def _word(severity: str) -> str:
-    """Return the severity, in capitals if it needs attention: it then stands out even without colours."""
+    """Return the severity, in capitals if it needs attention, so that it stands out without colours."""
     return severity.upper() if severity in ("degraded", "unhealthy", "lost", "unknown") else severity
 
 
 def _details(view: NodeView) -> Iterator[RenderableType]:
-    """Yield the details of a GPU or claim that is the only match of the search."""
     if len(view.gpus) == 1:
         gpu = view.gpus[0]
         shown = [gpu.name, gpu.uuid, gpu.product, gpu.pci_bus_id, f"MIG {gpu.mode}" if gpu.mode else None]
@@ -244,7 +242,6 @@ def _reason_text(reason: SeenReason) -> str:
 
 
 def _why(view: NodeView, unknown: Sequence[str]) -> str:
-    """Return why the health of GPUs is unknown."""
     if view.unwatched is not None:
         return f"{view.unwatched}."
     for problem in view.problems:
@@ -284,7 +281,6 @@ def _since(seconds: float | None, unknown: str = "unknown") -> str:
 
 
 def _pods(view: NodeView, width: int | None, order: Order) -> list[RenderableType]:
-    """Return memory and utilisation of each pod, and of each process outside pods."""
     of_pods: dict[object, list[SeenProcess]] = {}
     for process in view.processes:
         of_pods.setdefault(process.pod or process.pid, []).append(process)
@@ -339,9 +335,7 @@ def _mps(view: NodeView, width: int | None) -> list[RenderableType]:
 
 @dataclass
 class Screen:
-    """The state of the screen. Key presses change it. `first` is the top line; `typing` means that keys edit
-    the search text.
-    """
+    """`first` is the top line; `typing` means that keys edit the search text."""
 
     order: Order = "index"
     text: str = ""
@@ -384,7 +378,6 @@ class Screen:
 
 
 def _run_live(snapshot: NodeSnapshot, interval_s: float, screen: Screen, *, is_colored: bool) -> None:
-    """Draw until q, Ctrl-C or SIGTERM, then restore the terminal."""
     from rich.live import Live
 
     terminal, wait_nvml_s = console(None, None, is_colored=is_colored), _WAIT_FIRST_S

@@ -35,12 +35,12 @@ _OURS = (
     "may not change the allocation of a claim or who uses it",
 )
 _OWN_CHECK = re.compile(r'requires resource="?resourceclaims/')
-"""Part of the error with which Kubernetes 1.36 and newer reject a claim status, before any policy runs."""
+"""In the error with which Kubernetes 1.36 and newer reject a claim status, before any policy runs."""
 
 
 def refusal_finding(error: ApiRejectedError, what: str) -> Finding:
-    """Return the finding for a refused attempt to do `what`: OK if a policy of gpu-dra-driver or Kubernetes itself
-    refused it, but FAIL if the account's token names no node.
+    """Return OK if a policy of gpu-dra-driver or Kubernetes itself refused to do `what`, but FAIL if the account's
+    token names no node.
     """
     text = str(error)
     policy, webhook = _BY_POLICY.search(text), _BY_WEBHOOK.search(text)
@@ -89,7 +89,6 @@ class AdmissionProof:
     claims: Callable[[], Sequence[ClaimRef]]
 
     def slices(self) -> Finding:
-        """Check that gpu-dra-driver cannot create a slice for another node."""
         if self._may(EXEMPT_VERB):
             return self._exempt()
         pool = {"name": _FOREIGN, "generation": 1, "resourceSliceCount": 1}
@@ -106,7 +105,6 @@ class AdmissionProof:
         return self._accepted("publish slices for another node")
 
     def claim_status(self) -> Finding:
-        """Check that gpu-dra-driver cannot change who may use a claim's devices."""
         if self._may(EXEMPT_VERB):
             return self._exempt()
         claim = self._allocated_claim()
@@ -129,7 +127,6 @@ class AdmissionProof:
         return self._accepted("change which pods use a claim")
 
     def _accepted(self, what: str) -> Finding:
-        """Return the finding for a request that the server should have refused."""
         why = "the policy is missing or not bound, or its binding does not deny requests"
         if not self._may(MARK_VERB):
             why = f"this account lacks the permission {MARK_VERB} {MARK_RESOURCE}.{self.driver}, so no policy applies"
@@ -148,7 +145,6 @@ class AdmissionProof:
         return is_allowed(self.client, Permission(verb, MARK_RESOURCE, self.driver))
 
     def _allocated_claim(self) -> JsonObject | None:
-        """Return an allocated claim of this node that has a device of gpu-dra-driver; None if there is none."""
         lookup = ClaimClient(self.client)
         for ref in self.claims():
             claim = lookup.find(ref)

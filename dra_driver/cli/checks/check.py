@@ -1,4 +1,4 @@
-"""The checks of `doctor`. They run in parallel, each with a time limit, so that they do not affect each other."""
+"""Checks run in parallel, each with a time limit, so that they do not affect each other."""
 
 from __future__ import annotations
 
@@ -27,10 +27,7 @@ Look = Callable[[], Finding | Sequence[Finding]]
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A named check. `look` returns one or several findings, and may raise any error.
-
-    `slow` is the probable cause if the check does not end in time, and the remedy.
-    """
+    """`look` may raise any error. `slow` is the probable cause if the check does not end in time, and the remedy."""
 
     name: str
     look: Look
@@ -54,7 +51,6 @@ class Shared(Generic[T]):
         self._answer: Future[T] = Future()
 
     def get(self) -> T:
-        """Return the value. Raises: the error raised while reading it."""
         with self._lock:
             if not self._answer.done():
                 try:
@@ -72,10 +68,7 @@ class Shared(Generic[T]):
 
 
 def run_checks(checks: Sequence[Check], bound_s: float = BOUND_S) -> list[Outcome]:
-    """Return all outcomes in the order of the checks, after at most `bound_s` seconds.
-
-    If a check raises an error or takes too long, the others are not affected.
-    """
+    """Return all outcomes in the order of the checks, after at most `bound_s` seconds."""
     answers = run_in_parallel([partial(_looked, check) for check in checks], len(checks), bound_s)
 
     def findings(check: Check, answer: Future[Finding | Sequence[Finding]]) -> Sequence[Finding]:
@@ -137,7 +130,7 @@ def of_text(text: str, *, fails: bool) -> Finding:
 def not_written(directory: Path) -> Finding | None:
     """Return a finding if no file can be written to a directory and synced; None otherwise.
 
-    The test file is removed again. Its name begins with a dot, so neither the kubelet nor a runtime reads it.
+    The test file's name begins with a dot, so neither the kubelet nor a runtime reads it.
     """
     try:
         with tempfile.NamedTemporaryFile(prefix=".doctor-", dir=directory) as file:

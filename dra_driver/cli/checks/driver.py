@@ -1,4 +1,4 @@
-"""Checks the NVIDIA driver on the host: kernel module, files, NVML, device nodes, hook, MIG."""
+"""Checks the NVIDIA driver and the GPUs on the host."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ _GPU_NODE = re.compile(r"nvidia(\d+)\Z")
 
 
 class _NotKnownError(Exception):
-    """A check needs NVML, which does not answer; the check `NVML` reports why."""
+    """NVML does not answer; the check `NVML` reports why."""
 
 
 @dataclass(frozen=True, slots=True)
 class DriverChecks:
-    """Checks one host. `inventory` raises NVML's errors, and has MIG profiles; `node_view` returns `top`'s data.
-    `gpu_users` returns programs that have a GPU open, except those of gpu-dra-driver and claims; None if unknown.
+    """`inventory` raises NVML's errors; `node_view` returns `top`'s data. `gpu_users` returns programs that have a
+    GPU open, except those of gpu-dra-driver and claims; None if unknown.
     """
 
     paths: HostPaths
@@ -111,7 +111,6 @@ class DriverChecks:
         return ok(f"{len(functions)} on the PCI bus, bound to nvidia")
 
     def kernel_driver(self) -> Finding:
-        """Check that the kernel module is loaded."""
         version = self._loaded_version()
         if version is None:
             path = f"{self.paths.proc}/driver/nvidia/version"
@@ -122,7 +121,7 @@ class DriverChecks:
         return ok(f"{version} loaded", version)
 
     def driver_root(self) -> Finding:
-        """Check that the driver root has the NVIDIA driver's files, and that they match the loaded version."""
+        """Check that the driver root has the NVIDIA driver's files, in the loaded version."""
         root = self.paths.driver_root
         where = "set --nvidia-driver-root (and --container-driver-root) to the root directory of the NVIDIA driver"
         if not Path(root).is_dir():
@@ -208,7 +207,6 @@ class DriverChecks:
         return ok(f"{answer}, NVIDIA driver {version or 'unknown'}{shown}")
 
     def health(self) -> list[Finding]:
-        """Check the health of every GPU and MIG device."""
         inventory = self.inventory.or_none()
         policy = TaintPolicy(dict(self.settings.taint_effects))
         found = health_findings(self.node_view(), has_nvml=inventory is not None, policy=policy)
@@ -220,7 +218,6 @@ class DriverChecks:
         return found
 
     def device_nodes(self) -> Finding:
-        """Check the device nodes through which containers access the GPUs."""
         dev = DevRoot(self.paths, self.nodes)
         if dev.node("/dev/nvidiactl") is None:
             return fail(
@@ -253,8 +250,8 @@ class DriverChecks:
         return ok(f"/dev/nvidiactl, /dev/nvidia-uvm and the device nodes of {counted(len(minors), 'GPU')}")
 
     def dev_char_links(self) -> Finding:
-        """Check that systemd finds the NVIDIA driver's device nodes; otherwise `systemctl daemon-reload` can take
-        GPUs from containers.
+        """Check that systemd finds the device nodes; otherwise `systemctl daemon-reload` can take GPUs from
+        containers.
         """
         if DevRoot(self.paths, self.nodes).node("/dev/nvidiactl") is None:
             return skip("/dev/nvidiactl is missing")
@@ -375,7 +372,6 @@ class DriverChecks:
         return ok(f"nvidia-imex is ready; claims get {_channels(wanted, count)}")
 
     def host_devices(self) -> Finding:
-        """Check that the host has the extra devices that every claim should get."""
         kinds = self.settings.extra_devices.host_devices
         finder = HostDeviceFinder(self.paths, nodes=self.nodes)
         missing = [kind for kind in kinds if not finder.find(kind).nodes]
@@ -388,7 +384,6 @@ class DriverChecks:
         return ok(f"the host has device nodes for {named(kinds)}")
 
     def cdi_hook(self) -> Finding:
-        """Check nvidia-cdi-hook, which creates the links to libraries in containers."""
         try:
             hook = HookFinder(self.paths, self.settings.nvidia_cdi_hook_path).find()
         except RetryableError as error:
@@ -406,7 +401,6 @@ class DriverChecks:
         return ok(f"{hook.host_path} ({', '.join(hook.verbs)})")
 
     def gpu_processes(self) -> list[Finding]:
-        """Check for processes that use GPU memory without a claim."""
         self._known()
         found = [one for one in self.node_view().processes if one.is_unclaimed]
         texts = (unclaimed_text(one.gpu, GpuProcess(one.pid, one.name, one.memory_bytes)) for one in found)
@@ -437,7 +431,6 @@ class DriverChecks:
         return "with confidential computing stop working when the last program exits, until you reset them"
 
     def gpu_memory(self) -> Finding:
-        """Check whether GPU memory is also host memory."""
         gpus = self._known().gpus
         nodes = [str(gpu.memory_numa_node) for gpu in gpus if gpu.memory_numa_node is not None]
         if not nodes:
@@ -498,7 +491,6 @@ class DriverChecks:
         return [item.bus_id for item in functions if is_vfio(item.driver)]
 
     def _known(self) -> Inventory:
-        """Return the inventory. Raises: _NotKnownError without NVML."""
         inventory = self.inventory.or_none()
         if inventory is None:
             raise _NotKnownError

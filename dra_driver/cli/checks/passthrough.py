@@ -17,9 +17,7 @@ from dra_driver.model.units import counted, named
 
 @dataclass(frozen=True, slots=True)
 class PassthroughChecks:
-    """Checks one host. `cards` returns the selected cards and those that gpu-dra-driver has bound. Without
-    passthrough, none is selected.
-    """
+    """`cards` returns the selected cards (none without passthrough) and those that gpu-dra-driver has bound."""
 
     host: VfioCards
     cards: Callable[[], Sequence[Card]]
@@ -60,7 +58,6 @@ class PassthroughChecks:
         return [*found, ok(summary)] if fit else found
 
     def all(self) -> list[Check]:
-        """Return the checks; empty if passthrough is off and gpu-dra-driver has not bound a card to vfio."""
         is_needed = self.is_on or bool(self._steps())
         return [Check("passthrough", self.passthrough)] if is_needed else []
 

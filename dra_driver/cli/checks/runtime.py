@@ -49,10 +49,8 @@ Toml = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class RuntimeConfig:
-    """CDI settings of a runtime, from its CRI status or its configuration file.
-
-    `enabled` is None if the setting is missing; `file` is a path on the host; `version` is the version of
-    containerd's file format.
+    """CDI settings of a runtime. `enabled` is None if the setting is missing; `version` is that of containerd's file
+    format.
     """
 
     runtime: str
@@ -64,15 +62,12 @@ class RuntimeConfig:
 
 @dataclass(frozen=True, slots=True)
 class RuntimeChecks:
-    """`host` is the path at which this process sees the host's `/`, None if it cannot. `cdi_root` is the directory of
-    the CDI specs.
-    """
+    """`host` is where this process sees the host's `/`, None if it cannot."""
 
     cdi_root: str
     host: str | None
 
     def runtime(self) -> Finding:
-        """Check that the runtime reads CDI specs from `cdi_root`."""
         if self.host is None:
             return skip(
                 "the runtime's configuration is not visible from here; mount the host's / and set --host-root"
@@ -96,7 +91,6 @@ class RuntimeChecks:
         return judge_runtimes(known or list(found.values()), self.cdi_root)
 
     def directory(self) -> Finding:
-        """Check that CDI specs can be written."""
         path = Path(self.cdi_root)
         if not path.exists():
             parent = next(parent for parent in path.parents if parent.exists())
@@ -109,7 +103,6 @@ class RuntimeChecks:
         return not_written(path) or ok(f"gpu-dra-driver can write to {path}")
 
     def all(self) -> list[Check]:
-        """Return the checks."""
         return [
             Check("runtime", self.runtime),
             Check("CDI directory", self.directory),
@@ -117,11 +110,7 @@ class RuntimeChecks:
 
 
 def host_directory(paths: HostPaths, *, simulated: bool, in_pod: bool) -> str | None:
-    """Return the path at which this process sees the host's `/`; None if it cannot.
-
-    The path is the mount of the host's root, the driver root if the NVIDIA driver is installed in `/`, or `/` outside
-    a pod.
-    """
+    """Return the path at which this process sees the host's `/`; None if it cannot."""
     if simulated or paths.host_root is not None:
         return paths.host_root or paths.driver_root
     if paths.host_driver_root == "/":
@@ -175,7 +164,7 @@ def _with_answer(config: RuntimeConfig | None, name: str, answer: JsonObject) ->
 
 
 def read_configs(tree: RootedTree) -> Iterator[RuntimeConfig]:
-    """Yield the CDI settings in the files of containerd and CRI-O on the host. Raises: tomllib.TOMLDecodeError."""
+    """Yield the settings of containerd and CRI-O on the host. Raises: tomllib.TOMLDecodeError."""
     for path in _CONTAINERD:
         document = _toml(tree, path)
         if document is not None:
@@ -217,7 +206,7 @@ def _toml(tree: RootedTree, path: str) -> JsonObject | None:
 
 
 def containerd_config(path: str, document: Toml, imported: Iterable[tuple[str, Toml]]) -> RuntimeConfig:
-    """Return the settings of the main file and its imports. Imports override the main file, as in containerd.
+    """Return the settings of the main file and its imports, which override the main file.
 
     The default of a missing setting depends on containerd's version.
     """
@@ -236,9 +225,7 @@ def containerd_config(path: str, document: Toml, imported: Iterable[tuple[str, T
 
 
 def crio_config(documents: Mapping[str, Toml]) -> RuntimeConfig | None:
-    """Merge CRI-O's main file and its drop-ins, which are in CRI-O's order: later files override earlier ones.
-    Returns None without files.
-    """
+    """Merge CRI-O's files; later ones override earlier ones. Returns None without files."""
     if not documents:
         return None
     merged: dict[str, Any] = {}
@@ -250,7 +237,7 @@ def crio_config(documents: Mapping[str, Toml]) -> RuntimeConfig | None:
 
 
 def judge_runtimes(found: Sequence[RuntimeConfig], cdi_root: str) -> Finding:
-    """Return the worst finding for the runtimes, if gpu-dra-driver writes its specs to `cdi_root`."""
+    """Return the worst finding for the runtimes."""
     others = [config for config in found if config.runtime != "docker"]
     if found and not others:
         return fail(*DOCKER)
@@ -271,9 +258,7 @@ _OWN_FILES = (
     ("/microk8s/", "/var/snap/microk8s/current/args/containerd-template.toml", "snap restart microk8s"),
     ("/etc/k0s/", "/etc/k0s/containerd.d/cdi.toml", "k0s stop && k0s start"),
 )  # fmt: skip
-"""For files that a distribution generates: part of the path, the file to edit instead, and the command that restarts
-the runtime.
-"""
+"""For generated files: part of the path, the file to edit instead, and the command that restarts the runtime."""
 
 
 def _edited(config: RuntimeConfig) -> tuple[str, str]:

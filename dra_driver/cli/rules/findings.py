@@ -1,7 +1,7 @@
 """The results of `doctor`'s checks.
 
-One rule separates FAIL from WARN: after a FAIL, some pod that asks for a device of this node does not get it. What
-could not be checked is no FAIL, because the pod may get its device.
+After a FAIL, some pod that asks for a device of this node does not get it. What could not be checked is not a FAIL,
+because the pod may get its device.
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ _WORST_FIRST = ("FAIL", "WARN", "SKIP", "OK")
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of a check, and the remedy for a problem.
-    `version` is the version of the checked component.
-    """
+    """`version` is the version of the checked component."""
 
     status: Status
     seen: str
@@ -36,7 +34,6 @@ class Finding:
 
 
 def ok(seen: str, version: str | None = None) -> Finding:
-    """Return the finding of a check without problems."""
     return Finding("OK", seen, version=version)
 
 
@@ -46,7 +43,6 @@ def warn(seen: str, remedy: str) -> Finding:
 
 
 def fail(seen: str, remedy: str) -> Finding:
-    """Return the finding for a fault that keeps some pod from getting a device of this node."""
     return Finding("FAIL", seen, remedy)
 
 
@@ -56,14 +52,12 @@ def skip(seen: str) -> Finding:
 
 
 def keeps_pods_away(problem: NodeProblem) -> bool:
-    """Whether a problem of the node keeps some pod from getting its device."""
     # Without its health file the plugin reads the health from the GPUs.
     is_of_health = problem.code == "newer-files" and problem.subject.endswith(f"/{HEALTH_FILE}")
     return problem.code not in CODES_THAT_WARN and not is_of_health
 
 
 def worst(findings: Iterable[Finding]) -> Finding:
-    """Return the most serious finding; of several, the first."""
     return min(findings, key=lambda finding: _WORST_FIRST.index(finding.status))
 
 
@@ -75,10 +69,7 @@ _VERIFIED = {
 
 
 def verified(found: Sequence[tuple[str, Finding]]) -> dict[str, dict[str, str | None]]:
-    """Return the results that Kubernetes AI conformance requires, from check names and findings.
-
-    For the NVIDIA driver and the container runtime: the worst status, and the version (None if unknown).
-    """
+    """Return the results that Kubernetes AI conformance requires, from check names and findings."""
     versions = {check: finding.version for check, finding in found}
     return {
         subject: {

@@ -1,4 +1,4 @@
-"""The findings of `doctor` about the health of a node's GPUs and MIG devices."""
+"""The findings of `doctor` about the health of GPUs and MIG devices."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def health_findings(
 ) -> list[Finding]:
     """Return a finding for all unhealthy devices with the same reasons, worst first, or one if all are healthy.
 
-    `has_nvml` is whether NVML answered. `policy` decides which reasons keep claims away. A reason that may be over,
-    because the plugin is not running, is only a warning.
+    `policy` decides which reasons keep claims away. A reason that may be over, because the plugin is not running, is
+    only a warning.
     """
     places = {gpu.name: gpu for gpu in found.gpus}
     ill: dict[tuple[str, float | None], list[SeenReason]] = {}
@@ -40,7 +40,7 @@ def health_findings(
 
 
 def _pods_on(gpu: SeenGpu, found: NodeView) -> str:
-    """Return the commands that delete the pods of claims on a GPU and its MIG devices; empty without claims."""
+    """Return the commands that delete the pods of claims on a GPU and its MIG devices."""
     pods: dict[str, dict[str, None]] = {}
     ends: dict[str, None] = {}
     for held in found.holdings:
@@ -62,7 +62,7 @@ def _gpu_of(reasons: Sequence[SeenReason]) -> str:
 def _finding(
     gpu: SeenGpu, alike: Sequence[Sequence[SeenReason]], found: NodeView, policy: TaintPolicy
 ) -> Finding:
-    """Return the finding for devices with the same reasons. `gpu` is the GPU of the first device."""
+    """`gpu` is the GPU of the first device."""
     reasons = alike[0]
     worst = _worst(reasons)
     texts = "; ".join(f"{reason.text.partition('; ')[0]}{_age(reason.since_s)}" for reason in reasons)

@@ -1,4 +1,4 @@
-"""A GPU's memory slices: its GPU instances, the claims that hold them, and the remaining room."""
+"""A GPU's memory slices: its GPU instances, their holders, and the remaining room."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from dra_driver.model.steps import CreateMig
 
 @dataclass(frozen=True, slots=True)
 class SeenInstance:
-    """A GPU instance. Its ID is None if it does not exist but a claim holds it. `holder` describes the holder."""
+    """A GPU instance. Its ID is None if it does not exist but a claim holds it."""
 
     profile: str
     place: Placement
@@ -35,13 +35,11 @@ class SeenInstance:
 
     @property
     def slices(self) -> str:
-        """The memory slices as text: `slice 3` or `slices 0-3`."""
         start, size = self.place.start, self.place.size
         return f"slice {start}" if size == 1 else f"slices {start}-{start + size - 1}"
 
     @property
     def ids(self) -> str:
-        """The IDs as text, such as `GI 7 CI 0`."""
         if self.gpu_instance_id is None:
             return "absent"
         compute = ",".join(str(number) for number in sorted(self.compute_instance_ids))
@@ -52,9 +50,8 @@ class SeenInstance:
 class GpuMap:
     """The content of a GPU's drawing.
 
-    `mode` and `whole_owner` are texts: the MIG mode, and the holder of the whole GPU (None without one). `instances`
-    are in the order of their slices. `room` is how many instances of each profile still fit, one profile at a time.
-    `called` contains all names that users can give for the GPU.
+    `whole_owner` is the holder of the whole GPU. `instances` are in the order of their slices. `room` is how many
+    instances of each profile still fit, one profile at a time. `called` contains all names that users can give.
     """
 
     name: str
@@ -75,10 +72,10 @@ _OURS = {
 
 
 def gpu_maps(inventory: Inventory, known: NodeState, on_demand: Callable[[Gpu], bool]) -> list[GpuMap]:
-    """Return the content of a drawing for each GPU in MIG mode or with MIG on demand.
+    """Return a drawing's content for each GPU in MIG mode or with MIG on demand.
 
-    `inventory` is what NVML reports: every GPU that has profiles has `partitioning`, with all its GPU instances
-    in `withheld`, no matter who created them.
+    Every GPU that has profiles has `partitioning`, with all its GPU instances in `withheld`, no matter who created
+    them.
     """
     return [
         _map_of(inventory.gpu_names[gpu.uuid], gpu, gpu.partitioning, known, on_demand(gpu))
@@ -210,9 +207,7 @@ def _holders(gpu: Gpu, records: Iterable[ClaimRecord], kind: str) -> Mapping[str
 def _missing(
     gpu: Gpu, existing: Iterable[GpuInstance], records: Iterable[ClaimRecord]
 ) -> Sequence[CreateMig]:
-    """Return the CreateMig steps whose GPU instance does not exist, one per placement: not created yet, or lost in a
-    reboot.
-    """
+    """Return the CreateMig steps whose GPU instance does not exist: not created yet, or lost in a reboot."""
     there = {(instance.profile_id, instance.placement) for instance in existing}
     wanted = {
         (step.profile_id, step.placement): step

@@ -34,11 +34,11 @@ class SavedHealth:
 
 @dataclass(frozen=True, slots=True)
 class NodeState:
-    """The content of a plugin directory. `faults` has a sentence for each part that could not be read, and
-    `notes` has one `problem; remedy` for each problem with the saved health.
+    """The content of a plugin directory. `faults` are sentences about parts that could not be read, `notes` are
+    texts like `problem; remedy` about the saved health.
 
-    `boot_id` is the current boot, None if unknown; ledger entries of other boots are void. `ledger_fault` is why a
-    ledger cannot be read.
+    `boot_id` is None if unknown; ledger entries of other boots are void. `ledger_fault` is why a ledger cannot be
+    read.
     """
 
     records: Sequence[ClaimRecord] = ()

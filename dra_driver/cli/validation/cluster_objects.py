@@ -21,8 +21,8 @@ _TIMEOUT_S = 15.0
 
 @dataclass(slots=True)
 class ClusterObjects:
-    """Objects of a cluster: its DeviceClasses (None if they cannot be read), and the claims and templates that pods
-    name but no file contains (None if they do not exist). `problem` is the first read error.
+    """`classes` is None if they cannot be read. `found` has the claims and templates that pods name but no file
+    contains, None if they do not exist. `problem` is the first read error.
     """
 
     server: str
@@ -32,8 +32,8 @@ class ClusterObjects:
 
 
 def read_cluster(endpoint: Endpoint, wanted: Sequence[Reference]) -> ClusterObjects:
-    """Return the DeviceClasses of a cluster, and the `wanted` claims and templates. Stops at the first error, which
-    becomes `problem`.
+    """Read the DeviceClasses and the `wanted` claims and templates. Stops at the first error, which becomes
+    `problem`.
     """
     client, cluster = ApiClient(endpoint, timeout_s=_TIMEOUT_S), ClusterObjects(endpoint.server)
     try:
@@ -57,7 +57,7 @@ def read_cluster(endpoint: Endpoint, wanted: Sequence[Reference]) -> ClusterObje
 
 
 def references(documents: Sequence[Document], namespace: str) -> list[Reference]:
-    """Return the claims and templates that pods name but no document contains. `namespace` is the default namespace."""
+    """Return the claims and templates that pods name but no document contains."""
     there = set()
     wanted: dict[Reference, None] = {}
     for document in documents:

@@ -1,4 +1,4 @@
-"""Decides, as the scheduler would, whether a claim fits on a machine. `rules.explain` explains the result."""
+"""Decides, as the scheduler would, whether a claim fits on a machine."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from dra_driver.power.rules.limits import NO_POWER_POLICY, PowerPolicy
 _CLAIM: Final = ClaimRef("default", "claim", "00000000-0000-0000-0000-000000000000")
 """What Prepare would plan for."""
 _PLAIN_STEPS = 2
-"""The number of steps of a request without selectors: all devices, and the devices of its class."""
+"""For a request without selectors: all devices, and the devices of its class."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Fit:
 
     `devices` are (request, device) of one possible allocation; if there is none, `problem` says why. `refusal` is why
     Prepare would refuse the claim with these devices, and `delay` why Prepare would fail until the machine changes.
-    `allocation` is the claim's `status.allocation`. `near` are hints about devices that a selector barely excludes.
+    `near` are hints about devices that a selector barely excludes.
     """
 
     funnels: tuple[Funnel, ...]
@@ -61,10 +61,8 @@ class Fit:
 
 @dataclass(eq=False)
 class MachineFit:
-    """An empty machine, without any allocated device.
-
-    `sharing`, `extra_devices` and `power` are the settings of its plugin. `gpus` are the GPUs on which MIG layouts are
-    tried.
+    """An empty machine. `sharing`, `extra_devices` and `power` are the settings of its plugin. MIG layouts are tried
+    on `gpus`.
     """
 
     name: str
@@ -101,9 +99,7 @@ class MachineFit:
         return Fit(funnels, results, None, *self._planned(allocation), allocation, near)
 
     def together(self, specs: Sequence[JsonObject], classes: Mapping[str, JsonObject]) -> str | None:
-        """Return why claims with these v1 specs, such as the claims of one pod, do not fit together; None if
-        they do.
-        """
+        """Return why claims with these v1 specs do not fit together; None if they do."""
         held: list[JsonObject] = []
         for number, spec in enumerate(specs, 1):
             try:
@@ -182,10 +178,7 @@ class MachineFit:
         return f"{text} and satisfies {attributes}" if attributes else text
 
     def _planned(self, allocation: JsonObject) -> tuple[str | None, str | None]:
-        """Plan the claim as Prepare would, with the parameters of the claim and its classes.
-
-        Return why Prepare refuses the claim, and why it fails until the machine changes; None for what does not happen.
-        """
+        """Return why Prepare refuses the claim, and why it fails until the machine changes."""
         body = {"metadata": {"uid": _CLAIM.uid}, "status": {"allocation": allocation}}
         before = f"if the claim is allocated on {self.name}, Prepare"
         try:
@@ -220,7 +213,6 @@ def _first_short(wanted: list[list[Wanted]], funnels: tuple[Funnel, ...]) -> str
 
 
 def _short_of(wanted: Wanted, found: Funnel) -> str | None:
-    """Return why one request cannot be served by itself; None if it can."""
     who = f"request {wanted.name}"
     if found.error is not None:
         return f"{who}: selector {found.error}"

@@ -1,9 +1,6 @@
-"""Allocates devices to claims like kube-scheduler of Kubernetes 1.37 on one node. Objects are in stored form
-(v1).
+"""Allocates devices to claims like kube-scheduler of Kubernetes 1.37 on one node. Objects are in stored form (v1).
 
-Supported: `exactly` and `firstAvailable`, counts and `All`, class and request selectors, `matchAttribute` and
-`distinctAttribute`, adminAccess, taints and tolerations, shared counters, consumable capacity, several claims of a
-pod. Anything else is refused. tests/playground/test_kube_allocator.py compares it with Kubernetes' own allocator.
+Anything unsupported is refused. tests/playground/test_kube_allocator.py compares this with Kubernetes' own allocator.
 """
 
 from __future__ import annotations
@@ -27,13 +24,12 @@ Amounts = Mapping[str, str]
 
 
 def shareable(device: Mapping[str, Any]) -> bool:
-    """Whether the device can be allocated several times."""
     return bool(device.get("allowMultipleAllocations"))
 
 
 def consumption(requests: Mapping[str, Any], device: Mapping[str, Any]) -> Amounts | None:
     """Return what an allocation consumes of every capacity, including zeros; None if even a free device cannot serve
-    the requests.
+    it.
     """
     # kube-scheduler compares names literally, so `gpu.nvidia.com/memory` is not the capacity `memory`.
     if not requests.keys() <= (device.get("capacity") or {}).keys():
@@ -49,7 +45,6 @@ def consumption(requests: Mapping[str, Any], device: Mapping[str, Any]) -> Amoun
 
 
 def fits(device: Mapping[str, Any], shares: Iterable[Amounts]) -> bool:
-    """Whether the device has enough capacity for all of these shares together."""
     sums: dict[str, Fraction] = {}
     for share in shares:
         for name, amount in share.items():
@@ -111,7 +106,7 @@ _MAX_TRIES = 100_000
 
 
 class AllocationError(Exception):
-    """The claims cannot be allocated: nothing fits, or they use an unsupported feature."""
+    """Nothing fits, or the claims use an unsupported feature."""
 
 
 class NoChoiceError(AllocationError):
@@ -128,8 +123,8 @@ class _TooManyError(Exception):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Candidate:
-    """A device of a pool on the node. `is_here` is False if the pool assigns the device to another node. `counters`
-    is its consumption of the pool's counters.
+    """A device of a pool. `is_here` is False if the pool assigns it to another node. `counters` are what it
+    consumes.
     """
 
     id: DeviceId
@@ -141,7 +136,6 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """The device's name in its pool."""
         return self.id[2]
 
     def matches(self, selector: Selector) -> bool:
@@ -153,7 +147,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A request or subrequest, with everything that decides whether a device fits."""
+    """A request or subrequest."""
 
     name: str
     class_name: str
@@ -165,7 +159,7 @@ class Wanted:
     capacity: Mapping[str, Any] = field(default_factory=dict)
 
     def untolerated(self, candidate: Candidate) -> Mapping[str, Any] | None:
-        """Return a taint that keeps this request off the device, even with adminAccess; None if there is none."""
+        """Return a taint that keeps this request off the device, even with adminAccess."""
         taints = candidate.device.get("taints") or ()
         return next((taint for taint in taints if not is_tolerated(taint, self.tolerations)), None)
 
@@ -189,18 +183,15 @@ class Pick:
 
     @property
     def is_share(self) -> bool:
-        """Whether the device may have other allocations."""
         return shareable(self.candidate.device)
 
     def consumes(self) -> Amounts:
-        """Return what this allocation consumes of the device's capacities."""
         return consumption(self.wanted.capacity, self.candidate.device) or {}
 
 
 @dataclass(slots=True)
 class FreeDevices:
-    """The state of a node's devices: candidates in the scheduler's order, devices allocated in whole or in shares,
-    and remaining counters.
+    """Candidates in the scheduler's order, devices allocated in whole or in shares, and remaining counters.
 
     `unusable` are pools of the node with a problem: their devices are not candidates, and requests for all devices
     fail.
@@ -233,7 +224,7 @@ def allocate(
 
 
 def devices_of(specs: Iterable[JsonObject]) -> FreeDevices:
-    """Return the devices and counters of slices that make up complete pools of the node, in their order."""
+    """Return the devices and counters of slices that make up complete pools of the node."""
     found = FreeDevices([], set())
     for spec in specs:
         pool = spec["driver"], spec["pool"]["name"]
@@ -254,7 +245,6 @@ def devices_of(specs: Iterable[JsonObject]) -> FreeDevices:
 
 
 def less(empty: FreeDevices, claims: Iterable[JsonObject]) -> FreeDevices:
-    """Return the devices and counters that are left after these claims."""
     taken: set[DeviceId] = set()
     shares: dict[DeviceId, list[Amounts]] = {}
     for claim in claims:
@@ -298,7 +288,7 @@ class _Search:
                     )
 
     def _count(self, claim: int, wanted: Wanted) -> int:
-        """Return how many devices a request needs. For allocationMode All, the devices are determined here."""
+        """Return how many devices a request needs. For allocationMode All, this determines the devices."""
         if wanted.count is not None:
             return wanted.count
         if self._left.unusable:
@@ -307,9 +297,7 @@ class _Search:
         return len(self._all[claim, wanted.name])
 
     def found(self) -> list[Pick] | None:
-        """Return a device for each request of each claim; None if there is no such choice. Raises:
-        AllocationError.
-        """
+        """Return a device for each request; None if there is no such choice. Raises: AllocationError."""
         try:
             return self._next(0, [])
         except _TooManyError:
@@ -385,7 +373,7 @@ class _Search:
         )
 
     def _can_take(self, picks: list[Pick], pick: Pick) -> bool:
-        """Whether a device can be added. Raises: AllocationError if allocationMode All violates a constraint."""
+        """Raise AllocationError if allocationMode All violates a constraint."""
         if self._is_in_use(picks, pick) or not self._counters_suffice(picks, pick):
             return False
         if pick.wanted.untolerated(pick.candidate) is not None:
@@ -430,8 +418,7 @@ def _held(claim: JsonObject) -> Iterator[DeviceId]:
 
 
 def all_wanted(devices: JsonObject, classes: Mapping[str, JsonObject]) -> list[list[Wanted]]:
-    """Return the alternatives of each request of a claim, in order of preference. `devices` is the claim's
-    `spec.devices`.
+    """Return the alternatives of each request in a claim's `spec.devices`, in order of preference.
 
     Raises: AllocationError, InvalidConfigError, NotJudgedError.
     """
@@ -462,7 +449,6 @@ def _selectors(body: JsonObject) -> tuple[Selector, ...]:
 
 
 def is_tolerated(taint: Mapping[str, Any], tolerations: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether one of the tolerations keeps the scheduler from rejecting a device with this taint."""
     if taint.get("effect") == "None":
         return True
     return any(
@@ -477,7 +463,6 @@ def is_tolerated(taint: Mapping[str, Any], tolerations: Sequence[Mapping[str, An
 
 
 def _holds(constraint: Mapping[str, Any], picks: list[Pick]) -> bool:
-    """Whether the picks so far satisfy a constraint of the claim."""
     names = constraint.get("requests") or ()
     name = constraint.get("matchAttribute") or constraint["distinctAttribute"]
     domain, _, identifier = name.rpartition("/")
@@ -523,7 +508,6 @@ def _result(pick: Pick) -> JsonObject:
 
 
 def _class_config(picks: list[Pick], classes: Mapping[str, JsonObject]) -> Iterator[JsonObject]:
-    """Yield the class configuration of each served request, in request order."""
     for wanted in {pick.wanted.name: pick.wanted for pick in picks}.values():
         for entry in classes[wanted.class_name]["spec"].get("config") or ():
             yield {"source": "FromClass", "requests": [wanted.name], **entry}

@@ -52,10 +52,7 @@ class FunnelStep:
 
 @dataclass(frozen=True, slots=True)
 class Funnel:
-    """The steps by which a request's devices are filtered.
-
-    `error` is a failing selector, which ends the whole allocation.
-    """
+    """`error` is a failing selector, which ends the whole allocation."""
 
     request: str
     steps: tuple[FunnelStep, ...]
@@ -63,9 +60,7 @@ class Funnel:
     error: str | None = None
 
     def sentence(self) -> str:
-        """Return a sentence such as `8 devices of class gpu.nvidia.com, 0 match selector 1: …`, or `8 devices,
-        2 of class mig.nvidia.com`.
-        """
+        """Return a sentence such as `8 devices of class gpu.nvidia.com, 0 match selector 1: …`."""
         shown = [f"{step.left} {step.text}" for step in self.steps]
         if len(shown) > 1 and self.steps[0].left == self.steps[1].left:
             shown[:2] = [f"{shown[0]} {self.steps[1].text}"]
@@ -115,8 +110,8 @@ def _with_the_rest(wanted: Wanted, left: list[Candidate], steps: list[FunnelStep
 
 
 def largest_group(attribute: str, machine: Sequence[Candidate], names: Collection[str]) -> tuple[int, str]:
-    """Return how many of the named devices share one value of a qualified attribute, and the value; (0, "") if
-    none has it.
+    """Return how many of the named devices share one value of a qualified attribute, and the value; (0, "") if none
+    has it.
     """
     domain, _, key = attribute.rpartition("/")
     values = Counter(
@@ -128,9 +123,7 @@ def largest_group(attribute: str, machine: Sequence[Candidate], names: Collectio
 
 
 def _matches(selector: Selector, device: Candidate, others: Sequence[Candidate]) -> bool:
-    """Whether the selector matches. Raises: SelectorError, which makes kube-scheduler give up on the whole
-    claim.
-    """
+    """Raise SelectorError with an explanation."""
     try:
         return device.matches(selector)
     except SelectorError as error:
@@ -185,8 +178,8 @@ def _values(selector: Selector, devices: Sequence[Candidate]) -> list[str]:
 
 
 def near_misses(wanted: Wanted, machine: Sequence[Candidate]) -> Iterator[str]:
-    """Yield hints for amounts in selectors that exclude devices with a little less, such as 10Gi and MIG devices with
-    9984Mi. The devices pass every other condition of the request.
+    """Yield hints for amounts in selectors that exclude devices with a little less, such as 10Gi and MIG devices
+    with 9984Mi. The devices pass every other condition of the request.
     """
     for selector in wanted.selectors:
         others = [one for one in (*wanted.class_selectors, *wanted.selectors) if one is not selector]
@@ -205,7 +198,7 @@ def near_misses(wanted: Wanted, machine: Sequence[Candidate]) -> Iterator[str]:
 def _barely_excluded(
     selector: Selector, found: re.Match[str], others: Sequence[Selector], machine: Sequence[Candidate]
 ) -> Mapping[str, str]:
-    """Return what devices have that only the found amount of a selector excludes, each with the name of a device."""
+    """Return amounts of devices that only the found amount excludes, each with the name of a device."""
     least = amount_of(found["amount"])
     begin, end = found.span("amount")
     excluded: dict[str, str] = {}
@@ -245,13 +238,11 @@ def _meant_name(name: str, here: Mapping[str, str], elsewhere: Mapping[str, str]
 
 
 def _meant(name: str, known: Collection[str]) -> str:
-    """Return a suggestion, or all known names."""
     near = get_close_matches(name, known, 1)
     return f"; did you mean {near[0]}?" if near else f"; known names: {named(sorted(known), _MAX_NAMES)}"
 
 
 def meant_attribute(attribute: str, machine: Sequence[Candidate]) -> str:
-    """Return why no device has a qualified attribute, or a suggestion."""
     known = {
         key: f"{domain}/{key}"
         for one in machine

@@ -1,7 +1,6 @@
-"""The faults of ResourceClaims, ResourceClaimTemplates and DeviceClasses.
+"""The faults of ResourceClaims, ResourceClaimTemplates and DeviceClasses, as in Kubernetes 1.37.
 
-Based on the validation of resource.k8s.io/v1 in Kubernetes 1.37. Objects of older served versions are accepted;
-`as_v1` converts them to v1, with the values that the API server fills in.
+Older served versions are accepted; `as_v1` converts them to v1, with the values that the API server fills in.
 """
 
 from __future__ import annotations
@@ -114,7 +113,6 @@ _DEEPEST: Final = 32
 _RESOURCES: Final = ("nvidia.com/", "gpu.nvidia.com", "deviceclass.resource.kubernetes.io/")
 _CLAIM_FIELDS: Final = ("resourceClaims", "resourceClaimName", "resourceClaimTemplateName", "deviceClassName")
 PROFILE_CLASS: Final = ("mig-", ".nvidia.com")
-"""The beginning and end of the class names for MIG profiles."""
 
 
 def object_faults(document: JsonObject, driver: str) -> list[FieldFault]:
@@ -135,8 +133,8 @@ def object_faults(document: JsonObject, driver: str) -> list[FieldFault]:
 
 
 def as_v1(document: JsonObject) -> JsonObject:
-    """Return a claim, template or class with valid fields in v1 form. Like the API server, it turns a `count`
-    of 0 into 1.
+    """Return a claim, template or class with valid fields in v1 form. Like the API server, it turns a `count` of 0
+    into 1.
     """
     if document.get("kind") == "DeviceClass":
         return document | {"apiVersion": f"{GROUP}/v1"}
@@ -153,15 +151,12 @@ def as_v1(document: JsonObject) -> JsonObject:
 
 
 def claim_spec(document: JsonObject) -> JsonObject:
-    """Return the spec of a claim, or of the claim in a template."""
     spec: JsonObject = document["spec"]
     return spec["spec"] if document.get("kind") == "ResourceClaimTemplate" else spec
 
 
 def bodies(request: JsonObject) -> list[JsonObject]:
-    """Return the alternatives of a v1 request: one body, those of `firstAvailable` in order, or none for a
-    request of a later version.
-    """
+    """Return one body, those of `firstAvailable` in order, or none for a request of a later version."""
     return list(request.get("firstAvailable") or filter(None, [request.get("exactly")]))
 
 
@@ -174,12 +169,10 @@ def alternatives(request: JsonObject) -> list[tuple[str, JsonObject]]:
 
 
 def requests_of(spec: JsonObject) -> Sequence[JsonObject]:
-    """Return the requests of a claim's spec."""
     return (spec.get("devices") or {}).get("requests") or ()
 
 
 def class_names(spec: JsonObject) -> list[str]:
-    """Return the classes that a v1 claim spec requests."""
     return [str(body.get("deviceClassName")) for request in requests_of(spec) for body in bodies(request)]
 
 
@@ -202,7 +195,6 @@ def _exact_request(request: JsonObject) -> JsonObject:
 
 
 def metadata_faults(metadata: Any) -> list[FieldFault]:
-    """Return what is wrong with an object's name."""
     if not isinstance(metadata, dict) or not (metadata.get("name") or metadata.get("generateName")):
         return [FieldFault("metadata.name", "is required")]
     name = metadata.get("name")
@@ -251,18 +243,14 @@ class _Use:
 
     @property
     def kind(self) -> str:
-        """The kind of the parameters."""
         return str(self.parameters["kind"])
 
     def of_type(self, *types: DeviceType | None) -> list[str]:
-        """Return the names of the bodies whose class selects these types of device; None selects bodies with
-        an unknown class.
-        """
+        """Return the names of bodies whose class selects these types; None selects bodies with an unknown class."""
         return [name for name, body in self.bodies.items() if class_type(body["deviceClassName"]) in types]
 
 
 def _uses(devices: JsonObject, path: str, driver: str) -> Iterator[_Use]:
-    """Yield each use of this driver's parameters of a known kind."""
     requests = devices.get("requests") or ()
     for number, entry in enumerate(devices.get("config") or ()):
         parameters = entry["opaque"]["parameters"]
@@ -284,8 +272,7 @@ def _uses(devices: JsonObject, path: str, driver: str) -> Iterator[_Use]:
 
 def _use_faults(use: _Use) -> Iterator[FieldFault]:
     """Yield what Prepare would refuse: parameters that name a request whose classes all select another type of
-    device, and `management` or MaintenanceConfig for a request without adminAccess. The latter also applies to
-    unnamed requests whose classes all select that type.
+    device, and `management` or MaintenanceConfig for a request without adminAccess.
     """
     kinds = CONFIG_KINDS[use.kind]
     if use.named is not None and not use.of_type(None, *kinds):
@@ -365,12 +352,10 @@ def _config_faults(
 
 
 def is_misspelled(named: str, driver: str) -> bool:
-    """Whether a DRA driver's name is probably a misspelling of this driver's name."""
     return named != driver and bool(get_close_matches(named, [driver], 1, _ALIKE))
 
 
 def parameter_faults(parameters: Any, path: str) -> list[FieldFault]:
-    """Return the faults of this driver's opaque parameters, each with its path."""
     try:
         decode(parameters, replace(WORDS, unknown=None, meant=True))
     except InvalidConfigError as error:
@@ -397,7 +382,6 @@ def _unknown_requests(names: Any, path: str, known: set[str]) -> list[FieldFault
 
 
 def is_parameters(document: Any) -> bool:
-    """Whether a document consists only of opaque parameters."""
     return (
         isinstance(document, Mapping)
         and str(document.get("apiVersion", "")).partition("/")[0] == GROUP_VERSION.partition("/")[0]
@@ -406,7 +390,7 @@ def is_parameters(document: Any) -> bool:
 
 
 def default_hints(spec: JsonObject, path: str) -> Iterator[str]:
-    """Yield hints about defaults of the API server that are probably not intended, for a claim of any version."""
+    """Yield hints about defaults of the API server that are probably not intended."""
     for number, request in enumerate(requests_of(spec)):
         for body in (request, request.get("exactly") or {}, *(request.get("firstAvailable") or ())):
             if body.get("count") == 0 and body.get("allocationMode") != "All":

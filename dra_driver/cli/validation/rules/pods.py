@@ -1,8 +1,8 @@
-"""The faults of the device-related parts of pods, and the claims that the scheduler creates for extended
-resources such as `nvidia.com/gpu: 2`.
+"""The faults of pods' claims, and the claims that the scheduler creates for extended resources such as
+`nvidia.com/gpu: 2`.
 
-Based on the validation of Pods in Kubernetes 1.37, and createRequestsAndMappings of its kube-scheduler. A
-DeviceClass serves its `extendedResourceName`, and always `deviceclass.resource.kubernetes.io/<its name>`.
+Based on the validation of Pods in Kubernetes 1.37, and createRequestsAndMappings of its kube-scheduler. A DeviceClass
+serves its `extendedResourceName`, and always `deviceclass.resource.kubernetes.io/<its name>`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _STANDARD = ("cpu", "memory", "ephemeral-storage")
 
 def pod_specs(content: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, JsonObject]]:
     """Yield path and spec of the pods in an object of any kind: `spec` of a Pod, `spec.template.spec` of a
-    Deployment, one for each job of a JobSet.
+    Deployment.
     """
     if depth > _DEEPEST:
         return
@@ -71,7 +71,6 @@ def _pod_shape() -> Object:
 
 
 def pod_faults(spec: JsonObject, path: str) -> list[FieldFault]:
-    """Return the faults of a pod's claim-related parts."""
     found = faults(spec, _pod_shape(), path)
     if found:
         return found
@@ -109,14 +108,13 @@ def _resource_faults(spec: JsonObject, path: str) -> Iterator[FieldFault]:
 
 
 def _containers(spec: JsonObject) -> Iterator[tuple[str, JsonObject]]:
-    """Yield the init containers and containers of a pod, each with its path, such as `containers[0]`."""
+    """Yield containers with a path such as `containers[0]`, init containers first."""
     for place in _PLACES:
         for number, container in enumerate(spec.get(place) or ()):
             yield f"{place}[{number}]", container
 
 
 def _claims_in(container: JsonObject) -> Sequence[JsonObject]:
-    """Return the claims that a container of a valid pod uses."""
     return (container.get("resources") or {}).get("claims") or ()
 
 
@@ -174,19 +172,13 @@ def node_name_texts(spec: JsonObject, path: str, lacking: Sequence[str]) -> list
 
 
 def unused_claims(spec: JsonObject) -> list[str]:
-    """Return the entries of a pod's `resourceClaims` that no container uses, so that no container gets the
-    devices.
-    """
+    """Return the entries of a pod's `resourceClaims` that no container uses."""
     used = {claim["name"] for _, claim in _used_claims(spec)}
     return [entry["name"] for entry in spec.get("resourceClaims") or () if entry["name"] not in used]
 
 
 def unknown_requests(spec: JsonObject, entry: str, claim: JsonObject) -> list[FieldFault]:
-    """Return the requests that containers name but the claim lacks. Such a container would run without a
-    device.
-
-    `entry` is the claim's name in the pod.
-    """
+    """Return the requests that containers name but the claim lacks. `entry` is the claim's name in the pod."""
     there = [str(request["name"]) for request in requests_of(claim)]
     return [
         FieldFault(
@@ -200,8 +192,9 @@ def unknown_requests(spec: JsonObject, entry: str, claim: JsonObject) -> list[Fi
 
 
 def mps_requests(claim: JsonObject, classes: Mapping[str, JsonObject], driver: str) -> Mapping[str, bool]:
-    """Return for each request of a valid claim whether its parameters, or those of its classes, use MPS. Requests with
-    adminAccess are left out.
+    """Return which requests of a valid claim use MPS, through its parameters or those of its classes.
+
+    Requests with adminAccess are left out.
     """
     of_claim = _configs("FromClaim", claim.get("devices") or {})
     found: dict[str, bool] = {}
@@ -246,8 +239,7 @@ def mps_hints(
 ) -> Iterator[str]:
     """Yield the containers of a valid pod that get a device with MPS and another one.
 
-    `claims` has the result of `mps_requests` for each entry of `resourceClaims`, and `extended` that of the claim for
-    extended resources.
+    `claims` has the result of `mps_requests` for each entry of `resourceClaims`, `extended` for extended resources.
     """
     for index, (_, container) in enumerate(_containers(spec)):
         used = {
@@ -296,7 +288,6 @@ def trap_hints(spec: JsonObject, entry: str, *, uses_mps: bool) -> Iterator[str]
 
 
 def _used_claims(spec: JsonObject) -> Iterator[tuple[str, JsonObject]]:
-    """Yield the uses of `resourceClaims` by containers of a valid pod: path, and the container's entry."""
     for place, container in _containers(spec):
         for index, claim in enumerate(_claims_in(container)):
             yield f"{place}.resources.claims[{index}]", claim
@@ -314,8 +305,7 @@ def served_resources(classes: Iterable[JsonObject]) -> Mapping[str, str]:
 
 
 def extended_requests(spec: JsonObject, served: Mapping[str, str]) -> list[JsonObject]:
-    """Return the requests of the claim that the scheduler creates for a pod; empty if it requests no such
-    resource.
+    """Return the requests of the claim that the scheduler creates for a pod.
 
     Init containers that exit share devices with later containers, so only the init container that needs most in
     addition counts.

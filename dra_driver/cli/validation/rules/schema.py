@@ -1,5 +1,5 @@
-"""Fields and types of API objects, from the models of Kubernetes' official client, with the additional
-validation rules of Kubernetes 1.37.
+"""Fields and types of API objects, from the models of Kubernetes' official client, with more rules of Kubernetes
+1.37.
 
 The client is imported when the first object is checked, so only `validate` pays for it.
 """
@@ -28,14 +28,12 @@ _LABEL = re.compile(r"^[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?\Z")
 
 
 def dns_label(value: str) -> str | None:
-    """Return what is wrong with the name of a request, or of a claim in a pod."""
     if is_dns_label(value):
         return None
     return f"{value!r} is not a DNS label (lower-case letters, digits and -, at most 63)"
 
 
 def dns_name(value: str) -> str | None:
-    """Return what is wrong with the name of an object."""
     return None if is_subdomain(value) else f"{value!r} is not a lower-case DNS name"
 
 
@@ -89,7 +87,6 @@ def _extended_resource(value: str) -> str | None:
 
 
 def amount(value: Any) -> str | None:
-    """Return what is wrong with a quantity."""
     try:
         return None if parse_quantity(str(value)) >= 0 else f"{value!r} must not be negative"
     except InvalidConfigError as error:
@@ -164,7 +161,6 @@ _OLD_CLAIM = {
 }
 _BODY = ("deviceClassName", "selectors", "allocationMode", "count", "tolerations", "capacity", "adminAccess")
 IN_REQUEST: Final = "spec.devices.requests[].exactly."
-"""The place of a request's fields in a claim."""
 _ABOVE = {name: f"belongs in a request of a claim: {IN_REQUEST}{name}" for name in _BODY}
 _MISTAKES: Mapping[str, Mapping[str, str]] = {
     "DeviceSelector": {"expression": "belongs under `cel`: cel.expression"},
@@ -188,7 +184,6 @@ _MISTAKES: Mapping[str, Mapping[str, str]] = {
 
 
 def object_shape(kind: str, version: str) -> Object:
-    """Return the shape of an object of the group resource.k8s.io."""
     prefix = version[0].upper() + version[1:]
     name = f"Resource{prefix}{kind}" if (kind, version) == ("ResourceClaim", "v1") else f"{prefix}{kind}"
     whole = model_shape(name)

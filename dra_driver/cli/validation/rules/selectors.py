@@ -19,7 +19,7 @@ DRIVER_SELECTOR = re.compile(r"""device\.driver\s*==\s*["']([^"']+)["']""")
 
 @dataclass(frozen=True, slots=True)
 class Selector:
-    """A compiled expression. `matches` evaluates it for a device, and raises SelectorError if that fails."""
+    """`matches` raises SelectorError."""
 
     text: str
     matches: Callable[[DeviceView], bool]

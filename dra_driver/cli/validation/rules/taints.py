@@ -1,4 +1,4 @@
-"""Device taints: which devices a DeviceTaintRule selects, and which taints a claim does not tolerate as intended."""
+"""Device taints: DeviceTaintRules, and claims that do not tolerate taints as intended."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ _OUTCOMES: Mapping[str, str] = {
 
 
 def taint_rule_faults(document: JsonObject) -> list[FieldFault]:
-    """Return the faults of a DeviceTaintRule."""
     version = str(document.get("apiVersion")).partition("/")[2]
     if version not in ("v1", "v1beta2", "v1alpha3"):
         return [FieldFault("apiVersion", f"{document.get('apiVersion')!r} has no DeviceTaintRule")]
@@ -29,10 +28,7 @@ def taint_rule_faults(document: JsonObject) -> list[FieldFault]:
 
 
 def evicting_rule(document: JsonObject, driver: str) -> str | None:
-    """Return the key of the taint that a valid rule sets on devices of this driver with the effect NoExecute.
-
-    None for any other object.
-    """
+    """Return the key of the taint that a valid rule sets on devices of this driver with the effect NoExecute."""
     if document.get("kind") != "DeviceTaintRule" or taint_rule_faults(document):
         return None
     taint, selector = document["spec"]["taint"], document["spec"].get("deviceSelector") or {}
@@ -41,10 +37,7 @@ def evicting_rule(document: JsonObject, driver: str) -> str | None:
 
 
 def selection_hints(rule: JsonObject, machines: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    """Yield hints about a valid rule that selects nothing, or more than the devices of one node.
-
-    `machines` has the names of each machine's devices.
-    """
+    """Yield hints about a valid rule that selects nothing, or more than the devices of one node."""
     selector = rule["spec"].get("deviceSelector")
     if selector is None:
         yield (
