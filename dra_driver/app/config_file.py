@@ -169,7 +169,6 @@ SHARING: Final = ListField(
 
 
 def sharing_policy(entries: Sequence[Mapping[str, Any]]) -> SharingPolicy:
-    """Return the policy from a value of the shape SHARING."""
     return SharingPolicy(tuple(map(_entry, entries)))
 
 
@@ -256,7 +255,6 @@ MIG_LAYOUTS: Final = Object(
 
 
 def mig_layouts(given: Mapping[str, Any]) -> MigLayouts:
-    """Return the layouts from a value of the shape MIG_LAYOUTS."""
     configs = (given.get("configuration") or {}).get("mig-configs") or {}
     return MigLayouts(
         {name: tuple(map(_layout_entry, entries or ())) for name, entries in configs.items()},
@@ -292,7 +290,6 @@ POWER: Final = Object(
 
 
 def power_policy(given: Mapping[str, Any]) -> PowerPolicy:
-    """Return the policy from a value of the shape POWER."""
     return PowerPolicy(given.get("defaultWatts"), given.get("maxWatts"), given.get("nodeBudgetWatts"))
 
 
@@ -315,6 +312,5 @@ IMEX_CHANNEL: Final = Scalar(object, _channel)
 
 
 def imex_channel(given: Any) -> ImexChannels | None:
-    """Return the channels from a value of the shape IMEX_CHANNEL; None for off."""
     channel: ImexChannels | None = None if word(given) == "off" else given
     return channel

@@ -93,16 +93,14 @@ _log = structlog.get_logger(__name__)
 _REGISTRATION_S = 0.3
 """The maximum wait for the registration. A running kubelet registers the plugin faster."""
 _WORKER_LOOKS_S, _TURN_S = 0.4, 0.1
-"""How often the worker looks whether another process asks for the work, and the others whether it was handed over. Each
-look wakes the process.
-"""
+"""How often the worker, and the other processes, check whose turn it is. Each check wakes the process."""
 _LOCK_FAILED_S = 10.0
 _CALLS_S = 8.0
-"""How long calls in progress may take when another process asks for the work. Waiting ones end after five seconds."""
+"""For calls in progress when another process asks for the work. Waiting ones end after five seconds."""
 _STEPS_S = 3.0
-"""How long steps on GPUs may still take after the calls have ended. One that hangs goes on alone."""
+"""For steps on GPUs after the calls have ended. One that hangs goes on alone."""
 _HAND_OVER_S = 30.0
-"""How long a hand-over may take in all."""
+"""For a whole hand-over."""
 _TAKES_BACK_S = 60.0
 """How long another process works before one that never was ready takes the node back."""
 _LATE_S = 45.0
@@ -112,9 +110,9 @@ _PLUGIN, _HTTP = "kubelet_plugin", "http"
 
 
 class Part(NamedTuple):
-    """A part of the daemon. Parts stop in the reverse of the order in which they start.
+    """Parts stop in the reverse of the order in which they start.
 
-    `stands_by`: it changes nothing on the node, and may run while another process works there.
+    `stands_by`: the part changes nothing on the node, and may run while another process works there.
     """
 
     name: str
@@ -131,8 +129,9 @@ class Driver:
     def __init__(
         self, settings: Settings, platform: Platform | None = None, *, was_ready: bool = False
     ) -> None:
-        """Create all parts without starting them. `was_ready`: this process has been ready before. Raises:
-        InvalidConfigError; StateError without a boot ID.
+        """Create all parts without starting them. `was_ready`: this process has been ready before.
+
+        Raises: InvalidConfigError; StateError without a boot ID.
         """
         self.settings = settings
         self._platform = platform or platform_of(settings)
@@ -161,7 +160,6 @@ class Driver:
         self._parts = tuple(self._all_parts())
 
     def _make_state(self) -> None:
-        """Create the parts for the files on disk, which the next instance also uses."""
         settings, directory = self.settings, self._plugin_dir
         self.records = RecordStore(directory / "claims", self.boot_id)
         self.lanes = Lanes(GpuLocks(directory / "locks"))
@@ -188,8 +186,8 @@ class Driver:
         )
 
     def _make_gpus(self) -> None:
-        """Create the parts that find GPUs and change them. MIG and passthrough exist even if they are switched off,
-        because steps of earlier claims may have to be undone.
+        """MIG and passthrough exist even if they are switched off, because steps of earlier claims may have to be
+        undone.
         """
         settings, paths, nodes, ledger = self.settings, self._paths, self._platform.nodes, self.ledger
         directory, lanes = self._plugin_dir, self.lanes
@@ -280,7 +278,6 @@ class Driver:
         )
 
     def _make_reports(self) -> None:
-        """Create the parts that write events and the status of claims, and update metrics."""
         self.reporting = Reports(
             self.settings.driver_name,
             self.settings.node_name,
@@ -296,7 +293,6 @@ class Driver:
         )
 
     def _make_steps(self) -> None:
-        """Create the steps that claims run on GPUs and files, and the cleaner that undoes them."""
         settings, paths, nodes, directory = self.settings, self._paths, self._platform.nodes, self._plugin_dir
         self._dev_char = DevCharLinks(paths, nodes) if settings.dev_char_links else None
         self._extra_devices = ExtraDeviceFinder(
@@ -398,7 +394,6 @@ class Driver:
         )
 
     def _make_kubelet_plugin(self, *, was_ready: bool) -> None:
-        """Create the parts that answer the kubelet's calls and probes, and that collect the node's problems."""
         settings, directory, publisher = self.settings, self._plugin_dir, self.publishing.publisher
         self._plugin = KubeletPlugin(
             PluginSettings(
@@ -445,7 +440,6 @@ class Driver:
         )
 
     def _register_metrics(self) -> None:
-        """Register the sources of the metrics' values."""
         show, inventory, health = self.metrics.show, self.discovery.latest, self.health.book
         publisher, cache, support = self.publishing.publisher, self.publishing.cache, self.publishing.support
         show.claims(
@@ -473,7 +467,6 @@ class Driver:
         return self.detachments.maintenances(self.records.all().values())
 
     def _watch_usage(self) -> None:
-        """Watch for GPU memory that belongs to no claim. Scrapes measure it too."""
         self._unclaimed_memory: ProblemSource = lambda: ()
         self._receipts: Receipts | None = None
         if not self.settings.usage_metrics:
@@ -579,8 +572,9 @@ class Driver:
         self.claims.admission.open()
 
     def start(self) -> None:
-        """Start all parts, or those that stand by while another process works on the node. Raises: InvalidConfigError,
-        StateError, FatalError, after stopping every part.
+        """Start all parts, or those that stand by while another process works on the node.
+
+        Raises: InvalidConfigError, StateError, FatalError, after stopping every part.
         """
         try:
             self._works = self._worker.take()
@@ -603,7 +597,7 @@ class Driver:
                 part.start()
 
     def _turn(self) -> float:
-        """Take the work over or hand it over, if it is time to; returns the seconds until the next look."""
+        """Take the work over or hand it over, if it is time to; returns the seconds until the next check."""
         try:
             if self._works:
                 if not self._worker.is_asked():
@@ -722,7 +716,7 @@ class Driver:
         return self._works
 
     def _watch_health(self, request: Any, context: Any) -> Iterator[NodeWatchResourcesResponse]:
-        """See `HealthStream.watch`. Nothing is known before this process works."""
+        """Delay `HealthStream.watch` until this process works; before that, nothing is known."""
         while context.is_active() and not self.claims.admission.is_open:
             if self._stopped.wait(_TURN_S):
                 return
@@ -748,7 +742,6 @@ class Driver:
         return Idle(text, is_fault=True)
 
     def plugin_died(self, error: FatalError) -> None:
-        """Make `wait` raise this error."""
         self._die(error)
 
     def _die(self, error: Exception) -> None:
@@ -756,36 +749,32 @@ class Driver:
         self._stopped.set()
 
     def is_ready(self) -> bool:
-        """Whether the readiness probe succeeds."""
         return self.probes.is_ready()
 
     def end(self) -> None:
-        """Make `wait` return."""
         self._stopped.set()
 
     def wait(self) -> None:
-        """Block until `end`, a fatal error, or the end of a newer process after which this node needs a new `Driver`
-        (`starts_again`). Raises: the error.
+        """Block until `end`, a fatal error (raised), or the end of a newer process after which this node needs a new
+        `Driver` (`starts_again`).
         """
         self._stopped.wait()
         if self._fatal is not None:
             raise self._fatal
 
     def problems(self) -> list[str]:
-        """Return what is wrong, one sentence each: first the faults that fail readiness, then the notes."""
+        """Return the faults that fail readiness, then the notes."""
         return [*self.probes.readiness(), *self.probes.notes()]
 
     # --- changes, each handled in the thread that found it ---------------------------------------------
 
     def registration_changed(self, status: RegistrationStatus) -> None:
-        """Handle the kubelet's registration of this process."""
         if status.registered:
             self._registered.set()
             self._turns.wake()
             self._inventory_changed()
 
     def _inventory_changed(self) -> None:
-        """Handle a change of the devices, including their disappearance."""
         if not self._works:
             return
         _call_all(
@@ -805,13 +794,10 @@ class Driver:
         self.discovery.health_polled(gpu_uuid, polled)
 
     def _health_moved(self, change: HealthChange) -> None:
-        """Handle a change of the health of a GPU or MIG device."""
         self.reporting.claims.health_changed(change)
 
     def _mig_changed(self, action: MigAction, device: str, seconds: float, error: Exception | None) -> None:
-        """Handle the creation or destruction of a MIG device on demand, a switch of a MIG mode, or a failed attempt
-        (`error`).
-        """
+        """Handle a change of a MIG device on demand or of a MIG mode, or a failed attempt (`error`)."""
         is_switched = error is None and action in ("mode-on", "mode-off")
         _call_all(
             *([partial(self._gpu_steps.mig_mode_changed, device)] if is_switched else []),
@@ -820,11 +806,11 @@ class Driver:
         )
 
     def _labels_changed(self) -> None:
-        """Handle new labels of the node; one of them may name its MIG layout."""
+        """One of the labels may name the node's MIG layout."""
         self.layouts.wake()
 
     def _layouts_changed(self, found: Sequence[GpuLayout]) -> None:
-        """Handle new states of the MIG layout on GPUs; `found` is empty if GPUs only lost their layout."""
+        """`found` is empty if GPUs only lost their layout."""
         _call_all(self._publish, partial(self.reporting.reporter.mig_layouts_changed, found))
 
     def _claim_released(self) -> None:
@@ -832,11 +818,9 @@ class Driver:
         _call_all(self.layouts.wake, self.publishing.claim_released)
 
     def _cleanups_changed(self) -> None:
-        """Handle a new or finished cleanup."""
         _call_all(self.discovery.request_rescan, self._publish, self.cleaner.retry_now, self.layouts.wake)
 
     def _publish(self) -> None:
-        """Publish again, because the content of the slices may have changed."""
         self.publishing.publisher.mark_dirty()
 
 

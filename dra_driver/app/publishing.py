@@ -25,8 +25,8 @@ from dra_driver.slices.rules.diff import Owner
 
 
 class Publishing:
-    """Creates the parts for publishing: `cache` follows the slices on the API server, `publisher` writes them,
-    and `support` knows which features the API server supports.
+    """`cache` follows the slices on the API server, `publisher` writes them, and `support` knows which features it
+    supports.
     """
 
     def __init__(
@@ -42,7 +42,6 @@ class Publishing:
         layouts: NodeLayouts,
         metrics: Metrics,
     ) -> None:
-        """`layouts` has the state of the MIG layout on each GPU, by UUID."""
         self._settings, self._api = settings, api
         self._records, self._without_record = records, without_record
         self._health, self._cleaner, self._layouts = health, cleaner, layouts
@@ -53,7 +52,6 @@ class Publishing:
         self.publisher = Publisher(self, self.cache, settings.sharing, self.support, metrics, settings.power)
 
     def owner(self) -> Owner:
-        """Return the owner of the slices."""
         names = self._settings.driver_name, self._settings.node_name
         return Owner(*names, node_uid(self._api, self._settings.node_name))
 
@@ -71,14 +69,13 @@ class Publishing:
         return None
 
     def taints(self, limits: TaintLimits = NEWEST_TAINTS) -> Taints:
-        """Return a function that returns the current taints of a device."""
         return self._health.taints(self._cleaner.withheld(), self._layouts.states(), limits)
 
     def left_out(self, dropped: bool) -> Callable[[OfferedDevice], bool]:
         """Return a function that returns whether a device is withheld from the slices now.
 
         Devices of GPUs in maintenance are withheld. Devices with pending cleanup, for which a Prepare would fail, are
-        withheld unless taints mark them. `dropped` says whether the API server drops taints.
+        withheld unless taints mark them (`dropped`: the API server drops taints).
         """
         mode = self._settings.unhealthy_devices
         # Set before the records are read, so that a claim that is released after that triggers a publication.

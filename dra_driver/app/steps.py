@@ -49,7 +49,6 @@ class GpuSteps:
         default_w: int | None = None,
         gpus: Callable[[], Iterable[str]] = tuple,
     ) -> None:
-        """`default_w` and `gpus` are as in `PowerLimitSteps`."""
         self.mig, self.mig_mode = mig, MigMode(mig)
         self.mig_devices = MigDevices(mig, self.mig_mode, proc)
         time_slices, clocks = TimeSliceSteps(nvidia_smi, mig.ledger), ClockSteps(limits, mig.ledger)
@@ -67,7 +66,6 @@ class GpuSteps:
         }
 
     def driver_reloaded(self) -> None:
-        """Note that the NVIDIA driver was reloaded or the GPUs changed, so settings may be lost."""
         for setting in self.settings:
             setting.driver_reloaded()
 
@@ -76,7 +74,6 @@ class GpuSteps:
         self.power_limits.gpu_reset(gpu_uuid)
 
     def problems(self) -> list[NodeProblem]:
-        """Return the problems of all settings."""
         return [problem for setting in self.settings for problem in setting.problems()]
 
 
@@ -95,9 +92,7 @@ def gpu_steps(
     default_w: int | None,
     gpus: Callable[[], Iterable[str]],
 ) -> GpuSteps:
-    """Return the steps on the GPUs of this node. `rescan` is as in `VfioSteps`, `default_w` and `gpus` as in
-    `PowerLimitSteps`.
-    """
+    """`rescan` is as in `VfioSteps`, `default_w` and `gpus` as in `PowerLimitSteps`."""
     session = nvml.session
     elsewhere = closed_elsewhere(session, detachments, lanes.refuse_other_hangs)
     mig = mig_context(session, elsewhere, ledger, MigHolders(ledger.records, lost_devices), mig_changed)
