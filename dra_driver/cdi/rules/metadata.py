@@ -1,7 +1,7 @@
 """Names and content of the metadata files that describe a container's devices, and their CDI specs.
 
-A file belongs to one top-level request. It is a stream of JSON documents, one for each version of the format,
-newest first; a reader uses the first version that it knows.
+A file belongs to one top-level request. It is a stream of JSON documents, one for each version of the format, newest
+first; a reader uses the first version that it knows.
 """
 
 from __future__ import annotations
@@ -37,9 +37,7 @@ class DescribedDevice:
 
 
 def check_names(claim: AllocatedClaim) -> None:
-    """Check the names that become parts of paths. Raises: ClaimRefusedError if a name is not a valid Kubernetes
-    name.
-    """
+    """Check the names that become parts of paths. Raises: ClaimRefusedError."""
     check_ref(claim.ref)
     for result in claim.results:
         _check("request", result.base_request, is_dns_label)
@@ -48,7 +46,6 @@ def check_names(claim: AllocatedClaim) -> None:
 
 
 def check_ref(ref: ClaimRef) -> None:
-    """Like `check_names`, for the names that become parts of directory names."""
     checked_claim_uid(ref.uid)
     _check("namespace", ref.namespace, is_dns_label)
     _check("name", ref.name, is_subdomain)
@@ -63,7 +60,7 @@ def _check(what: str, name: str, is_valid: Callable[[str], bool]) -> None:
 
 
 def requests_of(claim: AllocatedClaim) -> tuple[str, ...]:
-    """Return the top-level requests that have a device, without duplicates, in the order of the results."""
+    """Return the top-level requests that have a device, in the order of the results."""
     return tuple(dict.fromkeys(result.base_request for result in claim.results))
 
 
@@ -74,7 +71,6 @@ def directory_name(ref: ClaimRef) -> str:
 
 
 def container_path(claim: AllocatedClaim, request: str, driver: str) -> str:
-    """Return the path of a request's file inside a container."""
     kind, name = ("resourceclaims", claim.ref.name)
     if claim.pod_claim_name is not None:
         kind, name = ("resourceclaimtemplates", claim.pod_claim_name)
@@ -82,22 +78,18 @@ def container_path(claim: AllocatedClaim, request: str, driver: str) -> str:
 
 
 def cdi_id(driver: str, claim_uid: str, request: str) -> str:
-    """Return the qualified name of the CDI device that mounts a request's file."""
     return f"{driver}/{_CLASS}={_cdi_device(claim_uid, request)}"
 
 
 def cdi_file_prefix(driver: str) -> str:
-    """Return the prefix of the file names of all metadata CDI specs."""
     return f"{driver}_{_CLASS}_"
 
 
 def cdi_file(driver: str, claim_uid: str, request: str) -> str:
-    """Return the file name of the CDI spec that mounts a request's file."""
     return f"{cdi_file_prefix(driver)}{_cdi_device(claim_uid, request)}.json"
 
 
 def cdi_spec(driver: str, claim: AllocatedClaim, request: str, host_path: str) -> JsonObject:
-    """Return the CDI spec that mounts a request's file read-only."""
     mount = {
         "hostPath": host_path,
         "containerPath": container_path(claim, request, driver),
