@@ -1,7 +1,7 @@
-"""Decides the order in which the functions of a card change drivers. No I/O.
+"""Decides the order in which the functions of a card change drivers.
 
 A virtual machine can use an IOMMU group only if no other driver is bound to a function of the group. So all functions
-are first unbound, then bound to vfio. On return, each function goes to its earlier driver.
+are first unbound, then bound to vfio.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ Action = Literal["override", "unbind", "probe", "bind"]
 class Move:
     """One write to the kernel.
 
-    `override` sets the only driver that may bind the function (None: any), `unbind` detaches the driver,
-    `probe` lets the kernel choose a driver, `bind` attaches `driver`.
+    `override` sets the only driver that may bind the function (None: any), `unbind` detaches the driver, `probe` lets
+    the kernel choose a driver, `bind` attaches `driver`.
     """
 
     action: Action
@@ -29,7 +29,6 @@ class Move:
 
 
 def are_bound(now: Mapping[str, str | None], vfio_drivers: Collection[str]) -> bool:
-    """Whether every function has one of these drivers; `now` maps each function to its current driver."""
     return all(driver in vfio_drivers for driver in now.values())
 
 
