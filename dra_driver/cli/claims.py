@@ -1,4 +1,4 @@
-"""`gpu-dra-driver claims`: the prepared claims on this node, their pods and ages."""
+"""`gpu-dra-driver claims`."""
 
 from __future__ import annotations
 

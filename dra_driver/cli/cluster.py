@@ -34,7 +34,7 @@ _TIMEOUT_S = 60.0
 _PAGE = 500
 _PAGE_OF_SLICES = 100
 _FORGOTTEN = 410
-"""The server no longer has the list's resource version, because listing took too long."""
+"""Listing took so long that the server no longer has the resource version."""
 _PAGED_TRIES = 3
 _MAX_UNKNOWN = 5
 _GROUP = "/apis/resource.k8s.io/v1"
@@ -128,7 +128,7 @@ def _pods(row: Row) -> str:
 
 
 class _Look:
-    """Reads the cluster. `unknown` lists what could not be read, and why.
+    """`unknown` lists what could not be read, and why.
 
     It includes objects that the API server would reject: a proxy may return them.
     """
@@ -140,9 +140,7 @@ class _Look:
         self.versions: dict[str, dict[str, str]] = {}
 
     def read(self, *, with_usage: bool) -> tuple[list[Row], Totals]:
-        """Return rows and totals. Raises: FatalError for a missing permission; ApiUnavailableError,
-        ApiRejectedError.
-        """
+        """Raise FatalError for a missing permission; ApiUnavailableError, ApiRejectedError."""
         driver = self._driver
         of_driver = {"fieldSelector": f"spec.driver={driver}"}
         slices = self._list(f"{_GROUP}/resourceslices", rules.seen_slice, _PAGE_OF_SLICES, of_driver)
@@ -173,8 +171,8 @@ class _Look:
     ) -> list[T]:
         """Return `seen(object)` for each object.
 
-        Pages become smaller if one takes too much memory. If the list expires on the server between two pages, it is
-        read again, at last without paging.
+        Pages become smaller if one takes too much memory. If the list expires between two pages, it is read again, at
+        last without paging.
         """
         plural, more = path.rpartition("/")[2], {"limit": str(limit)}
         found: list[T] = []
@@ -236,7 +234,7 @@ class _Look:
     def _of_plugins(
         self, unknown: str, path: Callable[[PluginPod], str], parsed: Callable[[str], T]
     ) -> list[tuple[str, T]]:
-        """Return a page of each plugin with its node. `unknown` introduces notes about pages that cannot be read."""
+        """Return a page of each plugin with its node. `unknown` introduces notes about unread pages."""
         listed = self._list("/api/v1/pods", partial(rules.plugin_pod, driver=self._driver), query=_PLUGINS)
         pods = [pod for pod in listed if pod is not None]
         if not pods:

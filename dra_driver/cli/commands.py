@@ -1,4 +1,4 @@
-"""The commands of `gpu-dra-driver`. A command's module is imported when it is called."""
+"""A command's module is imported when it is called."""
 
 from __future__ import annotations
 

@@ -69,11 +69,9 @@ def _seconds(duration: str) -> int:
 def detach_node(settings: Settings, seconds: int, gpus: Sequence[str], *, force: bool) -> str:
     """Close NVML in every instance of gpu-dra-driver on this node for `seconds`; returns a text for the user.
 
-    Claims on `gpus` (if empty, any claim) prevent this. A maintenance claim also prevents it with `force`: its pod
-    relies on the time.
-
-    Raises: ClaimsInTheWayError; InvalidConfigError for an unknown GPU; NvmlInUseError if an instance does not close
-    NVML; DeviceBusyError for a maintenance claim; StateError.
+    Raises: ClaimsInTheWayError if a claim uses one of `gpus` (if empty, any GPU), unless `force`; InvalidConfigError
+    for an unknown GPU; NvmlInUseError if an instance does not close NVML; DeviceBusyError while a maintenance claim
+    keeps NVML closed, also with `force`: its pod relies on the time; StateError.
     """
     machine = CommandMachine(settings)
     chosen = chosen_gpus(machine, gpus) if gpus and not force else None
@@ -141,7 +139,6 @@ def known_gpus(machine: CommandMachine) -> Mapping[str, str]:
 
 
 def attach_node(settings: Settings) -> str:
-    """End a detachment. Raises: StateError."""
     detachments = CommandMachine(settings).detachments
     was = detachments.detached()
     detachments.end()

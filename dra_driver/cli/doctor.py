@@ -70,7 +70,6 @@ def doctor(given: Namespace) -> int:
 
 
 _LAST = ("OK", "SKIP", "WARN", "FAIL")
-"""Problems come last, where people look first."""
 
 
 def _print(outcomes: Sequence[Outcome], output: Output, *, is_colored: bool) -> None:
@@ -97,7 +96,7 @@ def _print(outcomes: Sequence[Outcome], output: Output, *, is_colored: bool) -> 
 
 _API_TIMEOUT_S = 4.0
 _NVML_WAIT_S = 4.0
-"""Less than half the time limit of a check, so that checks can show saved state even if NVML hangs."""
+"""Less than half the time limit of a check, so that checks can show saved state if NVML hangs."""
 
 
 def doctor_checks(settings: Settings) -> list[Check]:

@@ -1,4 +1,4 @@
-"""Commands as data: their argparse parsers, and flag values from the command line and the environment."""
+"""Commands as data: argparse parsers, and flag values from the command line and the environment."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def switch(name: str, help_text: str, *spelled: str) -> Flag:
 
 
 def usual_kubeconfig() -> str | None:
-    """Return kubectl's default kubeconfig; None if there is none, as in a pod."""
+    """Return kubectl's default kubeconfig, if there is one."""
     if named := os.environ.get("KUBECONFIG", "").strip(os.pathsep):
         return named
     usual = Path("~/.kube/config").expanduser()
@@ -100,11 +100,10 @@ class _HelpText(argparse.HelpFormatter):
 
 @dataclass(frozen=True)
 class Command:
-    """A command, or a group of `commands` by name. Its help shows `about` after the summary; `examples` are
-    arguments.
+    """A command, or a group of `commands` by name. Its help shows `about` after the summary.
 
     A `module` of `cli` provides everything except the summary: FLAGS, EXAMPLES, COMMANDS, and a function of the
-    module's name whose docstring is `about`. `act` returns the exit code (None for 0).
+    module's name whose docstring is `about`.
     """
 
     summary: str
@@ -126,7 +125,6 @@ class Command:
         return Command(self.summary, self.about or act.__doc__ or "", flags, act, commands, examples=examples)
 
     def parser(self, prog: str, *, is_whole: bool = False) -> Parser:
-        """With `is_whole`, the parser includes all commands below this one."""
         column = max((len(name) + 4 for name in self.commands), default=_HELP_COLUMN)
         parser = Parser(prog, *self._texts(), help_column=column)
         if self.examples:
@@ -211,8 +209,7 @@ def read(
 ) -> argparse.Namespace:
     """Return the value of each flag by name. `faults` are the errors in flags and variables, by flag.
 
-    A flag overrides its environment variable. Raises: InvalidConfigError for what argparse rejects; SystemExit for
-    --help.
+    A flag overrides its environment variable. Raises: InvalidConfigError for what argparse rejects.
     """
     found, unknown = parser.parse_known_intermixed_args(arguments)
     faults: dict[str, str] = {}
@@ -252,7 +249,7 @@ def _value(flag: Flag, found: Mapping[str, Any], environ: Mapping[str, str], fau
 
 
 def _typed(flag: Flag, text: Any) -> Any:
-    """Convert a number or a switch. Other texts stay unchanged, and are validated later."""
+    """Leave invalid texts unchanged; they are validated later."""
     kind = flag.kind.type if isinstance(flag.kind, Scalar) else str
     if kind is bool and isinstance(text, str):
         word = text.strip().lower()

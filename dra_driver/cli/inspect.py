@@ -132,7 +132,6 @@ def inspect(given: Namespace) -> None:
 
 
 def _names(device: JsonObject) -> set[str]:
-    """Return all names of a device and, for a MIG device, of its GPU."""
     name, attributes = str(device["name"]), device.get("attributes", {})
     keys = ("index", "uuid", "resource.kubernetes.io/pciBusID", "parentIndex", "parentUUID")
     return {
@@ -192,7 +191,7 @@ def slices_to_publish(
 def _kept_taints(
     machine: CommandMachine, state: NodeState
 ) -> tuple[Taints, Callable[[OfferedDevice], bool], list[str]]:
-    """Return functions for a device's taints and whether it is withdrawn, from the plugin's files, and notes."""
+    """Return functions for a device's taints and whether it is withdrawn, and notes."""
     settings = machine.settings
     states = {entry.target: entry for entry in state.health.states}
     instances = instances_by_device(state.owned)
@@ -222,7 +221,7 @@ def _kept_taints(
 
 
 def possible_profiles(settings: Settings) -> tuple[list[MigProfile], list[str]]:
-    """Return this machine's MIG profiles without duplicates, and read errors. Raises: NvmlUnavailableError."""
+    """Raise NvmlUnavailableError."""
     with ExitStack() as session:
         CommandMachine(settings).open_nvml(session)
         profiles, faults = read_machine_profiles()
@@ -230,7 +229,7 @@ def possible_profiles(settings: Settings) -> tuple[list[MigProfile], list[str]]:
 
 
 def mig_maps(machine: CommandMachine, session: ExitStack) -> tuple[list[GpuMap], list[str]]:
-    """Return drawings of GPUs in MIG mode or with MIG on demand, and notes. Raises: NvmlUnavailableError.
+    """Return the drawings' content, and notes. Raises: NvmlUnavailableError.
 
     NVML stays open until `session` is closed, because reopening it after its last client takes seconds.
     """
@@ -281,7 +280,6 @@ def draw_gpu(entry: GpuMap, width: int | None = None) -> str:
 
 
 def _boxes(entry: GpuMap, width: int) -> list[str]:
-    """Return the slice numbers and the boxes; empty if they would be too wide."""
     if not 0 < entry.memory_slices <= _MAX_SLICES:
         return []
     pitch = min(_WIDEST_CELL, (width - 1) // entry.memory_slices)
@@ -296,7 +294,6 @@ def _boxes(entry: GpuMap, width: int) -> list[str]:
 
 
 def _row(entry: GpuMap) -> Iterator[tuple[int, str, str]]:
-    """Yield the boxes: width in slices, title, IDs. Each free slice is a separate box."""
     if entry.whole_owner is not None and not entry.instances:
         yield entry.memory_slices, "whole GPU", ""
         return

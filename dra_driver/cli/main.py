@@ -1,4 +1,4 @@
-"""The entry points. Expected errors are one line and an exit code, not a traceback."""
+"""The entry points. Expected errors are one line and an exit code."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def kubectl_gpus() -> None:
 
 
 def _top_of(words: Sequence[str]) -> None:
-    """Run `top` in the plugin's pod on a node, through kubectl."""
+    """Run `top` in the plugin's pod on a node."""
     if not words or words[0].startswith("-"):
         raise InvalidConfigError("no node is named; use kubectl gpus top NODE [FLAGS of top]")
     node, *flags = words

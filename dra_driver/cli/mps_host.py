@@ -138,7 +138,6 @@ def _driver_root(host: str | None, inside: str | None) -> str:
 
 
 def _simulated_root(name: str, directory: str | None) -> tuple[str, DeviceNodeMaker]:
-    """Return the root of a simulated machine, which this process or `run` creates."""
     from dra_driver.simulator import SimulatedDeviceNodes, create_machine
 
     machine = create_machine(name, Path(directory or DEFAULT_SIMULATOR_DIR))

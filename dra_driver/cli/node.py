@@ -1,4 +1,4 @@
-"""Reads this node for `top`, `claims`, `doctor` and `cleanup`. It does not wait for a call that hangs."""
+"""Reads this node for several commands, without waiting for a call that hangs."""
 
 from __future__ import annotations
 
@@ -106,7 +106,6 @@ class NodeSnapshot:
         )
 
     def read_inventory(self) -> Inventory:
-        """Return all GPUs that NVML lists. Raises: DraDriverError."""
         # While the node is detached, gpu-dra-driver has closed NVML, and this process must not keep it open.
         if self._is_open and self.machine.detachments.problem() is not None:
             self.nvml.session.close()
@@ -158,7 +157,6 @@ class NodeSnapshot:
 
 
 def prepared_claims(settings: Settings) -> NodeClaims:
-    """Return the claims in this node's files, and the failing claims that the plugin reports."""
     # A simulated machine has its own boot ID. It is read directly, because creating the platform would repair
     # the machine.
     proc = "/proc" if settings.simulator_dir is None else f"{settings.simulator_dir}/root/proc"
@@ -173,7 +171,7 @@ def prepared_claims(settings: Settings) -> NodeClaims:
 def _running(state: NodeState, locks: GpuLocks) -> Mapping[str, str]:
     """Return a busy GPU for each claim that is being prepared, by claim UID.
 
-    A claim of an earlier boot has no running operation, because nothing has begun for it in this boot.
+    Nothing has begun in this boot for a claim of an earlier boot.
     """
     with suppress(StateError):
         return {
@@ -187,9 +185,7 @@ def _running(state: NodeState, locks: GpuLocks) -> Mapping[str, str]:
 
 def pending_cleanup(settings: Settings, *, now: bool) -> tuple[Sequence[PendingCleanup], Sequence[str]]:
     """Return the pending cleanups and read errors. With `now`, the plugin first retries all cleanups, or this
-    process if no plugin works on the node.
-
-    Raises: StateError if this process lacks the permissions.
+    process if no plugin works on the node. Raises: StateError.
     """
     machine, directory = CommandMachine(settings), settings.plugin_directory
     state = machine.state()
@@ -211,7 +207,7 @@ def pending_cleanup(settings: Settings, *, now: bool) -> tuple[Sequence[PendingC
 
 
 def _cleaned(machine: CommandMachine, settings: Settings) -> tuple[Sequence[PendingCleanup], Collection[str]]:
-    """Retry all cleanups here; return what is left, and the GPUs on which a step still runs."""
+    """Retry all cleanups; return what is left, and GPUs on which a step still runs."""
     directory = settings.plugin_directory
     boot = machine.sysfs.this_boot()
     records = RecordStore(directory / "claims", boot)

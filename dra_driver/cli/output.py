@@ -1,4 +1,4 @@
-"""Output formats: tables and texts that fit the terminal, JSON, YAML."""
+"""Output that fits the terminal, JSON, YAML."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 _WIDE = 1 << 16
 _MIN_TEXT = 24
-"""Of a text after a prefix, and of a table's last column while another column can be dropped."""
+"""Minimum width of a text after a prefix, and of a table's last column while another column can be dropped."""
 _MIN_LAST, _MIN_NAME = 12, 8
-"""Of the last column and the others if no column can be dropped."""
+"""Minimum widths of the last column and the others if no column can be dropped."""
 _DEEPER = 4
 _STYLES = {
     "ok": "green", "information": "cyan", "degraded": "yellow", "unhealthy": "bold red", "lost": "bold red",
@@ -35,11 +35,11 @@ _STYLES = {
 def table(
     columns: Mapping[str, int], rows: Iterable[Sequence[object]], width: int | None
 ) -> list[RenderableType]:
-    """Return a table; empty without rows. `width` is the terminal's width; None means unlimited.
+    """Return a table; empty without rows. `width` None means unlimited.
 
     If the table is too wide, the columns with the highest numbers are dropped first; columns with 0 stay. A column
-    whose title ends with `?` is also dropped if it is empty. The last column is wrapped between words. What still
-    does not fit is shortened, from right to left, and ends with `…`.
+    whose title ends with `?` is also dropped if it is empty. The last column is wrapped. What still does not fit is
+    shortened, from right to left.
     """
     from rich.cells import cell_len
     from rich.table import Table
@@ -58,7 +58,7 @@ def table(
             del sizes[title]
 
     def lacks(least: int) -> int:
-        """Return how much the other columns are too wide if the last has `least`, or its whole size."""
+        """Return how much the columns are too wide if the last has `least`."""
         *others, last = sizes.values()
         return sum(others) + 2 * len(others) + min(last, least) - room
 
@@ -111,7 +111,7 @@ def console(file: IO[str] | None, width: int | None, *, is_colored: bool) -> Con
 
 
 def hanging(prefix: str, text: str, width: int | None) -> str:
-    """Return the text after its prefix, wrapped and indented to the prefix; None as width means one line.
+    """Return the text after its prefix, wrapped and indented to it; on one line without a width.
 
     If the prefix leaves too little room, the text begins on a new line. Words are never broken, so that paths and
     commands can be copied.
@@ -145,7 +145,6 @@ _EACH_GPU = "gpu-*"
 
 
 def value_of(entry: JsonObject | None) -> str:
-    """Return an attribute's value as text; `-` if it is missing."""
     if not entry:
         return "-"
     value = next(iter(entry.values()))
@@ -230,7 +229,7 @@ class Output(StrEnum):
 
     @property
     def is_for_people(self) -> bool:
-        """Whether the output is a table or text. `wide` shows every column at full length."""
+        """`wide` shows every column at full length."""
         return self in (Output.table, Output.wide)
 
 
@@ -240,7 +239,7 @@ class Color(StrEnum):
     never = "never"
 
     def is_on(self) -> bool:
-        """With auto: on a terminal that is not dumb, unless NO_COLOR is set (no-color.org)."""
+        """See no-color.org."""
         if self is not Color.auto:
             return self is Color.always
         return sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and not os.environ.get("NO_COLOR")
@@ -288,7 +287,7 @@ def print_object(content: Any, output: Output) -> None:
 
 
 def print_objects(objects: list[dict[str, Any]], output: Output) -> None:
-    """Print Kubernetes objects: a List in JSON, or several YAML documents with block texts."""
+    """Print a List in JSON, or several YAML documents with block texts."""
     if output is Output.json:
         print_object({"apiVersion": "v1", "kind": "List", "items": objects}, output)
         return

@@ -15,7 +15,7 @@ from dra_driver.app.settings import GATES, Flag, resolve
 from dra_driver.model.schema import Scalar
 
 _IGNORED = ("namespace", "image_name", "image_pull_secrets", "image_pull_policy", "service_account_name")
-"""Accepted without effect, so that manifests of NVIDIA's own DRA driver still work."""
+"""Accepted, so that manifests of NVIDIA's own DRA driver still work."""
 
 FLAGS = (
     *SETTINGS.values(),

@@ -1,4 +1,4 @@
-"""Settings and a temporary directory for commands that leave nothing behind."""
+"""For commands that leave nothing behind."""
 
 from __future__ import annotations
 
@@ -25,10 +25,9 @@ from dra_driver.model.dataclass import replace
 
 @contextmanager
 def scratch_directory(purpose: str) -> Iterator[str]:
-    """Yield the path of a new directory. It is removed at the end, even if a thread still writes to it or a signal
-    arrives.
+    """Yield a new directory. It is removed at the end, even if a thread still writes to it or a signal arrives.
 
-    Directories that killed commands left are removed first. Raises: FatalError if it cannot be created.
+    Also removes directories that killed commands left. Raises: FatalError.
     """
     try:
         _remove_left_ones(Path(tempfile.gettempdir()))
@@ -72,7 +71,6 @@ _YOUNG_S = 60.0
 
 @contextmanager
 def _locked(directory: Path) -> Iterator[bool]:
-    """Yield whether this process holds the lock of a directory."""
     descriptor = os.open(directory, os.O_RDONLY)
     is_mine = True
     try:
@@ -100,8 +98,8 @@ def scratch_settings(
 ) -> Iterator[Settings]:
     """Configure logs for people, and yield settings as from `resolve`.
 
-    The node's default name is that of this machine. A simulated machine without a directory is created in a new one,
-    without saved state of the plugin. Raises: like `resolve`; FatalError.
+    A simulated machine without a directory is created in a new one, without saved state of the plugin. Raises: like
+    `resolve`; FatalError.
     """
     configure_logs(log_level, "console")
     settings = resolve(given, config, {"node_name": this_machine()})
@@ -131,5 +129,4 @@ def node_settings(given: Namespace) -> Settings:
 
 
 def this_machine() -> str:
-    """Return the host's name, made valid as a node name."""
     return re.sub(r"[^a-z0-9.-]+", "-", socket.gethostname().lower()).strip("-.") or "this-node"

@@ -42,8 +42,8 @@ _POLL_S = 0.1
 def serviced_gpu(settings: Settings, name: str) -> str:
     """Wait until the plugin has cleared the reasons of a GPU that wait for a reset; returns a text for the user.
 
-    Raises: InvalidConfigError for an unknown GPU; RetryableError if the plugin is not running, or does not clear
-    them; PermanentError if no reason waits for a reset; StateError.
+    Raises: InvalidConfigError for an unknown GPU; RetryableError if the plugin does not run, or does not clear them;
+    PermanentError if there are none; StateError.
     """
     machine = CommandMachine(settings)
     [uuid] = chosen_gpus(machine, [name])

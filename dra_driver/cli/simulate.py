@@ -42,9 +42,9 @@ def _option(name: str, help_text: str, kind: type = str, **more: Any) -> Flag:
 
 
 def _calls(function: str, said: str = "", held_by: str = "", **fixed: Any) -> Callable[[Namespace], None]:
-    """Return a function that prints the result of a function of `simulate_commands`: lines or a table.
+    """Return a function that prints what a function of `simulate_commands` returns: lines or a table.
 
-    With `said`, `function` is the name of a method of the machine, which `done` calls.
+    With `said`, `function` is a method of the machine, which `done` calls.
     """
 
     def act(given: Namespace) -> None:

@@ -48,7 +48,7 @@ def is_only_simulated(settings: Settings) -> bool:
 
 
 def plugin_runs(directory: Path) -> bool:
-    """Whether the plugin is running; False if this cannot be determined."""
+    """Return False if this cannot be determined."""
     try:
         return UseMark(directory / WORKER_LOCK).is_held()
     except StateError:
@@ -56,7 +56,7 @@ def plugin_runs(directory: Path) -> bool:
 
 
 def plugin_problems(directory: Path, http_endpoint: str) -> Reported:
-    """Return the problems and failing claims that the plugin reports. A missing plugin is itself a problem.
+    """Return what the plugin reports. A missing plugin is itself a problem.
 
     An answer from `http_endpoint` is preferred to the file, which is outdated while the disk is full.
     """
@@ -102,8 +102,8 @@ def read_state(
 ) -> NodeState:
     """Read everything that can be read. A missing directory counts as empty.
 
-    With `boot_id` None, records are returned as written, and all pending cleanups and saved health count as from this
-    boot. Without `specs`, pending cleanup of claims with unreadable records is left out.
+    With `boot_id` None, all pending cleanups and saved health count as from this boot. Without `specs`, pending
+    cleanup of claims with unreadable records is left out.
     """
     faults: list[str] = []
     claims, ledgers = (plugin_directory / name for name in ("claims", LEDGER))
@@ -188,10 +188,7 @@ def read_claims(state: NodeState, settings: Settings, now: datetime) -> NodeClai
 
 
 def set_aside_files(settings: Settings) -> list[Path]:
-    """Return files that gpu-dra-driver renamed: unreadable ones, or those with the name of one of its files.
-
-    An unreadable directory counts as empty.
-    """
+    """Return files that gpu-dra-driver renamed: unreadable ones, or those with the name of one of its files."""
     found: list[Path] = []
     places = ["", "claims", LEDGER, "locks", "mps", f"{METADATA}/*/*"]
     globs = [(settings.plugin_directory, f"{place}/*{QUARANTINE}*".lstrip("/")) for place in places]

@@ -38,7 +38,7 @@ _WAIT_ONCE_S = 25.0
 """If NVML has no other client it wakes every GPU first, which takes seconds each. A GPU that hangs takes 15 s."""
 _WAIT_LIVE_S = 2.0
 _WAIT_FIRST_S = 0.3
-"""The first screen appears then, even if NVML hangs or is still waking GPUs."""
+"""The first screen appears then, even if NVML hangs."""
 _MIB = 1 << 20
 _SAMPLES = 12
 _LEVELS = " .:-=+*#%@"
@@ -117,9 +117,8 @@ def node_picture(
 ) -> list[RenderableType]:
     """Return the whole view.
 
-    `order` sorts the GPUs: busiest or worst first; `memory` also sorts the pods. A GPU or claim that is the only
-    match of the search `text` is shown in detail. `history` has the utilisations of each GPU in percent, by device
-    name, newest last.
+    `order` sorts the GPUs: busiest or worst first; `memory` also sorts the pods. The only match of the search `text`
+    is shown in detail. `history` has utilisations in percent by device name, newest last.
     """
     sections = [
         [_head(view, width), *_problems(view)],
@@ -202,7 +201,7 @@ def _fraction(load: GpuLoad | None) -> float | None:
 
 
 def _word(severity: str) -> str:
-    """Return the severity, in capitals if it needs attention, so that it stands out without colours."""
+    """Write what needs attention in capitals, so that it stands out without colours."""
     return severity.upper() if severity in ("degraded", "unhealthy", "lost", "unknown") else severity
 
 
@@ -289,7 +288,7 @@ def _pods(view: NodeView, width: int | None, order: Order) -> list[RenderableTyp
         return sum(one.memory_bytes or 0 for one in processes)
 
     def percent(processes: Iterable[SeenProcess]) -> int | None:
-        """Return the mean over the GPUs; None if one of the values is unknown."""
+        """Return None if a value is unknown."""
         of_gpus: dict[str, list[int | None]] = {}
         for one in processes:
             of_gpus.setdefault(one.gpu, []).append(one.utilisation_percent)
@@ -335,7 +334,7 @@ def _mps(view: NodeView, width: int | None) -> list[RenderableType]:
 
 @dataclass
 class Screen:
-    """`first` is the top line; `typing` means that keys edit the search text."""
+    """`first` is the top line; `typing`: keys edit the search text."""
 
     order: Order = "index"
     text: str = ""
@@ -358,7 +357,6 @@ class Screen:
     def picture(
         self, view: NodeView, console: Console, history: Mapping[str, Sequence[int]]
     ) -> RenderableType:
-        """Return the lines from `first` on, and the keys below them, in the size of the terminal."""
         from rich.console import Group
         from rich.segment import Segment, Segments
 
@@ -426,7 +424,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _typed(keys: int | None, wait_s: float) -> str | None:
-    """Return the keys typed within `wait_s` seconds; None if there are none, and q if the terminal is gone."""
+    """Return the keys typed within `wait_s` seconds; q if the terminal is gone."""
     ready, _, _ = select.select([] if keys is None else [keys], [], [], wait_s)
     if not ready or keys is None:
         return None

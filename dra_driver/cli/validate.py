@@ -208,7 +208,6 @@ def machine_to_try(machine: CommandMachine) -> tuple[MachineFit | None, str]:
 
 
 def gpus_for_layouts(machine: CommandMachine, inventory: Inventory) -> list[MigGpu]:
-    """Return the machine's GPUs in PCI order, with their possible MIG profiles."""
     from dra_driver.nvml.mig_changes import MigHardware
 
     found = []

@@ -1,4 +1,4 @@
-"""Checks with dry runs that the admission policies refuse requests that a node must not make."""
+"""Tests with dry runs that admission policies refuse requests that a node must not make."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _FORBIDDEN = 403
 MARK_RESOURCE = "drivers"
 MARK_VERB = "confine"
 EXEMPT_VERB = "exempt"
-"""Permissions for `drivers`, in the API group named like the driver. The policies apply to accounts that have
-`confine` but not `exempt`.
+"""The policies apply to accounts that have `confine` but not `exempt` for `drivers`, in the API group named like the
+driver.
 """
 
 _BY_POLICY = re.compile(
@@ -35,13 +35,11 @@ _OURS = (
     "may not change the allocation of a claim or who uses it",
 )
 _OWN_CHECK = re.compile(r'requires resource="?resourceclaims/')
-"""In the error with which Kubernetes 1.36 and newer reject a claim status, before any policy runs."""
+"""Kubernetes 1.36 and newer reject a claim status with it, before any policy runs."""
 
 
 def refusal_finding(error: ApiRejectedError, what: str) -> Finding:
-    """Return OK if a policy of gpu-dra-driver or Kubernetes itself refused to do `what`, but FAIL if the account's
-    token names no node.
-    """
+    """Return OK if a policy of gpu-dra-driver or Kubernetes itself refused to do `what`."""
     text = str(error)
     policy, webhook = _BY_POLICY.search(text), _BY_WEBHOOK.search(text)
     is_ours = policy is not None and any(part in policy["text"] for part in _OURS)
@@ -79,10 +77,7 @@ _CONSUMER = {"resource": "pods", "name": "gpu-dra-driver-probe", "uid": "gpu-dra
 
 @dataclass(frozen=True, slots=True)
 class AdmissionProof:
-    """Checks the policies with the token of gpu-dra-driver, because they do not apply to other accounts.
-
-    `claims` returns the claims that have a record on this node. The checks raise ApiClient's errors.
-    """
+    """Checks the policies with the token of gpu-dra-driver, because they do not apply to other accounts."""
 
     client: ApiClient
     driver: str

@@ -23,7 +23,7 @@ from dra_driver.slices.api_support import Support, ask_support
 from dra_driver.slices.rules.diff import PARTITIONS_GATE, SHARES_GATE, TAINTS_GATE, Owner
 
 _OLDEST = {"kubelet": (1, 34), "containerd": (1, 7), "cri-o": (1, 28)}
-"""The oldest versions with resource.k8s.io/v1, and with CDI devices from the kubelet, as in docs/versions.md."""
+"""The first versions with resource.k8s.io/v1, and with CDI devices from the kubelet, as in docs/versions.md."""
 _VERSION = re.compile(r"v?(\d+)\.(\d+)")
 
 
@@ -46,7 +46,7 @@ def required_permissions(driver: str, *, mig_layouts: bool = False) -> tuple[Per
 
 @dataclass(frozen=True, slots=True)
 class ClusterChecks:
-    """`client.get()` raises the error that creating the client raised. `configured` is False outside a pod without a
+    """`client.get()` raises what creating the client raised. `configured` is False outside a pod without a
     kubeconfig.
     """
 
@@ -188,7 +188,7 @@ class ClusterChecks:
         return ok(f"{counted(count, 'device')}{note} in {counted(len(items), 'slice')}")
 
     def feature_gates(self) -> Finding:
-        """Check with dry runs that the API server stores all fields that gpu-dra-driver publishes."""
+        """Check that the API server stores all fields that gpu-dra-driver publishes."""
         client = self.client.get()
         owner = Owner(self.driver, self.node, node_uid(client, self.node))
         support = ask_support(client, owner, Support(), partitions=True)
@@ -229,10 +229,7 @@ class ClusterChecks:
         ]
 
     def _skipping(self, ask: Callable[[], Finding]) -> Callable[[], Finding]:
-        """Return SKIP if the API server is unavailable, or refuses these credentials.
-
-        The checks `API server` and `permissions` report those problems once.
-        """
+        """Skip if the API server is unavailable, or refuses these credentials: other checks report that once."""
 
         def looked() -> Finding:
             try:

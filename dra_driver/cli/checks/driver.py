@@ -49,18 +49,18 @@ from dra_driver.reporting.rules.claim_usage import unclaimed_text
 
 _KERNEL_VERSION = re.compile(r"NVRM version:.*?\s(\d+\.\d+(?:\.\d+)*)\s")
 _WITHOUT_PCI = {"microsoft": "Windows Subsystem for Linux (WSL2)", "tegra": "an NVIDIA Jetson"}
-"""Machines whose GPU is not a PCI device, by a word in the kernel release (`uname -r`)."""
+"""Machines whose GPU is not a PCI device, by a word in `uname -r`."""
 _GPU_NODE = re.compile(r"nvidia(\d+)\Z")
 
 
 class _NotKnownError(Exception):
-    """NVML does not answer; the check `NVML` reports why."""
+    """The check `NVML` reports why."""
 
 
 @dataclass(frozen=True, slots=True)
 class DriverChecks:
-    """`inventory` raises NVML's errors; `node_view` returns `top`'s data. `gpu_users` returns programs that have a
-    GPU open, except those of gpu-dra-driver and claims; None if unknown.
+    """`inventory` raises NVML's errors. `gpu_users` returns programs that have a GPU open, except those of
+    gpu-dra-driver and claims; None if unknown.
     """
 
     paths: HostPaths
@@ -71,7 +71,7 @@ class DriverChecks:
     gpu_users: Callable[[], Sequence[str] | None] = lambda: None
 
     def gpus_on_the_bus(self) -> Finding:
-        """Check that there are GPUs, and that they are bound to the NVIDIA driver."""
+        """Check that there are GPUs, and their drivers."""
         functions = self._sysfs.gpus()
         for sign, name in _WITHOUT_PCI.items() if not functions else ():
             if sign in self._kernel_release():
@@ -121,7 +121,7 @@ class DriverChecks:
         return ok(f"{version} loaded", version)
 
     def driver_root(self) -> Finding:
-        """Check that the driver root has the NVIDIA driver's files, in the loaded version."""
+        """Check that the driver root has the files of the loaded NVIDIA driver."""
         root = self.paths.driver_root
         where = "set --nvidia-driver-root (and --container-driver-root) to the root directory of the NVIDIA driver"
         if not Path(root).is_dir():
@@ -267,7 +267,6 @@ class DriverChecks:
         return ok("systemd finds the NVIDIA driver's device nodes")
 
     def mig_mode(self) -> Finding:
-        """Check for GPUs in MIG mode without MIG devices. The plugin does not publish them."""
         inventory = self._known()
         on = [gpu for gpu in inventory.gpus if gpu.mig_enabled]
         empty = {gpu.uuid: gpu.pci_bus_id or gpu.uuid for gpu in on if not gpu.mig_devices}
@@ -315,7 +314,7 @@ class DriverChecks:
         return ok("no other program keeps a GPU open")
 
     def imex(self) -> Finding:
-        """Check that claims for GPUs in an NVLink fabric get their IMEX channel."""
+        """Check that claims get their IMEX channel."""
         wanted = self.settings.extra_devices.imex
         if wanted is None:
             return skip("claims get no IMEX channels")
@@ -408,7 +407,6 @@ class DriverChecks:
         return findings or [ok("no unknown processes on the GPUs")]
 
     def persistence(self) -> Finding:
-        """Check that the NVIDIA driver keeps its state while no program uses a GPU."""
         roots = dict.fromkeys(filter(None, (self.paths.driver_root, self.paths.host_root)))
         for root in roots:
             tree = RootedTree(root)
@@ -424,7 +422,6 @@ class DriverChecks:
         )
 
     def _loss_at_the_end(self) -> str:
-        """Return what a GPU without persistence mode loses when its last program exits."""
         inventory = self.inventory.or_none()
         if inventory is None or inventory.confidential_compute in (None, "off"):
             return "lose their settings, such as power limits"
@@ -497,7 +494,7 @@ class DriverChecks:
         return inventory
 
     def _silent_gpus(self, inventory: Inventory) -> list[str]:
-        """Return the PCI bus IDs of GPUs that are bound to the NVIDIA driver but missing from NVML."""
+        """Return GPUs that are bound to the NVIDIA driver but missing from NVML."""
         bound = self._sysfs.gpus_of_the_nvidia_driver()
         return sorted(bound.keys() - {gpu.pci_bus_id for gpu in inventory.gpus})
 

@@ -30,7 +30,7 @@ _UNREAD = "not known, because some of the plugin's files cannot be read: see `re
 
 @dataclass(frozen=True, slots=True)
 class KubeletChecks:
-    """`reported` queries the plugin for its problems; None if no plugin can be running."""
+    """`reported` is None if no plugin can be running."""
 
     settings: Settings
     node_state: Callable[[], NodeState]
@@ -130,7 +130,6 @@ class KubeletChecks:
         return ok(f"layout {found[0].layout} is applied to {counted(len(found) - others, 'GPU')}{without}")
 
     def mps_host(self) -> Finding:
-        """Check that the MPS host runs and has applied its desired state. MPS claims wait for it."""
         layout = mps_layout(self.settings.plugin_directory)
         if not layout.lock.exists():
             return ok(

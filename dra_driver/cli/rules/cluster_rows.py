@@ -1,7 +1,7 @@
-"""The GPUs of a cluster and the claims that hold them: a row for each device that a claim has or could have.
+"""A row for each device of a cluster that a claim has or could have.
 
-The functions `seen_…` read v1 objects. For an invalid object they raise KeyError, TypeError, ValueError,
-AttributeError, StopIteration or InvalidConfigError; the caller skips it and reports its name.
+For an invalid object the functions `seen_…` raise KeyError, TypeError, ValueError, AttributeError, StopIteration or
+InvalidConfigError; the caller reports it.
 """
 
 from __future__ import annotations
@@ -39,9 +39,8 @@ NOT_PUBLISHED = "the device is not in any slice: run `gpu-dra-driver doctor` in 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A device in a slice. `card` identifies its GPU: the PCI bus ID, or the device's name if it has none.
-
-    A MIG device on demand has `is_made` False. `consumes` are amounts of `counter_set` by counter.
+    """`card` identifies the GPU: the PCI bus ID, or the device's name. A MIG device on demand has `is_made` False.
+    `consumes` are amounts of `counter_set`.
     """
 
     name: str
@@ -59,7 +58,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A slice of a pool that should have `total` slices. `counters` are amounts by counter set and counter."""
+    """`total` is how many slices the pool should have. `counters` are amounts by counter set and counter."""
 
     pool: str
     generation: int
@@ -71,11 +70,7 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A claim, the pods and groups of pods that it is reserved for, and what it consumes of each device.
-
-    `classes` are the DeviceClasses of a claim without devices. `serviced` are the devices that it takes out of
-    service.
-    """
+    """`devices` are what the claim consumes of each device. `serviced` are the devices that it takes out of service."""
 
     namespace: str
     name: str
@@ -88,9 +83,8 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class WaitingPod:
-    """A pod without a node: its claims and extended resources, and the scheduler's message.
-
-    `has_claim`: the scheduler has created a claim for its extended resources.
+    """`says` is the scheduler's message. `has_claim`: the scheduler has created a claim for the pod's extended
+    resources.
     """
 
     namespace: str
@@ -105,8 +99,8 @@ class WaitingPod:
 class Row:
     """A device, a waiting claim, or a node without devices. `claim` and `pods` are `NAMESPACE/NAME`.
 
-    `load` is the use of the device by the pods of this row, None if unknown. `wasted_bytes` is memory that is held
-    and idle: the idle fraction of all memory, or the unused memory if the utilisation is unknown.
+    `wasted_bytes` is memory that is held and idle: the idle fraction of all memory, or the unused memory if the
+    utilisation is unknown.
     """
 
     node: str
@@ -122,7 +116,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Used:
-    """The use of a device, and of each pod's processes on it, by `NAMESPACE/NAME`."""
+    """The use of a device, and of each pod on it, by `NAMESPACE/NAME`."""
 
     load: GpuLoad | None = None
     pods: Mapping[str, GpuLoad] = field(default_factory=dict)
@@ -130,9 +124,9 @@ class Used:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """`tainted` counts GPUs with a taint that keeps new pods away; they may be in use. `maintenance` counts devices
-    out of service; `missing` counts other claimed devices in no slice. `fits` is how many whole GPUs (`whole`),
-    or devices of each MIG profile, still fit by product, each as if nothing else were allocated.
+    """`tainted` GPUs have a taint that keeps new pods away; they may be in use. `missing` are claimed devices in no
+    slice, except those in `maintenance`. `fits` is how many whole GPUs, or devices of each MIG profile, still fit
+    by product, each as if nothing else were allocated.
     """
 
     gpus: int = 0
@@ -211,10 +205,7 @@ def taint_text(taint: JsonObject) -> str:
 
 
 def seen_claim(entry: JsonObject, driver: str) -> Claim:
-    """Read a ResourceClaim with its devices of the driver.
-
-    Devices with adminAccess are left out, because other claims can still use them, except during maintenance.
-    """
+    """Leave out devices with adminAccess, because other claims can still use them, except during maintenance."""
     metadata, status = entry["metadata"], entry.get("status") or {}
     of_driver = [one for one in allocation_results(entry) if one["driver"] == driver]
     devices = {
@@ -253,13 +244,12 @@ def _is_for_maintenance(devices: JsonObject, driver: str) -> bool:
 
 
 def _consumer(entry: JsonObject) -> str:
-    """Return the name of a pod, or for example `podgroups/train` (KEP-5729)."""
+    """Return a pod's name, or for example `podgroups/train` (KEP-5729)."""
     name, resource = str(entry["name"]), entry.get("resource")
     return name if resource == "pods" else f"{resource}/{name}"
 
 
 def seen_class(entry: JsonObject) -> tuple[str, str, str | None]:
-    """Return a DeviceClass's name, its selectors as text, and its extended resource."""
     spec = entry.get("spec") or {}
     return str(entry["metadata"]["name"]), json.dumps(spec.get("selectors")), spec.get("extendedResourceName")
 
@@ -290,10 +280,8 @@ def cluster_rows(
     pods: Sequence[WaitingPod],
     loads: Mapping[Slot, Used] | None = None,
 ) -> tuple[list[Row], Totals]:
-    """Return the rows and totals.
-
-    With `loads`, devices with held but idle memory come first; otherwise rows with a problem. Waiting claims and pods
-    come last.
+    """Return the rows and totals. With `loads`, devices with held but idle memory come first; otherwise rows with a
+    problem.
     """
     newest: dict[str, int] = {}
     for one in slices:
@@ -335,7 +323,7 @@ def cluster_rows(
 def _fitting(
     pool: str, members: Sequence[Slice], holders: Mapping[Slot, Sequence[Claim]]
 ) -> Mapping[tuple[str, str], int]:
-    """Return how many whole GPUs and devices of each profile a pool can still give to claims, by product."""
+    """Return how many whole GPUs and devices of each profile a pool can still give to claims."""
     left = {counter: amount for one in members for counter, amount in one.counters.items()}
     free: dict[tuple[str, str], list[Device]] = {}
     for device in (device for one in members for device in one.devices):
@@ -361,14 +349,12 @@ def _take(device: Device, left: dict[tuple[str, str], Fraction], *, is_held: boo
 
 
 def room_text(product: str, counts: Mapping[str, int]) -> str:
-    """Return for example `NVIDIA A100-SXM4-40GB: room for 6 whole GPUs, or 42 x 1g.5gb`."""
     whole = [counted(counts[WHOLE], "whole GPU")] if WHOLE in counts else []
     profiles = [f"{count} x {profile}" for profile, count in counts.items() if profile != WHOLE]
     return f"{product}: room for {', or '.join([*whole, *profiles])}"
 
 
 def versions_of(slices: Iterable[Slice], images: Iterable[tuple[str, str]]) -> dict[str, dict[str, str]]:
-    """Return the version on each node, by its subject. `images` has nodes with the plugin's image."""
     found: dict[str, dict[str, str]] = {}
     for device in (device for one in slices for device in one.devices):
         for what, version in device.versions:
@@ -386,7 +372,6 @@ def drift(versions: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
 
 
 def plugin_image(pod: Mapping[str, Any], driver: str) -> tuple[str, str] | None:
-    """Return a pod's node and its image of the plugin; None for another program or driver, and without a node."""
     spec = pod.get("spec") or {}
     for container in spec.get("containers") or ():
         values = {entry["name"]: entry.get("value") for entry in container.get("env") or ()}
@@ -469,7 +454,7 @@ def _wasted_bytes(load: GpuLoad | None) -> int:
 
 
 def use_text(load: GpuLoad | None) -> str | None:
-    """Return a text such as `85% 12.0/80 GiB`, or `85% ?/80 GiB` if the used memory is unknown."""
+    """Return a text such as `85% 12.0/80 GiB`."""
     if load is None or not load.memory_total_bytes:
         return None
     percent = "" if load.utilisation_percent is None else f"{load.utilisation_percent}% "
@@ -483,8 +468,8 @@ def _waiting(
     classes: Iterable[tuple[str, str, str | None]],
     pods: Sequence[WaitingPod],
 ) -> Iterator[Row]:
-    """Claims wait for devices of the driver or of a missing class. Pods wait if they request such devices as
-    extended resources; the scheduler creates their claims when it has found a node.
+    """Claims wait for devices of the driver or of a missing class. The scheduler creates claims for extended
+    resources when it has found a node.
     """
     known = {name for name, _, _ in classes}
     ours = {name for name, selectors, _ in classes if driver in selectors}
@@ -514,9 +499,7 @@ def _waiting(
 
 @dataclass(frozen=True, slots=True)
 class PluginPod:
-    """A pod of the plugin. `proxy` is the path of the API server's proxy to its pages; `metrics` its path of
-    metrics.
-    """
+    """`proxy` is the API server's path to the pod's pages."""
 
     node: str
     namespace: str
@@ -526,7 +509,6 @@ class PluginPod:
 
 
 def plugin_pod(pod: Mapping[str, Any], driver: str) -> PluginPod | None:
-    """Return the plugin's pod; None for another program or driver, and for a pod without metrics or node."""
     spec, metadata = pod.get("spec") or {}, pod["metadata"]
     for container in spec.get("containers") or ():
         values = {entry["name"]: entry.get("value") or "" for entry in container.get("env") or ()}
@@ -539,9 +521,7 @@ def plugin_pod(pod: Mapping[str, Any], driver: str) -> PluginPod | None:
 
 
 def loads_of(text: str, driver: str) -> dict[str, Used] | None:
-    """Return the use of each device from one plugin's metrics, by device name; None if the plugin does not measure
-    it.
-    """
+    """Return the use of each device by name; None if the plugin does not measure it."""
     from prometheus_client.parser import text_string_to_metric_families
 
     # Other lines are not parsed: most of a page is histograms, and a cluster has many pages.

@@ -1,7 +1,6 @@
 """The results of `doctor`'s checks.
 
-After a FAIL, some pod that asks for a device of this node does not get it. What could not be checked is not a FAIL,
-because the pod may get its device.
+After a FAIL, some pod that asks for a device of this node does not get it. What could not be checked is not a FAIL.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ CODES_THAT_WARN: frozenset[ProblemCode] = frozenset({
     "check-failed", "health-unknown", "memory-unclaimed", "mps-not-exclusive", "mps-users-wait",
     "scheduler-outdated", "slice-fields-dropped",
 })  # fmt: skip
-"""All other problems of a node keep some pod from getting its device, except `newer-files` of the health file."""
+"""All other problems keep some pod from getting its device, except `newer-files` of the health file."""
 _WORST_FIRST = ("FAIL", "WARN", "SKIP", "OK")
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """`version` is the version of the checked component."""
+    """`version` is that of the checked component."""
 
     status: Status
     seen: str
@@ -38,7 +37,7 @@ def ok(seen: str, version: str | None = None) -> Finding:
 
 
 def warn(seen: str, remedy: str) -> Finding:
-    """Return the finding for something that works with restrictions, may soon fail, or could not be checked."""
+    """Return the finding for what works with restrictions, may soon fail, or could not be checked."""
     return Finding("WARN", seen, remedy)
 
 
@@ -47,7 +46,7 @@ def fail(seen: str, remedy: str) -> Finding:
 
 
 def skip(seen: str) -> Finding:
-    """Return the finding for something that is not needed here, or that another check covers."""
+    """Return the finding for what is not needed here, or covered by another check."""
     return Finding("SKIP", seen)
 
 
@@ -65,11 +64,11 @@ _VERIFIED = {
     "driver": (("GPUs", "kernel driver", "driver root", "NVML", "device nodes"), "kernel driver"),
     "runtime": (("runtime", "CDI directory"), "node"),
 }
-"""For each subject: the checks that verify it, and the check that reports its version."""
+"""The checks that verify a subject, and the one that reports its version."""
 
 
 def verified(found: Sequence[tuple[str, Finding]]) -> dict[str, dict[str, str | None]]:
-    """Return the results that Kubernetes AI conformance requires, from check names and findings."""
+    """Return what Kubernetes AI conformance requires, from check names and findings."""
     versions = {check: finding.version for check, finding in found}
     return {
         subject: {

@@ -1,4 +1,4 @@
-"""The prepared claims of a node, from the plugin's files."""
+"""The prepared claims of a node."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ from dra_driver.power.rules.limits import limits_on
 
 @dataclass(frozen=True, slots=True)
 class ClaimDevice:
-    """`mig` describes a MIG device that was created on demand: profile, placement, IDs. `limits` are the limits of
-    power and clocks that the claim set, such as `500 W`.
-    """
+    """`mig` describes a MIG device on demand: profile, placement, IDs. `limits` are texts such as `500 W`."""
 
     device: str
     kind: str
@@ -36,10 +34,9 @@ class ClaimDevice:
 
 @dataclass(frozen=True, slots=True)
 class PreparedClaim:
-    """A claim's record. `age_s` is None if the record has no time. `boot` is `this`, `earlier` or `unknown`.
-
-    `cdi_spec` is `present`, `missing` or `unknown`. `undo` names the steps that Unprepare undoes, first to last.
-    `pods` is None if unknown. `maintenance` is a text such as `active until 2026-11-27 20:05:00+00:00`.
+    """`boot` is `this`, `earlier` or `unknown`, `cdi_spec` `present`, `missing` or `unknown`. `undo` names the steps
+    that Unprepare undoes, first to last. `pods` is None if unknown. `maintenance` is a text such as `active until
+    2026-11-27 20:05:00+00:00`.
     """
 
     namespace: str
@@ -58,7 +55,7 @@ class PreparedClaim:
 
 @dataclass(frozen=True, slots=True)
 class ClaimCleanup:
-    """The steps of a claim that could not be undone yet. `since` is in seconds since 1970."""
+    """`since` is in seconds since 1970."""
 
     namespace: str
     name: str
@@ -70,7 +67,7 @@ class ClaimCleanup:
 
 @dataclass(frozen=True, slots=True)
 class NodeClaims:
-    """All claims with a record, oldest first. `running` is a busy GPU, by the UID of a claim that is being prepared."""
+    """`running` is a busy GPU, by the UID of a claim that is being prepared."""
 
     claims: tuple[PreparedClaim, ...]
     problems: tuple[str, ...] = ()
@@ -80,7 +77,7 @@ class NodeClaims:
 
 
 Specs = Mapping[str, Sequence[str]] | None
-"""The devices in each claim's CDI spec, by claim UID; None if the directory could not be read."""
+"""Devices by claim UID; None if the directory could not be read."""
 
 
 def prepared_claims(state: NodeState, specs: Specs, now: datetime) -> tuple[PreparedClaim, ...]:

@@ -1,4 +1,4 @@
-"""The DeviceClasses of a cluster, and its claims and templates that documents name."""
+"""Objects of a cluster that documents need."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dra_driver.model.dataclass import dataclass, field
 from dra_driver.model.schema import JsonObject
 
 Reference = tuple[str, str, str]
-"""Kind, namespace and name of a claim or a template."""
+"""Kind, namespace and name."""
 
 _PLURALS = {"ResourceClaim": "resourceclaims", "ResourceClaimTemplate": "resourceclaimtemplates"}
 _TIMEOUT_S = 15.0
@@ -32,9 +32,7 @@ class ClusterObjects:
 
 
 def read_cluster(endpoint: Endpoint, wanted: Sequence[Reference]) -> ClusterObjects:
-    """Read the DeviceClasses and the `wanted` claims and templates. Stops at the first error, which becomes
-    `problem`.
-    """
+    """Stop at the first error, which becomes `problem`."""
     client, cluster = ApiClient(endpoint, timeout_s=_TIMEOUT_S), ClusterObjects(endpoint.server)
     try:
         classes = client.call("GET", "deviceclasses", action="list DeviceClasses")

@@ -26,19 +26,19 @@ _LONGEST_KEY = 64
 _HELM = re.compile(r"\{\{[^}]*(\.(Values|Release|Chart|Capabilities)\b|\b(include|define|template)\s+\")")
 _RENDER = "render it first: `helm template CHART | gpu-dra-driver validate -`"
 _MAX_VALUES = 1_000_000
-"""Per document, with aliases expanded. An object of the API server has at most 3 MiB."""
+"""With aliases expanded. An object of the API server has at most 3 MiB."""
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """`problem` is why the document could not be read; it then has no content."""
+    """A document with a `problem` has no content."""
 
     file: str
     line: int
     content: Any = None
     problem: str | None = None
     is_configuration: bool = False
-    """Whether it is a configuration file of gpu-dra-driver: not a Kubernetes object, and a key resembles a setting."""
+    """It is not a Kubernetes object, and a key resembles a setting of gpu-dra-driver."""
 
     @property
     def place(self) -> str:
@@ -69,7 +69,7 @@ def read_documents(files: Sequence[str], settings: Collection[str] = ()) -> Iter
     """Yield the documents of all files. Empty ones are skipped, and a List is split into its items.
 
     `-` means standard input; a directory, all YAML and JSON files below it. `settings` are the keys of a
-    configuration file. Raises: InvalidConfigError for a file that cannot be read.
+    configuration file. Raises: InvalidConfigError.
     """
     for name in files:
         if name == "-":
@@ -86,7 +86,6 @@ def read_documents(files: Sequence[str], settings: Collection[str] = ()) -> Iter
 
 
 def _recognised(document: Document, settings: Collection[str]) -> Document:
-    """Mark configuration files. A key that resembles a setting counts as a misspelt setting."""
     content = document.content
     if not isinstance(content, dict) or "kind" in content or "apiVersion" in content:
         return document
@@ -185,7 +184,7 @@ def _taken_apart(document: Document) -> Iterator[Document]:
 
 
 def _values(node: Any, known: dict[int, int]) -> int:
-    """Count values with aliases expanded. A value that contains itself is counted once."""
+    """Count a value that contains itself once."""
     import yaml
 
     if id(node) not in known:
@@ -202,7 +201,7 @@ def _values(node: Any, known: dict[int, int]) -> int:
 
 
 def _twice(node: Any, path: str, seen: set[int]) -> str | None:
-    """Return the path of a duplicate key, which YAML would silently overwrite; None if there is none."""
+    """Return the path of a duplicate key, which YAML would silently overwrite."""
     import yaml
 
     if id(node) in seen:

@@ -38,16 +38,14 @@ from dra_driver.power.rules.limits import NO_POWER_POLICY, PowerPolicy
 _CLAIM: Final = ClaimRef("default", "claim", "00000000-0000-0000-0000-000000000000")
 """What Prepare would plan for."""
 _PLAIN_STEPS = 2
-"""For a request without selectors: all devices, and the devices of its class."""
+"""Without selectors: all devices, and the devices of the class."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """The outcome for one claim.
-
-    `devices` are (request, device) of one possible allocation; if there is none, `problem` says why. `refusal` is why
-    Prepare would refuse the claim with these devices, and `delay` why Prepare would fail until the machine changes.
-    `near` are hints about devices that a selector barely excludes.
+    """`devices` are (request, device) of one possible allocation; if there is none, `problem` says why. `refusal` is
+    why Prepare would refuse the claim with these devices, and `delay` why Prepare would fail until the machine
+    changes. `near` are hints about devices that a selector barely excludes.
     """
 
     funnels: tuple[Funnel, ...]
@@ -61,9 +59,7 @@ class Fit:
 
 @dataclass(eq=False)
 class MachineFit:
-    """An empty machine. `sharing`, `extra_devices` and `power` are the settings of its plugin. MIG layouts are tried
-    on `gpus`.
-    """
+    """An empty machine, and the settings of its plugin. MIG layouts are tried on `gpus`."""
 
     name: str
     driver: str
@@ -80,7 +76,7 @@ class MachineFit:
         self.devices = self._empty.candidates
 
     def claim(self, spec: JsonObject, classes: Mapping[str, JsonObject]) -> Fit:
-        """Return the outcome for a v1 claim spec.
+        """Try a v1 claim spec.
 
         Raises: AllocationError for a missing class; InvalidConfigError and NotJudgedError for a selector.
         """
@@ -118,7 +114,7 @@ class MachineFit:
         return allocate(self._empty, claims, classes, self._node)
 
     def taken_away(self, alone: Fit, others: Sequence[JsonObject]) -> tuple[str, int, int]:
-        """Return why a claim that fits alone does not fit together with others.
+        """Return why a claim that fits alone does not fit with others.
 
         Also returns, for the request that lacks the most devices, how many are completely free, and how many match.
         """
@@ -142,7 +138,7 @@ class MachineFit:
     def _no_choice(
         self, wanted: list[list[Wanted]], funnels: tuple[Funnel, ...], devices: JsonObject
     ) -> str | None:
-        """Return why the whole claim cannot be served although each request could be; None for a single device."""
+        """Return why no choice serves the claim although each request could be served."""
         by_name = {found.request: found.matching for found in funnels}
         entries = [entry for group in wanted for entry in group]
         constraints = devices.get("constraints") or ()
@@ -201,7 +197,7 @@ class MachineFit:
 
 
 def _first_short(wanted: list[list[Wanted]], funnels: tuple[Funnel, ...]) -> str | None:
-    """Return why one of the requests cannot be served even by itself; None if each can."""
+    """Return why one of the requests cannot be served even by itself."""
     by_name = {found.request: found for found in funnels}
     for group in wanted:
         shorts = [_short_of(entry, by_name[entry.name]) for entry in group]

@@ -68,7 +68,7 @@ DEFAULT_NAMESPACE = "default"
 _SHOWN_DEVICES = 4
 _MAX_PROFILES = 16
 _ALIKE = 0.92
-"""For two class names that differ in about one letter."""
+"""For names that differ in about one letter."""
 _ALIKE_OBJECT = 0.8
 _CLAIMS = {"ResourceClaim": "resourceClaimName", "ResourceClaimTemplate": "resourceClaimTemplateName"}
 _SHARES = "shares.gpu.nvidia.com"
@@ -100,10 +100,10 @@ def check_documents(
     namespace: str = DEFAULT_NAMESPACE,
     evicting: Collection[str] = (),
 ) -> list[DocumentReport]:
-    """Return a report for each document, in order.
+    """Return a report for each document.
 
-    `config_faults` are the faults of configuration files by document number; `evicting` are the keys of taints that
-    the plugin sets with the effect NoExecute.
+    `config_faults` are by document number; `evicting` are the keys of taints that the plugin sets with the effect
+    NoExecute.
     """
     check = ManifestCheck(documents, driver, machines, cluster, namespace, evicting)
     reports = []
@@ -204,7 +204,6 @@ class ManifestCheck:
             self._other(document, content, report)
 
     def _other(self, document: Document, content: JsonObject, report: DocumentReport) -> None:
-        """Check a document that is neither a claim nor a class and creates no pods."""
         if content.get("kind") == "DeviceTaintRule":
             self._taint_rule(content, report)
         elif document.is_configuration:
@@ -347,7 +346,6 @@ class ManifestCheck:
         return {f"mig-{profile_label(row.profile.name)}.nvidia.com": row.profile.name for row in rows}
 
     def _other_driver(self, class_name: str) -> str | None:
-        """Return the DRA driver that a class selects, if it is not gpu-dra-driver."""
         selectors = self._classes[class_name]["spec"].get("selectors") or ()
         drivers = (selected_driver(entry["cel"]["expression"]) for entry in selectors)
         return next((name for name in drivers if name not in (None, self.driver)), None)
@@ -366,7 +364,7 @@ class ManifestCheck:
             )
 
     def _try_claim(self, spec: JsonObject, report: DocumentReport) -> bool:
-        """Return whether an empty machine of some type can serve a claim, or there is no machine."""
+        """Return whether an empty machine can serve a claim, or there is no machine."""
         fits = [(machine, machine.claim(spec, self._classes)) for machine in self.machines]
         bad = [(machine, fit) for machine, fit in fits if fit.problem is not None or fit.refusal is not None]
         good = [(machine, fit) for machine, fit in fits if fit.problem is None and fit.refusal is None]
@@ -431,7 +429,6 @@ class ManifestCheck:
             self._try_pod(path, spec, namespace, report)
 
     def _try_pod(self, path: str, spec: JsonObject, namespace: str, report: DocumentReport) -> None:
-        """Check each claim of a pod, and all of them together."""
         requests = self._extended(spec, report)
         lacking = ["its extended resources"] if requests else []
         lacking += [f"{kind} {name}" for _, kind, name in claims_of(spec) if kind != "ResourceClaim"]
@@ -482,7 +479,7 @@ class ManifestCheck:
         return bool(((found or {}).get("status") or {}).get("allocation"))
 
     def _claim(self, kind: str, namespace: str, name: str, report: DocumentReport) -> JsonObject | None:
-        """Return the spec of a claim that a pod names, if it can be allocated from an empty machine."""
+        """Return the spec of a claim that a pod names, if an empty machine can serve it."""
         reference = (kind, namespace, name)
         shown = f"{kind} {namespace}/{name}"
         found, place = self._good.get(reference), self._places.get(reference)
@@ -517,7 +514,6 @@ class ManifestCheck:
         return None
 
     def _meant(self, reference: Reference) -> str | None:
-        """Return which claim or template a pod probably means, as the end of a sentence."""
         kind, namespace, name = reference
         others = [one for one in self._places if one[0] in _CLAIMS]
         for other in others:

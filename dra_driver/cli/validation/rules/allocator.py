@@ -20,7 +20,7 @@ from dra_driver.model.schema import JsonObject
 from dra_driver.model.units import format_bytes, format_decimal, parse_quantity
 
 Amounts = Mapping[str, str]
-"""Quantities by capacity name, as the device spells it."""
+"""By capacity name, as the device spells it."""
 
 
 def shareable(device: Mapping[str, Any]) -> bool:
@@ -28,9 +28,7 @@ def shareable(device: Mapping[str, Any]) -> bool:
 
 
 def consumption(requests: Mapping[str, Any], device: Mapping[str, Any]) -> Amounts | None:
-    """Return what an allocation consumes of every capacity, including zeros; None if even a free device cannot serve
-    it.
-    """
+    """Return what an allocation consumes of every capacity; None if even a free device cannot serve it."""
     # kube-scheduler compares names literally, so `gpu.nvidia.com/memory` is not the capacity `memory`.
     if not requests.keys() <= (device.get("capacity") or {}).keys():
         return None
@@ -54,7 +52,6 @@ def fits(device: Mapping[str, Any], shares: Iterable[Amounts]) -> bool:
 
 
 def shares_of(claim: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str, str], Amounts]]:
-    """Yield (driver, pool, device) and consumption of every share that a claim holds."""
     for result in allocation_results(claim):
         if result.get("shareID") and not result.get("adminAccess"):
             key = (result["driver"], result["pool"], result["device"])
@@ -67,7 +64,7 @@ def amount_of(text: Any) -> Fraction:
 
 
 def _amount_of(wanted: str | None, entry: Mapping[str, Any]) -> str | None:
-    """Return the consumed amount of one capacity; None if the policy does not allow it."""
+    """Return None if the policy does not allow the amount."""
     policy = entry.get("requestPolicy") or {}
     if wanted is None:
         return str(policy.get("default", entry["value"]))
@@ -106,7 +103,7 @@ _MAX_TRIES = 100_000
 
 
 class AllocationError(Exception):
-    """Nothing fits, or the claims use an unsupported feature."""
+    """Nothing fits, or a feature is unsupported."""
 
 
 class NoChoiceError(AllocationError):
@@ -118,14 +115,12 @@ class UndecidedError(AllocationError):
 
 
 class _TooManyError(Exception):
-    """With these devices a claim would exceed its maximum number of devices."""
+    """The claim would exceed its maximum number of devices."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Candidate:
-    """A device of a pool. `is_here` is False if the pool assigns it to another node. `counters` are what it
-    consumes.
-    """
+    """`is_here` is False if the pool assigns the device to another node."""
 
     id: DeviceId
     device: Mapping[str, Any]
@@ -139,7 +134,7 @@ class Candidate:
         return self.id[2]
 
     def matches(self, selector: Selector) -> bool:
-        """Whether a selector matches, evaluated once. Raises: SelectorError."""
+        """Evaluate a selector once. Raises: SelectorError."""
         if selector not in self._verdicts:
             self._verdicts[selector] = selector.matches(self.view)
         return self._verdicts[selector]
@@ -164,7 +159,7 @@ class Wanted:
         return next((taint for taint in taints if not is_tolerated(taint, self.tolerations)), None)
 
     def selects(self, candidate: Candidate) -> bool:
-        """Whether the selectors match the device, and it has the capacities. Raises: AllocationError."""
+        """Whether the selectors and capacities fit. Raises: AllocationError."""
         try:
             chosen = all(candidate.matches(one) for one in (*self.class_selectors, *self.selectors))
         except SelectorError as error:
@@ -175,7 +170,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Pick:
-    """A device that is chosen for a request; `claim` is the number of the claim."""
+    """`claim` is the number of the claim."""
 
     claim: int
     wanted: Wanted
@@ -191,10 +186,9 @@ class Pick:
 
 @dataclass(slots=True)
 class FreeDevices:
-    """Candidates in the scheduler's order, devices allocated in whole or in shares, and remaining counters.
+    """Candidates are in the scheduler's order.
 
-    `unusable` are pools of the node with a problem: their devices are not candidates, and requests for all devices
-    fail.
+    `unusable` are pools with a problem: their devices are not candidates, and requests for all devices fail.
     """
 
     candidates: list[Candidate]
@@ -224,7 +218,6 @@ def allocate(
 
 
 def devices_of(specs: Iterable[JsonObject]) -> FreeDevices:
-    """Return the devices and counters of slices that make up complete pools of the node."""
     found = FreeDevices([], set())
     for spec in specs:
         pool = spec["driver"], spec["pool"]["name"]
@@ -288,7 +281,7 @@ class _Search:
                     )
 
     def _count(self, claim: int, wanted: Wanted) -> int:
-        """Return how many devices a request needs. For allocationMode All, this determines the devices."""
+        """For allocationMode All, this determines the devices."""
         if wanted.count is not None:
             return wanted.count
         if self._left.unusable:
@@ -297,14 +290,12 @@ class _Search:
         return len(self._all[claim, wanted.name])
 
     def found(self) -> list[Pick] | None:
-        """Return a device for each request; None if there is no such choice. Raises: AllocationError."""
         try:
             return self._next(0, [])
         except _TooManyError:
             raise AllocationError(_too_many(_MAX_RESULTS + 1)) from None
 
     def _next(self, index: int, picks: list[Pick]) -> list[Pick] | None:
-        """Serve the request at this index and the following ones."""
         if index == len(self.requests):
             return picks
         claim, variants = self.requests[index]
@@ -326,7 +317,7 @@ class _Search:
     def _devices(
         self, index: int, wanted: Wanted, number: int, start: int, picks: list[Pick]
     ) -> list[Pick] | None:
-        """Choose the remaining devices of a request that already has `number` devices, from candidate `start` on."""
+        """Choose the remaining devices of a request that has `number` devices, from candidate `start` on."""
         claim = self.requests[index][0]
         everything = self._all.get((claim, wanted.name))
         if everything == []:
@@ -418,7 +409,7 @@ def _held(claim: JsonObject) -> Iterator[DeviceId]:
 
 
 def all_wanted(devices: JsonObject, classes: Mapping[str, JsonObject]) -> list[list[Wanted]]:
-    """Return the alternatives of each request in a claim's `spec.devices`, in order of preference.
+    """Return the alternatives of each request, in order of preference.
 
     Raises: AllocationError, InvalidConfigError, NotJudgedError.
     """

@@ -1,7 +1,7 @@
 """Evaluates CEL selectors as Kubernetes does, with cel-expr-python, plus quantities and versions.
 
-The image does not include the package. Missing here: Kubernetes' libraries for networks and URLs, some list
-functions, find(), and cost limits.
+The image does not include the package. Missing here: libraries for networks and URLs, some list functions, find(),
+and cost limits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dra_driver.model.units import parse_quantity
 
 
 class SelectorError(Exception):
-    """A selector fails on a device, for example because of a missing key. That ends the allocation of a claim."""
+    """A selector fails on a device. That ends the allocation of a claim."""
 
 
 class NotJudgedError(Exception):
@@ -27,14 +27,14 @@ class NotJudgedError(Exception):
 
 
 class Version(str):
-    """An attribute of the type `version`. In CEL it is not equal to one of the type `string`."""
+    """In CEL it is not equal to a `string`."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceView:
-    """A device's attributes and capacities by domain and name. Capacities are unparsed."""
+    """Attributes and unparsed capacities by domain and name."""
 
     driver: str
     attributes: Mapping[str, Mapping[str, Any]]
@@ -96,7 +96,7 @@ _INT64 = 1 << 63
 
 
 def reading(text: str) -> str:
-    """Return how to write the attribute or capacity that a selector names in brackets."""
+    """Return how to write the name that a selector has in brackets."""
     found = _NAME_IN_BRACKETS.search(text)
     kind, domain, name = (
         ("attributes", None, "productName") if found is None else (found[1], found[3], found[4])

@@ -1,4 +1,4 @@
-"""The DeviceClasses that come with gpu-dra-driver, for use without an API server."""
+"""The DeviceClasses that come with gpu-dra-driver."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _UNSAFE = re.compile(r"[^a-z0-9.-]")
 def mig_classes(profiles: Iterable[str], driver: str) -> list[JsonObject]:
     """Return a DeviceClass for each profile, small profiles first.
 
-    Raises: InvalidConfigError if two profiles would get the same name, or a name that Kubernetes refuses.
+    Raises: InvalidConfigError for equal or invalid names.
     """
     taken: dict[str, str] = {}
     for profile in sorted(set(profiles), key=_size):
@@ -39,7 +39,7 @@ def mig_classes(profiles: Iterable[str], driver: str) -> list[JsonObject]:
 
 
 def profile_label(profile: str) -> str:
-    """Return a profile's name as part of a Kubernetes name: `1g.10gb+me.all` becomes `1g.10gb.me.all`."""
+    """Return for example `1g.10gb.me.all` for `1g.10gb+me.all`."""
     return _UNSAFE.sub("-", profile.lower().replace("+", "."))
 
 
@@ -74,13 +74,12 @@ _BY_TYPE = re.compile(
     r'"type" in (?P<own>device\.attributes\["(?P=driver)"\]) && (?P=own)\.type == "(?P<type>[^"\\]+)"'
     r'(?: && "profile" in (?P=own) && (?P=own)\.profile == "(?P<profile>[^"\\]+)")?'
 )
-"""The selectors of classes for whole GPUs, MIG devices, and MIG devices of one profile."""
+"""The selector of whole GPUs, MIG devices, or MIG devices of one profile."""
 
 
 def standard_classes(driver: str, profiles: Iterable[str] = ()) -> Mapping[str, JsonObject]:
-    """Return the classes that the chart can install, and one for each MIG profile, by name.
-
-    Raises: InvalidConfigError if two profiles would have the same name.
+    """Return the classes that the chart can install, and one for each MIG profile, by name. Raises:
+    InvalidConfigError.
     """
     whole, mig = _of_type(driver, "gpu"), _of_type(driver, "mig")
     classes = [
@@ -96,7 +95,7 @@ def standard_classes(driver: str, profiles: Iterable[str] = ()) -> Mapping[str, 
 
 
 def standard_selector(expression: str) -> Callable[[DeviceView], bool] | None:
-    """Return a function that evaluates the selector of a standard class without CEL; None for any other selector.
+    """Return a function that evaluates the selector of a standard class without CEL.
 
     The selector's text decides, because a cluster may have other selectors under the same class names.
     """

@@ -48,7 +48,7 @@ def manager_layouts(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def read_layouts(text: Any) -> tuple[Layouts, list[str]]:
-    """Return the layouts of a mig-manager file by name, and its faults; no layouts if it has faults."""
+    """Return the layouts of a mig-manager file by name; none if it has faults, and these."""
     try:
         content = yaml.safe_load(text) if isinstance(text, str) else text
     except (yaml.YAMLError, *YAML_ERRORS) as error:
@@ -61,9 +61,7 @@ def read_layouts(text: Any) -> tuple[Layouts, list[str]]:
 
 @dataclass
 class Trial:
-    """Layouts on a machine with `count` GPUs, of which `gpus` could be read. `fits` are the layouts that every GPU
-    accepts.
-    """
+    """Layouts on a machine with `count` GPUs, of which `gpus` could be read. `fits` are accepted by every GPU."""
 
     machine: str
     count: int

@@ -1,6 +1,6 @@
 """The faults of ResourceClaims, ResourceClaimTemplates and DeviceClasses, as in Kubernetes 1.37.
 
-Older served versions are accepted; `as_v1` converts them to v1, with the values that the API server fills in.
+Older served versions are accepted; `as_v1` converts them.
 """
 
 from __future__ import annotations
@@ -41,13 +41,12 @@ _KINDS = {
 
 
 def neighbour(content: JsonObject) -> str | None:
-    """Describe an object of a related kind that is not validated; None if it does not concern GPUs."""
     kind = str(content.get("kind"))
     return f"{kind} {_KINDS[kind]}" if kind in _KINDS else None
 
 
 _PLUGIN_KEYS: Final = {"version", "flags", "resources", "sharing", "imex"}
-"""The sections of a configuration file of NVIDIA's device plugin."""
+"""Keys of a configuration file of NVIDIA's device plugin."""
 OF_DEVICE_PLUGIN: Final = (
     "it shares GPUs through NVIDIA's device plugin, whose configuration gpu-dra-driver does not read; write the list "
     "`sharing` of gpu-dra-driver's configuration, such as sharing: [{mode: shares, shares: 4}] (docs/migration.md, "
@@ -78,7 +77,6 @@ def _yaml(text: Any) -> Any:
 
 
 def names_devices(content: Any, depth: int = 0) -> bool:
-    """Whether an object of an unknown kind names claims, or resources of NVIDIA's domain."""
     if depth > _DEEPEST:
         return False
     if isinstance(content, list):
@@ -92,7 +90,6 @@ def names_devices(content: Any, depth: int = 0) -> bool:
 
 
 def misspelled_kind(content: JsonObject, known: tuple[str, ...]) -> str | None:
-    """Return the kind with the right case, for one with the wrong case such as `resourceclaim`."""
     kind = str(content.get("kind"))
     return next((one for one in known if one.lower() == kind.lower() and one != kind), None)
 
@@ -105,9 +102,9 @@ CLASS_TYPES: Mapping[str, DeviceType] = {
     "mig.nvidia.com": "mig",
     "vfio.gpu.nvidia.com": "vfio",
 }
-"""The type of devices that each installed class selects, if it selects only one type."""
+"""Only classes that select one type."""
 _FOREIGN_KINDS: Final = ("ComputeDomain", "ComputeDomainClique")
-"""Objects of NVIDIA's own DRA driver in the same API group as the plugin's parameters."""
+"""Kinds of NVIDIA's own DRA driver in the API group of the plugin's parameters."""
 _ALIKE: Final = 0.8
 _DEEPEST: Final = 32
 _RESOURCES: Final = ("nvidia.com/", "gpu.nvidia.com", "deviceclass.resource.kubernetes.io/")
@@ -116,7 +113,7 @@ PROFILE_CLASS: Final = ("mig-", ".nvidia.com")
 
 
 def object_faults(document: JsonObject, driver: str) -> list[FieldFault]:
-    """Return the faults of a claim, template or class. If its API version is not served, that is its only fault."""
+    """Return the faults of a claim, template or class. If its API version is not served, that is the only fault."""
     kind, version = str(document.get("kind")), str(document.get("apiVersion")).partition("/")[2]
     if version not in SERVED:
         text = f"{document.get('apiVersion')!r} is unknown or was removed; write {GROUP}/v1 (Kubernetes 1.34 and newer)"
@@ -133,9 +130,7 @@ def object_faults(document: JsonObject, driver: str) -> list[FieldFault]:
 
 
 def as_v1(document: JsonObject) -> JsonObject:
-    """Return a claim, template or class with valid fields in v1 form. Like the API server, it turns a `count` of 0
-    into 1.
-    """
+    """Convert an object with valid fields to v1. Like the API server, this turns a `count` of 0 into 1."""
     if document.get("kind") == "DeviceClass":
         return document | {"apiVersion": f"{GROUP}/v1"}
     spec = claim_spec(document)
@@ -231,8 +226,8 @@ def _claim_faults(devices: JsonObject, path: str, driver: str) -> list[FieldFaul
 class _Use:
     """Parameters of this driver for a request.
 
-    `entry` is the path of the config entry, and `named` the path of the request name in it (None if it names no
-    request). `bodies` are the affected bodies of the request, by their names in allocation results.
+    `entry` is the path of the config entry, and `named` that of the request name in it, if any. `bodies` are by their
+    names in allocation results.
     """
 
     entry: str
@@ -246,7 +241,7 @@ class _Use:
         return str(self.parameters["kind"])
 
     def of_type(self, *types: DeviceType | None) -> list[str]:
-        """Return the names of bodies whose class selects these types; None selects bodies with an unknown class."""
+        """Return names of bodies whose class selects these types; None selects bodies with an unknown class."""
         return [name for name, body in self.bodies.items() if class_type(body["deviceClassName"]) in types]
 
 
@@ -271,8 +266,8 @@ def _uses(devices: JsonObject, path: str, driver: str) -> Iterator[_Use]:
 
 
 def _use_faults(use: _Use) -> Iterator[FieldFault]:
-    """Yield what Prepare would refuse: parameters that name a request whose classes all select another type of
-    device, and `management` or MaintenanceConfig for a request without adminAccess.
+    """Yield what Prepare would refuse: parameters for a request whose classes all select another type of device, and
+    `management` or MaintenanceConfig without adminAccess.
     """
     kinds = CONFIG_KINDS[use.kind]
     if use.named is not None and not use.of_type(None, *kinds):
@@ -291,9 +286,7 @@ def _use_faults(use: _Use) -> Iterator[FieldFault]:
 
 
 def alternative_hints(devices: JsonObject, path: str, driver: str) -> Iterator[str]:
-    """Yield hints for parameters that name a request but fit only some of its alternatives, and for parameters
-    without a name that fit no request.
-    """
+    """Yield hints for parameters that fit only some alternatives of a request, or without a name no request."""
     for use in _uses(devices, path, driver):
         fits = use.of_type(None, *CONFIG_KINDS[use.kind])
         misfits = [name for name in use.bodies if name not in fits]
@@ -310,7 +303,7 @@ def alternative_hints(devices: JsonObject, path: str, driver: str) -> Iterator[s
 
 
 def class_type(name: str) -> DeviceType | None:
-    """Return the only type of device that an installed class selects; None for any other class."""
+    """Return the only type of device that an installed class selects."""
     begin, end = PROFILE_CLASS
     return "mig" if name.startswith(begin) and name.endswith(end) else CLASS_TYPES.get(name)
 
@@ -334,7 +327,7 @@ def _body_faults(body: JsonObject, path: str) -> Iterator[FieldFault]:
 def _config_faults(
     entries: Sequence[JsonObject], path: str, requests: set[str] | None, driver: str
 ) -> list[FieldFault]:
-    """Return the faults of config entries. `requests` are the requests they may name; None for a class."""
+    """Return the faults of config entries; they may name `requests`, except in a class (None)."""
     found: list[FieldFault] = []
     for number, entry in enumerate(entries):
         here = f"{path}[{number}]"
@@ -390,7 +383,6 @@ def is_parameters(document: Any) -> bool:
 
 
 def default_hints(spec: JsonObject, path: str) -> Iterator[str]:
-    """Yield hints about defaults of the API server that are probably not intended."""
     for number, request in enumerate(requests_of(spec)):
         for body in (request, request.get("exactly") or {}, *(request.get("firstAvailable") or ())):
             if body.get("count") == 0 and body.get("allocationMode") != "All":

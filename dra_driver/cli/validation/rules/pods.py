@@ -1,8 +1,8 @@
 """The faults of pods' claims, and the claims that the scheduler creates for extended resources such as
 `nvidia.com/gpu: 2`.
 
-Based on the validation of Pods in Kubernetes 1.37, and createRequestsAndMappings of its kube-scheduler. A DeviceClass
-serves its `extendedResourceName`, and always `deviceclass.resource.kubernetes.io/<its name>`.
+Based on Kubernetes 1.37: the validation of Pods, and kube-scheduler's createRequestsAndMappings. A DeviceClass serves
+its `extendedResourceName`, and always `deviceclass.resource.kubernetes.io/<its name>`.
 """
 
 from __future__ import annotations
@@ -37,9 +37,7 @@ _STANDARD = ("cpu", "memory", "ephemeral-storage")
 
 
 def pod_specs(content: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, JsonObject]]:
-    """Yield path and spec of the pods in an object of any kind: `spec` of a Pod, `spec.template.spec` of a
-    Deployment.
-    """
+    """Yield path and spec of the pods in an object of any kind, such as `spec.template.spec` of a Deployment."""
     if depth > _DEEPEST:
         return
     if isinstance(content, list):
@@ -56,7 +54,6 @@ def pod_specs(content: Any, path: str = "", depth: int = 0) -> Iterator[tuple[st
 
 @cache
 def _pod_shape() -> Object:
-    """Return the shape of a pod's claim-related parts, which also applies to pods in objects of unknown kinds."""
     resources = model_shape("V1ResourceRequirements")
     # `claims` is often written under limits or requests by mistake; it belongs next to them.
     amounts = MapField(Scalar(object, amount), lambda name: name != "claims", "{}")
@@ -90,7 +87,6 @@ def pod_faults(spec: JsonObject, path: str) -> list[FieldFault]:
 
 
 def _resource_faults(spec: JsonObject, path: str) -> Iterator[FieldFault]:
-    """Yield the faults of extended resources, such as nvidia.com/gpu, that the API server would refuse."""
     for place, container in _containers(spec):
         resources = container.get("resources") or {}
         limits, requests = resources.get("limits") or {}, resources.get("requests") or {}
@@ -108,7 +104,6 @@ def _resource_faults(spec: JsonObject, path: str) -> Iterator[FieldFault]:
 
 
 def _containers(spec: JsonObject) -> Iterator[tuple[str, JsonObject]]:
-    """Yield containers with a path such as `containers[0]`, init containers first."""
     for place in _PLACES:
         for number, container in enumerate(spec.get(place) or ()):
             yield f"{place}[{number}]", container
@@ -133,7 +128,7 @@ def _is_whole(amount: Any) -> bool:
 
 
 def claims_of(spec: JsonObject) -> list[tuple[str, str, str]]:
-    """Return entry name, kind and object name of each claim or template that a pod names."""
+    """Return entry name, kind and object name of each claim or template."""
     return [
         (str(entry["name"]), "ResourceClaim", str(entry["resourceClaimName"]))
         if entry.get("resourceClaimName")
@@ -143,7 +138,7 @@ def claims_of(spec: JsonObject) -> list[tuple[str, str, str]]:
 
 
 def with_claims_once(spec: JsonObject) -> JsonObject:
-    """Return a valid pod with one entry for each ResourceClaim: several entries for it are one allocation."""
+    """Merge the entries for one ResourceClaim of a valid pod: they are one allocation."""
     kept: dict[str, JsonObject] = {}
     same: dict[str, str] = {}
     for entry in spec.get("resourceClaims") or ():
@@ -172,13 +167,12 @@ def node_name_texts(spec: JsonObject, path: str, lacking: Sequence[str]) -> list
 
 
 def unused_claims(spec: JsonObject) -> list[str]:
-    """Return the entries of a pod's `resourceClaims` that no container uses."""
     used = {claim["name"] for _, claim in _used_claims(spec)}
     return [entry["name"] for entry in spec.get("resourceClaims") or () if entry["name"] not in used]
 
 
 def unknown_requests(spec: JsonObject, entry: str, claim: JsonObject) -> list[FieldFault]:
-    """Return the requests that containers name but the claim lacks. `entry` is the claim's name in the pod."""
+    """Return requests that containers name but the claim lacks. `entry` is the claim's name in the pod."""
     there = [str(request["name"]) for request in requests_of(claim)]
     return [
         FieldFault(
@@ -192,9 +186,8 @@ def unknown_requests(spec: JsonObject, entry: str, claim: JsonObject) -> list[Fi
 
 
 def mps_requests(claim: JsonObject, classes: Mapping[str, JsonObject], driver: str) -> Mapping[str, bool]:
-    """Return which requests of a valid claim use MPS, through its parameters or those of its classes.
-
-    Requests with adminAccess are left out.
+    """Return which requests of a valid claim without adminAccess use MPS, through its parameters or those of its
+    classes.
     """
     of_claim = _configs("FromClaim", claim.get("devices") or {})
     found: dict[str, bool] = {}
@@ -260,7 +253,6 @@ def mps_hints(
 
 
 def trap_hints(spec: JsonObject, entry: str, *, uses_mps: bool) -> Iterator[str]:
-    """Yield known pitfalls of containers, in a valid pod, that use this entry of `resourceClaims`."""
     users = set()
     for place, container in _containers(spec):
         if entry not in [one["name"] for one in _claims_in(container)]:
@@ -294,7 +286,7 @@ def _used_claims(spec: JsonObject) -> Iterator[tuple[str, JsonObject]]:
 
 
 def served_resources(classes: Iterable[JsonObject]) -> Mapping[str, str]:
-    """Return resource names with their class. If two classes have the same resource, the newer class serves it."""
+    """Return resource names with their class. The newer of two classes serves a resource."""
     ordered = sorted(classes, key=lambda entry: str(entry["metadata"].get("creationTimestamp") or ""))
     explicit = {
         entry["spec"]["extendedResourceName"]: entry["metadata"]["name"]
@@ -307,8 +299,7 @@ def served_resources(classes: Iterable[JsonObject]) -> Mapping[str, str]:
 def extended_requests(spec: JsonObject, served: Mapping[str, str]) -> list[JsonObject]:
     """Return the requests of the claim that the scheduler creates for a pod.
 
-    Init containers that exit share devices with later containers, so only the init container that needs most in
-    addition counts.
+    Init containers that exit share devices with later containers, so only the one that needs most in addition counts.
     """
     initial = [one for one in spec.get("initContainers") or () if isinstance(one, dict)]
     containers = [*initial, *(one for one in spec.get("containers") or () if isinstance(one, dict))]
@@ -334,7 +325,7 @@ def extended_requests(spec: JsonObject, served: Mapping[str, str]) -> list[JsonO
 
 
 def requested_resources(container: JsonObject) -> dict[str, int]:
-    """Return how many of each resource a container requests. Amounts that are not whole numbers are skipped."""
+    """Skip amounts that are not whole numbers."""
     return {
         str(name): int(str(amount))
         for name, amount in _resources(container).items()

@@ -23,7 +23,7 @@ SERVED: Final = ("v1", "v1beta2", "v1beta1")
 
 _VERSION = re.compile(r"^(?:Core|Resource)?V\d+(?:(?:alpha|beta)\d+)?")
 QUALIFIED: Final = re.compile(r"^(?:[a-z0-9][-a-z0-9.]*/)?[A-Za-z_][A-Za-z0-9_]{0,31}\Z")
-"""The name of an attribute or a capacity, with or without domain."""
+"""A name with or without domain."""
 _LABEL = re.compile(r"^[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?\Z")
 
 
@@ -94,7 +94,7 @@ def amount(value: Any) -> str | None:
 
 
 def distinct(items: Sequence[Any]) -> str | None:
-    """Return what is wrong if a list of names, or of objects with names, has duplicates."""
+    """Return what is wrong with a list of names, or of objects with names, that has duplicates."""
     keys = [(one.get("name"), one.get("request")) if isinstance(one, dict) else (one, None) for one in items]
     twice = next((name for name, request in keys if name and keys.count((name, request)) > 1), None)
     return None if twice is None else f"{twice!r} appears twice"
@@ -140,13 +140,13 @@ _VALUES: Mapping[str, Shape] = {
     "DeviceTaint.value": _text(_label),
     "DeviceTaint.effect": _one_of("None", "NoSchedule", "NoExecute"),
 }
-"""Rules that the models lack, by the model's name (without its version) and field."""
+"""What the models lack, by model (without its version) and field."""
 _MODES: Final = _one_of("ExactCount", "All")
 _MOST: Mapping[str, int | None] = {
     "DeviceRequest.firstAvailable": 8, "ExactDeviceRequest.tolerations": 16, "DeviceSubRequest.tolerations": 16,
     "DeviceRequest.tolerations": 16, "ResourceRequirements.claims": None,
 }  # fmt: skip
-"""The maximum length of a list; None for no limit. Lists that are not named here may have 32 items."""
+"""The maximum length of a list; None for no limit. Other lists may have 32 items."""
 _REQUIRED: Mapping[str, tuple[str, ...]] = {
     "DeviceSelector": ("cel",), "DeviceClaimConfiguration": ("opaque",), "DeviceClassConfiguration": ("opaque",),
     "ResourceClaimSpec": ("devices",), "ResourceClaimTemplateSpec": ("spec",),
@@ -180,7 +180,7 @@ _MISTAKES: Mapping[str, Mapping[str, str]] = {
         "source": "was removed in Kubernetes 1.31; write resourceClaimName or resourceClaimTemplateName here"
     },
 }
-"""Misplaced fields in a model, and the right place."""
+"""Misplaced fields, and the right place."""
 
 
 def object_shape(kind: str, version: str) -> Object:
@@ -194,7 +194,7 @@ def object_shape(kind: str, version: str) -> Object:
 
 @cache
 def model_shape(name: str) -> Object:
-    """Return the shape of a model of the client, such as `V1DeviceClaim`."""
+    """Return the shape of a model such as `V1DeviceClaim`."""
     from kubernetes.client import models
 
     model, base = getattr(models, name), _VERSION.sub("", name)

@@ -1,4 +1,4 @@
-"""Device taints: DeviceTaintRules, and claims that do not tolerate taints as intended."""
+"""DeviceTaintRules, and claims that do not tolerate taints as intended."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def taint_rule_faults(document: JsonObject) -> list[FieldFault]:
 
 
 def evicting_rule(document: JsonObject, driver: str) -> str | None:
-    """Return the key of the taint that a valid rule sets on devices of this driver with the effect NoExecute."""
+    """Return the key of the NoExecute taint that a valid rule sets on devices of this driver."""
     if document.get("kind") != "DeviceTaintRule" or taint_rule_faults(document):
         return None
     taint, selector = document["spec"]["taint"], document["spec"].get("deviceSelector") or {}
@@ -63,7 +63,7 @@ def selection_hints(rule: JsonObject, machines: Mapping[str, Sequence[str]]) -> 
 
 
 def selected(rule: JsonObject, machines: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    """Yield how many devices of each machine a valid rule for this driver selects, whatever pool it names."""
+    """Yield how many devices a valid rule for this driver selects, whatever pool it names."""
     selector = rule["spec"].get("deviceSelector")
     device = (selector or {}).get("device")
     for machine, names in machines.items():
@@ -106,7 +106,7 @@ def only_for_the_scheduler(tolerations: Sequence[Mapping[str, Any]], key: str) -
 
 
 def pod_toleration_hints(spec: JsonObject) -> Iterator[str]:
-    """Yield the tolerations of a pod that name a taint of our devices; a pod tolerates only taints of nodes."""
+    """Yield a pod's tolerations of our devices' taints; a pod tolerates only taints of nodes."""
     tolerations = spec.get("tolerations")
     for number, one in enumerate(tolerations if isinstance(tolerations, list) else ()):
         key = str(one.get("key")) if isinstance(one, dict) else ""
