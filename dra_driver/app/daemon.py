@@ -91,16 +91,16 @@ from dra_driver.reporting.usage import UnclaimedMemory, Usage
 _log = structlog.get_logger(__name__)
 
 _REGISTRATION_S = 0.3
-"""The maximum wait for the registration. A running kubelet registers the plugin faster."""
+"""A running kubelet registers the plugin faster."""
 _WORKER_LOOKS_S, _TURN_S = 0.4, 0.1
 """How often the worker, and the other processes, check whose turn it is. Each check wakes the process."""
 _LOCK_FAILED_S = 10.0
 _CALLS_S = 8.0
-"""For calls in progress when another process asks for the work. Waiting ones end after five seconds."""
+"""Limit for calls in progress when another process asks for the work. Waiting ones end after five seconds."""
 _STEPS_S = 3.0
-"""For steps on GPUs after the calls have ended. One that hangs goes on alone."""
+"""Limit for steps on GPUs after the calls have ended. One that hangs goes on alone."""
 _HAND_OVER_S = 30.0
-"""For a whole hand-over."""
+"""Limit for a whole hand-over."""
 _TAKES_BACK_S = 60.0
 """How long another process works before one that never was ready takes the node back."""
 _LATE_S = 45.0
@@ -110,10 +110,7 @@ _PLUGIN, _HTTP = "kubelet_plugin", "http"
 
 
 class Part(NamedTuple):
-    """Parts stop in the reverse of the order in which they start.
-
-    `stands_by`: the part changes nothing on the node, and may run while another process works there.
-    """
+    """`stands_by`: the part changes nothing on the node, and may run while another process works there."""
 
     name: str
     start: Callable[[], object] = lambda: None
@@ -122,7 +119,7 @@ class Part(NamedTuple):
 
 
 class Driver:
-    """The daemon. When `start` returns, the kubelet can reach it, unless it stands by; the first scan may still be
+    """When `start` returns, the kubelet can reach the daemon, unless it stands by; the first scan may still be
     running.
     """
 
@@ -186,9 +183,7 @@ class Driver:
         )
 
     def _make_gpus(self) -> None:
-        """MIG and passthrough exist even if they are switched off, because steps of earlier claims may have to be
-        undone.
-        """
+        """Create MIG and passthrough even if they are off, because steps of earlier claims may have to be undone."""
         settings, paths, nodes, ledger = self.settings, self._paths, self._platform.nodes, self.ledger
         directory, lanes = self._plugin_dir, self.lanes
         self._labels = NodeLabels(self.client, settings.node_name, self._labels_changed)
@@ -339,9 +334,7 @@ class Driver:
         )
 
     def _tools(self) -> Hashable:
-        """Return a value that changes when nvidia-smi, the MPS host or the NVIDIA driver appears, disappears or is
-        replaced, when NVML may be opened again, and when a command has requested the cleanup.
-        """
+        """Return a value that changes when an undo that failed may succeed, or a command has requested the cleanup."""
         smi = None
         with suppress(StateError):
             smi = self._programs().paths.get(SMI_PROGRAM)
@@ -496,7 +489,7 @@ class Driver:
         self.metrics.show.receipts(self._receipts.sums)
 
     def _all_parts(self) -> Iterator[Part]:
-        """Yield all parts, in the order in which they start."""
+        """Yield all parts, in the order in which they start. They stop in the reverse order."""
         yield Part("api_client", stop=self.client.close)
         yield Part("state", self._open_state, self._close_state)
         if self._receipts is not None:
@@ -540,7 +533,7 @@ class Driver:
         _log.info("driver_started", driver=names[0], node=names[1], pid=os.getpid())
 
     def _open_client(self) -> None:
-        """Open the API client after registration, because its import would delay the kubelet's first calls."""
+        """Wait for the registration, because importing the API client would delay the kubelet's first calls."""
         self._registered.wait(_REGISTRATION_S)
         self.client.open()
 
@@ -554,7 +547,7 @@ class Driver:
         self._maintenance.open()
 
     def _use_state(self) -> None:
-        """Read what decides the names of devices. Stores that are not open read the disk, and change no file."""
+        """Read what decides the names of devices. Stores that are not open change no file."""
         self.passthrough.open()
         refuse_other_names(self.settings.device_names, self.ledger.known_records())
 
@@ -597,7 +590,7 @@ class Driver:
                 part.start()
 
     def _turn(self) -> float:
-        """Take the work over or hand it over, if it is time to; returns the seconds until the next check."""
+        """Take the work over or hand it over; returns the seconds until the next check."""
         try:
             if self._works:
                 if not self._worker.is_asked():
@@ -642,7 +635,7 @@ class Driver:
             self._die(error)
 
     def _hand_over(self) -> None:
-        """Stop everything that changes something, except a step that hangs, and let the newer process work.
+        """Stop everything that changes something, except a step that hangs.
 
         If that fails or takes too long, this process ends, which releases its right to work.
         """
@@ -683,9 +676,9 @@ class Driver:
         self._stop(readers)
 
     def stop(self) -> None:
-        """Stop the kubelet's side first, then the other parts in reverse order. Safe to call twice.
+        """Stop the kubelet's side first, then the other parts. Safe to call twice.
 
-        Calls in progress finish, sockets are removed, slices and records stay.
+        Calls in progress finish; slices and records stay.
         """
         has_ended = self._turns.stop()
         # These come before the server, because it waits for streams and calls to end.
@@ -723,7 +716,7 @@ class Driver:
         yield from self.health.stream.watch(request, context)
 
     def idle(self) -> Idle | None:
-        """Return why this process does not work on the node; None if it does."""
+        """Return why this process does not work on the node."""
         if self._works:
             is_starting = self._stood_by and not self.claims.admission.is_open
             return Idle("this process starts to work on the node", is_fault=True) if is_starting else None
@@ -755,9 +748,7 @@ class Driver:
         self._stopped.set()
 
     def wait(self) -> None:
-        """Block until `end`, a fatal error (raised), or the end of a newer process after which this node needs a new
-        `Driver` (`starts_again`).
-        """
+        """Block until `end`, a fatal error (raised), or the node needs a new `Driver` (`starts_again`)."""
         self._stopped.wait()
         if self._fatal is not None:
             raise self._fatal
@@ -806,15 +797,13 @@ class Driver:
         )
 
     def _labels_changed(self) -> None:
-        """One of the labels may name the node's MIG layout."""
         self.layouts.wake()
 
     def _layouts_changed(self, found: Sequence[GpuLayout]) -> None:
-        """`found` is empty if GPUs only lost their layout."""
+        """Handle `found`, which is empty if GPUs only lost their layout."""
         _call_all(self._publish, partial(self.reporting.reporter.mig_layouts_changed, found))
 
     def _claim_released(self) -> None:
-        """Handle the end of an Unprepare; a cleanup of the claim may be pending."""
         _call_all(self.layouts.wake, self.publishing.claim_released)
 
     def _cleanups_changed(self) -> None:
@@ -825,7 +814,7 @@ class Driver:
 
 
 def _call_all(*calls: Callable[[], object]) -> None:
-    """Make all calls in this order. Raises: the error of one call, after the others."""
+    """Raise the error of one call, after the others."""
     with ExitStack() as others:
         for call in reversed(calls):
             others.callback(call)

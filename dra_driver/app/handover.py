@@ -4,9 +4,8 @@
        └─ the kubelet has registered it: it asks                                                        │
     a new start ◀──no newer process is left─────────────────────────────────────────────────────────────┘
 
-A registered standby process gets all new calls; they wait. The worker lets no more calls in, ends those in progress,
-and stops for good everything that writes. Calls that last longer, such as one that hangs on a GPU, fail when they
-next use a record.
+A registered standby process gets all new calls; they wait. Calls that outlast the hand-over, such as one that hangs
+on a GPU, fail when they next use a record.
 
 Each process has a number: its start time, then its PID. It locks two bytes of one file: one says that the process
 asks for the work (until it exits), the other that it works. The kernel releases them at a crash. A killed process
@@ -39,11 +38,11 @@ from dra_driver.reporting.node_problems import WORKER_LOCK
 _PID_BITS = 22
 """Linux has no larger PIDs."""
 _FIRST, _LAST = 4, 2**62
-"""The bytes of processes. Byte 0 is `WORKER_LOCK`'s own."""
+"""Byte 0 is `WORKER_LOCK`'s own."""
 
 
 class WorkerLock:
-    """The right to work on a node, for one process at a time. Thread-safe.
+    """The right to work on a node. Thread-safe.
 
     Every method but `close` raises StateError, and FatalError if the lock file was removed.
     """
@@ -74,7 +73,6 @@ class WorkerLock:
             return False
 
     def is_asked(self) -> bool:
-        """Whether a newer process asks for the work."""
         with self._guard:
             return any(not offset % 2 for offset in self._others(self._number * 2 + 2))
 

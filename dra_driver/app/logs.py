@@ -1,4 +1,4 @@
-"""Logs on stderr, and the signals that control or inspect the daemons.
+"""Logs, and the signals that control or inspect the daemons.
 
 A Python signal handler interrupts the main thread anywhere, even while it holds a lock, so the handler does nothing.
 Instead, the interpreter writes the signal's number into a pipe, even while Python code cannot run, and a thread reads
@@ -75,7 +75,6 @@ class Logs:
 
 
 def configure_logs(level: str, form: str) -> Logs:
-    """Log events of at least `level`, as `json` or `console`."""
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
@@ -198,7 +197,7 @@ _MAX_FRAMES = 64
 
 
 class SignalWatch:
-    """Handles signals in its own thread. Create it in the main thread; only one may exist at a time."""
+    """Create it in the main thread; only one may exist at a time."""
 
     def __init__(self) -> None:
         self._actions: dict[int, Callable[[], object]] = {}

@@ -1,4 +1,4 @@
-"""The machine on which the daemon runs: real hardware, or a simulated machine."""
+"""The machine on which the daemon runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Platform:
 
 
 def real_platform(settings: Settings) -> Platform:
-    """Each attempt to load NVML searches for its library, which may come later."""
+    """Search for NVML's library at each attempt to load it, because it may come later."""
     from dra_driver.nvml.session import load_library
 
     inside = settings.container_driver_root

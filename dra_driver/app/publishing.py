@@ -1,4 +1,4 @@
-"""Publishes the slices of this node, with the taints of its devices and without withheld devices."""
+"""Publishes the slices of this node."""
 
 from __future__ import annotations
 
@@ -25,10 +25,6 @@ from dra_driver.slices.rules.diff import Owner
 
 
 class Publishing:
-    """`cache` follows the slices on the API server, `publisher` writes them, and `support` knows which features it
-    supports.
-    """
-
     def __init__(
         self,
         settings: Settings,
@@ -56,12 +52,12 @@ class Publishing:
         return Owner(*names, node_uid(self._api, self._settings.node_name))
 
     def claim_released(self) -> None:
-        """Publish again after an Unprepare, because a device may have been in the slices only due to its claim."""
+        """Publish again, because a device may have been in the slices only due to its claim."""
         if self._withdraws:
             self._dirty()
 
     def missing_setting(self, key: str) -> str | None:
-        """Return the setting that would keep pods off devices with this health reason; None if it is not needed."""
+        """Return the setting that would keep pods off devices with this health reason."""
         if self._health.taint_policy.effects.get(key) == "None":
             return f"health.taints.{key} to NoSchedule"
         if self._settings.unhealthy_devices == "taint" and self.support.drops_taints:

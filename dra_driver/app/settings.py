@@ -60,9 +60,7 @@ METADATA_VERSIONS: Final[Mapping[str, tuple[str, ...]]] = {
     "off": (),
     "both": EVERY_METADATA_VERSION,
 }
-"""For each value of `device_metadata`, newest first. Readers use the first version that they support, and some
-support only one.
-"""
+"""Newest first. Readers use the first version that they support, and some support only one."""
 DeviceNames = Literal["uuid", "minor"]
 PROBE_PATHS = ("/healthz", "/startupz", "/readyz", "/problems")
 ADVICE_PATH = "/advice"
@@ -76,9 +74,8 @@ _FLAG_WORDS: Final = Words(must="expected", whole="a whole number", names_found=
 class Flag:
     """A flag of a command, or an argument if it has a `count` (argparse's number of arguments).
 
-    The spelling and the environment variable are derived from `name` unless given. The value has `shape`, or is a
-    text that `parsed` converts (it raises InvalidConfigError); `to` converts the value for the command. `shown`
-    describes the default in --help.
+    The value has `shape`, or is a text that `parsed` converts (it raises InvalidConfigError); `to` converts the value
+    for the command. `shown` describes the default in --help.
 
     In the configuration file, a setting is at the dotted path `key`, and `of_file` converts it. A setting without
     `help` can only be in the file. For a setting that may be None, an empty text is valid.
@@ -108,12 +105,11 @@ class Flag:
 
     @property
     def variables(self) -> tuple[str, ...]:
-        """The environment variables, in order of precedence. An empty variable counts as not set."""
+        """In order of precedence. An empty variable counts as not set."""
         return (self.name.upper(),) if self.env is None else self.env
 
     @property
     def kind(self) -> Shape:
-        """The shape of the value on the command line."""
         return self.shape if self.parsed is None else _TEXT
 
     def fault(self, value: Any) -> str | None:
@@ -177,7 +173,7 @@ def consumable_shares(text: str) -> SharingPolicy:
 
 
 def imex_channels(text: str) -> ImexChannels | None:
-    """Parse `--imex-channel`: `off`, `all` or a number. Raises: InvalidConfigError."""
+    """Parse `off`, `all` or a number. Raises: InvalidConfigError."""
     word = text.strip()
     value = int(word) if re.fullmatch(r"[0-9]{1,7}", word) else word
     for fault in faults(value, IMEX_CHANNEL, ""):
@@ -186,7 +182,7 @@ def imex_channels(text: str) -> ImexChannels | None:
 
 
 def host_device_list(text: str) -> tuple[HostDevice, ...]:
-    """Parse a list of names, such as `"gds,mofed"`. Raises: InvalidConfigError."""
+    """Parse for example `"gds,mofed"`. Raises: InvalidConfigError."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not set(names) <= set(HOST_DEVICES):
         raise InvalidConfigError(f"expected a comma-separated list of {', '.join(HOST_DEVICES)}")
@@ -194,7 +190,7 @@ def host_device_list(text: str) -> tuple[HostDevice, ...]:
 
 
 def xid_list(text: str) -> frozenset[int]:
-    """Parse a list of Xids, such as `"45, 63"`. Raises: InvalidConfigError."""
+    """Parse for example `"45, 63"`. Raises: InvalidConfigError."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not all(re.fullmatch(r"[0-9]{1,4}", part) for part in parts):
         raise InvalidConfigError("expected comma-separated Xid numbers")
@@ -389,7 +385,6 @@ class Settings:
 
     @property
     def needs_mps(self) -> bool:
-        """Whether an MPS host should run: it is configured, or MPS enforces the limits of shares."""
         rules = [entry.rule for entry in self.sharing.entries]
         return self.mps or any(rule is not None and rule.enforce == "mps" for rule in rules)
 
@@ -433,9 +428,7 @@ FLAGS: Final[Mapping[str, Flag]] = {
 
 
 def _document() -> Object:
-    """Return the shape of the configuration file. Unknown keys are faults; otherwise a misspelt key would silently
-    mean the default.
-    """
+    """Unknown keys are faults; otherwise a misspelt key would silently mean the default."""
     top: dict[str, Shape] = {}
     sections: dict[str, dict[str, Flag]] = {}
     for setting in SETTINGS.values():
@@ -461,9 +454,10 @@ def resolve(
 ) -> Settings:
     """Return the settings from the command line and a configuration file.
 
-    `given` contains the value of each setting or the text of its flag; None means that it is not given. Other names
-    are ignored, except `feature_gates`, and `faults`: the faults that the command line has found, by flag name.
-    `defaults` are the command's defaults. Raises: InvalidConfigError that lists all faults.
+    `given` has the value of each setting or the text of its flag; None means that it is not given. It may also have
+    `feature_gates`, and `faults`: what the command line found, by flag name. Other names are ignored.
+
+    Raises: InvalidConfigError that lists all faults.
     """
     flag_faults: Mapping[str, str] = given.get("faults", {})
     wrong = [*flag_faults.values()]
@@ -547,7 +541,7 @@ def has_gate(text: str, name: str) -> bool:
 def config_values(document: Any, path: Path) -> dict[str, Any]:
     """Return the values of a configuration document by setting name. `path` is for error messages.
 
-    Raises: InvalidConfigError that lists every fault.
+    Raises: InvalidConfigError that lists all faults.
     """
     values, in_file = _checked(document)
     _raise((), in_file, path)
@@ -555,7 +549,6 @@ def config_values(document: Any, path: Path) -> dict[str, Any]:
 
 
 def _checked(document: Any) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the values of the valid settings, and all faults."""
     found = faults(document, DOCUMENT, "", WORDS)
     wrong = {fault.path for fault in found}
     values: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Makes what does and undoes the steps of claims, for the daemon, `cleanup --now` and tests."""
+"""Makes what does and undoes the steps of claims."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from dra_driver.sharing.steps import MpsSteps, TimeSliceSteps
 
 
 class GpuSteps:
-    """Does and undoes the steps that change GPUs: `runners`. `restorers` are those that also restore settings."""
+    """Does and undoes the steps that change GPUs. `restorers` also restore settings."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class GpuSteps:
             setting.driver_reloaded()
 
     def mig_mode_changed(self, gpu_uuid: str) -> None:
-        """Note that MIG mode of a GPU changed, which may have reset the GPU."""
+        """Note that a GPU may have been reset."""
         self.power_limits.gpu_reset(gpu_uuid)
 
     def problems(self) -> list[NodeProblem]:
@@ -92,7 +92,7 @@ def gpu_steps(
     default_w: int | None,
     gpus: Callable[[], Iterable[str]],
 ) -> GpuSteps:
-    """`rescan` is as in `VfioSteps`, `default_w` and `gpus` as in `PowerLimitSteps`."""
+    """Return the steps. `rescan` is as in `VfioSteps`, `default_w` and `gpus` as in `PowerLimitSteps`."""
     session = nvml.session
     elsewhere = closed_elsewhere(session, detachments, lanes.refuse_other_hangs)
     mig = mig_context(session, elsewhere, ledger, MigHolders(ledger.records, lost_devices), mig_changed)
