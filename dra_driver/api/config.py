@@ -33,7 +33,7 @@ class TimeSlicingConfig:
 
 @dataclass(frozen=True, slots=True)
 class MpsConfig:
-    """Settings of an MPS control daemon. Memory limits are in bytes, at least 1 MiB; None means no limit.
+    """Memory limits are in bytes, at least 1 MiB; None means no limit.
 
     Keys of `per_device_memory_limits` are device UUIDs, or indexes into the sorted UUIDs of the devices that the
     parameters apply to.
@@ -56,7 +56,7 @@ class Sharing:
 
 @dataclass(frozen=True, slots=True)
 class PowerConfig:
-    """The power limit of a GPU, in watts or in percent of the product's default limit; the lower one applies."""
+    """In watts or in percent of the product's default limit; the lower one applies."""
 
     limit_w: int | None = None
     percent: int | None = None
@@ -72,7 +72,7 @@ class ClockRange:
 
 @dataclass(frozen=True, slots=True)
 class Clocks:
-    """The ranges to which a GPU's clocks are locked; None does not lock them."""
+    """None does not lock a clock."""
 
     graphics: ClockRange | None = None
     memory: ClockRange | None = None
@@ -83,7 +83,7 @@ NO_CLOCKS: Final = Clocks()
 
 @dataclass(frozen=True, slots=True)
 class GpuConfig:
-    """Parameters of whole GPUs. Without `power` and `clocks`, the GPU keeps the node's limits.
+    """Without `power` and `clocks`, the GPU keeps the node's limits.
 
     `management` is for agents such as DCGM: it gives a claim with adminAccess all GPUs of the node, and the
     capabilities to monitor and configure MIG.
@@ -97,7 +97,7 @@ class GpuConfig:
 
 @dataclass(frozen=True, slots=True)
 class MigDeviceConfig:
-    """Parameters of MIG devices, on which TimeSlicing has no effect."""
+    """TimeSlicing has no effect on MIG devices."""
 
     sharing: Sharing | None = None
     management: bool = False
@@ -111,8 +111,8 @@ class VfioDeviceConfig:
 
 @dataclass(frozen=True, slots=True)
 class MaintenanceConfig:
-    """Parameters of a claim with adminAccess that takes GPUs out of service. While other claims use these GPUs,
-    Prepare waits (`Wait`) or fails (`Refuse`). NVML stays closed for at most `timeout_s` s.
+    """A claim with adminAccess takes GPUs out of service. While other claims use these GPUs, Prepare waits (`Wait`)
+    or fails (`Refuse`). NVML stays closed for at most `timeout_s` s.
     """
 
     policy: MaintenancePolicy = "Wait"
@@ -127,7 +127,7 @@ KINDS: Mapping[str, tuple[DeviceType, ...]] = {
     "VfioDeviceConfig": ("vfio",),
     "MaintenanceConfig": ("gpu", "mig"),
 }
-"""The device types that each kind of parameters applies to."""
+"""The device types that each kind applies to."""
 
 DEFAULTS: Mapping[DeviceType, OpaqueConfig] = {
     "gpu": GpuConfig(),
@@ -220,12 +220,11 @@ WORDS: Final = Words(unknown="unknown field", meant=False, null_is_absent=True, 
 
 
 def field_faults(kind: str, fields: Mapping[str, Any], words: Words = WORDS) -> list[str]:
-    """Return one line for each fault in the fields of a known kind."""
     return [" ".join(str(fault).split()) for fault in faults(fields, FIELDS[kind], "", words)]
 
 
 def config_of(kind: str, fields: Mapping[str, Any]) -> OpaqueConfig:
-    """Build the config from fields that have no `field_faults`. As in Kubernetes, `null` means unset."""
+    """Build the config from fields without faults. As in Kubernetes, `null` means unset."""
     if kind == "VfioDeviceConfig":
         iommu = fields.get("iommu") or {}
         return VfioDeviceConfig(

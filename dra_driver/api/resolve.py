@@ -31,7 +31,7 @@ STRATEGY_PARTS: Mapping[str, str] = {"TimeSlicing": "timeSlicingConfig", "MPS": 
 
 
 def decode(parameters: Any, words: Words = WORDS) -> OpaqueConfig:
-    """Return the parameters with defaults filled in.
+    """Fill in defaults.
 
     Raises: InvalidConfigError with a fault of the object as a whole, or all faults of its fields.
     """
@@ -44,7 +44,7 @@ def decode(parameters: Any, words: Words = WORDS) -> OpaqueConfig:
 
 
 def _unfitting_parts(parameters: Mapping[str, Any]) -> list[str]:
-    """Return a fault for each part of `sharing` that does not fit its strategy, even if the part is empty or null."""
+    """Return a fault for each part of `sharing` that does not fit its strategy, even if it is empty or null."""
     sharing = parameters.get("sharing")
     strategy = sharing.get("strategy") if isinstance(sharing, Mapping) else None
     if not isinstance(sharing, Mapping) or not isinstance(strategy, str) or strategy not in STRATEGY_PARTS:
@@ -95,7 +95,7 @@ _TYPE_NAMES: dict[DeviceType, str] = {"gpu": "a whole GPU", "mig": "a MIG device
 
 @dataclass(frozen=True, slots=True)
 class ResolvedConfig:
-    """`entry` describes the allocation entry of the parameters; None for the defaults."""
+    """`entry` describes the allocation entry; None for the defaults."""
 
     config: OpaqueConfig
     entry: str | None = None
@@ -110,7 +110,7 @@ def config_for_result(
     applies if it names the result's request, in full or by its base name, or if it names no request and its kind fits
     the device.
 
-    Raises: InvalidConfigError if an entry is invalid, has no opaque parameters, names the request but does not fit
+    Raises: InvalidConfigError if an entry that may apply is invalid or not opaque, names the request but does not fit
     the device, or requires adminAccess that the request lacks (even if a later entry replaces it).
     """
     resolved = ResolvedConfig(DEFAULTS[device_type])
