@@ -1,4 +1,4 @@
-"""The directory of the CDI specs of prepared claims. The container runtime watches it."""
+"""The directory of the CDI specs of prepared claims."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from dra_driver.model.ids import is_uid
 from dra_driver.model.schema import YAML_ERRORS
 
 _SUFFIX = ".yaml"
-"""NVIDIA's DRA driver uses this suffix, and monitoring agents open the file by its full name. The content is JSON."""
+"""As in NVIDIA's DRA driver: monitoring agents open the file by its full name. The content is JSON."""
 _FILE_MODE = 0o644
 _DIRECTORY_MODE = 0o755
 
@@ -67,7 +67,7 @@ class CdiDirectory:
         return _decoded(read_or_none(self.file(claim_uid)))
 
     def remove(self, claim_uid: str) -> bool:
-        """Remove the claim's spec durably; returns whether it existed."""
+        """Remove the spec durably; returns whether it existed."""
         was_there = remove_file(self.file(claim_uid))
         if was_there:
             # Synced: a spec that reappeared after a power cut would have no record, and would stay forever.
@@ -88,7 +88,7 @@ class CdiDirectory:
         return frozenset(filter(is_uid, uids))
 
     def devices(self, claim_uid: str) -> tuple[str, ...]:
-        """Return the device names in a claim's spec; empty if the spec is invalid."""
+        """Return the device names in a spec; empty if it is invalid."""
         return _device_names(claim_uid, read_or_none(self.file(claim_uid)))
 
     def list(self) -> dict[str, tuple[str, ...]]:
@@ -131,7 +131,7 @@ def _decoded_yaml(content: bytes) -> Any:
 
 
 def _device_names(claim_uid: str, content: bytes | None) -> tuple[str, ...]:
-    """Read a spec of this plugin, or of NVIDIA's DRA driver, which uses the same file names but writes YAML."""
+    """Read also specs of NVIDIA's DRA driver, which uses the same file names but writes YAML."""
     if content is None:
         return ()
     spec = _decoded(content) or _decoded_yaml(content)

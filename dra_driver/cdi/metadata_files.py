@@ -3,8 +3,7 @@
     <plugin directory>/dra-device-metadata/<namespace>_<claim>/<request>/metadata.json
     <CDI directory>/<driver>_metadata_<claim UID>_<request>.json
 
-A claim may be deleted and created again with the same name, so the claim UID in each file decides which claim owns
-the file.
+A claim may be deleted and created again with the same name, so the claim UID in a file decides which claim owns it.
 """
 
 from __future__ import annotations
@@ -59,8 +58,7 @@ _ABANDONED_AFTER_S = 60.0
 
 
 class MetadataFiles:
-    """Writes and removes metadata files and their CDI specs. The methods raise StateError, and ClaimRefusedError if
-    a name cannot be part of a path.
+    """The methods raise StateError, and ClaimRefusedError if a name cannot be part of a path.
 
     Writes are not synced, because every Prepare checks the files. Removals are synced, because a file that reappeared
     after a power cut would stay forever.
@@ -88,7 +86,7 @@ class MetadataFiles:
     def write(self, claim: AllocatedClaim, request: str, encode: Callable[[int], bytes]) -> None:
         """Write the request's file, and the CDI spec that mounts it.
 
-        `encode` returns the content for a generation, which starts at 1 and grows with each change of the content.
+        `encode` returns the content for a generation, which starts at 1 and grows with each change.
         """
         file = self.file(claim, request)
         content = read_or_none(file)
@@ -100,7 +98,6 @@ class MetadataFiles:
         self._write_spec(claim, request, file)
 
     def in_place(self, claim: AllocatedClaim) -> bool:
-        """Whether each request has its file and its CDI spec."""
         return all(
             read_or_none(self.file(claim, request)) is not None
             and read_or_none(self._spec(claim.ref.uid, request)) is not None
@@ -198,9 +195,7 @@ def _is_abandoned(directory: Path) -> bool:
 
 @dataclass(eq=False)
 class MetadataSteps:
-    """Does and undoes `WriteDeviceMetadata`, after the steps that create devices, because the metadata contains
-    UUIDs.
-    """
+    """This step runs after those that create devices, because the metadata contains UUIDs."""
 
     files: MetadataFiles
     discovery: Discovery
@@ -233,7 +228,7 @@ class MetadataSteps:
         return by_request
 
     def undo(self, step: WriteDeviceMetadata, ref: ClaimRef) -> None:
-        """Remove the claim's files; running containers keep the mounted files."""
+        """Remove the files; running containers keep the mounted ones."""
         self.files.remove(ref)
 
     def in_place(self, step: WriteDeviceMetadata, record: ClaimRecord) -> bool:

@@ -1,4 +1,4 @@
-"""The step that writes a claim's CDI spec, and the host's extra devices in that spec."""
+"""The step that writes a claim's CDI spec, and the host's extra devices in it."""
 
 from __future__ import annotations
 
@@ -41,10 +41,9 @@ _log = structlog.get_logger(__name__)
 
 
 class ExtraDeviceFinder:
-    """Finds extra devices on the host, for plans that need any.
+    """Finds extra devices on the host. It changes nothing on the host.
 
-    It looks for IMEX channels before the first step, and again when the spec is built. It changes nothing on the
-    host.
+    It looks for IMEX channels before the first step, and again when the spec is built.
     """
 
     def __init__(
@@ -63,11 +62,11 @@ class ExtraDeviceFinder:
             self._channels.nodes(channels)
 
     def refuse_unready_imex(self, timeout_s: float) -> None:
-        """Raise RetryableError unless the host's nvidia-imex reports within `timeout_s` seconds that it is ready."""
+        """Raise RetryableError unless nvidia-imex reports within `timeout_s` seconds that it is ready."""
         self._daemon.refuse_unready(timeout_s)
 
     def with_extra_devices(self, device: CdiDevice, planned: PlannedDevice) -> CdiDevice:
-        """Return the device with the nodes and mounts of its extra devices. Logs extra devices that are missing."""
+        """Add the nodes and mounts of extra devices. Logs missing ones."""
         for kind in planned.host_devices:
             found = self._finder.find(kind)
             self._report(kind, is_there=bool(found.nodes))
@@ -75,14 +74,13 @@ class ExtraDeviceFinder:
         return device
 
     def channel_nodes(self, plan: Plan) -> tuple[HostNode, ...]:
-        """Return the nodes of the plan's IMEX channels. Raises: RetryableError if the NVIDIA driver has no channels."""
+        """Return the nodes of the plan's IMEX channels. Raises: RetryableError if the NVIDIA driver has none."""
         channels = channels_of(plan)
         if channels is None:
             return ()
         return tuple(HostNode(node, node.path) for node in self._channels.nodes(channels))
 
     def _report(self, kind: HostDevice, *, is_there: bool) -> None:
-        """Log a missing extra device, once until it appears."""
         with self._lock:
             if is_there:
                 self._reported.discard(kind)
@@ -115,10 +113,8 @@ def note(kind: HostDevice) -> str:
 
 @dataclass(eq=False)
 class CdiSteps:
-    """Does and undoes `WriteCdiSpec`.
-
-    Each spec is built from the current files on disk, because paths become stale when the NVIDIA driver or the
-    toolkit is replaced. `ledger` may be None without MIG on demand.
+    """Each spec is built from the current files on disk, because paths become stale when the NVIDIA driver or the
+    toolkit is replaced.
     """
 
     driver_name: str
@@ -138,7 +134,7 @@ class CdiSteps:
         self._common: tuple[DriverFiles, tuple[HostNode, ...], dict[str, Any]] | None = None
 
     def do(self, step: Step, plan: Plan) -> None:
-        """Write the claim's spec. Raises: RetryableError if the host lacks a file or node; StateError."""
+        """Raise RetryableError if the host lacks a file or node; StateError."""
         spec = self.spec(plan)
         self.specs.write(plan.claim.ref.uid, spec)
         if self.dev_char is not None:
@@ -207,7 +203,6 @@ class CdiSteps:
         return edits
 
     def _report(self, notes: tuple[str, ...]) -> None:
-        """Log the notes about files that the host lacks, once for each change."""
         with self._lock:
             if notes == self._reported:
                 return
@@ -294,7 +289,7 @@ class CdiSteps:
         return CdiDevice(planned.cdi_device, tuple(nodes))
 
     def _minor(self, gpu: Gpu) -> int | None:
-        """Return the GPU's minor number, which may change with the MIG mode, from a file, because NVML may hang."""
+        """Read the minor number, which may change with the MIG mode, from a file, because NVML may hang."""
         if gpu.partitioning is None or gpu.pci_bus_id is None:
             return gpu.minor
         now = self.nodes.minor(gpu.pci_bus_id)

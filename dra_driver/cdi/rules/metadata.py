@@ -1,7 +1,7 @@
 """Names and content of the metadata files that describe a container's devices, and their CDI specs.
 
-A file belongs to one top-level request. It is a stream of JSON documents, one for each version of the format, newest
-first; a reader uses the first version that it knows.
+A file belongs to one top-level request. It has a JSON document for each version of the format, newest first; a reader
+uses the first version that it knows.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _LONGEST_FILE_NAME = 255
 
 @dataclass(frozen=True, slots=True)
 class DescribedDevice:
-    """An allocation result, and the known attributes of its device in the format of a ResourceSlice."""
+    """Attributes in the format of a ResourceSlice."""
 
     result: DeviceResult
     attributes: JsonObject
 
 
 def check_names(claim: AllocatedClaim) -> None:
-    """Check the names that become parts of paths. Raises: ClaimRefusedError."""
+    """Raise ClaimRefusedError for a name that cannot be part of a path."""
     check_ref(claim.ref)
     for result in claim.results:
         _check("request", result.base_request, is_dns_label)
@@ -60,12 +60,12 @@ def _check(what: str, name: str, is_valid: Callable[[str], bool]) -> None:
 
 
 def requests_of(claim: AllocatedClaim) -> tuple[str, ...]:
-    """Return the top-level requests that have a device, in the order of the results."""
+    """Return the top-level requests that have a device."""
     return tuple(dict.fromkeys(result.base_request for result in claim.results))
 
 
 def directory_name(ref: ClaimRef) -> str:
-    """Return the name of a claim's directory on the host. The UID replaces a claim name that is too long."""
+    """Replace a claim name that is too long by the UID."""
     name = f"{ref.namespace}_{ref.name}"
     return name if len(name) <= _LONGEST_FILE_NAME else f"{ref.namespace}_{ref.uid}"
 
@@ -111,9 +111,9 @@ def described(
     inventory: Inventory,
     created: OwnedInstance | None,
 ) -> DescribedDevice:
-    """Return a device's attributes: those in its slice, and those that are known only after its Prepare.
+    """Return a device's attributes in its slice, and those that are known only after its Prepare.
 
-    `created` is the MIG instance that was created for a MIG device on demand.
+    `created` is the instance of a MIG device on demand.
     """
     attributes = {**attributes_of(offered, inventory), **_current_ids(offered, created)}
     if result.share_id is not None:
@@ -149,7 +149,7 @@ def encode(
     versions: Iterable[str],
     generation: int,
 ) -> bytes:
-    """Return the content of a top-level request's file. Equal input yields equal bytes."""
+    """Return the content of a file. Equal input yields equal bytes."""
     by_request: dict[str, list[JsonObject]] = {}
     for device in devices:
         result = device.result
@@ -178,7 +178,7 @@ def encode(
 
 
 def owner_and_generation(content: bytes) -> tuple[str, int] | None:
-    """Return the claim UID and the generation in a file; None if it is not a metadata file of the plugin."""
+    """Return the claim UID and the generation; None if the file is not a metadata file of the plugin."""
     try:
         document, _ = json.JSONDecoder().raw_decode(content.decode())
         metadata = document["metadata"]

@@ -18,7 +18,7 @@ from dra_driver.model.plan import device_of_cdi_name, share_of_cdi_name
 
 CLASS = "claim"
 COMMON = "containerEdits"
-"""The field with the NVIDIA driver's files. It is most of a spec, and usually equal in all specs."""
+"""The NVIDIA driver's files: most of a spec, and usually equal in all specs."""
 
 _FILE_OPTIONS = ("ro", "nosuid", "nodev", "rbind", "rprivate")
 _SOCKET_OPTIONS = ("nosuid", "nodev", "rbind", "rprivate", "noexec")
@@ -27,9 +27,9 @@ _WORLD_RW = 0o006
 _LIBRARY_SUBDIRS = ("gbm", "vdpau")
 
 ADMIN_ACCESS = "DRA_ADMIN_ACCESS=true"
-"""For a claim with adminAccess; Kubernetes' example driver sets the same variable."""
+"""Kubernetes' example driver sets the same variable."""
 MAINTENANCE = "MAINTENANCE_GPUS="
-"""For a maintenance claim: the UUIDs of its GPUs. Only a privileged container, which sees all GPUs, can reset a GPU."""
+"""The UUIDs of a maintenance claim's GPUs: a privileged container, which can reset a GPU, sees all GPUs."""
 
 # Without these, an installed NVIDIA container runtime would inject GPUs too: it reads which GPUs to inject from
 # the environment or, if so configured, from mounts.
@@ -43,7 +43,7 @@ _MOUNT_OPTIONS = ("rw", "nosuid", "nodev", "bind")
 
 
 def checked_claim_uid(claim_uid: str) -> str:
-    """Return the UID if it can be part of a file name and of a CDI device name. Raises: ClaimRefusedError."""
+    """Return a UID that can be part of names of files and CDI devices. Raises: ClaimRefusedError."""
     if not is_uid(claim_uid):
         raise ClaimRefusedError(
             f"claim UID {claim_uid!r} cannot be part of a file name, so the claim is refused"
@@ -56,7 +56,7 @@ def spec_kind(driver_name: str) -> str:
 
 
 def device_name(claim_uid: str, device: str) -> str:
-    """Return a name with the UID, because runtimes cache specs, so a name must not be reused."""
+    """Include the UID, because runtimes cache specs, so a name must not be reused."""
     return f"{claim_uid}-{device}"
 
 
@@ -102,9 +102,9 @@ def claim_spec(
 
 
 def vfio_spec(claim_uid: str, driver_name: str, devices: Sequence[CdiDevice]) -> dict[str, Any]:
-    """Return the spec of devices for virtual machines, without any files of the NVIDIA driver.
+    """Return the spec of devices for virtual machines. Raises: as `claim_spec`.
 
-    Each device is complete by itself, because Kata reads them one by one. Raises: the errors of `claim_spec`.
+    Each device is complete by itself, because Kata reads them one by one.
     """
     alone = [replace(device, env=(_NO_SECOND_INJECTION, *device.env)) for device in devices]
     return _spec(claim_uid, driver_name, {}, alone, None)
@@ -157,7 +157,7 @@ def _check_common_nodes(driver: DriverFiles) -> None:
 
 
 def _distinct(claim_uid: str, devices: Sequence[CdiDevice]) -> list[CdiDevice]:
-    """Two requests of a claim may have the same device, one of them with adminAccess."""
+    """Merge equal devices: two requests may have the same device, one of them with adminAccess."""
     by_name: dict[str, CdiDevice] = {}
     for device in devices:
         if not device.nodes:
@@ -176,10 +176,7 @@ def _distinct(claim_uid: str, devices: Sequence[CdiDevice]) -> list[CdiDevice]:
 
 
 def common_edits(driver: DriverFiles) -> dict[str, Any]:
-    """Return the edits that every container gets for the NVIDIA driver.
-
-    Raises: RetryableError if a required device node is missing.
-    """
+    """Return the edits that every container gets. Raises: RetryableError if a required device node is missing."""
     _check_common_nodes(driver)
     env = [_NO_SECOND_INJECTION]
     if driver.driver_dirs:
@@ -262,7 +259,7 @@ def _device_edits(device: CdiDevice, hook: str | None) -> dict[str, Any]:
 
 
 def _node_edits(nodes: Sequence[HostNode]) -> dict[str, Any]:
-    """Return edits with the nodes, and with the groups that a non-root user needs to open them."""
+    """Add the groups that a non-root user needs to open the nodes."""
     edits: dict[str, Any] = {"deviceNodes": [_node(node) for node in nodes]}
     gids = {node.node.gid for node in nodes if node.node.mode & _WORLD_RW != _WORLD_RW} - {0}
     if gids:
@@ -316,11 +313,11 @@ def _hook(hook: str, verb: str, args: Sequence[str]) -> dict[str, Any]:
 
 
 def with_mps(device: CdiDevice, usage: MpsShared, directories: MpsDirectories) -> CdiDevice:
-    """Return the device with the MPS daemon's pipe and shared memory, and with the claim's limits.
+    """Add the MPS daemon's pipe and shared memory, and the claim's limits.
 
     The limits are environment variables because several claims may share the daemon. CUDA can only lower the daemon's
-    own limits. They use the daemon's device numbers. If the daemon has several GPUs, each device sets the limits of
-    all GPUs, because the runtime keeps only one value of the variable.
+    own limits. If the daemon has several GPUs, each device sets the limits of all, by the daemon's device numbers,
+    because the runtime keeps only one value of the variable.
     """
     env = [f"CUDA_MPS_PIPE_DIRECTORY={PIPE_DIRECTORY}"]
     limits = usage.memory_limits_mib or (usage.memory_limit_mib,)
@@ -348,7 +345,7 @@ class SpecDevice:
 
 
 def devices_of(claim_uid: str, spec: Mapping[str, Any] | None) -> tuple[SpecDevice, ...]:
-    """Return the devices of a claim's spec. Unreadable parts are skipped."""
+    """Skip unreadable parts."""
     devices = (spec or {}).get("devices")
     return tuple(
         _device(str(entry["name"]).removeprefix(f"{claim_uid}-"), entry)
