@@ -1,4 +1,4 @@
-"""The node's PCI cards for discovery: the kernel's view, combined with this plugin's ledger."""
+"""The node's PCI cards: the kernel's view, combined with this plugin's ledger."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(eq=False)
 class KnownCards:
-    """The selected cards, and all cards that this plugin has bound, even if they are no longer selected.
+    """The selected cards, and all cards that this plugin has bound.
 
     If the ledger of a card cannot be read, the claim records of this boot are used instead.
     """
@@ -31,7 +31,7 @@ class KnownCards:
     selected: Callable[[Gpu], bool] | None
 
     def read(self, gpus: Sequence[Gpu]) -> tuple[Card, ...]:
-        """Return the cards in bus order; `gpus` are the GPUs that NVML lists. Raises: StateError."""
+        """Return the cards in bus order; `gpus` are those that NVML lists. Raises: StateError."""
         ours = self.owned()
         names = {one.pci_bus_id: one.product_name for one in self.ledger.details(OwnedCard)} if ours else {}
         shown = {gpu.pci_bus_id: gpu for gpu in gpus}
@@ -65,8 +65,8 @@ class KnownCards:
 class Passthrough:
     """The GPUs for virtual machines, as discovery, health and readiness see them.
 
-    Also used while passthrough is off, because earlier claims may still need cleanup. Then nothing is read on a node
-    whose ledgers list no card.
+    Also used while passthrough is off, because earlier claims may need cleanup. Then nothing is read on a node whose
+    ledgers list no card.
     """
 
     def __init__(self, known: KnownCards) -> None:
@@ -76,12 +76,12 @@ class Passthrough:
         self._cards: tuple[Card, ...] = ()
 
     def open(self) -> None:
-        """Check whether passthrough has any work. Call this after the ledger is open. Raises: StateError."""
+        """Check whether there is any work. Call this after the ledger is open. Raises: StateError."""
         ledger = self._known.ledger
         self._is_on = self._is_wanted or bool(ledger.details(OwnedCard)) or bool(ledger.unreadable())
 
     def cards(self, gpus: Sequence[Gpu]) -> tuple[Card, ...]:
-        """Return the node's cards; `gpus` are the GPUs that NVML lists. Raises: StateError.
+        """Return the node's cards; `gpus` are those that NVML lists. Raises: StateError.
 
         Logs which cards no virtual machine can get, once and after each change.
         """
@@ -98,11 +98,7 @@ class Passthrough:
         return [] if text is None else [NodeProblem("passthrough-unavailable", text)]
 
     def taken(self) -> frozenset[str]:
-        """Return the UUIDs of the GPUs that this plugin has bound to vfio or is about to bind, so NVML may not list
-        them.
-
-        Empty if the ledger cannot be read.
-        """
+        """Return the UUIDs of owned cards, which NVML may not list; empty if the ledger cannot be read."""
         with suppress(StateError):
             return frozenset(self._known.owned().values()) if self._is_on else frozenset()
         return frozenset()
@@ -124,7 +120,7 @@ def refused(cards: Sequence[Card]) -> Mapping[str, str]:
 
 
 def unavailable(cards: Sequence[Card]) -> str | None:
-    """Return one sentence if there are cards but none can be published; cards with the same reason are grouped."""
+    """Return a sentence if there are cards but none can be published."""
     reasons = refused(cards)
     if not cards or len(reasons) < len(cards):
         return None

@@ -56,21 +56,21 @@ _log = structlog.get_logger(__name__)
 
 _MODULE_S = 10.0
 _NVML_S = 15.0
-"""How long a bind waits for other NVML operations to end."""
+"""For other NVML operations to end."""
 _WRITE_S = 15.0
-"""For one write. The kernel blocks the write until every program has closed the card."""
+"""For one write. The kernel blocks it until every program has closed the card."""
 _RELEASE_S, _CHECK_EVERY_S = 2.0, 0.05
 _STUCK_FIRST_S, _STUCK_MOST_S = 5.0, 60.0
 _NODE_S = 3.0
 _UNDO_S = 40.0
 _RESCAN_S = 10.0
 _TOGETHER_S = 3.0
-"""How long the binds of one claim wait for each other, so that NVML is closed only once for all of them."""
+"""The binds of one claim wait for each other, so that NVML is closed only once."""
 
 
 @dataclass(eq=False)
 class _Rendezvous:
-    """Synchronises the binds of one claim: errors in `failed`, and the number of binds that have `ended`."""
+    """The binds of one claim: their errors, and how many have `ended`."""
 
     plan: Plan
     barrier: threading.Barrier
@@ -83,9 +83,8 @@ class VfioSteps:
     """Runs and undoes `BindVfio`. Must not be called during an NVML operation.
 
     While `pause` is entered, NVML is closed in every process of the plugin; its arguments are a description for logs
-    and errors, and a function that returns how many seconds to wait for running NVML calls. `rescan` starts a new
-    discovery and waits for it: as many seconds as its argument says, or not at all for None. `detached` returns why
-    NVML must stay closed, if it must.
+    and errors, and a function that returns how many seconds to wait for NVML calls. `rescan` starts a discovery and
+    waits that many seconds for it, or not at all for None. `detached` returns why NVML must stay closed.
     """
 
     cards: VfioCards
@@ -102,7 +101,7 @@ class VfioSteps:
         self._guard = threading.Lock()
 
     def do(self, step: BindVfio, plan: Plan) -> None:
-        """Bind the card to its vfio driver. A failed bind is undone at once.
+        """Bind the card. A failed bind is undone at once.
 
         Raises: ClaimRefusedError, DeviceBusyError that names the users of the card, RetryableError, StateError.
         """
@@ -116,7 +115,7 @@ class VfioSteps:
             raise
 
     def undo(self, step: BindVfio, ref: ClaimRef) -> None:
-        """Restore the drivers that the card had before.
+        """Restore the card's drivers.
 
         Raises: DeviceBusyError that names the virtual machine that uses the card; RetryableError, StateError.
         """
@@ -159,9 +158,7 @@ class VfioSteps:
         self.rescan(None)
 
     def _refuse(self, step: BindVfio, card: Card) -> None:
-        """Refuse a card that cannot be bound, and one that a virtual machine uses, because the kernel would block
-        the write.
-        """
+        """Refuse a card that a virtual machine uses, because the kernel would block the write."""
         if card.problem is not None:
             raise ClaimRefusedError(
                 f"GPU {step.gpu_uuid} ({card.bus_id}) cannot be used by a virtual machine: {card.problem}"
@@ -248,8 +245,8 @@ class VfioSteps:
     def _rendezvous(self, plan: Plan) -> Iterator[Callable[[], None]]:
         """Yield a function that waits for the other binds of the claim, up to a limit.
 
-        The function raises RetryableError with the error of a failed bind, because binding the other cards would
-        close NVML for nothing.
+        It raises RetryableError with the error of a failed bind, because binding the other cards would close NVML for
+        nothing.
         """
         uid, count = plan.claim.ref.uid, sum(isinstance(step, BindVfio) for step in plan.steps)
         with self._guard:
@@ -278,7 +275,7 @@ class VfioSteps:
     # --- back ----------------------------------------------------------------------------------
 
     def _roll_back(self, step: BindVfio) -> bool:
-        """Undo a failed bind. Returns whether the undo succeeded."""
+        """Undo a failed bind; returns whether this succeeded."""
         try:
             with until(time.monotonic() + _UNDO_S):
                 self._return(step)
@@ -330,7 +327,7 @@ class VfioSteps:
             self.ledger.remove(entry)
 
     def _refuse_return(self, step: BindVfio, card: Card, driver: str | None) -> None:
-        """Refuse to move a card that a virtual machine may use. Raises: DeviceBusyError, RetryableError."""
+        """Refuse to move a card that a virtual machine may use."""
         self._refuse_detached()
         if driver is not None and not self.cards.has_driver(driver):
             raise NvmlUnavailableError(
@@ -345,10 +342,7 @@ class VfioSteps:
         _refuse_users(step, users)
 
     def _restore_drivers(self, moves: Sequence[Move], step: BindVfio) -> None:
-        """Make all moves, even if the move of another function of the card fails: it must not keep the GPU bound.
-
-        If a driver does not accept its function, the kernel chooses another driver.
-        """
+        """Make all moves, even if the move of another function of the card fails: it must not keep the GPU bound."""
         for move in moves:
             try:
                 self._wait_for_write(self._make([move]), step)
@@ -372,7 +366,7 @@ class VfioSteps:
         return {bus_id: self.cards.bound_driver(bus_id) for bus_id in card.functions}
 
     def _make(self, moves: Iterable[Move]) -> NotAnsweredError | None:
-        """Make the moves in order, up to one that blocks; returns its error. Raises: RetryableError."""
+        """Make the moves up to one that blocks; returns its error. Raises: RetryableError."""
         with only_writes():
             return self._made(moves)
 
@@ -394,11 +388,11 @@ class VfioSteps:
         return None
 
     def _wait_for_write(self, stuck: NotAnsweredError | None, step: BindVfio) -> None:
-        """Wait until a blocked write has returned, however long it takes, because nothing else may touch the card
-        until then. Then raise the error of the write.
+        """Wait until a blocked write has returned, because nothing else may touch the card until then. Then raise
+        its error.
 
-        NVML is open again, and the kernel may be waiting for NVML itself. So NVML is closed briefly from time to
-        time, when no other process has the GPU open.
+        The kernel may be waiting for NVML itself, which is open again. So NVML is closed briefly from time to time,
+        when no other process has the GPU open.
         """
         if stuck is None:
             return

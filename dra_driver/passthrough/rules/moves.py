@@ -33,9 +33,9 @@ def are_bound(now: Mapping[str, str | None], vfio_drivers: Collection[str]) -> b
 
 
 def to_vfio(now: Mapping[str, str | None], gpu: str, vfio_driver: str) -> Sequence[Move]:
-    """Return the moves that bind the functions to vfio; `now` maps each to its current driver, in bus order.
+    """Return the moves to vfio; `now` maps each function to its current driver, in bus order.
 
-    The function with bus ID `gpu` gets `vfio_driver`, the others plain vfio-pci.
+    The function `gpu` gets `vfio_driver`, the others plain vfio-pci.
     """
     wanted = {bus_id: vfio_driver if bus_id == gpu else VFIO_PCI for bus_id in now}
     moving = [bus_id for bus_id in now if now[bus_id] != wanted[bus_id]]
@@ -52,7 +52,7 @@ def back(
     overrides: Mapping[str, str | None],
     vfio_drivers: Collection[str],
 ) -> Sequence[Move]:
-    """Return the moves that restore each function's driver from `before` and its override from `overrides`.
+    """Return the moves that restore each function's driver and override.
 
     The kernel chooses the driver of a function that is not in `before`. Overrides come last, because an override need
     not name the driver that the function had.
