@@ -1,4 +1,4 @@
-"""The steps that limit the power and the clocks of a GPU. Their methods raise as in `GpuLimits`."""
+"""The steps that limit power and clocks. Their methods raise as in `GpuLimits`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WATT_MW = 1000
 
 
 class PowerLimitSteps(SettingSteps[SetPowerLimit]):
-    """Does and undoes `SetPowerLimit`, and sets the node's limit on GPUs without a claim."""
+    """Also sets the node's limit on GPUs without a claim."""
 
     def __init__(
         self, limits: GpuLimits, ledger: Ledger, default_w: int | None, gpus: Callable[[], Iterable[str]]
@@ -54,7 +54,7 @@ class PowerLimitSteps(SettingSteps[SetPowerLimit]):
 
 
 class ClockSteps(SettingSteps[LockClocks]):
-    """Does and undoes `LockClocks`. NVML does not report which clocks are locked."""
+    """NVML does not report which clocks are locked."""
 
     def __init__(self, limits: GpuLimits, ledger: Ledger) -> None:
         super().__init__(LockClocks, ledger, otherwise="remove clocks from the claim's parameters")

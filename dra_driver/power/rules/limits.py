@@ -17,7 +17,7 @@ from dra_driver.model.steps import ClockDomain, Limit, LockClocks, SetPowerLimit
 
 @dataclass(frozen=True, slots=True)
 class PowerPolicy:
-    """The node's power settings, in watts; None means no setting.
+    """In watts; None means no setting.
 
     `default_w` is the limit of each GPU without a claim. A claim cannot set more than `max_w` on a GPU. `budget_w` is
     the sum of the limits of all GPUs that can be in use at the same time.
@@ -35,7 +35,9 @@ class PowerPolicy:
         return min(most, max(least, self.default_w))
 
     def most_w(self, gpu: Gpu) -> int | None:
-        """Return the highest limit that a claim can set on a GPU; with a budget, what is counted for the GPU."""
+        """Return the highest limit that a claim can set on a GPU; with a budget, at most what is counted for the
+        GPU.
+        """
         limits = [self.max_w, gpu.power_limits_w and gpu.power_limits_w[1]]
         if self.budget_w is not None:
             limits.append(self.counted_w(gpu))
