@@ -9,10 +9,7 @@ from __future__ import annotations
 
 
 class DraDriverError(Exception):
-    """Base of all errors that the plugin raises on purpose.
-
-    `has_no_effect`: the action failed before it reached the tool, daemon or device, so nothing must be undone.
-    """
+    """`has_no_effect`: the action failed before it reached the tool, daemon or device, so nothing must be undone."""
 
     has_no_effect = False
 
