@@ -39,7 +39,7 @@ _MAX_BYTES: Final = 1 << 20
 
 
 def read_document(path: Path) -> Any:
-    """Raise InvalidConfigError."""
+    """Read a YAML file. Raises: InvalidConfigError."""
     import yaml
 
     try:

@@ -754,7 +754,6 @@ class Driver:
             raise self._fatal
 
     def problems(self) -> list[str]:
-        """Return the faults that fail readiness, then the notes."""
         return [*self.probes.readiness(), *self.probes.notes()]
 
     # --- changes, each handled in the thread that found it ---------------------------------------------
@@ -800,7 +799,6 @@ class Driver:
         self.layouts.wake()
 
     def _layouts_changed(self, found: Sequence[GpuLayout]) -> None:
-        """Handle `found`, which is empty if GPUs only lost their layout."""
         _call_all(self._publish, partial(self.reporting.reporter.mig_layouts_changed, found))
 
     def _claim_released(self) -> None:
@@ -814,7 +812,7 @@ class Driver:
 
 
 def _call_all(*calls: Callable[[], object]) -> None:
-    """Raise the error of one call, after the others."""
+    """Make all calls. Raises: the error of one call, after the others."""
     with ExitStack() as others:
         for call in reversed(calls):
             others.callback(call)

@@ -4,8 +4,8 @@
        └─ the kubelet has registered it: it asks                                                        │
     a new start ◀──no newer process is left─────────────────────────────────────────────────────────────┘
 
-A registered standby process gets all new calls; they wait. Calls that outlast the hand-over, such as one that hangs
-on a GPU, fail when they next use a record.
+A registered standby process gets all new calls; they wait. Calls that outlast the hand-over fail when they next use a
+record.
 
 Each process has a number: its start time, then its PID. It locks two bytes of one file: one says that the process
 asks for the work (until it exits), the other that it works. The kernel releases them at a crash. A killed process

@@ -57,7 +57,6 @@ class Publishing:
             self._dirty()
 
     def missing_setting(self, key: str) -> str | None:
-        """Return the setting that would keep pods off devices with this health reason."""
         if self._health.taint_policy.effects.get(key) == "None":
             return f"health.taints.{key} to NoSchedule"
         if self._settings.unhealthy_devices == "taint" and self.support.drops_taints:

@@ -75,7 +75,7 @@ class Flag:
     """A flag of a command, or an argument if it has a `count` (argparse's number of arguments).
 
     The value has `shape`, or is a text that `parsed` converts (it raises InvalidConfigError); `to` converts the value
-    for the command. `shown` describes the default in --help.
+    for the command.
 
     In the configuration file, a setting is at the dotted path `key`, and `of_file` converts it. A setting without
     `help` can only be in the file. For a setting that may be None, an empty text is valid.
@@ -173,7 +173,7 @@ def consumable_shares(text: str) -> SharingPolicy:
 
 
 def imex_channels(text: str) -> ImexChannels | None:
-    """Parse `off`, `all` or a number. Raises: InvalidConfigError."""
+    """Raise InvalidConfigError for anything but `off`, `all` or a number."""
     word = text.strip()
     value = int(word) if re.fullmatch(r"[0-9]{1,7}", word) else word
     for fault in faults(value, IMEX_CHANNEL, ""):
@@ -390,12 +390,12 @@ class Settings:
 
     @property
     def on_demand(self) -> Callable[[Gpu], bool] | None:
-        """Whether a GPU is partitioned into MIG devices on demand; None if no GPU is."""
+        """None if no GPU is partitioned into MIG devices on demand."""
         return self.dynamic_mig_gpus.matches_gpu if self.dynamic_mig else None
 
     @property
     def for_virtual_machines(self) -> Callable[[Gpu], bool] | None:
-        """Whether virtual machines may use a GPU; None if they may use no GPU."""
+        """None if virtual machines may use no GPU."""
         return self.passthrough_gpus.matches_gpu if self.passthrough else None
 
     @property

@@ -70,7 +70,6 @@ class GpuSteps:
             setting.driver_reloaded()
 
     def mig_mode_changed(self, gpu_uuid: str) -> None:
-        """Note that a GPU may have been reset."""
         self.power_limits.gpu_reset(gpu_uuid)
 
     def problems(self) -> list[NodeProblem]:

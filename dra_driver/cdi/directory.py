@@ -45,7 +45,7 @@ class CdiDirectory:
         make_directory(self._path, _DIRECTORY_MODE)
 
     def file(self, claim_uid: str) -> Path:
-        """Raise ClaimRefusedError if the UID cannot be part of a file name."""
+        """Return the claim's file. Raises: ClaimRefusedError if the UID cannot be part of a file name."""
         return self._path / f"{file_stem(self._driver_name, claim_uid)}{_SUFFIX}"
 
     def write(self, claim_uid: str, spec: dict[str, Any]) -> bool:
@@ -75,7 +75,7 @@ class CdiDirectory:
         return was_there
 
     def uids(self) -> frozenset[str]:
-        """Return the UIDs of the claims that have a spec file, valid or not."""
+        """Return the UIDs of all specs, valid or not."""
         try:
             files = os.listdir(self._path)  # noqa: PTH208  a thousand Path objects cost milliseconds
         except FileNotFoundError:
@@ -88,7 +88,6 @@ class CdiDirectory:
         return frozenset(filter(is_uid, uids))
 
     def devices(self, claim_uid: str) -> tuple[str, ...]:
-        """Return the device names in a spec; empty if it is invalid."""
         return _device_names(claim_uid, read_or_none(self.file(claim_uid)))
 
     def list(self) -> dict[str, tuple[str, ...]]:

@@ -126,7 +126,7 @@ class MetadataFiles:
         return self._cdi / cdi_file(self._driver_name, checked_claim_uid(claim_uid), request)
 
     def _remove_specs(self, claim_uid: str) -> None:
-        """Remove the claim's specs. Their names end with the request, which contains no underscore."""
+        """Remove specs, whose names end with the request, which contains no underscore."""
         prefix = f"{cdi_file_prefix(self._driver_name)}{claim_uid}"
         found = [
             path
@@ -202,7 +202,7 @@ class MetadataSteps:
     ledger: Ledger | None
 
     def do(self, step: WriteDeviceMetadata, plan: Plan) -> None:
-        """Raise NvmlUnavailableError if the node's devices are unknown."""
+        """Write a file for each request. Raises: NvmlUnavailableError if the node's devices are unknown."""
         by_request = self._described(plan)
         for request in requests_of(plan.claim):
             self._write(plan.claim, request, by_request[request], step.versions)
@@ -228,7 +228,6 @@ class MetadataSteps:
         return by_request
 
     def undo(self, step: WriteDeviceMetadata, ref: ClaimRef) -> None:
-        """Remove the files; running containers keep the mounted ones."""
         self.files.remove(ref)
 
     def in_place(self, step: WriteDeviceMetadata, record: ClaimRecord) -> bool:

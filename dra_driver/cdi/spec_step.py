@@ -66,7 +66,6 @@ class ExtraDeviceFinder:
         self._daemon.refuse_unready(timeout_s)
 
     def with_extra_devices(self, device: CdiDevice, planned: PlannedDevice) -> CdiDevice:
-        """Add the nodes and mounts of extra devices. Logs missing ones."""
         for kind in planned.host_devices:
             found = self._finder.find(kind)
             self._report(kind, is_there=bool(found.nodes))
@@ -134,14 +133,13 @@ class CdiSteps:
         self._common: tuple[DriverFiles, tuple[HostNode, ...], dict[str, Any]] | None = None
 
     def do(self, step: Step, plan: Plan) -> None:
-        """Raise RetryableError if the host lacks a file or node; StateError."""
+        """Write the claim's spec. Raises: RetryableError if the host lacks a file or node; StateError."""
         spec = self.spec(plan)
         self.specs.write(plan.claim.ref.uid, spec)
         if self.dev_char is not None:
             self.dev_char.make(node_paths(spec))
 
     def spec(self, plan: Plan) -> dict[str, Any]:
-        """Return the spec as it would be written now."""
         if any(isinstance(one.offered, VfioDevice) for one in plan.devices):
             return vfio_spec(
                 plan.claim.ref.uid, self.driver_name, [self._bare_device(one) for one in plan.devices]

@@ -140,7 +140,9 @@ class _Look:
         self.versions: dict[str, dict[str, str]] = {}
 
     def read(self, *, with_usage: bool) -> tuple[list[Row], Totals]:
-        """Raise FatalError for a missing permission; ApiUnavailableError, ApiRejectedError."""
+        """Return rows and totals. Raises: FatalError for a missing permission; ApiUnavailableError,
+        ApiRejectedError.
+        """
         driver = self._driver
         of_driver = {"fieldSelector": f"spec.driver={driver}"}
         slices = self._list(f"{_GROUP}/resourceslices", rules.seen_slice, _PAGE_OF_SLICES, of_driver)

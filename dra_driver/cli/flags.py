@@ -48,7 +48,6 @@ def switch(name: str, help_text: str, *spelled: str) -> Flag:
 
 
 def usual_kubeconfig() -> str | None:
-    """Return kubectl's default kubeconfig, if there is one."""
     if named := os.environ.get("KUBECONFIG", "").strip(os.pathsep):
         return named
     usual = Path("~/.kube/config").expanduser()
@@ -261,7 +260,6 @@ def _typed(flag: Flag, text: Any) -> Any:
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
-    """Return a suggestion in brackets for a misspelt word, or ""."""
     import difflib
 
     found = difflib.get_close_matches(word, [*known], 1)

@@ -221,7 +221,7 @@ def _kept_taints(
 
 
 def possible_profiles(settings: Settings) -> tuple[list[MigProfile], list[str]]:
-    """Raise NvmlUnavailableError."""
+    """Return MIG profiles, and read errors. Raises: NvmlUnavailableError."""
     with ExitStack() as session:
         CommandMachine(settings).open_nvml(session)
         profiles, faults = read_machine_profiles()
@@ -248,7 +248,7 @@ def mig_maps(machine: CommandMachine, session: ExitStack) -> tuple[list[GpuMap],
 
 
 def draw_gpus(maps: Iterable[GpuMap], width: int | None = None) -> str:
-    """Return drawings for a terminal of `width` columns. Equal unused GPUs share one."""
+    """Draw equal unused GPUs once."""
     alike: dict[GpuMap, list[str]] = {}
     for entry in maps:
         is_free = not entry.instances and entry.whole_owner is None

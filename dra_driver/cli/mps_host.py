@@ -132,7 +132,6 @@ def _serve(tools: HostTools, watch: SignalWatch) -> None:
 
 
 def _driver_root(host: str | None, inside: str | None) -> str:
-    """Return the container's path, unless only the host's path exists."""
     container, root = inside or _CONTAINER_ROOT, host or "/"
     return root if Path(root).is_dir() and not Path(container).is_dir() else container
 

@@ -207,7 +207,6 @@ def pending_cleanup(settings: Settings, *, now: bool) -> tuple[Sequence[PendingC
 
 
 def _cleaned(machine: CommandMachine, settings: Settings) -> tuple[Sequence[PendingCleanup], Collection[str]]:
-    """Retry all cleanups; return what is left, and GPUs on which a step still runs."""
     directory = settings.plugin_directory
     boot = machine.sysfs.this_boot()
     records = RecordStore(directory / "claims", boot)

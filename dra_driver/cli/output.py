@@ -1,4 +1,4 @@
-"""Output that fits the terminal, JSON, YAML."""
+"""Tables and texts that fit the terminal, JSON, YAML."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def table(
     """Return a table; empty without rows. `width` None means unlimited.
 
     If the table is too wide, the columns with the highest numbers are dropped first; columns with 0 stay. A column
-    whose title ends with `?` is also dropped if it is empty. The last column is wrapped. What still does not fit is
-    shortened, from right to left.
+    whose title ends with `?` is also dropped if it is empty. The last column is wrapped. Then columns are shortened,
+    from right to left.
     """
     from rich.cells import cell_len
     from rich.table import Table
@@ -239,7 +239,7 @@ class Color(StrEnum):
     never = "never"
 
     def is_on(self) -> bool:
-        """See no-color.org."""
+        """Follow no-color.org."""
         if self is not Color.auto:
             return self is Color.always
         return sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and not os.environ.get("NO_COLOR")
@@ -269,7 +269,6 @@ OUTPUT = Flag(
 
 
 def answer(output: Output, lines: Callable[[int | None], Iterable[str]], content: Callable[[], Any]) -> None:
-    """Print the lines at the terminal's width (None: unlimited), or the content as JSON or YAML."""
     if output.is_for_people:
         print("\n".join(lines(terminal_width(all_columns=output is Output.wide))))
     else:
@@ -287,7 +286,6 @@ def print_object(content: Any, output: Output) -> None:
 
 
 def print_objects(objects: list[dict[str, Any]], output: Output) -> None:
-    """Print a List in JSON, or several YAML documents with block texts."""
     if output is Output.json:
         print_object({"apiVersion": "v1", "kind": "List", "items": objects}, output)
         return

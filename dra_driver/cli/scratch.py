@@ -1,4 +1,4 @@
-"""For commands that leave nothing behind."""
+"""Settings and a temporary directory for commands that leave nothing behind."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _remove(directory: Path) -> None:
 _PREFIX = "gpu-dra-tmp-"
 """Short, because the directory contains sockets of MPS daemons, and a socket path has at most 106 bytes."""
 _YOUNG_S = 60.0
-"""Commands lock their directory just after they create it."""
+"""A younger directory may not be locked yet."""
 
 
 @contextmanager
@@ -96,10 +96,9 @@ def _remove_left_ones(where: Path) -> None:
 def scratch_settings(
     purpose: str, given: Mapping[str, Any], config: Path | None, log_level: str = "critical"
 ) -> Iterator[Settings]:
-    """Configure logs for people, and yield settings as from `resolve`.
+    """Configure logs for people, and yield settings. Raises: like `resolve`; FatalError.
 
-    A simulated machine without a directory is created in a new one, without saved state of the plugin. Raises: like
-    `resolve`; FatalError.
+    A simulated machine without a directory is created in a new one, without saved state of the plugin.
     """
     configure_logs(log_level, "console")
     settings = resolve(given, config, {"node_name": this_machine()})

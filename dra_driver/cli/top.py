@@ -38,7 +38,7 @@ _WAIT_ONCE_S = 25.0
 """If NVML has no other client it wakes every GPU first, which takes seconds each. A GPU that hangs takes 15 s."""
 _WAIT_LIVE_S = 2.0
 _WAIT_FIRST_S = 0.3
-"""The first screen appears then, even if NVML hangs."""
+"""The first screen appears after this time, even if NVML hangs."""
 _MIB = 1 << 20
 _SAMPLES = 12
 _LEVELS = " .:-=+*#%@"
@@ -143,7 +143,6 @@ def _text(text: str, style: str = "") -> RenderableType:
 
 
 def _head(view: NodeView, width: int | None) -> RenderableType:
-    """On a narrow terminal, leave out the DRA driver's name, then versions."""
     nvidia = f"NVIDIA driver {view.nvidia_version or 'unknown'}"
     cuda = f"CUDA {view.cuda_version}" if view.cuda_version else None
     parts = [view.node, nvidia, cuda, view.driver, view.taken_at]
@@ -342,7 +341,7 @@ class Screen:
     typing: bool = False
 
     def press(self, key: str, height: int) -> bool:
-        """Handle a key; returns whether the screen stays open."""
+        """Return whether the screen stays open."""
         if self.typing:
             self.typing = key not in "\r\n\x1b"
             self.text = "" if key == "\x1b" else self.text[:-1] if key in "\x7f\b" else self.text + key

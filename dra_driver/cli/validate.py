@@ -174,7 +174,7 @@ def _print(
 
 
 def machine_to_try(machine: CommandMachine) -> tuple[MachineFit | None, str]:
-    """Return the machine against which `validate` checks claims, if any, and a sentence about it.
+    """Return the machine, if any, and a sentence about it.
 
     Raises: NvmlUnavailableError if a simulated machine has no NVML.
     """
@@ -225,7 +225,6 @@ def gpus_for_layouts(machine: CommandMachine, inventory: Inventory) -> list[MigG
 
 
 def configured_among(documents: Sequence[Document]) -> tuple[JsonObject, Mapping[int, tuple[str, ...]]]:
-    """Return the settings in configuration files, and their faults by document number."""
     values: JsonObject = {}
     faults: dict[int, tuple[str, ...]] = {}
     for number, document in enumerate(documents):

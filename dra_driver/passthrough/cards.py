@@ -43,7 +43,7 @@ class KnownCards:
         )
 
     def owned(self) -> dict[str, str]:
-        """Return GPU UUIDs, by bus ID, of the cards that this plugin bound in this boot or is about to bind. Raises:
+        """Return GPU UUIDs, by bus ID, of cards that this plugin bound in this boot or is about to bind. Raises:
         StateError.
         """
         ours = {one.pci_bus_id: one.gpu_uuid for one in self.ledger.details(OwnedCard)}
@@ -120,7 +120,6 @@ def refused(cards: Sequence[Card]) -> Mapping[str, str]:
 
 
 def unavailable(cards: Sequence[Card]) -> str | None:
-    """Return a sentence if there are cards but none can be published."""
     reasons = refused(cards)
     if not cards or len(reasons) < len(cards):
         return None

@@ -70,8 +70,6 @@ _TOGETHER_S = 3.0
 
 @dataclass(eq=False)
 class _Rendezvous:
-    """The binds of one claim: their errors, and how many have `ended`."""
-
     plan: Plan
     barrier: threading.Barrier
     failed: list[str] = field(default_factory=list)
@@ -327,7 +325,6 @@ class VfioSteps:
             self.ledger.remove(entry)
 
     def _refuse_return(self, step: BindVfio, card: Card, driver: str | None) -> None:
-        """Refuse to move a card that a virtual machine may use."""
         self._refuse_detached()
         if driver is not None and not self.cards.has_driver(driver):
             raise NvmlUnavailableError(

@@ -20,9 +20,7 @@ class PowerLimitSteps(SettingSteps[SetPowerLimit]):
     def __init__(
         self, limits: GpuLimits, ledger: Ledger, default_w: int | None, gpus: Callable[[], Iterable[str]]
     ) -> None:
-        """`default_w` is the limit of GPUs without a claim; None leaves them as they are. `gpus` as in
-        `SettingSteps`.
-        """
+        """`default_w` None leaves GPUs without a claim as they are. `gpus` as in `SettingSteps`."""
         super().__init__(
             SetPowerLimit,
             ledger,

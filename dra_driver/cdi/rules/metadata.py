@@ -30,14 +30,12 @@ _LONGEST_FILE_NAME = 255
 
 @dataclass(frozen=True, slots=True)
 class DescribedDevice:
-    """Attributes in the format of a ResourceSlice."""
-
     result: DeviceResult
     attributes: JsonObject
 
 
 def check_names(claim: AllocatedClaim) -> None:
-    """Raise ClaimRefusedError for a name that cannot be part of a path."""
+    """Check the names in paths. Raises: ClaimRefusedError."""
     check_ref(claim.ref)
     for result in claim.results:
         _check("request", result.base_request, is_dns_label)
@@ -60,7 +58,6 @@ def _check(what: str, name: str, is_valid: Callable[[str], bool]) -> None:
 
 
 def requests_of(claim: AllocatedClaim) -> tuple[str, ...]:
-    """Return the top-level requests that have a device."""
     return tuple(dict.fromkeys(result.base_request for result in claim.results))
 
 

@@ -35,7 +35,7 @@ _OURS = (
     "may not change the allocation of a claim or who uses it",
 )
 _OWN_CHECK = re.compile(r'requires resource="?resourceclaims/')
-"""Kubernetes 1.36 and newer reject a claim status with it, before any policy runs."""
+"""Kubernetes 1.36 and newer reject a claim status with this error, before any policy runs."""
 
 
 def refusal_finding(error: ApiRejectedError, what: str) -> Finding:

@@ -41,7 +41,7 @@ class Outcome:
 
 
 class Shared(Generic[T]):
-    """Read once; each check gets the value or the error."""
+    """A value that is read once; each check gets it or the error."""
 
     def __init__(self, read: Callable[[], T]) -> None:
         self._read = read

@@ -160,7 +160,7 @@ def _with_answer(config: RuntimeConfig | None, name: str, answer: JsonObject) ->
 
 
 def read_configs(tree: RootedTree) -> Iterator[RuntimeConfig]:
-    """Raise tomllib.TOMLDecodeError."""
+    """Yield the settings of containerd and CRI-O. Raises: tomllib.TOMLDecodeError."""
     for path in _CONTAINERD:
         document = _toml(tree, path)
         if document is not None:

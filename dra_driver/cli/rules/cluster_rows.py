@@ -116,7 +116,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Used:
-    """The use of a device, and of each pod on it, by `NAMESPACE/NAME`."""
+    """By the pods' `NAMESPACE/NAME`."""
 
     load: GpuLoad | None = None
     pods: Mapping[str, GpuLoad] = field(default_factory=dict)
@@ -340,7 +340,7 @@ def _fitting(
 
 
 def _take(device: Device, left: dict[tuple[str, str], Fraction], *, is_held: bool = False) -> bool:
-    """Take what the device consumes, if there is enough or a claim has the device; returns whether it did."""
+    """Take what the device consumes, if there is enough or a claim has the device."""
     wanted = {(device.counter_set, name): amount for name, amount in device.consumes}
     is_taken = is_held or all(left.get(counter, 0) >= amount for counter, amount in wanted.items())
     if is_taken:
@@ -363,7 +363,6 @@ def versions_of(slices: Iterable[Slice], images: Iterable[tuple[str, str]]) -> d
 
 
 def drift(versions: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
-    """Yield a sentence for each version that only a minority of the nodes has."""
     for what, of_nodes in versions.items():
         (usual, count), *others = Counter(of_nodes.values()).most_common() or [("", 0)]
         for version, _ in others:
@@ -454,7 +453,6 @@ def _wasted_bytes(load: GpuLoad | None) -> int:
 
 
 def use_text(load: GpuLoad | None) -> str | None:
-    """Return a text such as `85% 12.0/80 GiB`."""
     if load is None or not load.memory_total_bytes:
         return None
     percent = "" if load.utilisation_percent is None else f"{load.utilisation_percent}% "

@@ -25,7 +25,7 @@ from dra_driver.model.steps import CreateMig
 
 @dataclass(frozen=True, slots=True)
 class SeenInstance:
-    """Its ID is None if it does not exist but a claim holds it."""
+    """`gpu_instance_id` is None if the instance does not exist but a claim holds it."""
 
     profile: str
     place: Placement
@@ -93,7 +93,6 @@ def waiting_for_mig_mode(inventory: Inventory, on_demand: Callable[[Gpu], bool])
 
 
 def remaining_room(table: Partitioning, taken: Sequence[GpuInstance]) -> tuple[tuple[str, int], ...]:
-    """Return how many instances of each profile fit in addition to `taken`."""
     possible = partitioned(table, taken, offers_whole=False).possible
     profiles = {profile.profile_id: profile for profile, _ in possible}
     return tuple((profile.name, _how_many(table, taken, profile)) for profile in profiles.values())

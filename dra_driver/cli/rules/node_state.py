@@ -34,8 +34,7 @@ class SavedHealth:
 
 @dataclass(frozen=True, slots=True)
 class NodeState:
-    """The content of a plugin directory. `faults` are about parts that could not be read, `notes` about the saved
-    health.
+    """`faults` are about parts that could not be read, `notes` about the saved health.
 
     Ledger entries of other boots than `boot_id` are void, if it is known. `ledger_fault` is why a ledger cannot be
     read.
@@ -54,7 +53,7 @@ class NodeState:
 
     @property
     def known_records(self) -> list[ClaimRecord]:
-        """Including those of ended claims whose cleanup is pending."""
+        """Records of claims, and of ended claims whose cleanup is pending."""
         return [*self.records, *(one.record for one in self.cleanups)]
 
     def leaving(self, gpu_uuid: str) -> set[tuple[int, int]]:

@@ -101,7 +101,7 @@ class SeenReason:
 
 @dataclass(frozen=True, slots=True)
 class SeenDaemon:
-    """`clients` is None before the first probe; `directory` contains the log."""
+    """`clients` is None before the first probe."""
 
     device: str
     state: str
@@ -172,7 +172,7 @@ def node_view(
     *,
     plugin_runs: bool,
 ) -> NodeView:
-    """Return the view."""
+    """Combine all sources. `notes` are shown without duplicates."""
     inventory, at = nvml.inventory, now.timestamp()
     ids = state.instance_ids(inventory)
     names, places, hidden = _names_and_places(nvml, state)

@@ -55,7 +55,6 @@ def read_cluster(endpoint: Endpoint, wanted: Sequence[Reference]) -> ClusterObje
 
 
 def references(documents: Sequence[Document], namespace: str) -> list[Reference]:
-    """Return the claims and templates that pods name but no document contains."""
     there = set()
     wanted: dict[Reference, None] = {}
     for document in documents:

@@ -36,7 +36,6 @@ from dra_driver.model.units import counted
 from dra_driver.power.rules.limits import NO_POWER_POLICY, PowerPolicy
 
 _CLAIM: Final = ClaimRef("default", "claim", "00000000-0000-0000-0000-000000000000")
-"""What Prepare would plan for."""
 _PLAIN_STEPS = 2
 """Without selectors: all devices, and the devices of the class."""
 
@@ -197,7 +196,6 @@ class MachineFit:
 
 
 def _first_short(wanted: list[list[Wanted]], funnels: tuple[Funnel, ...]) -> str | None:
-    """Return why one of the requests cannot be served even by itself."""
     by_name = {found.request: found for found in funnels}
     for group in wanted:
         shorts = [_short_of(entry, by_name[entry.name]) for entry in group]

@@ -64,7 +64,6 @@ def amount_of(text: Any) -> Fraction:
 
 
 def _amount_of(wanted: str | None, entry: Mapping[str, Any]) -> str | None:
-    """Return None if the policy does not allow the amount."""
     policy = entry.get("requestPolicy") or {}
     if wanted is None:
         return str(policy.get("default", entry["value"]))
@@ -142,8 +141,6 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A request or subrequest."""
-
     name: str
     class_name: str
     class_selectors: tuple[Selector, ...] = ()
@@ -364,7 +361,7 @@ class _Search:
         )
 
     def _can_take(self, picks: list[Pick], pick: Pick) -> bool:
-        """Raise AllocationError if allocationMode All violates a constraint."""
+        """Whether a device can be added. Raises: AllocationError if allocationMode All violates a constraint."""
         if self._is_in_use(picks, pick) or not self._counters_suffice(picks, pick):
             return False
         if pick.wanted.untolerated(pick.candidate) is not None:

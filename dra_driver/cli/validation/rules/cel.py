@@ -96,7 +96,6 @@ _INT64 = 1 << 63
 
 
 def reading(text: str) -> str:
-    """Return how to write the name that a selector has in brackets."""
     found = _NAME_IN_BRACKETS.search(text)
     kind, domain, name = (
         ("attributes", None, "productName") if found is None else (found[1], found[3], found[4])

@@ -38,7 +38,6 @@ _WHY_ABSENT: Mapping[str, str] = {
     "chassisSerialNumber": _NO_RACK, "slotNumber": _NO_RACK, "trayIndex": _NO_RACK,
     "numaNode": "the machine has no NUMA nodes", "pcieRoot": "the machine does not show the PCIe root of these GPUs",
 }  # fmt: skip
-"""Why some machines lack an attribute."""
 _NAMED = re.compile(r"""device\.(attributes|capacity)\[\??["']([^"'\\]+)["']\]\.\??(\w+)""")
 
 
@@ -118,7 +117,7 @@ def largest_group(attribute: str, machine: Sequence[Candidate], names: Collectio
 
 
 def _matches(selector: Selector, device: Candidate, others: Sequence[Candidate]) -> bool:
-    """Raise SelectorError with an explanation."""
+    """Whether the selector matches. Raises: SelectorError with an explanation."""
     try:
         return device.matches(selector)
     except SelectorError as error:

@@ -48,7 +48,7 @@ def manager_layouts(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def read_layouts(text: Any) -> tuple[Layouts, list[str]]:
-    """Return the layouts of a mig-manager file by name; none if it has faults, and these."""
+    """Return the layouts of a mig-manager file by name, or its faults."""
     try:
         content = yaml.safe_load(text) if isinstance(text, str) else text
     except (yaml.YAMLError, *YAML_ERRORS) as error:
@@ -61,7 +61,9 @@ def read_layouts(text: Any) -> tuple[Layouts, list[str]]:
 
 @dataclass
 class Trial:
-    """Layouts on a machine with `count` GPUs, of which `gpus` could be read. `fits` are accepted by every GPU."""
+    """Layouts on a machine with `count` GPUs, of which `gpus` could be read. Every GPU accepts the layouts in
+    `fits`.
+    """
 
     machine: str
     count: int

@@ -128,7 +128,6 @@ def _is_whole(amount: Any) -> bool:
 
 
 def claims_of(spec: JsonObject) -> list[tuple[str, str, str]]:
-    """Return entry name, kind and object name of each claim or template."""
     return [
         (str(entry["name"]), "ResourceClaim", str(entry["resourceClaimName"]))
         if entry.get("resourceClaimName")
@@ -156,7 +155,6 @@ def with_claims_once(spec: JsonObject) -> JsonObject:
 
 
 def node_name_texts(spec: JsonObject, path: str, lacking: Sequence[str]) -> list[str]:
-    """Return what is wrong with a valid pod that names its node, but needs devices for `lacking`."""
     if not spec.get("nodeName") or not lacking:
         return []
     return [

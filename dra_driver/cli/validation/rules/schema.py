@@ -194,7 +194,6 @@ def object_shape(kind: str, version: str) -> Object:
 
 @cache
 def model_shape(name: str) -> Object:
-    """Return the shape of a model such as `V1DeviceClaim`."""
     from kubernetes.client import models
 
     model, base = getattr(models, name), _VERSION.sub("", name)

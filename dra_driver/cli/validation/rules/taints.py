@@ -28,7 +28,7 @@ def taint_rule_faults(document: JsonObject) -> list[FieldFault]:
 
 
 def evicting_rule(document: JsonObject, driver: str) -> str | None:
-    """Return the key of the NoExecute taint that a valid rule sets on devices of this driver."""
+    """Return the key of the NoExecute taint that a rule sets on devices of this driver."""
     if document.get("kind") != "DeviceTaintRule" or taint_rule_faults(document):
         return None
     taint, selector = document["spec"]["taint"], document["spec"].get("deviceSelector") or {}
@@ -63,7 +63,6 @@ def selection_hints(rule: JsonObject, machines: Mapping[str, Sequence[str]]) -> 
 
 
 def selected(rule: JsonObject, machines: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    """Yield how many devices a valid rule for this driver selects, whatever pool it names."""
     selector = rule["spec"].get("deviceSelector")
     device = (selector or {}).get("device")
     for machine, names in machines.items():
