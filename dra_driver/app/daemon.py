@@ -552,7 +552,7 @@ class Driver:
         refuse_other_names(self.settings.device_names, self.ledger.known_records())
 
     def _close_state(self) -> None:
-        """End the steps on GPUs, and make every later use of the records and the ledgers fail."""
+        """End the steps on GPUs, and make every later use of the stores fail."""
         if not self.lanes.close(_STEPS_S):
             _log.warning("steps_unfinished", gpu_uuids=sorted(self.lanes.under_way()))
         self.records.close()
@@ -787,7 +787,7 @@ class Driver:
         self.reporting.claims.health_changed(change)
 
     def _mig_changed(self, action: MigAction, device: str, seconds: float, error: Exception | None) -> None:
-        """Handle a change of a MIG device on demand or of a MIG mode, or a failed attempt (`error`)."""
+        """Handle a change of MIG devices on demand or MIG mode, or a failed attempt (`error`)."""
         is_switched = error is None and action in ("mode-on", "mode-off")
         _call_all(
             *([partial(self._gpu_steps.mig_mode_changed, device)] if is_switched else []),

@@ -25,6 +25,8 @@ from dra_driver.slices.rules.diff import Owner
 
 
 class Publishing:
+    """`cache` follows the slices on the API server, `publisher` writes them."""
+
     def __init__(
         self,
         settings: Settings,

@@ -125,7 +125,7 @@ class Flag:
 
 
 def _setting(default: Any, help: str | None, shape: Shape = _TEXT, *, flag: str = "", **more: Any) -> Any:
-    """Return a field of Settings. `flag` is the flag's name if it is not the field's; `more` is passed to Flag."""
+    """Return a field of Settings. `flag` is the flag's name if it is not the field's."""
     shown = f"{default:g}" if isinstance(default, (int, float)) else default
     more = {"shown": shown if isinstance(shown, str) else None, **more}
     given = Flag(flag, help, shape, is_none_if_empty=default in (None, MISSING), **more)
@@ -173,7 +173,7 @@ def consumable_shares(text: str) -> SharingPolicy:
 
 
 def imex_channels(text: str) -> ImexChannels | None:
-    """Raise InvalidConfigError for anything but `off`, `all` or a number."""
+    """Parse `off`, `all` or a number. Raises: InvalidConfigError."""
     word = text.strip()
     value = int(word) if re.fullmatch(r"[0-9]{1,7}", word) else word
     for fault in faults(value, IMEX_CHANNEL, ""):
@@ -206,9 +206,8 @@ _SWITCH = Scalar(bool)
 class Settings:
     """Paths are paths in this container, unless the help says that they are on the host.
 
-    `healthcheck_port` -1 and an empty `http_endpoint` disable these services. `pod_uid` allows two instances during a
-    rolling update. `ignored_xids` and `fatal_xids` extend the built-in lists. The keys of `taint_effects` have no
-    prefix.
+    `healthcheck_port` -1 and an empty `http_endpoint` disable these services. `ignored_xids` and `fatal_xids` extend
+    the built-in lists. The keys of `taint_effects` have no prefix.
     """
 
     node_name: str = _setting(MISSING, "Name of this node; also the pool's name.", _dns_name(253))
@@ -452,12 +451,11 @@ _BY_FLAG: Final = {flag.name: name for name, flag in SETTINGS.items()}
 def resolve(
     given: Mapping[str, Any], config_file: Path | None, defaults: Mapping[str, Any] | None = None
 ) -> Settings:
-    """Return the settings from the command line and a configuration file.
+    """Return the settings from the command line and a configuration file. Raises: InvalidConfigError that lists all
+    faults.
 
     `given` has the value of each setting or the text of its flag; None means that it is not given. It may also have
     `feature_gates`, and `faults`: what the command line found, by flag name. Other names are ignored.
-
-    Raises: InvalidConfigError that lists all faults.
     """
     flag_faults: Mapping[str, str] = given.get("faults", {})
     wrong = [*flag_faults.values()]
@@ -539,9 +537,8 @@ def has_gate(text: str, name: str) -> bool:
 
 
 def config_values(document: Any, path: Path) -> dict[str, Any]:
-    """Return the values of a configuration document by setting name. `path` is for error messages.
-
-    Raises: InvalidConfigError that lists all faults.
+    """Return the values of a configuration document by setting name. Raises: InvalidConfigError that lists all
+    faults.
     """
     values, in_file = _checked(document)
     _raise((), in_file, path)

@@ -41,7 +41,7 @@ _log = structlog.get_logger(__name__)
 
 
 class ExtraDeviceFinder:
-    """Finds extra devices on the host. It changes nothing on the host.
+    """Changes nothing on the host.
 
     It looks for IMEX channels before the first step, and again when the spec is built.
     """
@@ -91,7 +91,7 @@ class ExtraDeviceFinder:
 
 
 def channels_of(plan: Plan) -> ImexChannels | None:
-    """Return the IMEX channels of a plan. All its devices that have channels have the same ones."""
+    """Return the IMEX channels of a plan, the same for all its devices that have any."""
     return next((planned.imex for planned in plan.devices if planned.imex is not None), None)
 
 
@@ -140,6 +140,7 @@ class CdiSteps:
             self.dev_char.make(node_paths(spec))
 
     def spec(self, plan: Plan) -> dict[str, Any]:
+        """Return the spec as it would be written now."""
         if any(isinstance(one.offered, VfioDevice) for one in plan.devices):
             return vfio_spec(
                 plan.claim.ref.uid, self.driver_name, [self._bare_device(one) for one in plan.devices]

@@ -109,8 +109,8 @@ class CommandMachine:
 def answered(settings: Settings, read: Callable[[], T]) -> T:
     """Return the result of `read`, which reads from NVML. Raises: the errors of `read`; NotAnsweredError.
 
-    If the plugin is not running, NVML may have to wake each GPU, which takes seconds for each. So this then prints
-    the reason and waits longer.
+    If the plugin is not running, NVML may take seconds to wake each GPU. This then prints the reason and waits
+    longer.
     """
     is_simulated = settings.simulate is not None
     try:

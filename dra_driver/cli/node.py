@@ -184,8 +184,8 @@ def _running(state: NodeState, locks: GpuLocks) -> Mapping[str, str]:
 
 
 def pending_cleanup(settings: Settings, *, now: bool) -> tuple[Sequence[PendingCleanup], Sequence[str]]:
-    """Return the pending cleanups and read errors. With `now`, the plugin first retries all cleanups, or this
-    process if no plugin works on the node. Raises: StateError.
+    """Return the pending cleanups and read errors. With `now`, the plugin, or this process if no plugin works on the
+    node, first retries all cleanups. Raises: StateError.
     """
     machine, directory = CommandMachine(settings), settings.plugin_directory
     state = machine.state()

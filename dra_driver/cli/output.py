@@ -37,9 +37,9 @@ def table(
 ) -> list[RenderableType]:
     """Return a table; empty without rows. `width` None means unlimited.
 
-    If the table is too wide, the columns with the highest numbers are dropped first; columns with 0 stay. A column
-    whose title ends with `?` is also dropped if it is empty. The last column is wrapped. Then columns are shortened,
-    from right to left.
+    If the table is too wide, columns with the highest numbers are dropped first, except those with 0. A column whose
+    title ends with `?` is also dropped if it is empty. The last column is wrapped. Then columns are shortened, from
+    right to left.
     """
     from rich.cells import cell_len
     from rich.table import Table
@@ -113,8 +113,7 @@ def console(file: IO[str] | None, width: int | None, *, is_colored: bool) -> Con
 def hanging(prefix: str, text: str, width: int | None) -> str:
     """Return the text after its prefix, wrapped and indented to it; on one line without a width.
 
-    If the prefix leaves too little room, the text begins on a new line. Words are never broken, so that paths and
-    commands can be copied.
+    Words are never broken, so that paths and commands can be copied.
     """
     prefix, words = printable(prefix), [printable(word) for word in text.split()]
     line = (prefix + " ".join(words)).rstrip()

@@ -42,9 +42,8 @@ def _option(name: str, help_text: str, kind: type = str, **more: Any) -> Flag:
 
 
 def _calls(function: str, said: str = "", held_by: str = "", **fixed: Any) -> Callable[[Namespace], None]:
-    """Return a function that prints what a function of `simulate_commands` returns: lines or a table.
-
-    With `said`, `function` is a method of the machine, which `done` calls.
+    """Return a function that prints what a function of `simulate_commands`, or with `said` a method of the machine,
+    returns.
     """
 
     def act(given: Namespace) -> None:

@@ -83,7 +83,7 @@ class Passthrough:
     def cards(self, gpus: Sequence[Gpu]) -> tuple[Card, ...]:
         """Return the node's cards; `gpus` are those that NVML lists. Raises: StateError.
 
-        Logs which cards no virtual machine can get, once and after each change.
+        Logs which cards no virtual machine can get, after each change.
         """
         if not self._is_on:
             return ()

@@ -80,9 +80,9 @@ class _Rendezvous:
 class VfioSteps:
     """Runs and undoes `BindVfio`. Must not be called during an NVML operation.
 
-    While `pause` is entered, NVML is closed in every process of the plugin; its arguments are a description for logs
-    and errors, and a function that returns how many seconds to wait for NVML calls. `rescan` starts a discovery and
-    waits that many seconds for it, or not at all for None. `detached` returns why NVML must stay closed.
+    While `pause` is entered, NVML is closed in every process of the plugin; its arguments are a description for
+    errors, and a function that returns how many seconds to wait for NVML calls. `rescan` waits that many seconds for
+    a new discovery, or not at all for None. `detached` returns why NVML must stay closed.
     """
 
     cards: VfioCards
@@ -156,7 +156,7 @@ class VfioSteps:
         self.rescan(None)
 
     def _refuse(self, step: BindVfio, card: Card) -> None:
-        """Refuse a card that a virtual machine uses, because the kernel would block the write."""
+        """Refuse a card that cannot be bound, or that a virtual machine uses: the kernel would block the write."""
         if card.problem is not None:
             raise ClaimRefusedError(
                 f"GPU {step.gpu_uuid} ({card.bus_id}) cannot be used by a virtual machine: {card.problem}"

@@ -345,7 +345,6 @@ class SpecDevice:
 
 
 def devices_of(claim_uid: str, spec: Mapping[str, Any] | None) -> tuple[SpecDevice, ...]:
-    """Skip unreadable parts."""
     devices = (spec or {}).get("devices")
     return tuple(
         _device(str(entry["name"]).removeprefix(f"{claim_uid}-"), entry)

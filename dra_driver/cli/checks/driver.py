@@ -218,6 +218,7 @@ class DriverChecks:
         return found
 
     def device_nodes(self) -> Finding:
+        """Check the device nodes through which containers access the GPUs."""
         dev = DevRoot(self.paths, self.nodes)
         if dev.node("/dev/nvidiactl") is None:
             return fail(
@@ -494,7 +495,6 @@ class DriverChecks:
         return inventory
 
     def _silent_gpus(self, inventory: Inventory) -> list[str]:
-        """Return GPUs that are bound to the NVIDIA driver but missing from NVML."""
         bound = self._sysfs.gpus_of_the_nvidia_driver()
         return sorted(bound.keys() - {gpu.pci_bus_id for gpu in inventory.gpus})
 

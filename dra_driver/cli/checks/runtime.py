@@ -202,7 +202,6 @@ def _toml(tree: RootedTree, path: str) -> JsonObject | None:
 
 
 def containerd_config(path: str, document: Toml, imported: Iterable[tuple[str, Toml]]) -> RuntimeConfig:
-    """Return the settings of the main file and its imports, which override it."""
     version = document.get("version")
     config = RuntimeConfig("containerd", path, version=version if isinstance(version, int) else 1)
     for file, part in [(path, document), *imported]:
@@ -218,7 +217,6 @@ def containerd_config(path: str, document: Toml, imported: Iterable[tuple[str, T
 
 
 def crio_config(documents: Mapping[str, Toml]) -> RuntimeConfig | None:
-    """Merge CRI-O's files; later ones override earlier ones."""
     if not documents:
         return None
     merged: dict[str, Any] = {}

@@ -323,7 +323,6 @@ def cluster_rows(
 def _fitting(
     pool: str, members: Sequence[Slice], holders: Mapping[Slot, Sequence[Claim]]
 ) -> Mapping[tuple[str, str], int]:
-    """Return how many whole GPUs and devices of each profile a pool can still give to claims."""
     left = {counter: amount for one in members for counter, amount in one.counters.items()}
     free: dict[tuple[str, str], list[Device]] = {}
     for device in (device for one in members for device in one.devices):

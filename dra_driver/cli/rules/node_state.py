@@ -24,7 +24,7 @@ BOOT_UNKNOWN = (
 class SavedHealth:
     """What the plugin saved in this boot. `known` are the GPUs whose health it knew then.
 
-    `saved_at` is when the health last changed, in seconds since 1970; None if never saved.
+    `saved_at` is in seconds since 1970; None if never saved.
     """
 
     states: Sequence[HealthState] = ()

@@ -210,6 +210,7 @@ def node_view(
 
 
 def searched(view: NodeView, text: str) -> NodeView:
+    """Return only the GPUs, claims and pods whose names contain the text, and their details."""
     wanted = text.lower()
     if not wanted:
         return view
@@ -243,9 +244,8 @@ def searched(view: NodeView, text: str) -> NodeView:
 def _names_and_places(
     facts: NvmlFacts, state: NodeState
 ) -> tuple[Mapping[str, str], Mapping[str, str], Set[str]]:
-    """Return device names and PCI bus IDs by UUID, and the UUIDs of hidden GPUs.
-
-    GPUs that NVML lists come first, in PCI order. A PCI bus ID replaces an unknown UUID.
+    """Return device names and PCI bus IDs by UUID, and the UUIDs of hidden GPUs. A PCI bus ID replaces an unknown
+    UUID.
     """
     inventory = facts.inventory
     shown = {gpu.uuid: gpu.pci_bus_id for gpu in inventory.gpus}
@@ -280,7 +280,6 @@ def _reasons(
     *,
     is_watched: bool,
 ) -> Iterator[_Found]:
-    """Yield saved reasons and those that only NVML shows, by device, worst first."""
     saved_s = None if is_watched or saved.saved_at is None else max(0.0, now - saved.saved_at)
     states = {state.target: state for state in saved.states}
     for uuid, name in names.items():

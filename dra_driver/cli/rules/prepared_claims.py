@@ -35,8 +35,7 @@ class ClaimDevice:
 @dataclass(frozen=True, slots=True)
 class PreparedClaim:
     """`boot` is `this`, `earlier` or `unknown`, `cdi_spec` `present`, `missing` or `unknown`. `undo` names the steps
-    that Unprepare undoes, first to last. `pods` is None if unknown. `maintenance` is a text such as `active until
-    2026-11-27 20:05:00+00:00`.
+    that Unprepare undoes, first to last. `pods` is None if unknown.
     """
 
     namespace: str

@@ -66,10 +66,10 @@ class Document:
 
 
 def read_documents(files: Sequence[str], settings: Collection[str] = ()) -> Iterator[Document]:
-    """Yield the documents of all files. Empty ones are skipped, and a List is split into its items.
+    """Yield the documents of all files. Empty ones are skipped, and a List is split. Raises: InvalidConfigError.
 
     `-` means standard input; a directory, all YAML and JSON files below it. `settings` are the keys of a
-    configuration file. Raises: InvalidConfigError.
+    configuration file.
     """
     for name in files:
         if name == "-":

@@ -113,9 +113,8 @@ class MachineFit:
         return allocate(self._empty, claims, classes, self._node)
 
     def taken_away(self, alone: Fit, others: Sequence[JsonObject]) -> tuple[str, int, int]:
-        """Return why a claim that fits alone does not fit with others.
-
-        Also returns, for the request that lacks the most devices, how many are completely free, and how many match.
+        """Return why a claim that fits alone does not fit with others, and for the request that lacks the most
+        devices how many are free, and how many match.
         """
         left = less(self._empty, others)
         free = {

@@ -100,11 +100,7 @@ def check_documents(
     namespace: str = DEFAULT_NAMESPACE,
     evicting: Collection[str] = (),
 ) -> list[DocumentReport]:
-    """Return a report for each document.
-
-    `config_faults` are by document number; `evicting` are the keys of taints that the plugin sets with the effect
-    NoExecute.
-    """
+    """Return a report for each document. `config_faults` are by document number."""
     check = ManifestCheck(documents, driver, machines, cluster, namespace, evicting)
     reports = []
     for number, document in enumerate(documents):

@@ -48,9 +48,7 @@ NO_POWER_POLICY: Final = PowerPolicy()
 
 
 def watts(milliwatts: int) -> str:
-    """>>> watts(115_500)
-    '115.5 W'
-    """
+    """Return for example `115.5 W` for 115500."""
     return f"{milliwatts / 1000:g} W"
 
 

@@ -78,9 +78,7 @@ _BY_TYPE = re.compile(
 
 
 def standard_classes(driver: str, profiles: Iterable[str] = ()) -> Mapping[str, JsonObject]:
-    """Return the classes that the chart can install, and one for each MIG profile, by name. Raises:
-    InvalidConfigError.
-    """
+    """Return the classes that the chart can install, and one for each MIG profile. Raises: InvalidConfigError."""
     whole, mig = _of_type(driver, "gpu"), _of_type(driver, "mig")
     classes = [
         _class("gpu.nvidia.com", whole, resource="nvidia.com/gpu"),

@@ -286,7 +286,7 @@ def _use_faults(use: _Use) -> Iterator[FieldFault]:
 
 
 def alternative_hints(devices: JsonObject, path: str, driver: str) -> Iterator[str]:
-    """Yield hints for parameters that fit only some alternatives of a request, or without a name no request."""
+    """Yield hints for parameters that fit only some alternatives of the named request, or no request."""
     for use in _uses(devices, path, driver):
         fits = use.of_type(None, *CONFIG_KINDS[use.kind])
         misfits = [name for name in use.bodies if name not in fits]

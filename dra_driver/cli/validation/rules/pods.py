@@ -230,7 +230,7 @@ def mps_hints(
 ) -> Iterator[str]:
     """Yield the containers of a valid pod that get a device with MPS and another one.
 
-    `claims` has the result of `mps_requests` for each entry of `resourceClaims`, `extended` for extended resources.
+    `claims` has results of `mps_requests` by entry of `resourceClaims`.
     """
     for index, (_, container) in enumerate(_containers(spec)):
         used = {

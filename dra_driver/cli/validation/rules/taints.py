@@ -74,7 +74,6 @@ def toleration_hints(devices: JsonObject, evicting: Collection[str]) -> Iterator
     """Yield hints about tolerations in a valid v1 claim that do not prevent eviction.
 
     The scheduler accepts any toleration of a taint, but Kubernetes' eviction only one with `effect: NoExecute`.
-    `evicting` are the keys of taints with that effect.
     """
     for request in requests_of({"devices": devices}):
         for name, body in alternatives(request):
