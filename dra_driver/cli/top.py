@@ -341,7 +341,7 @@ class Screen:
     typing: bool = False
 
     def press(self, key: str, height: int) -> bool:
-        """Return whether the screen stays open."""
+        """Handle a key; returns whether the screen stays open."""
         if self.typing:
             self.typing = key not in "\r\n\x1b"
             self.text = "" if key == "\x1b" else self.text[:-1] if key in "\x7f\b" else self.text + key

@@ -116,7 +116,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Used:
-    """By the pods' `NAMESPACE/NAME`."""
+    """`pods` are by `NAMESPACE/NAME`."""
 
     load: GpuLoad | None = None
     pods: Mapping[str, GpuLoad] = field(default_factory=dict)

@@ -49,7 +49,7 @@ def profile_of_class(name: str) -> str | None:
 
 
 def _size(profile: str) -> tuple[float, int, str]:
-    """Sort names without this structure last."""
+    """Sort names that are not like `1g.10gb` last."""
     match = _PROFILE.match(profile)
     return (float("inf"), 0, profile) if match is None else (int(match[1]), int(match[2]), match[3])
 

@@ -241,7 +241,7 @@ class _Use:
         return str(self.parameters["kind"])
 
     def of_type(self, *types: DeviceType | None) -> list[str]:
-        """Return names of bodies whose class selects these types, or for None is unknown."""
+        """Return names of bodies whose class selects these types; None means an unknown class."""
         return [name for name, body in self.bodies.items() if class_type(body["deviceClassName"]) in types]
 
 

@@ -184,9 +184,7 @@ def unknown_requests(spec: JsonObject, entry: str, claim: JsonObject) -> list[Fi
 
 
 def mps_requests(claim: JsonObject, classes: Mapping[str, JsonObject], driver: str) -> Mapping[str, bool]:
-    """Return which requests of a valid claim without adminAccess use MPS, through its parameters or those of its
-    classes.
-    """
+    """Return which requests without adminAccess use MPS, through parameters of the claim or of their classes."""
     of_claim = _configs("FromClaim", claim.get("devices") or {})
     found: dict[str, bool] = {}
     for request in requests_of(claim):
