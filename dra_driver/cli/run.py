@@ -1,4 +1,4 @@
-"""`gpu-dra-driver run`: the daemon."""
+"""`gpu-dra-driver run`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dra_driver.app.settings import GATES, Flag, resolve
 from dra_driver.model.schema import Scalar
 
 _IGNORED = ("namespace", "image_name", "image_pull_secrets", "image_pull_policy", "service_account_name")
-"""Flags of NVIDIA's own DRA driver that are accepted without effect, so that its manifests still work."""
+"""Accepted, so that manifests of NVIDIA's own DRA driver still work."""
 
 FLAGS = (
     *SETTINGS.values(),
@@ -86,10 +86,6 @@ _CHANGES_BEHAVIOUR = {
 
 
 def _warn_ignored(given: Mapping[str, Any]) -> None:
-    """Warn about a flag that has no effect but that a user may rely on.
-
-    Flags that only concern the Deployments of NVIDIA's own DRA driver are ignored silently.
-    """
     import structlog
 
     log = structlog.get_logger(__name__)
