@@ -58,7 +58,7 @@ class CdiDirectory:
         if read_or_none(file) == content:
             return False
         make_directory(self._path, _DIRECTORY_MODE)
-        # Not synced, because every Prepare checks the file.
+        # The directory is not synced: a power cut may take the file, and every Prepare checks it.
         write_atomically(file, content, mode=_FILE_MODE, durable=False)
         return True
 
