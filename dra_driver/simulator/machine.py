@@ -78,13 +78,10 @@ class Machine:
         return self.current().boot_id
 
     def gpu(self, selector: Selector) -> Gpu:
-        """Return the selected GPU, even if it is lost."""
         return self._find(self.current(), selector)
 
     def called(self, selector: Selector) -> str:
-        """Return a GPU's display name: `GPU 1 (gpu-cbe0e302)`. The index changes when a GPU before it is removed;
-        the device name does not.
-        """
+        """Return a GPU's display name: `GPU 1 (gpu-cbe0e302)`."""
         state = self.current()
         gpu = self._find(state, selector)
         name = gpu_device_names(one.uuid for one in state.present)[gpu.uuid]
@@ -116,8 +113,7 @@ class Machine:
     def close_session(self, session: Session) -> None:
         """Close the NVML session of a process.
 
-        When the last session is closed, the NVIDIA driver releases GPUs without persistence mode and forgets their
-        settings.
+        After the last session, the NVIDIA driver releases GPUs without persistence mode and forgets their settings.
         """
         with self._store.locked():
             session.end()
@@ -140,9 +136,7 @@ class Machine:
                 self.reset_gpu(gpu.uuid)
 
     def clients(self, *, with_own: bool = False) -> list[str]:
-        """Return the open sessions of other processes, such as `dcgm (process 4711)`; `with_own` includes
-        this process.
-        """
+        """Return the open sessions of other processes, such as `dcgm (process 4711)`."""
         with self._store.locked():
             return self._sessions.names(with_own=with_own)
 
@@ -153,7 +147,7 @@ class Machine:
         self._host.elf.keep(source)
 
     def setup(self, state: State) -> None:
-        """Write a new machine, or keeps an existing machine of the same name."""
+        """Write a new machine, or keep an existing machine of the same name."""
         with self._store.locked():
             if self._store.exists():
                 known = self._store.current()
@@ -202,7 +196,7 @@ class Machine:
             gpu.recovery_action = 0
 
     def add_gpu(self, model: str) -> str:
-        """Add a GPU, which processes see once they shut down and initialise NVML again. Returns its UUID."""
+        """Add a GPU, which processes see once they initialise NVML again. Returns its UUID."""
         with self._change() as state:
             gone = next((gpu for gpu in state.gpus if not gpu.present and gpu.model == model), None)
             if gone is not None:
@@ -216,8 +210,8 @@ class Machine:
             return gpu.uuid
 
     def remove_gpu(self, selector: Selector) -> None:
-        """Remove a GPU without warning. If a virtual machine has the GPU open, the kernel waits until the virtual
-        machine closes it. Until then, the GPU has no driver.
+        """Remove a GPU without warning. The kernel first waits, without a driver, for a virtual machine that has it
+        open.
         """
         with self._change() as state:
             gpu = self._find(state, selector)
@@ -246,14 +240,12 @@ class Machine:
         gpu_instance: int | None = None,
         compute_instance: int | None = None,
     ) -> None:
-        """Queues an Xid event, or an event of another `kind`, for every event set in which the GPU is registered."""
+        """Queue an Xid event, or an event of another `kind`, for every event set in which the GPU is registered."""
         with self._change() as state:
             state.add_event(self._find(state, selector), kind, xid, gpu_instance, compute_instance)
 
     def set_recovery_action(self, selector: Selector, action: int) -> None:
-        """Let the NVIDIA driver request a reset or another action (NVML_GPU_RECOVERY_ACTION_*), and report Xid
-        154.
-        """
+        """Let the NVIDIA driver request an action (NVML_GPU_RECOVERY_ACTION_*), and report Xid 154."""
         with self._change() as state:
             gpu = self._find(state, selector)
             gpu.recovery_action = action
@@ -277,7 +269,6 @@ class Machine:
                 setattr(gpu, name, value)
 
     def reset_gpu(self, selector: Selector) -> None:
-        """Reset a GPU like `nvidia-smi --gpu-reset`: applies pending changes and clears volatile counters."""
         with self._change() as state:
             self._find(state, selector).reset()
 
@@ -293,15 +284,13 @@ class Machine:
                 gpu.fabric = {**gpu.fabric, **facts}
 
     def hold_gpu(self, selector: Selector, pid: int, name: str, **more: Any) -> None:
-        """Start a process that uses the GPU or one of its instances, so changes are refused with IN_USE; `more` has
-        further fields of `Holder`.
-        """
+        """Start a process that uses the GPU or one of its instances, so changes are refused with IN_USE."""
         with self._change() as state:
             gpu = self._find(state, selector)
             gpu.set_holders([*gpu.holders, Holder(pid, name, **more)])
 
     def release_gpu(self, selector: Selector, pid: int | None = None) -> None:
-        """Stop the process; without a PID stops all processes of the GPU."""
+        """Stop the process, or all processes of the GPU."""
         with self._change() as state:
             gpu = self._find(state, selector)
             gpu.set_holders([] if pid is None else [item for item in gpu.holders if item.pid != pid])
@@ -311,10 +300,10 @@ class Machine:
     # --- faults --------------------------------------------------------------------------------
 
     def set_fault(self, function: str, *, gpu: Selector | None = None, **more: Any) -> str:
-        """Make the next calls of an NVML function (shell pattern) fail with `code`, respond late, or both.
+        """Make the next calls of an NVML function (shell pattern), or writes to sysfs (`faults.WRITES`), fail or
+        respond late.
 
-        If `function` is one of `faults.WRITES`, the fault applies to writes to sysfs. `more` is passed to
-        `make_fault`. Clearing the faults ends the delay of a fault without a count. Returns a description.
+        Clearing the faults ends the delay of a fault without a count. Returns a description.
         """
         with self._change() as state:
             subject = None if gpu is None else self._find(state, gpu).uuid
@@ -326,7 +315,7 @@ class Machine:
             state.faults = []
 
     def consume_fault(self, fault: Fault) -> bool:
-        """Decrements a counted fault; returns False if concurrent calls have used it up."""
+        """Return False if concurrent calls have used up a counted fault."""
         key = (fault.function, fault.code, fault.gpu)
         with self._change() as state:
             for item in state.faults:
@@ -337,7 +326,7 @@ class Machine:
         return False
 
     def set_virtual_functions(self, selector: Selector, count: int) -> None:
-        """Set the number of a GPU's virtual functions (SR-IOV), like `sriov-manage`; 0 removes them."""
+        """Set the number of a GPU's virtual functions (SR-IOV), like `sriov-manage`."""
         with self._change() as state:
             gpu = self._find(state, selector)
             others = [item for item in state.functions if item.physical != gpu.bus_id]
@@ -346,7 +335,7 @@ class Machine:
     # --- who drives it -------------------------------------------------------------------------
 
     def give_to(self, selector: Selector, driver: str) -> None:
-        """Binds the GPU (for vfio, its IOMMU group) to a driver permanently, like `driverctl`, even if it is in use."""
+        """Bind the GPU (for vfio, its IOMMU group) to a driver permanently, like `driverctl`, even if it is in use."""
         module = next((module for module, name in pci.VFIO_DRIVERS.items() if name == driver), None)
         if module is None and driver != NVIDIA:
             known = ", ".join((NVIDIA, *pci.VFIO_DRIVERS.values()))
@@ -367,7 +356,7 @@ class Machine:
             self._forgotten(gpu)
 
     def change_driver(self, word: str, bus_id: str, driver: str) -> None:
-        """Apply a write to sysfs; `word` is one of `faults.WRITES` except `modprobe`. Raises: OSError."""
+        """Apply a write to sysfs. Raises: OSError."""
         with self._change() as state:
             if word == "drivers_probe":
                 pci.probe(state, bus_id)
@@ -380,7 +369,7 @@ class Machine:
                 self._forgotten(item)
 
     def _forgotten(self, gpu: Gpu) -> None:
-        """Clear the GPU's settings, which the NVIDIA driver loses when it releases the GPU."""
+        """Clear the settings that the NVIDIA driver loses when it releases the GPU."""
         gpu.persistence = 0
         gpu.forget_limits()
         self._policies.forget(gpu.uuid)
@@ -396,7 +385,6 @@ class Machine:
         return True
 
     def add_function(self, function: Function) -> None:
-        """Add another PCI function to the bus."""
         with self._change() as state:
             function.boot_driver = function.driver
             state.functions.append(function)
@@ -418,7 +406,6 @@ class Machine:
             self._forget(state)
 
     def load_driver(self, version: str | None = None) -> None:
-        """Load the NVIDIA driver, optionally another version."""
         with self._change() as state:
             state.driver_loaded = True
             state.driver_loads += 1
@@ -434,7 +421,7 @@ class Machine:
             state.missing_functions = list(names)
 
     def reboot(self) -> None:
-        """Reboots: instances, processes and settings are lost, lost GPUs return, pending changes take effect."""
+        """Reboot: instances, processes and settings are lost, lost GPUs return, pending changes take effect."""
         with self._change() as state:
             state.boot_id = str(uuid.uuid4())
             state.driver_loaded = True
@@ -456,7 +443,7 @@ class Machine:
     # --- MIG and settings ----------------------------------------------------------------------
 
     def set_mig_mode(self, selector: Selector, on: bool) -> int:
-        """Switches MIG mode even if sessions are open; returns NVML's activation status (0: in effect)."""
+        """Switch MIG mode even if sessions are open; return NVML's activation status."""
         gpu = self.gpu(selector)
         try:
             return self.change_mig_mode(gpu.uuid, int(on))
@@ -464,7 +451,7 @@ class Machine:
             raise _refused("switch MIG mode", gpu, refusal) from refusal
 
     def change_mig_mode(self, gpu_uuid: str, on: int, *, has_clients: bool = False) -> int:
-        """Like `nvmlDeviceSetMigMode`. `has_clients` means that other sessions are open, which makes the GPU busy."""
+        """Switch MIG mode like `nvmlDeviceSetMigMode`. Other open sessions make the GPU busy."""
         with self._change() as state:
             gpu = state.by_uuid[gpu_uuid]
             before = gpu.mig_mode
@@ -488,7 +475,7 @@ class Machine:
             return created.id, compute.id, compute.uuid
 
     def destroy_mig(self, selector: Selector, gi: int) -> None:
-        """Destroys a GPU instance with its compute instances."""
+        """Destroy a GPU instance with its compute instances."""
         with self._change() as state:
             gpu = self._find(state, selector)
             try:
@@ -505,12 +492,11 @@ class Machine:
         self._policies.set(COMPUTE_MODE, gpu_uuid, mode)
 
     def timeslice(self, selector: Selector) -> int:
-        """Return the time-slice setting of a GPU: 0 default, 1 short, 2 medium, 3 long."""
+        """Return the setting: 0 default, 1 short, 2 medium, 3 long."""
         return self._policies.get(TIMESLICE, self.gpu(selector).uuid)
 
 
 def virtual_functions(state: State, gpu: Gpu, count: int) -> list[Function]:
-    """Return `count` virtual PCI functions of the GPU, without a driver."""
     model, place = state.model_of(gpu), gpu.bus_id.partition(".")[0]
     return [
         Function(

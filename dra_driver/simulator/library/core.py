@@ -1,6 +1,4 @@
-"""The base of all simulated functions: arguments from the binding (numbers, byref() objects, arrays,
-handles), the session, and the checks before each call.
-"""
+"""The base of all simulated functions: arguments from the binding, the session, and the checks before each call."""
 
 from __future__ import annotations
 
@@ -63,7 +61,7 @@ def put(argument: Any, value: int) -> None:
 
 
 def put_text(buffer: Any, size: Any, value: str) -> None:
-    """Fill a char buffer; refuses if it is too small."""
+    """Fill a char buffer; refuse if it is too small."""
     raw = value.encode()
     if number(size) <= len(raw):
         raise Refusal(pynvml.NVML_ERROR_INSUFFICIENT_SIZE)
@@ -71,7 +69,6 @@ def put_text(buffer: Any, size: Any, value: str) -> None:
 
 
 def address(handle: Any) -> int:
-    """Return the number in an opaque handle; 0 for null."""
     inner = getattr(handle, "_obj", None)
     if inner is not None:
         handle = inner
@@ -92,15 +89,12 @@ def as_handle(value: int, kind: Any) -> Any:
 
 
 def program() -> str:
-    """Return this process's name as a client of NVML."""
     name = Path(sys.argv[0]).name
     return "python" if not name or name.startswith("-") else name
 
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """The object that an opaque handle refers to."""
-
     kind: int
     gpu: str
     gi: int = 0
@@ -197,7 +191,7 @@ class Core:
         return gpu
 
     def gpu(self, handle: Any) -> tuple[State, Gpu]:
-        """Return the state and the GPU of a handle; like the real library, refuses handles of MIG devices."""
+        """Return the state and the GPU of a handle; like the real library, refuse handles of MIG devices."""
         state, gpu, parsed = self.device(handle)
         if parsed.kind != KIND_GPU:
             raise Refusal(pynvml.NVML_ERROR_NOT_SUPPORTED)
@@ -264,7 +258,6 @@ class Core:
         return fault.gpu is None or fault.gpu == self._subject(name, arguments)
 
     def _subject(self, name: str, arguments: tuple[Any, ...]) -> str | None:
-        """Return the UUID of the GPU that a call refers to, or None."""
         if not arguments:
             return None
         if name.startswith("nvmlDeviceGetHandleByIndex"):

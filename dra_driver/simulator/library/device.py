@@ -1,6 +1,4 @@
-"""One device: its properties, processes, health counters and field values (nvmlDeviceGetFieldValues); GPM
-samples and metrics; NVLinks, peer access and fabric.
-"""
+"""One device: its properties, processes, health counters and field values; GPM; NVLinks, peer access and fabric."""
 
 from __future__ import annotations
 
@@ -54,7 +52,6 @@ _SAMPLE_S, _KEPT_SAMPLES = 0.2, 100
 
 
 def _limit_mw(model: Model, gpu: Gpu) -> int:
-    """Return the enforced power limit."""
     limits = (model.power_limit_w * 1000, gpu.power_limit_mw, gpu.power_enforced_mw)
     return min(limit for limit in limits if limit is not None)
 
@@ -74,7 +71,6 @@ def _clock_reasons(model: Model, gpu: Gpu) -> int:
 
 
 def _if_settable(value: Callable[[Model, Gpu], Any]) -> _Read:
-    """Return a function for a value of GPUs whose limits can be set."""
     return lambda model, gpu: value(model, gpu) if _is_settable(model, gpu) else None
 
 
@@ -102,8 +98,8 @@ def _platform(gpu: Gpu) -> Mapping[str, Any] | None:
 
 
 _Read = Callable[[Model, Gpu], int | Sequence[int] | Mapping[str, Any] | None]
-"""Return one value, the values of several output arguments, or the fields of a struct; None if the GPU does not
-support the call.
+"""Return one value, the values of several output arguments, or the fields of a struct; None if the GPU does not support
+the call.
 """
 _OF_GPUS: Mapping[str, _Read] = {
     "nvmlDeviceGetCurrPcieLinkGeneration": lambda _, gpu: gpu.pcie_link[2],
@@ -163,7 +159,6 @@ _VERSIONS = {
 
 
 def busy(holders: Iterable[Holder]) -> int:
-    """Return the percentage of time in which the GPU is busy."""
     return min(100, sum(holder.utilisation for holder in holders))
 
 
@@ -172,11 +167,8 @@ def _unsupported() -> Refusal:
 
 
 class Device(Core):
-    """nvmlDeviceGet*/Set* of a single device."""
-
     @property
     def getters(self) -> dict[str, Callable[..., None]]:
-        """Return the functions that return values of a GPU, by name."""
         return {name: partial(self._get, name, read) for name, read in {**_OF_GPUS, **_OF_MIG_TOO}.items()}
 
     def _get(self, name: str, read: _Read, handle: Any, *arguments: Any) -> None:
@@ -429,15 +421,13 @@ class Device(Core):
 
 
 class _Taken(NamedTuple):
-    """The content of a GPM sample: the MIG devices of the GPU instance, and the instance's utilisation."""
-
     devices: tuple[str, ...]
     percent: int
 
 
 class Gpm(Core):
-    """nvmlGpm*. If a GPU instance is replaced by one with the same ID between two samples, the metrics get an
-    impossible value.
+    """If a GPU instance is replaced by one with the same ID between two samples, the metrics get an impossible
+    value.
     """
 
     def __init__(self, machine: Any) -> None:
@@ -491,8 +481,6 @@ _UNICAST_POINTER = 0
 
 
 class Links(Core):
-    """nvmlDeviceGetNvLink*, P2P, topology, fabric."""
-
     def _link(self, handle: Any, link: Any) -> tuple[State, Gpu, Model, int]:
         state, gpu = self.gpu(handle)
         model = state.model_of(gpu)
@@ -609,7 +597,6 @@ def _first_clique(fabric: dict[str, Any]) -> int:
 
 
 def _health(fabric: dict[str, Any]) -> tuple[int, int]:
-    """Return the health mask and the health summary."""
     summary = fabric.get("health_summary", 0)
     is_complete = fabric.get("state") == pynvml.NVML_GPU_FABRIC_STATE_COMPLETED
     return fabric.get("health_mask", 0), summary or int(is_complete)
