@@ -1,7 +1,6 @@
 """Simulated machines with GPUs, for tests and for clusters without GPUs.
 
-`create_machine` writes a host root and a file with the machine's state. `SimulatedLibrary` replaces the NVML library in
-the binding. See machines/README.md for the format of machine files.
+`SimulatedLibrary` replaces the NVML library in the binding. See machines/README.md for the format of machine files.
 """
 
 from __future__ import annotations
@@ -44,10 +43,7 @@ def create_machine(
     """Create a machine, or open it if the directory already contains a machine of this name.
 
     `name` is one of `machine_names()` or a path to a YAML file. `device_nodes` is "real" (needs root), "described" or
-    "auto". `cdi_hook` adds an nvidia-cdi-hook.
-
-    Raises: InvalidConfigError for an unknown name or an invalid file, StateError for a directory that contains another
-    machine or other files.
+    "auto". Raises: InvalidConfigError; StateError for a directory that contains another machine or other files.
     """
     state = catalogue.build(name)
     hostile = os.environ.get(HOSTILE) == "true"
@@ -79,8 +75,7 @@ def create_machine(
 def _make_hostile(state: State) -> None:
     """Enable difficult but valid behaviour of real machines.
 
-    Capability nodes of MIG devices exist only after someone creates them, and the first GPU has virtual functions
-    (SR-IOV) if its product supports them.
+    Capability nodes of MIG devices exist only after someone creates them, and the first GPU has virtual functions.
     """
     state.system["cap_nodes"] = False
     has_some = any(item.physical for item in state.functions)  # a recorded machine may have virtual functions

@@ -108,7 +108,7 @@ def locate(name: str) -> Path:
 
 
 def load_models(extra: dict[str, Any] | None = None, only: set[str] | None = None) -> dict[str, Model]:
-    """Return GPU products by key; `extra`, such as a machine's `models:`, overrides or adds fields."""
+    """Return GPU products by key; `extra` overrides or adds fields."""
     catalogue = _read(MACHINES / "_models.yaml")
     for key, fields in (extra or {}).items():
         catalogue[key] = {**catalogue.get(key, {}), **fields}
@@ -292,7 +292,7 @@ def lay_out_mig(gpu: Gpu, model: Model, layout: list[str]) -> None:
 
 
 def new_gpu(state: State, model_key: str) -> tuple[Gpu, Model]:
-    """Return a new GPU with the next free minor number, an unused bus number, and links to the machine's switches."""
+    """Return a new GPU with unused numbers and links to the machine's switches."""
     models = load_models(None, {model_key}) if model_key not in state.models else state.models
     model = models[model_key]
     minors = {gpu.minor for gpu in state.gpus if gpu.present}

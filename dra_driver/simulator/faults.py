@@ -20,7 +20,7 @@ _PREFIX = "NVML_ERROR_"
 WRITES = ("driver_override", "unbind", "bind", "drivers_probe", "modprobe")
 """Actions that change the driver of a PCI function. The code of their faults is an errno, or one of the following."""
 SMI = "nvidia-smi"
-"""Changes of settings with nvidia-smi. Their only fault is `no-effect`: nvidia-smi reports success."""
+"""Their only fault is `no-effect`: nvidia-smi reports success."""
 NO_EFFECT, HANG, LATE_USER = -1, -2, -3
 _BEHAVIOURS = {"no-effect": NO_EFFECT, "hang": HANG, "late-user": LATE_USER}
 _LANES = 16
@@ -53,8 +53,8 @@ def error_code(value: int | str) -> int:
 
 
 def _write_code(value: int | str) -> int:
-    """Return the code for an errno (number or name), `no-effect`, `hang` (until the fault is cleared), or `late-user`
-    (a program opens the GPU just before the write).
+    """Return the code for an errno, `no-effect`, `hang` (until the fault is cleared), or `late-user` (a program opens
+    the GPU just before the write).
     """
     if isinstance(value, int) or value.isdigit():
         return int(value)
@@ -169,7 +169,7 @@ _WELL: Mapping[str, Any] = {field: getattr(_NEW, field) for field, _ in _SIGNALS
 
 
 def signal_facts(signals: Iterable[str], model: Model) -> Mapping[str, Any]:
-    """Return the values of all signal fields for a GPU that has exactly these signals. Raises: InvalidConfigError."""
+    """Return all signal fields for a GPU that has exactly these signals. Raises: InvalidConfigError."""
     facts = dict(_WELL)
     for signal in signals:
         name, _, value = signal.partition("=")

@@ -81,7 +81,7 @@ class Machine:
         return self._find(self.current(), selector)
 
     def called(self, selector: Selector) -> str:
-        """Return a GPU's display name: `GPU 1 (gpu-cbe0e302)`."""
+        """Return `GPU 1 (gpu-cbe0e302)`."""
         state = self.current()
         gpu = self._find(state, selector)
         name = gpu_device_names(one.uuid for one in state.present)[gpu.uuid]
@@ -105,15 +105,13 @@ class Machine:
     # --- who has it open -----------------------------------------------------------------------
 
     def open_session(self, name: str) -> Session:
-        """Open an NVML session for a process, which is then a client of every GPU."""
         with self._store.locked():
             self._apply_nvidia_smi()
             return self._sessions.open(name)
 
     def close_session(self, session: Session) -> None:
-        """Close the NVML session of a process.
-
-        After the last session, the NVIDIA driver releases GPUs without persistence mode and forgets their settings.
+        """After the last session, let the NVIDIA driver release GPUs without persistence mode and forget their
+        settings.
         """
         with self._store.locked():
             session.end()
@@ -127,7 +125,6 @@ class Machine:
                         self.set_gpu(gpu.uuid, power_limit_mw=None, locked_mhz={})
 
     def _apply_nvidia_smi(self) -> None:
-        """Apply what nvidia-smi did since a session was last opened or closed."""
         for gpu in self.current().present:
             mode = self._policies.take(PERSISTENCE, gpu.uuid)
             if mode:
@@ -143,7 +140,6 @@ class Machine:
     # --- changing it ---------------------------------------------------------------------------
 
     def keep_elf_files(self, source: Path) -> None:
-        """Use the ELF files of `source` as programs and libraries. Call it before `setup`."""
         self._host.elf.keep(source)
 
     def setup(self, state: State) -> None:
@@ -181,7 +177,6 @@ class Machine:
     # --- GPUs come, go and fail ----------------------------------------------------------------
 
     def lose_gpu(self, selector: Selector) -> None:
-        """Let the GPU fall off the bus: Xid 79, then every call returns GPU_IS_LOST."""
         with self._change() as state:
             gpu = self._find(state, selector)
             if not gpu.lost:
@@ -189,7 +184,7 @@ class Machine:
                 state.add_event(gpu, pynvml.nvmlEventTypeXidCriticalError, XID_OFF_THE_BUS)
 
     def restore_gpu(self, selector: Selector) -> None:
-        """Let the GPU answer again. Sessions that were opened while it was lost must be reopened."""
+        """Let the GPU answer again, to sessions that are opened from now on."""
         with self._change() as state:
             gpu = self._find(state, selector)
             gpu.lost = False
@@ -240,12 +235,11 @@ class Machine:
         gpu_instance: int | None = None,
         compute_instance: int | None = None,
     ) -> None:
-        """Queue an Xid event, or an event of another `kind`, for every event set in which the GPU is registered."""
         with self._change() as state:
             state.add_event(self._find(state, selector), kind, xid, gpu_instance, compute_instance)
 
     def set_recovery_action(self, selector: Selector, action: int) -> None:
-        """Let the NVIDIA driver request an action (NVML_GPU_RECOVERY_ACTION_*), and report Xid 154."""
+        """Request an action (NVML_GPU_RECOVERY_ACTION_*), and report Xid 154."""
         with self._change() as state:
             gpu = self._find(state, selector)
             gpu.recovery_action = action
@@ -260,7 +254,6 @@ class Machine:
             self._find(state, selector).remapped_rows = rows
 
     def set_gpu(self, selector: Selector, **facts: Any) -> None:
-        """Set fields of `Gpu`, such as counters, links or slowdowns."""
         with self._change() as state:
             gpu = self._find(state, selector)
             if "persistence" in facts:
@@ -290,7 +283,6 @@ class Machine:
             gpu.set_holders([*gpu.holders, Holder(pid, name, **more)])
 
     def release_gpu(self, selector: Selector, pid: int | None = None) -> None:
-        """Stop the process, or all processes of the GPU."""
         with self._change() as state:
             gpu = self._find(state, selector)
             gpu.set_holders([] if pid is None else [item for item in gpu.holders if item.pid != pid])
@@ -303,7 +295,7 @@ class Machine:
         """Make the next calls of an NVML function (shell pattern), or writes to sysfs (`faults.WRITES`), fail or
         respond late.
 
-        Clearing the faults ends the delay of a fault without a count. Returns a description.
+        Returns a description.
         """
         with self._change() as state:
             subject = None if gpu is None else self._find(state, gpu).uuid
@@ -326,7 +318,6 @@ class Machine:
         return False
 
     def set_virtual_functions(self, selector: Selector, count: int) -> None:
-        """Set the number of a GPU's virtual functions (SR-IOV), like `sriov-manage`."""
         with self._change() as state:
             gpu = self._find(state, selector)
             others = [item for item in state.functions if item.physical != gpu.bus_id]
@@ -335,7 +326,7 @@ class Machine:
     # --- who drives it -------------------------------------------------------------------------
 
     def give_to(self, selector: Selector, driver: str) -> None:
-        """Bind the GPU (for vfio, its IOMMU group) to a driver permanently, like `driverctl`, even if it is in use."""
+        """Bind the GPU (for vfio, its IOMMU group) to a driver permanently, even if it is in use."""
         module = next((module for module, name in pci.VFIO_DRIVERS.items() if name == driver), None)
         if module is None and driver != NVIDIA:
             known = ", ".join((NVIDIA, *pci.VFIO_DRIVERS.values()))
@@ -356,7 +347,6 @@ class Machine:
             self._forgotten(gpu)
 
     def change_driver(self, word: str, bus_id: str, driver: str) -> None:
-        """Apply a write to sysfs. Raises: OSError."""
         with self._change() as state:
             if word == "drivers_probe":
                 pci.probe(state, bus_id)
@@ -375,7 +365,7 @@ class Machine:
         self._policies.forget(gpu.uuid)
 
     def load_module(self, module: str) -> bool:
-        """Load a module like modprobe; return False if it does not exist."""
+        """Return False if the module does not exist."""
         with self._change() as state:
             loaded = state.system.get("vfio_loaded", [])
             if module not in state.system.get("vfio_modules", []):
@@ -392,7 +382,7 @@ class Machine:
     # --- the rest of the machine ---------------------------------------------------------------
 
     def set_system(self, **facts: Any) -> None:
-        """Change values of `system` (see machines/README.md); None keeps a value. Raises: InvalidConfigError."""
+        """Change values of `system`; None keeps a value. Raises: InvalidConfigError."""
         given = {name: value for name, value in facts.items() if value is not None}
         catalogue.check_system(given)
         with self._change() as state:
@@ -416,12 +406,11 @@ class Machine:
             pci.after_load(state)
 
     def set_missing_functions(self, *names: str) -> None:
-        """Remove these functions from NVML's library, for libraries loaded from now on."""
+        """Remove these functions from libraries loaded from now on."""
         with self._change() as state:
             state.missing_functions = list(names)
 
     def reboot(self) -> None:
-        """Reboot: instances, processes and settings are lost, lost GPUs return, pending changes take effect."""
         with self._change() as state:
             state.boot_id = str(uuid.uuid4())
             state.driver_loaded = True
@@ -451,7 +440,6 @@ class Machine:
             raise _refused("switch MIG mode", gpu, refusal) from refusal
 
     def change_mig_mode(self, gpu_uuid: str, on: int, *, has_clients: bool = False) -> int:
-        """Switch MIG mode like `nvmlDeviceSetMigMode`. Other open sessions make the GPU busy."""
         with self._change() as state:
             gpu = state.by_uuid[gpu_uuid]
             before = gpu.mig_mode
@@ -465,7 +453,7 @@ class Machine:
             return status
 
     def create_mig(self, selector: Selector, profile: str, start: int) -> tuple[int, int, str]:
-        """Create a MIG device, as an administrator would; return (GPU instance ID, compute instance ID, UUID)."""
+        """Return (GPU instance ID, compute instance ID, UUID)."""
         with self._change() as state:
             gpu = self._find(state, selector)
             try:
@@ -475,7 +463,6 @@ class Machine:
             return created.id, compute.id, compute.uuid
 
     def destroy_mig(self, selector: Selector, gi: int) -> None:
-        """Destroy a GPU instance with its compute instances."""
         with self._change() as state:
             gpu = self._find(state, selector)
             try:
@@ -492,7 +479,7 @@ class Machine:
         self._policies.set(COMPUTE_MODE, gpu_uuid, mode)
 
     def timeslice(self, selector: Selector) -> int:
-        """Return the setting: 0 default, 1 short, 2 medium, 3 long."""
+        """Return 0 default, 1 short, 2 medium, 3 long."""
         return self._policies.get(TIMESLICE, self.gpu(selector).uuid)
 
 

@@ -1,13 +1,13 @@
 """The files of a machine: its state, its open NVML sessions, and the settings that nvidia-smi changes.
 
-The machine file is changed under a lock shared by all processes. Readers take no lock: a rename replaces the file, and
-its modification time grows with every change.
+The machine file is changed under a lock. Readers take no lock: a rename replaces the file, and its modification time
+grows with every change.
 
 The real driver counts a session as a client of every GPU, and refuses some changes meanwhile. Here each session is a
 locked file, so that sessions end with their process.
 
-The settings are small files inside the host root, one for each GPU: nvidia-smi, here a shell script, finds them
-relative to its own path, even after a chroot. The machine applies what nvidia-smi did when a session opens or closes.
+The settings are files inside the host root: nvidia-smi, here a shell script, finds them relative to its own path, even
+after a chroot. The machine applies what nvidia-smi did when a session opens or closes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ _COARSE_STEP_NS = 2_000_000_000
 _PROCESS = uuid.uuid4().hex[:8]  # process IDs of different PID namespaces may be equal
 _numbers = itertools.count(1)
 _written = threading.Condition()
-"""Notified when this process has written a machine file."""
 COMPUTE_MODE = "compute-mode"
 TIMESLICE = "timeslice"
 RESET = "reset"
@@ -43,8 +42,6 @@ PERSISTENCE = "persistence"
 
 
 class Store:
-    """The only access to the machine file of a simulator directory."""
-
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.path = directory / STATE_FILE
@@ -59,7 +56,7 @@ class Store:
         return self.path.is_file()
 
     def current(self) -> State:
-        """Return the machine's current state. Costs one stat() while nothing changes."""
+        """Return the machine's state. Costs one stat() while nothing changes."""
         mtime, cached = self._mtime(), self._cached
         if cached is not None and mtime == cached[0]:
             return cached[1]
@@ -141,7 +138,6 @@ class Store:
             self.write(new)
 
     def write(self, state: State) -> None:
-        """Replace the machine file. The caller holds the lock."""
         temporary = self.path.with_suffix(".json.new")
         temporary.write_text(encode(state))
         before = self._cached[0] if self._cached is not None else 0
@@ -157,10 +153,7 @@ class Store:
 
 
 class Session:
-    """One open NVML session, with a file that it locks, unless the directory is not writable.
-
-    Also ends when the object is garbage-collected.
-    """
+    """One open NVML session, with a file that it locks, unless the directory is not writable."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -182,7 +175,7 @@ class Session:
 
 
 class Sessions:
-    """The session files in a directory, named `<mark of the process>.<process ID>.<number>.<name>`."""
+    """The session files, named `<mark of the process>.<process ID>.<number>.<name>`."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -191,9 +184,7 @@ class Sessions:
         return Session(self._directory / f"{_PROCESS}.{os.getpid()}.{next(_numbers)}.{name}")
 
     def names(self, *, with_own: bool) -> list[str]:
-        """Return the open sessions of other processes, such as `dcgm (process 4711)`, and of this process if
-        `with_own`.
-        """
+        """Return the open sessions, such as `dcgm (process 4711)`."""
         try:
             paths = sorted(self._directory.iterdir())
         except OSError:

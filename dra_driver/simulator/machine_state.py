@@ -1,7 +1,4 @@
-"""The state of a simulated machine: plain values, stored in one JSON file, and functions for its NVLinks.
-
-A second process needs only this file, because it also contains constant facts.
-"""
+"""The state of a simulated machine: plain values, stored in one JSON file, and functions for its NVLinks."""
 
 from __future__ import annotations
 
@@ -50,7 +47,7 @@ class MigProfile:
 
 @dataclass(slots=True)
 class Model:
-    """Facts that all GPUs of one product share. With `power_min_w` 0 its power limit and clocks cannot be set."""
+    """Facts of one product. With `power_min_w` 0 its power limit and clocks cannot be set."""
 
     name: str
     architecture: int
@@ -119,10 +116,9 @@ def _idle_now() -> list[list[float]]:
 
 @dataclass(slots=True)
 class Gpu:
-    """A GPU. `driver` is its kernel driver (if that is loaded), `boot_driver` its driver after a boot, `override` the
-    only driver that may bind it, `vfio` the number of its vfio device. `loads` has the changes of the utilisation since
-    the NVIDIA driver was loaded: seconds since 1970, and percentage. `power_limit_mw` was set; something else may
-    enforce the lower `power_enforced_mw`.
+    """`driver` is the kernel driver (if that is loaded), `override` the only driver that may bind the GPU, `vfio` the
+    number of its vfio device. `loads` has the changes of the utilisation since the NVIDIA driver was loaded: seconds
+    since 1970, and percentage. `power_limit_mw` was set; something else may enforce the lower `power_enforced_mw`.
     """
 
     uuid: str
@@ -175,7 +171,6 @@ class Gpu:
 
     @property
     def busy(self) -> int:
-        """The percentage of time in which the GPU is busy."""
         return min(100, sum(holder.utilisation for holder in self.holders))
 
     def set_holders(self, holders: list[Holder]) -> None:
@@ -187,7 +182,6 @@ class Gpu:
         return int(next((percent for since, percent in reversed(self.loads) if since <= at), 0))
 
     def busy_s(self, now: float) -> float:
-        """Return the busy seconds since the NVIDIA driver was loaded."""
         ends = [since for since, _ in self.loads[1:]] + [now]
         return sum(
             (end - since) * percent / 100 for (since, percent), end in zip(self.loads, ends, strict=True)
@@ -210,7 +204,6 @@ class Gpu:
 
     @property
     def mig_devices(self) -> list[tuple[GpuInstance, ComputeInstance]]:
-        """Return the MIG devices in index order."""
         found = [(gi, ci) for gi in self.instances for ci in gi.compute]
         return sorted(found, key=lambda pair: pair[1].index)
 
@@ -245,8 +238,8 @@ class Event:
 class Function:
     """A PCI function that is not a GPU, such as an NVSwitch, or a virtual function of the GPU with bus ID `physical`.
 
-    The function is in the IOMMU group of the GPU with bus ID `beside`. Functions in the slot of a GPU, except virtual
-    ones, are always in that GPU's group. For the other fields see `Gpu`.
+    Functions in the slot of a GPU, except virtual ones, are in that GPU's IOMMU group; others may be in that of
+    `beside`.
     """
 
     bus_id: str
@@ -265,7 +258,7 @@ class Function:
 
 @dataclass
 class State:
-    """One machine. Values are changed in place only in `Store.change`."""
+    """Values are changed in place only in `Store.change`."""
 
     machine: str
     version: int
@@ -368,15 +361,11 @@ def decode(text: str | bytes) -> State:
 
 
 def switch_links(gpu: Gpu, model: Model, switches: list[str]) -> None:
-    """Connect all links of the GPU to the switches with these addresses, or one placeholder."""
     gpu.links = [[REMOTE_SWITCH, switches[link % len(switches)]] for link in range(model.nvlinks)]
 
 
 def wire_pairs(state: State, pairs: dict[str, int]) -> None:
-    """Connect GPUs directly: `{"0-1": 2}` means two links between the first two GPUs.
-
-    Links are numbered in the order of the pairs; the other links are not connected.
-    """
+    """Connect GPUs directly: `{"0-1": 2}` means two links between the first two GPUs."""
     for pair, count in pairs.items():
         first, second = (state.gpus[int(position)] for position in pair.split("-"))
         for _ in range(count):
@@ -387,7 +376,7 @@ def wire_pairs(state: State, pairs: dict[str, int]) -> None:
 
 
 def active_links(gpu: Gpu) -> list[tuple[int, int, str | None]]:
-    """Return (link, remote type, remote address) of the active links."""
+    """Return (link, remote type, remote address)."""
     if gpu.lost or not gpu.present:
         return []
     return [

@@ -186,7 +186,7 @@ def destroy_compute_instance(gpu: Gpu, gi: int, ci: int) -> None:
 
 
 def set_mode(gpu: Gpu, model: Model, on: int, *, has_clients: bool = False) -> int:
-    """Change MIG mode, and return the activation status, which may be an error code."""
+    """Return the activation status, which may be an error code."""
     if not model.mig:
         raise Refusal(pynvml.NVML_ERROR_NOT_SUPPORTED)
     if on not in (0, 1):
@@ -211,7 +211,6 @@ def set_mode(gpu: Gpu, model: Model, on: int, *, has_clients: bool = False) -> i
 
 
 def after_reboot(gpu: Gpu, model: Model) -> None:
-    """Remove all instances, and keep MIG mode only if the board stores it."""
     gpu.instances, gpu.holders, gpu.loads = [], [], [[time.time(), 0]]
     gpu.forget_limits()
     gpu.mig_mode = 0 if model.resetless_mig else gpu.mig_pending
@@ -224,7 +223,7 @@ def cap_minor(gpu_minor: int, gi: int, ci: int | None = None) -> int:
 
 
 def make_device(gpu: Gpu, model: Model, name: str, start: int) -> tuple[GpuInstance, ComputeInstance]:
-    """Create a MIG device, as an administrator would. Raises: InvalidConfigError for an unknown profile; Refusal."""
+    """Create a MIG device, as an administrator would. Raises: InvalidConfigError; Refusal."""
     row = next((profile for profile in model.mig if profile.name == name), None)
     if row is None:
         known = ", ".join(item.name for item in model.mig) or "none"

@@ -38,7 +38,6 @@ def groups(state: State) -> dict[str, int]:
 
 
 def gpu_of(state: State, bus_id: str) -> Gpu | None:
-    """Return the GPU with this bus ID, or the GPU in the function's IOMMU group."""
     known = groups(state)
     group = known.get(bus_id, bus_id)
     return next((gpu for gpu in state.present if group in (known.get(gpu.bus_id), gpu.bus_id)), None)
@@ -58,15 +57,13 @@ def driver_of(state: State, bus_id: str) -> str:
 
 
 def is_leaving(item: Gpu | Function) -> bool:
-    """Whether the function is being removed and the kernel waits for the virtual machine that has it open.
-
-    Meanwhile every write to the function waits too.
+    """Whether the kernel waits for the virtual machine that has the removed function open. Every write to it waits
+    too.
     """
     return item.vfio is not None and not item.driver
 
 
 def after_boot(state: State) -> None:
-    """Bind each function to its boot driver, and load the required modules."""
     everything = functions(state).values()
     wanted = {item.boot_driver for item in everything}
     state.system["vfio_loaded"] = [

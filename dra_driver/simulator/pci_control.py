@@ -62,8 +62,6 @@ class SimulatedPciControl:
     def users_of(self, nodes: Sequence[str], *, others_only: bool = False) -> list[str] | None:
         """Return each program that has one of these nodes open. Programs with NVML open have the nodes of all GPUs
         open.
-
-        `others_only` excludes nvidia-persistenced and processes of this program.
         """
         state = self._machine.current()
         groups = pci.groups(state)
@@ -79,7 +77,6 @@ class SimulatedPciControl:
         return list(dict.fromkeys(found))
 
     def _users(self, state: State, gpu: Gpu) -> list[str]:
-        """Return the programs that prevent the driver from releasing the GPU."""
         found = [f"{holder.name} (process {holder.pid})" for holder in gpu.holders]
         if pci.driver_of(state, gpu.bus_id) == NVIDIA:
             found += [*([_PERSISTENCED] if gpu.persistence else []), *self._machine.clients(with_own=True)]
@@ -112,7 +109,6 @@ class SimulatedPciControl:
         return isinstance(item, Gpu) and has_it and bool(self._users(state, item))
 
     def _fault(self, word: str, bus_id: str | None) -> Fault | None:
-        """Return the fault of this write, and count it. A `hang` fault applies until it is cleared."""
         state = self._machine.current()
         gpu = None if bus_id is None else pci.gpu_of(state, bus_id)
         for fault in state.faults:

@@ -1,4 +1,4 @@
-"""The kinds of entries in the host root, and the tree that writes them with as few system calls as possible."""
+"""The entries in the host root, and the tree that writes them with as few system calls as possible."""
 
 from __future__ import annotations
 

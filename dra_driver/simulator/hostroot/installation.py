@@ -1,9 +1,9 @@
 """The NVIDIA driver's installation: libraries, programs, firmware, sockets, MPS, and nvidia-imex on machines in a
 fabric.
 
-nvidia-smi, the MPS programs and some libraries may be ELF files (`SIMULATE_ELF`). Like real ones, they need the NVIDIA
-driver's libraries and a C library that differs from the container's. `program` runs the simulator's script, which is
-appended to it or in usr/libexec; `library` is libnvidia-ml and libcuda; `libc` does not work in containers.
+Like real programs, the ELF files (`SIMULATE_ELF`) need the NVIDIA driver's libraries and a C library that differs from
+the container's. `program` runs the simulator's script, which is appended to it or in usr/libexec; `library` is
+libnvidia-ml and libcuda; `libc` does not work in containers.
 """
 
 from __future__ import annotations
@@ -59,7 +59,6 @@ def driver_files(state: State) -> Entries:
 
 @functools.lru_cache(maxsize=16)
 def _installed(version: str, arch: str, programs: tuple[str, ...]) -> Entries:
-    """Return the entries that depend only on the driver."""
     facts = driver_facts()
     libraries = f"usr/lib/{arch}-linux-gnu"
     entries: Entries = {}
@@ -189,7 +188,6 @@ class ElfFiles:
         self._known: dict[str, bytes] = {}
 
     def keep(self, source: Path) -> None:
-        """Copy the ELF files to the machine's directory, so that other containers can use them."""
         self._directory.mkdir(exist_ok=True)
         for name in _FILES:
             shutil.copy(source / name, self._directory / name)

@@ -128,7 +128,6 @@ def _information(state: State, gpu: Gpu) -> str:
 
 
 def sysfs(state: State) -> Entries:
-    """Return the entries below sys, and the module lists below lib."""
     entries: Entries = {
         "sys/module/firmware_class/parameters/path": Text("\n"),
         **{f"sys/bus/pci/drivers/{driver}": Directory() for driver in pci.drivers(state)},
@@ -234,7 +233,6 @@ def host_device_nodes(state: State) -> Entries:
 
 
 def vfio_nodes(state: State) -> Entries:
-    """Return vfio's nodes. A group has a node while one of its functions is bound to a vfio driver."""
     groups = pci.groups(state)
     bound = [item for item in pci.functions(state).values() if item.vfio is not None]
     entries: Entries = {
@@ -285,9 +283,7 @@ def _module_lists(state: State) -> Entries:
 
 
 def _regions(state: State, gpu: Gpu) -> str:
-    """Return a GPU's memory regions in the kernel's format (start, end, flags): registers below 4 GiB, then the GPU
-    memory and a small region.
-    """
+    """Return memory regions in the kernel's format (start, end, flags): registers below 4 GiB, then the memory."""
     memory = state.model_of(gpu).memory_bytes or 0
     size = 1 << (memory - 1).bit_length() if memory else 0
     number = state.present.index(gpu) + 1
@@ -344,9 +340,8 @@ def devices(state: State) -> Entries:
 
 
 class SimulatedDeviceNodes:
-    """Reads device nodes below the host root, real or described, like the readers in `host`.
-
-    A path may be below the host root, or as containers see it (`/dev/nvidia0`).
+    """Reads device nodes, real or described. A path may be below the host root, or as containers see it
+    (`/dev/nvidia0`).
     """
 
     def __init__(self, host_root: Path) -> None:
@@ -389,7 +384,6 @@ class SimulatedDeviceNodes:
 
 
 def _description(path: Path) -> dict[str, Any] | None:
-    """Return the content of a file that describes a node; None for any other file."""
     try:
         said = json.loads(path.read_bytes())
     except (OSError, ValueError):

@@ -19,9 +19,7 @@ class _Topics(System, Device, Gpm, Instances, Links, Waiting):
 
 
 class SimulatedLibrary:
-    """A function that the driver version does not have is a missing attribute, like a missing symbol. The version is
-    fixed when the object is created.
-    """
+    """A function that the driver version does not have is a missing attribute. The version is fixed at creation."""
 
     def __init__(self, machine: Any) -> None:
         topics, state = _Topics(machine), machine.current()

@@ -36,12 +36,10 @@ _CHECK_S = 0.1
 
 
 def number(argument: Any) -> int:
-    """Return an integer argument, plain or as a ctypes object."""
     return int(getattr(argument, "value", argument))
 
 
 def text(argument: Any) -> str:
-    """Return a string argument: c_char_p, bytes or str."""
     value = getattr(argument, "value", argument)
     return value.decode(errors="replace") if isinstance(value, bytes) else str(value or "")
 
@@ -61,7 +59,6 @@ def put(argument: Any, value: int) -> None:
 
 
 def put_text(buffer: Any, size: Any, value: str) -> None:
-    """Fill a char buffer; refuse if it is too small."""
     raw = value.encode()
     if number(size) <= len(raw):
         raise Refusal(pynvml.NVML_ERROR_INSUFFICIENT_SIZE)
@@ -106,8 +103,6 @@ class Handle:
 
 
 class Core:
-    """Session, handle table and access to the machine; base class of the topics."""
-
     def __init__(self, machine: Any) -> None:
         self.machine = machine
         self._read: Callable[[], State] = machine.current

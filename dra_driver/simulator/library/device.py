@@ -40,7 +40,7 @@ _LINK_RECOVERIES = 215
 _HOPPER, _AMPERE, _VOLTA = 9, 7, 5
 _UNLIKE = 4711.0
 _IDLE_POWER, _LOAD_POWER = 0.1, 0.8
-"""The power of an idle GPU, and what a busy one needs in addition, as fractions of its limit."""
+"""As fractions of the limit; the load comes in addition."""
 _CLOCKS_MHZ = {pynvml.NVML_CLOCK_SM: (345, 1755), pynvml.NVML_CLOCK_MEM: (1593, 1593)}
 """Idle, and busy."""
 _PCIE_FIELDS = (pynvml.NVML_FI_DEV_PCIE_COUNT_TX_BYTES, pynvml.NVML_FI_DEV_PCIE_COUNT_RX_BYTES)
@@ -57,7 +57,6 @@ def _limit_mw(model: Model, gpu: Gpu) -> int:
 
 
 def _wanted_mw(model: Model, gpu: Gpu) -> int:
-    """Return what the GPU would draw without a lower limit."""
     return round(model.power_limit_w * 1000 * (_IDLE_POWER + _LOAD_POWER * gpu.busy / 100))
 
 
@@ -79,7 +78,7 @@ def _is_settable(model: Model, gpu: Gpu) -> bool:
 
 
 def _energy_mj(model: Model, gpu: Gpu) -> int | None:
-    """Return the energy since the NVIDIA driver was loaded; older GPUs do not count it."""
+    """Return None for older GPUs, which do not count energy."""
     now = time.time()
     full_s = _IDLE_POWER * (now - gpu.loads[0][0]) + _LOAD_POWER * gpu.busy_s(now)
     return round(model.power_limit_w * 1000 * full_s) if model.architecture >= _VOLTA else None
@@ -155,7 +154,7 @@ _VERSIONS = {
     "nvmlDeviceGetPlatformInfo": pynvml.nvmlPlatformInfo_v2,
     "nvmlDeviceGetSramEccErrorStatus": pynvml.nvmlEccSramErrorStatus_v1,
 }
-"""The functions above whose struct has a version, with the only valid version."""
+"""The only valid version of these structs."""
 
 
 def busy(holders: Iterable[Holder]) -> int:
@@ -588,7 +587,6 @@ class Links(Core):
 
 
 def _cliques(fabric: dict[str, Any]) -> list[list[int]]:
-    """Return (type, number) of each clique, in NVML's order."""
     return sorted(fabric.get("cliques") or [[_UNICAST_POINTER, fabric.get("clique", 0)]])
 
 

@@ -72,7 +72,7 @@ class System(Core):
         put(out, int(self.state().system.get("confidential_ready", False)))
 
     def _confidential(self, architecture: int) -> str:
-        """Return the mode. Refuses unless a GPU has this architecture or a newer one."""
+        """Refuse unless a GPU has this architecture or a newer one."""
         state = self.state()
         if all(state.model_of(gpu).architecture < architecture for gpu in state.present):
             raise Refusal(pynvml.NVML_ERROR_NOT_SUPPORTED)
@@ -162,8 +162,8 @@ class System(Core):
 
 @dataclass(slots=True)
 class _EventSet:
-    """For each GPU, `masks` has the event types, the last event before its registration, and its number of resets then.
-    `checked` is the version of the state that was last searched.
+    """For each GPU, `masks` has the event types, the last event before its registration, and its number of resets
+    then.
     """
 
     masks: dict[str, tuple[int, int, int]] = field(default_factory=dict)
@@ -173,10 +173,9 @@ class _EventSet:
 
 
 class Waiting(Core):
-    """nvmlEventSet*, nvmlDeviceRegisterEvents.
+    """A reset of a GPU, also by a change of its MIG mode, silently ends its registrations.
 
-    A reset of a GPU, including one by a change of its MIG mode, silently ends its registrations. After a GPU is lost, a
-    wait first returns the earlier events, then GPU_IS_LOST once for each set and GPU.
+    After a GPU is lost, a wait first returns the earlier events, then GPU_IS_LOST once for each set and GPU.
     """
 
     def __init__(self, machine: Any) -> None:

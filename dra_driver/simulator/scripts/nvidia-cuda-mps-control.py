@@ -2,9 +2,8 @@
 # ruff: noqa: PTH100, PTH101, PTH103, PTH105, PTH107, PTH108, PTH110, PTH120, PTH123, S103, S108
 """The MPS control program of a simulated machine: the daemon (-f), and the command line to it (no option).
 
-It supports only the queries of the plugin and the MPS host, and enforces no limits. A file of the machine overrides its
-behaviour, for "*" or a device's UUID: it can `say` lines, sleep for `sleep_s`, `exit` with a code instead of serving,
-give `answers` by command, or be `silent`.
+It enforces no limits. A file of the machine overrides its behaviour, for "*" or a device's UUID: it can `say` lines,
+sleep for `sleep_s`, `exit` with a code instead of serving, give `answers` by command, or be `silent`.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ LONGEST_SOCKET = 106
 
 
 def command_line() -> int:
-    """Send the lines of standard input to the daemon, and print an answer for each."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.connect(f"{PIPE}/control")
@@ -66,8 +64,6 @@ def log(text: str) -> None:
 
 
 class Daemon:
-    """The daemon's state. Its one server does no work."""
-
     def __init__(self) -> None:
         self.percentage = 100.0
         self.memory: dict[str, int] = {}
