@@ -33,9 +33,8 @@ class WriteOutcomes:
 
     @contextmanager
     def writing(self, directory: Path, *, is_whole: bool = True) -> Iterator[None]:
-        """Track a write in a directory.
-
-        Opening, removing or syncing a file is not a whole write: its success does not clear an earlier failure.
+        """Track a write in a directory. Success of a write that is not whole (open, remove, sync) clears no earlier
+        failure.
         """
         number = next(self._numbers)
         with self._lock:
@@ -83,7 +82,7 @@ _OWN_LIMITS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 
 
 Stamp = tuple[int, int, int]
-"""Inode, size and change time in nanoseconds. A rewritten file has a different stamp."""
+"""Inode, size and change time in nanoseconds: different for a rewritten file."""
 
 _CLOCK_OF_FILES = 5  # CLOCK_REALTIME_COARSE; Python's `time` module has no name for it
 _SECOND_NS = 10**9
@@ -127,8 +126,6 @@ def write_atomically(
     permit: Callable[[], object] = lambda: None,
 ) -> None:
     """Replace `path` with `content`.
-
-    The writer locks its temporary file; the kernel releases the lock if the writer is killed.
 
     `whole` syncs the content before the rename; without it, a power cut may leave an empty file. `durable` also syncs
     the directory; without it, a power cut may restore the old content. `permit` is called right before the rename,
@@ -209,10 +206,7 @@ def sync_directory(path: Path) -> None:
 
 
 def make_directory(path: Path, mode: int, *, durable: bool = False) -> None:
-    """Create the directory and its missing parents, which root's group can also read, like the kubelet's own.
-
-    `durable` makes the directory survive a power cut.
-    """
+    """Create the directory and its missing parents, which root's group can also read, like the kubelet's own."""
     try:
         if not durable and path.is_dir():
             return
@@ -269,7 +263,7 @@ def stamp_or_none(path: Path | str) -> Stamp | None:
 def is_settled(time_ns: int) -> bool:
     """Whether any later change of a file gets a different time than `time_ns`.
 
-    File times come from a coarse clock, so this is False during the current tick (one second on file systems that store
+    File times come from a coarse clock: this is False during its current tick (one second on file systems that store
     whole seconds). A time more than a second ahead is settled: the clock was set back.
     """
     tick_ns, now = 0 if time_ns % _SECOND_NS else _SECOND_NS, time.clock_gettime_ns(_CLOCK_OF_FILES)
@@ -278,7 +272,7 @@ def is_settled(time_ns: int) -> bool:
 
 
 def set_aside(path: Path, what: str) -> Path | None:
-    """Rename an unreadable file so that a person can inspect it; returns the new path, or None if the file is gone."""
+    """Rename an unreadable file for inspection; returns the new path, or None if the file is gone."""
     aside = path.with_name(f"{path.name.removesuffix(QUARANTINE)}{QUARANTINE}-{time.time_ns()}")
     try:
         path.rename(aside)
@@ -302,13 +296,13 @@ def open_plain(path: Path, flags: int, mode: int = 0o600) -> int:
 
 
 def read_plain(path: Path) -> bytes:
-    """Return the content of a regular file. Raises: OSError, like `open_plain`."""
+    """Raise OSError, like `open_plain`."""
     with open(open_plain(path, os.O_RDONLY), "rb", buffering=0) as file:
         return file.read()
 
 
 def read_or_none(path: Path) -> bytes | None:
-    """Return the content of a regular file; None if it is missing or permanently unreadable."""
+    """Return None for a missing or permanently unreadable file."""
     try:
         return read_plain(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -320,7 +314,7 @@ def read_or_none(path: Path) -> bytes | None:
 
 
 def remove_file(path: Path) -> bool:
-    """Remove a file; returns whether it existed."""
+    """Return whether the file existed."""
     with WRITES.writing(path.parent, is_whole=False):
         try:
             path.unlink()

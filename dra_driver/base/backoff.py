@@ -47,7 +47,7 @@ class TokenBucket:
     """A rate limiter: `burst` tokens at once, then `qps` tokens per second on average.
 
     `acquire` is thread-safe and sleeps. A caller that must not sleep holds its own lock and calls `ready_at` and then
-    `take` with the time of a monotonic clock.
+    `take`.
     """
 
     def __init__(

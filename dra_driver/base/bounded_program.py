@@ -34,8 +34,7 @@ _inherited: ContextVar[Inherited | None] = ContextVar("inherited", default=None)
 def inherited(descriptors: Iterable[int]) -> Iterator[Inherited]:
     """Let programs that this context starts inside the block inherit `descriptors` and those of outer blocks.
 
-    A lock on such a descriptor lasts until these programs exit, even if this process is killed first. `left` of the
-    block lists programs that survived SIGKILL.
+    A lock on such a descriptor lasts until these programs exit, even if this process is killed first.
     """
     around = _inherited.get()
     block = Inherited([*(around.descriptors if around else ()), *descriptors])
@@ -71,12 +70,10 @@ def run_program(
     slot: str,
     text: str | None = None,
 ) -> tuple[int, str]:
-    """Return the exit code and the combined stdout and stderr of a program with the input `text`.
+    """Return the exit code and the combined stdout and stderr.
 
     After `timeout_s` the program and its children are killed. If it survives SIGKILL, for example because a GPU hangs,
-    no other program starts in the same `slot` until it exits.
-
-    Raises: OSError, TimeoutError.
+    no other program starts in the same `slot` until it exits. Raises: OSError, TimeoutError.
     """
     with _guard:
         stuck = _stuck.get(slot)
@@ -110,9 +107,9 @@ def run_driver_program(
     variables: Mapping[str, str] | None = None,
     text: str | None = None,
 ) -> tuple[int, str]:
-    """Run a program of the installed NVIDIA driver with `variables` added to its environment, like `run_program`.
+    """Run a program of the installed NVIDIA driver like `run_program`, in a slot of the program and `subject`.
 
-    Its slot is the program and `subject`. Raises: StateError; RetryableError that begins with `action`.
+    Raises: StateError; RetryableError that begins with `action`.
     """
     programs = find()
     program = programs.path(name)

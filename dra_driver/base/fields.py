@@ -1,10 +1,9 @@
 """Encodes dataclasses as JSON objects, by the types of their attributes, and adds a format number to files.
 
-A release reads a range of format numbers of each kind of file. A higher number, an unknown kind of value, or an unknown
-word where only certain words are allowed means that a newer release wrote the file. No one renames or overwrites such a
-file, unless it only reports something or its time is over. Unknown fields are ignored, and lost when the file is
-written. So a release that changes a file adds a field that older releases may lose, or adds a kind or a word, or raises
-the format number.
+A higher number than a release reads, an unknown kind of value, or an unknown word where only certain words are allowed
+means that a newer release wrote the file. No one renames or overwrites such a file, unless it only reports something or
+its time is over. Unknown fields are ignored, and lost when the file is written. So a release that changes a file adds a
+field that older releases may lose, or adds a kind or a word, or raises the format number.
 """
 
 from __future__ import annotations
@@ -104,7 +103,7 @@ def list_of(kind: Kind) -> Kind:
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """A field of a dataclass. A missing or null field has the value `default`, if set."""
+    """A missing or null field has the value `default`, if set."""
 
     kind: Kind
     name: str | None
@@ -121,10 +120,9 @@ def omittable(kind: Kind, default: Any = None, name: str | None = None) -> Field
 
 
 class Codec(Generic[T]):
-    """Encodes values of `of`, a dataclass or named tuple, as JSON objects.
+    """Encodes values of `of`, a dataclass or named tuple, as JSON objects, without attributes that equal their default.
 
-    Each attribute is encoded by its type, and omitted if it equals its default. `given` replaces the field of an
-    attribute; None means that the caller stores the attribute elsewhere.
+    `given` replaces the field of an attribute; None means that the caller stores the attribute elsewhere.
     """
 
     def __init__(self, of: type[T], **given: Field | None) -> None:
@@ -145,7 +143,6 @@ class Codec(Generic[T]):
         return entry
 
     def decode(self, entry: JsonObject, **others: Any) -> T:
-        """Return the value of a JSON object and of `others`, the attributes stored elsewhere. Raises as `Kind.read`."""
         for attribute, name, field in self._fields:
             content = entry[name] if field.default is _NEEDED else entry.get(name)
             is_default = content is None and field.default is not _NEEDED
@@ -154,7 +151,7 @@ class Codec(Generic[T]):
 
 
 class Tagged(Generic[T]):
-    """Encodes values of several dataclasses, distinguished by the field `kind`. `what` names a value in errors."""
+    """Encodes values of several dataclasses, distinguished by the field `kind`."""
 
     def __init__(self, what: str, **codecs: Codec[Any]) -> None:
         self._what = what
@@ -230,8 +227,8 @@ _RELEASE = re.compile(r"[0-9A-Za-z][0-9A-Za-z.+-]{0,39}", re.ASCII)
 class FileFormat(Generic[T]):
     """A kind of JSON file. `what` names a file in errors.
 
-    This release writes the format number `number`, and reads the numbers from `oldest` on. `decode` gets the whole
-    document and raises the errors of `Kind.read`.
+    This release writes the format number `number`, and reads the numbers from `oldest` on. `decode` raises the errors
+    of `Kind.read`.
     """
 
     what: str
@@ -241,12 +238,11 @@ class FileFormat(Generic[T]):
     oldest: int = 1
 
     def write(self, value: T) -> bytes:
-        """Return the content of a file; equal values have equal contents."""
+        """Return the same content for equal values."""
         document = {"version": self.number, "release": __version__, **self.encode(value)}
         return json.dumps(document, separators=(",", ":"), sort_keys=True).encode()
 
     def read(self, content: bytes) -> T:
-        """Return the value in a file. Raises: NewerFormatError; StateError."""
         try:
             document = json.loads(content)
             if not isinstance(document, dict):

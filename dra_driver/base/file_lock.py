@@ -40,7 +40,7 @@ def hold_file(
     busy: str,
     lock: bytes = WHOLE_FILE_WRITE_LOCK,
 ) -> Iterator[int]:
-    """Hold the lock; yields the file's descriptor, open for reading and writing.
+    """Hold the lock; yields the file's descriptor.
 
     The file must never be removed: a lock on a removed file excludes no other process.
 
@@ -79,7 +79,7 @@ def _lock(descriptor: int, path: Path, deadline: float, busy: str, lock: bytes) 
 def is_locked(path: Path, lock: bytes = WHOLE_FILE_WRITE_LOCK, own: int | None = None) -> bool:
     """Whether a conflicting lock exists, without taking the lock, because other processes would notice.
 
-    A lock held through the descriptor `own` is ignored. A missing or non-regular file is not locked.
+    A lock held through the descriptor `own` is ignored.
     """
     try:
         descriptor = open_plain(path, os.O_RDONLY) if own is None else os.dup(own)

@@ -46,10 +46,8 @@ class FileInPlace(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class UnreadableFile:
-    """A file that this release cannot read.
-
-    `name` has no suffix. `kept_as` is the file's current path: a new name, or the old one if a newer release wrote the
-    file, the disk refused the rename, or the store is read-only.
+    """`kept_as` is the file's current path: a new name, or the old one if a newer release wrote the file, the disk
+    refused the rename, or the store is read-only.
     """
 
     name: str
@@ -61,8 +59,6 @@ class UnreadableFile:
 def log_unreadable(
     *, unreadable_event: str, name: str, remedy: str, newer: str | None = None
 ) -> Callable[[UnreadableFile], None]:
-    """Return a function that logs an unreadable file; the remedy for a file of a newer release is `newer`, if given."""
-
     def log(found: UnreadableFile) -> None:
         _log.error(
             unreadable_event,
@@ -86,8 +82,8 @@ class JsonStore(Generic[T]):
 
     Without `load`, as in a command or for the files of another program, each call reads the disk and renames nothing.
 
-    `decode` gets a file's name and content, and raises NewerFormatError or StateError. Files whose name `is_name`
-    rejects are ignored. `having` finds values by their `keys`. Only one thread at a time writes or removes a value.
+    `decode` raises NewerFormatError or StateError. Files whose name `is_name` rejects are ignored. `having` finds
+    values by their `keys`. Only one thread at a time writes or removes a value.
     """
 
     directory: Path
@@ -106,7 +102,6 @@ class JsonStore(Generic[T]):
         self._in_place: dict[str, FileInPlace] = {}
         self._aside: list[Path] = []
         self._reported: set[tuple[str, str]] = set()
-        """The names and reasons of unreadable files in place that were reported."""
         self._lock = threading.RLock()
         self._is_closed = False
 
@@ -147,7 +142,6 @@ class JsonStore(Generic[T]):
             return self._values.copy()
 
     def having(self, keys: Iterable[str]) -> dict[str, T]:
-        """Return the readable values with one of these keys, by name."""
         with self._lock:
             self._refuse()
             if not self._is_loaded:
@@ -175,7 +169,7 @@ class JsonStore(Generic[T]):
         return [NodeProblem("newer-files", text, f"{self.directory}/{self.what}")]
 
     def write(self, name: str, value: T, *, durable: bool, whole: bool) -> None:
-        """Replace the value's file, like `write_atomically`, then the value."""
+        """Replace the value's file, then the value."""
         path = self.path(name)
         with self._lock:
             self.get(name)

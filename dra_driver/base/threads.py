@@ -30,9 +30,8 @@ _spare: list[SimpleQueue[tuple[str, Callable[[], object]]]] = []
 def start_thread(name: str, work: Callable[[], object]) -> None:
     """Run `work` in a daemon thread named `name` and in a new context.
 
-    Two idle threads are kept, because starting and ending a thread costs up to half a millisecond.
-
-    Raises: RuntimeError, MemoryError if no thread can start.
+    Two idle threads are kept, because starting and ending a thread costs up to half a millisecond. Raises:
+    RuntimeError, MemoryError.
     """
     try:
         queue = _spare.pop()
@@ -65,7 +64,7 @@ class NotAnsweredError(RetryableError):
 def bounded(what: str, read: Callable[[], T], wait_s: float) -> T:
     """Return the result of `read`, called in a new thread with a copy of the caller's context.
 
-    A call that hangs is left behind. Raises: the errors of `read`; NotAnsweredError after `wait_s`.
+    Raises: the errors of `read`; NotAnsweredError after `wait_s`: the hanging call is left behind.
     """
     answer: Future[T] = Future()
 
@@ -106,7 +105,7 @@ class BoundedCall(Generic[T]):
                 self._value, self._problem = None, f"{self._what} could not be queried: {error}"
 
     def result(self, wait_s: float) -> tuple[T | None, str | None]:
-        """Wait up to `wait_s`; returns the last result (None after a failure), and the error, if any.
+        """Return the last result (None after a failure), and the error, after at most `wait_s`.
 
         If a call takes longer, this returns the result of the previous call.
         """
@@ -169,7 +168,7 @@ class BackgroundWorker:
         return self._stopping.wait(seconds)
 
     def stop(self) -> bool:
-        """Make no more calls, and wait up to `join_s` for a call in progress; returns whether it has ended."""
+        """Make no more calls; return whether a call in progress has ended within `join_s`."""
         self.retire()
         return self.wait_ended(self.join_s)
 

@@ -50,9 +50,7 @@ class HealthThread(BackgroundWorker):
 
 @dataclass(eq=False)
 class HealthBook:
-    """The health states of a node.
-
-    Several threads call `on_shown` after each visible change, and when the health of a GPU is known again, and
+    """Several threads call `on_shown` after each visible change, and when the health of a GPU is known again, and
     `on_transition` after each new entry of the history. Both must not block.
     """
 
@@ -104,7 +102,6 @@ class HealthBook:
             self.on_shown()
 
     def take(self, observed: Mapping[HealthTarget, Sequence[Observation]]) -> None:
-        """Apply observations to the states, report the changes, and trigger a write of the file."""
         now, changes = self.now(), []
         with self._guard:
             states = dict(self._states)
@@ -129,7 +126,6 @@ class HealthBook:
             self.history.add(change)
 
     def note_xid(self, target: HealthTarget, number: int) -> None:
-        """Record an Xid that is not a fault of the GPU."""
         severity = self.state(target).severity
         self.history.note(
             HealthChange(target, self.now(), severity, severity, xid_text(number, Severity.INFORMATION))
@@ -170,7 +166,6 @@ class HealthBook:
             )
 
     def restore(self) -> None:
-        """Load the saved states before anything is observed. A failure is logged."""
         try:
             kept = self.store.load()
         except StateError as error:
@@ -188,7 +183,6 @@ class HealthBook:
             self.driver_version = kept.driver_version
 
     def write(self) -> float:
-        """Return the seconds until the next call."""
         self._take_serviced()
         known = tuple(sorted(uuid for uuid in tuple(self._answers) if self.is_fresh(uuid)))
         try:

@@ -120,9 +120,7 @@ class HealthStream:
 
 
 class GpuHealth:
-    """`monitor` watches the GPUs, `book` keeps their states, and `stream` reports the states to the kubelet.
-
-    `under_vfio` returns the UUIDs of the GPUs that are, or will soon be, bound to vfio. Several threads call the
+    """`under_vfio` returns the UUIDs of the GPUs that are, or will soon be, bound to vfio. Several threads call the
     callbacks.
     """
 
@@ -175,7 +173,6 @@ class GpuHealth:
             self._health_changed()
 
     def instances(self) -> Mapping[str, MadeInstance]:
-        """Return the MIG devices that were created on demand, by device name."""
         return instances_by_device(self._ledger.details(OwnedInstance))
 
     def taints(

@@ -109,7 +109,6 @@ class Monitor(HealthThread):
                 )
 
     def start(self) -> None:
-        """Load the saved states and start the threads. A failed load is logged."""
         self.book.restore()
         self._is_started = True
         self.book.writer.start()
@@ -139,7 +138,6 @@ class Monitor(HealthThread):
         return has_ended
 
     def devices_changed(self) -> None:
-        """Register all GPUs again and poll them at once."""
         self.wake()
         self.listener.renew()
 
@@ -257,7 +255,7 @@ def _display_name(name: str, uuid: str) -> str:
 
 
 class PollThread(HealthThread):
-    """Polls the monitor's GPUs when they are due, except those that another thread is polling."""
+    """Polls the GPUs that are due, except those that another thread is polling."""
 
     def __init__(self, monitor: Monitor) -> None:
         self._monitor = monitor
@@ -283,8 +281,6 @@ class PollThread(HealthThread):
 
 
 class EventListener(HealthThread):
-    """Waits for NVML's events, and passes each event to the poller of its GPU."""
-
     def __init__(self, book: HealthBook, source: HealthSource) -> None:
         self._book, self._source = book, source
         self._pollers: Mapping[str, GpuPoller] = {}

@@ -176,7 +176,7 @@ class GpuPoller:
             self._take_event(event, identities or {})
 
     def _take_event(self, event: HealthEvent, identities: Mapping[tuple[int, int], str]) -> bool:
-        """Record an event; returns whether the GPU must be polled."""
+        """Return whether the GPU must be polled."""
         observation = event.observation
         if observation is None:
             return True

@@ -8,12 +8,11 @@ it.
     attached ──file──▶ closing ──no change of a GPU in progress──▶ detached ──its end, or `--end`──▶ attached
                         └── a change is in progress: retried a second later
 
-After a crash of the command or of the plugin, NVML stays closed until the end time. The file of an older boot is
-ignored.
+After a crash of the command or of the plugin, NVML stays closed until the end time, or until a reboot.
 
 A pause is shorter: NVML is closed while a GPU moves to another kernel driver, or, in the other processes, while the MIG
-mode changes. The process that needs the pause holds a lock; all others keep NVML closed until the lock is released. No
-device is withdrawn, and calls wait where they can, for a few seconds at most.
+mode changes. The process that needs the pause holds a lock. No device is withdrawn, and calls wait where they can, for
+a few seconds at most.
 
     wanted ──no nvidia-smi, no operation──▶ own NVML closed ──lock──▶ others closing ──▶ paused ──released──▶ over
      └── too long, or a GPU hangs: refused         └────── too long: refused, the lock is released ─────▲
@@ -174,8 +173,6 @@ class Detachments:
             )
 
     def guarded(self, load: Callable[[], object]) -> Callable[[], object]:
-        """Wrap `load` so that it raises NvmlDetachedError, or NvmlPausedError, while NVML must stay closed."""
-
         def unless_detached() -> object:
             error = self._refusal()
             if error is not None:
@@ -186,8 +183,7 @@ class Detachments:
 
     @contextmanager
     def using_nvml(self, wait_s: float = _PAUSE_S) -> Iterator[None]:
-        """Hold the lock of NVML while the block runs a program that opens NVML: `detach` and `pause` wait for the
-        block.
+        """Hold the lock of NVML while the block runs a program that opens NVML.
 
         The program holds the lock too, also if this process is killed. Waits for a pause to end. Raises:
         NvmlDetachedError.
@@ -302,9 +298,8 @@ class Detachments:
         write_atomically(self._path, _DETACH_FILE.write(made), durable=False)
 
     def wait_closed(self, made: Detachment, timeout_s: float) -> None:
-        """Wait until every process of this plugin on the node has closed NVML.
-
-        Raises: NvmlInUseError after `timeout_s` seconds; RetryableError if the detachment was ended.
+        """Raise NvmlInUseError if a process of the plugin still has NVML open after `timeout_s`, or RetryableError if
+        the detachment was ended.
         """
         end = time.monotonic() + timeout_s
         while self.is_nvml_open() and self.now() == made:
@@ -320,17 +315,11 @@ class Detachments:
             )
 
     def is_nvml_open(self, excluded: UseMark | None = None) -> bool:
-        """Whether a process of the plugin, except the session with the mark `excluded`, has NVML open or runs
-        nvidia-smi.
-        """
         opened = excluded or UseMark(self._lock, _OPEN)
         return opened.is_held() or UseMark(self._lock, _SMI).is_held()
 
     def restore(self, made: Detachment, before: Detachment | None) -> None:
-        """Restore what `made` replaced, unless someone has changed the file since.
-
-        A maintenance claim's detachment is not restored: the claim may have ended.
-        """
+        """Restore what `made` replaced, except a maintenance claim's detachment, because the claim may have ended."""
         with self._changing():
             if self.now() != made:
                 return
@@ -435,10 +424,10 @@ def detach(
     claims: Callable[[], Sequence[str]] | None,
     timeout_s: float = _TIMEOUT_S,
 ) -> Detachment:
-    """Close NVML for `seconds`, and wait until every process of the plugin has closed it.
+    """Close NVML for `seconds` in all processes of the plugin, unless `claims` returns claims that use the GPUs.
 
-    `claims` returns the claims that use the GPUs. On an error, the previous detachment is restored. Raises:
-    ClaimsInTheWayError; the errors of `begin` and `wait_closed`.
+    On an error, the previous detachment is restored. Raises: ClaimsInTheWayError; the errors of `begin` and
+    `wait_closed`.
     """
     _refuse(claims)
     before = detachments.now()

@@ -1,8 +1,7 @@
 """Keeps a snapshot of the node's devices, with or without a working driver.
 
 Every two seconds, one thread checks a cheap fingerprint of the host and of NVML. If it changed, or on request, the
-thread reads everything again, once for all requests. If the plugin itself changed the MIG devices, the snapshot stays
-valid.
+thread reads everything again. If the plugin itself changed the MIG devices, the snapshot stays valid.
 """
 
 from __future__ import annotations
@@ -141,11 +140,6 @@ class Discovery:
         )
 
     def problems(self) -> Sequence[NodeProblem]:
-        """Return the node's problems; empty before the first discovery.
-
-        Until devices have been usable once, the node waits for the NVIDIA driver, unless NVML is kept closed on
-        purpose.
-        """
         found = [NodeProblem("driver-files-missing", fault.text) for fault in self._driver_file_faults()]
         unavailable, problem = self._problem, self.problem()
         if problem is not None and problem != NOT_DISCOVERED:
@@ -167,9 +161,8 @@ class Discovery:
             self._want_scan()
 
     def health_polled(self, gpu_uuid: str, polled: PolledHealth) -> None:
-        """Request a scan if a health poll found different NVLinks or a different fabric than the inventory has.
-
-        Every poll is compared, so the order of scans and polls does not matter.
+        """Request a scan for different NVLinks or a different fabric. Every poll is compared, so the order of scans and
+        polls does not matter.
         """
         if is_other_nvlink(self.inventory, gpu_uuid, polled):
             self.request_rescan()
@@ -226,7 +219,6 @@ class Discovery:
         return _RESCAN_INCOMPLETE_S if is_incomplete else _RESCAN_EVERY_S
 
     def _has_changed(self) -> bool:
-        """Whether anything changed other than MIG devices that the plugin created or destroyed."""
         before, now = self._fingerprint, HardwareFingerprint(self.host.fingerprint())
         if before is None or self._reopening_is_due or self._detached() is not None:
             return True
@@ -373,7 +365,6 @@ class Discovery:
         )
 
     def _reopen(self) -> bool:
-        """Return False if a change to a GPU is in progress; the next check retries."""
         self._reopening_is_due = True
         try:
             self.nvml.reopen()

@@ -66,8 +66,6 @@ class MaintenanceSteps:
     def open(self) -> None:
         """Remove a damaged file, and the file that a crash left for a claim that is not prepared, before NVML is
         opened.
-
-        A file that cannot be read keeps NVML closed, and discovery reports the error.
         """
         try:
             written = self.detachments.written()
@@ -90,8 +88,7 @@ class MaintenanceSteps:
     def do(self, step: StartMaintenance, plan: Plan) -> None:
         """Close NVML once nothing uses the GPUs. Does nothing for a prepared claim.
 
-        Raises: DeviceBusyError that names the claims on the GPUs, or the maintenance claim on other GPUs;
-        RetryableError.
+        Raises: DeviceBusyError that names the claims in the way; RetryableError.
         """
         ref = plan.claim.ref
         if self._is_prepared(ref, step):
@@ -153,7 +150,6 @@ class MaintenanceSteps:
                 self.rescan()
 
     def _is_prepared(self, ref: ClaimRef, step: StartMaintenance) -> bool:
-        """Raise RetryableError if the claim's record does not have this step any more."""
         record = self.records.get(ref.uid)
         if record is None or step not in record.steps:
             raise RetryableError("the claim was unprepared or changed while NVML was being closed for it")

@@ -69,7 +69,6 @@ ANSWERS_WITHIN_S = 15.0
 """A GPU without persistence mode is initialised first, which takes seconds."""
 NOT_ANSWERED = "it did not answer in time"
 _ALL_ANSWER_WITHIN_S = 0.5
-"""One wait for all GPUs switches threads less often than a wait for each GPU."""
 _OTHERS_ANSWER_WITHIN_S = 1.0
 """The limit after one GPU has not answered: a hanging call may block all other calls of the process."""
 
@@ -125,12 +124,11 @@ def best_effort(failed: Callable[[Exception], object]) -> Iterator[None]:
 
 
 def collected(faults: list[DiscoveryFault], subject: str) -> AbstractContextManager[None]:
-    """Add errors to the subject's faults. Raises: the errors of `best_effort`."""
     return best_effort(lambda error: faults.append(DiscoveryFault(subject, str(error))))
 
 
 def supported(call: Callable[..., T], *args: object) -> T | None:
-    """Return the result, or None if the GPU or driver lacks the feature. Raises: the errors of `nvml_errors`."""
+    """Return None if the GPU or driver lacks the feature. Raises: the errors of `nvml_errors`."""
     # Without `nvml_errors`, whose generator would cost as much as a short call.
     try:
         return call(*args)
@@ -146,7 +144,7 @@ def supported(call: Callable[..., T], *args: object) -> T | None:
 def query(
     call: Callable[..., T], *args: object, failed: Callable[[Exception], object] = lambda _error: None
 ) -> T | None:
-    """Return the result; None if it is not supported or fails. Raises: the errors of `best_effort`."""
+    """Return None if the call is not supported or fails. Raises: the errors of `best_effort`."""
     with best_effort(failed):
         return supported(call, *args)
     return None

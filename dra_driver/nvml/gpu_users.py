@@ -45,7 +45,6 @@ def read_processes(uuid: str) -> Mapping[int, str]:
 
 
 def read_gpu_processes(uuid: str, handle: Handle) -> Sequence[GpuProcess]:
-    """Return the processes sorted by ID, including MPS servers. Raises: the errors of `read_processes`."""
     found = {int(entry.pid): entry for versions in PROCESS_LISTS for entry in listed(handle, uuid, versions)}
     return [_process(pid, entry) for pid, entry in sorted(found.items())]
 
@@ -123,7 +122,7 @@ class PersistenceModes:
         self._operation = operation
 
     def get(self, gpu_uuid: str, pci_bus_id: str | None) -> bool | None:
-        """Whether persistence mode is on; None if the GPU does not support it."""
+        """Return None if the GPU does not support it."""
         with self._operation():
             mode = supported(pynvml.nvmlDeviceGetPersistenceMode, gpu_handle(gpu_uuid, pci_bus_id))
         return None if mode is None else bool(mode)

@@ -158,7 +158,7 @@ def _accepts_work(queries: _Queries) -> bool | None:
 def read_instances(uuid: str, handle: Handle | None = None) -> Mapping[tuple[int, int], str]:
     """Return the UUIDs of the MIG devices of a GPU by GPU instance and compute instance.
 
-    Raises: DeviceLostError, NvmlUnavailableError, RetryableError if they cannot all be read.
+    Raises: DeviceLostError, NvmlUnavailableError, RetryableError.
     """
     handle = gpu_handle(uuid, None) if handle is None else handle
     count = supported(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0
@@ -180,7 +180,6 @@ def read_instances(uuid: str, handle: Handle | None = None) -> Mapping[tuple[int
 
 
 def _recovery_action(handle: Handle) -> int | None:
-    """Return None if the library does not know the field."""
     (entry,) = pynvml.nvmlDeviceGetFieldValues(handle, [_RECOVERY_ACTION_FIELD])
     if entry.nvmlReturn == pynvml.NVML_ERROR_INVALID_ARGUMENT:
         return None

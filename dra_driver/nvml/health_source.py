@@ -95,8 +95,6 @@ class HealthSource:
     def register(self, gpu_uuid: str, pci_bus_id: str | None) -> None:
         """Register the GPU in the newest event set. The caller must poll it afterwards, because earlier events may be
         lost.
-
-        Also raises DeviceLostError, NotSupportedError.
         """
         with self._using():
             with self._guard:
@@ -127,7 +125,7 @@ class HealthSource:
     def wait(self, timeout_s: float) -> HealthEvent | None:
         """Return the next event, or None if none came in time.
 
-        Also raises DeviceLostError if a GPU was lost, but NVML does not say which one.
+        Also raises DeviceLostError if NVML does not say which GPU was lost.
         """
         with self._using():
             with self._guard:

@@ -149,7 +149,6 @@ class MigHardware:
 
     @_whole
     def instances(self, gpu_uuid: str, pci_bus_id: str | None) -> tuple[GpuInstance, ...]:
-        """Return every GPU instance sorted by placement, with or without compute instances."""
         return self._instances(gpu_handle(gpu_uuid, pci_bus_id), gpu_uuid)
 
     @_whole
@@ -194,9 +193,6 @@ class MigHardware:
 
     @_whole
     def destroy(self, gpu_uuid: str, pci_bus_id: str | None, gpu_instance_id: int) -> None:
-        """Destroy a GPU instance, if it exists. Raises: DeviceBusyError while it contains a process or a compute
-        instance.
-        """
         handle = gpu_handle(gpu_uuid, pci_bus_id)
         instance = gpu_instance_handle(handle, gpu_uuid, gpu_instance_id)
         if instance is None:
@@ -224,7 +220,7 @@ class MigHardware:
     def compute_instances(
         self, gpu_uuid: str, pci_bus_id: str | None, gpu_instance_id: int
     ) -> tuple[tuple[int, str], ...]:
-        """Return (ID, UUID of the MIG device) of the compute instances in a GPU instance, if it exists."""
+        """Return (ID, UUID of the MIG device) of each."""
         handle = gpu_handle(gpu_uuid, pci_bus_id)
         instance = gpu_instance_handle(handle, gpu_uuid, gpu_instance_id)
         if instance is None:
@@ -271,7 +267,6 @@ class MigHardware:
     def destroy_compute(
         self, gpu_uuid: str, pci_bus_id: str | None, gpu_instance_id: int, compute_instance_id: int
     ) -> None:
-        """Destroy a compute instance, if it exists. Raises: DeviceBusyError while a process uses it."""
         handle = gpu_handle(gpu_uuid, pci_bus_id)
         instance = gpu_instance_handle(handle, gpu_uuid, gpu_instance_id)
         if instance is None:
@@ -300,7 +295,6 @@ class MigHardware:
         return self._complete_table(self._profiles, handle, Gpu(uuid=gpu_uuid))
 
     def _complete_table(self, tables: Tables[T], handle: Handle, gpu: Gpu) -> T:
-        """Raise RetryableError if the table is incomplete."""
         with nvml_errors("read the driver version"):
             version = str(pynvml.nvmlSystemGetDriverVersion())
         faults: list[DiscoveryFault] = []
@@ -355,7 +349,6 @@ def _slices(placement: Placement) -> str:
 
 
 def _destroy_again(error: DraDriverError, destroy: Callable[[Handle], object], made: Handle) -> None:
-    """Destroy the instance that was created before `error`; raise if this fails."""
     try:
         with nvml_errors("destroy the new instance"):
             destroy(made)
@@ -366,7 +359,6 @@ def _destroy_again(error: DraDriverError, destroy: Callable[[Handle], object], m
 
 
 def _compute_instances_in(instance: Handle) -> list[tuple[int, str, Handle]]:
-    """Return (ID, UUID, handle) of the compute instances that can be read, to explain an error."""
     found = []
     try:
         for compute in compute_instance_handles(instance):

@@ -126,7 +126,7 @@ def placement_of(info: Any) -> Placement:
 
 
 def compute_profiles(instance: Handle) -> list[tuple[int, Any]]:
-    """Return (number, NVML's description) of each compute instance profile. Raises: pynvml.NVMLError."""
+    """Return (number, NVML's description) of each. Raises: pynvml.NVMLError."""
     offered = []
     for number in range(_COMPUTE_PROFILE_COUNT):
         try:
@@ -145,7 +145,7 @@ def _compute_profile(instance: Handle, number: int) -> Any:
 
 
 def whole_compute_profile(offered: Iterable[tuple[int, Any]], profile: MigProfile) -> int | None:
-    """Return the ID of the compute instance profile that covers a whole GPU instance of `profile`.
+    """Return the compute instance profile that covers a whole GPU instance.
 
     It prefers profiles with all multiprocessors, then plain profiles over variants.
     """
@@ -173,7 +173,7 @@ def compute_instance_handles(instance: Handle) -> Iterator[Handle]:
 
 
 def compute_identity(compute: Handle) -> tuple[int, str]:
-    """Return a compute instance's ID and its MIG device's UUID, without a search. Raises: pynvml.NVMLError."""
+    """Return a compute instance's ID and its MIG device's UUID. Raises: pynvml.NVMLError."""
     info = pynvml.nvmlComputeInstanceGetInfo(compute)
     return int(info.id), str(pynvml.nvmlDeviceGetUUID(info.device))
 
@@ -203,7 +203,6 @@ def read_mig_devices(
 
 
 def _mig_handle(handle: Handle, index: int, gpu: Gpu) -> Handle | None:
-    """Return None for gaps in the numbering and if MIG mode is off."""
     try:
         return pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
     except (pynvml.NVMLError_NotFound, pynvml.NVMLError_InvalidArgument):
@@ -264,7 +263,6 @@ def _read_mig_device(
 
 
 def read_profiles(handle: Handle, gpu: Gpu, faults: list[DiscoveryFault]) -> dict[int, MigProfile]:
-    """Return the GPU instance profiles by ID. Raises: DeviceLostError, NvmlUnavailableError."""
     profiles: dict[int, MigProfile] = {}
     for number in range(_PROFILE_COUNT):
         action = f"read GPU instance profile {number} of GPU {gpu.uuid}"
@@ -276,9 +274,7 @@ def read_profiles(handle: Handle, gpu: Gpu, faults: list[DiscoveryFault]) -> dic
 
 
 def read_placed_profiles(handle: Handle, gpu: Gpu, faults: list[DiscoveryFault]) -> tuple[PlacedProfile, ...]:
-    """Return the profiles that have placements, sorted by ID, whether MIG mode is on or off. Raises as
-    `read_profiles`.
-    """
+    """Return the profiles that have placements, sorted by ID, whether MIG mode is on or off."""
     placed: list[PlacedProfile] = []
     for profile_id, profile in sorted(read_profiles(handle, gpu, faults).items()):
         action = f"read the placements of profile {profile.name} ({profile_id}) of GPU {gpu.uuid}"
@@ -348,7 +344,6 @@ def _profile(info: Any, number: int, gpu: Gpu) -> MigProfile:
 
 
 def _driver_name(info: Any) -> str | None:
-    """Return `1g.10gb+me` from the NVIDIA driver's `MIG 1g.10gb+me`."""
     name = getattr(info, "name", None)
     if isinstance(name, bytes):
         name = name.decode(errors="replace")

@@ -43,7 +43,6 @@ class PeerMemory:
         self._remotes.clear()
 
     def recalled(self, handle: Handle, gpu: Gpu) -> Gpu:
-        """Return the GPU with its links and fabric as they were outside of MIG mode, if known."""
         if _is_out_of_mig_mode(handle, gpu):
             self._gpus[gpu.uuid] = (gpu.nvlink_links, gpu.fabric)
             return gpu
@@ -178,13 +177,11 @@ def _is_out_of_mig_mode(handle: Handle, gpu: Gpu) -> bool:
 
 
 def _peer_access(a: Handle, b: Handle) -> bool | None:
-    """Return None if the NVIDIA driver does not support the query."""
     status = supported(pynvml.nvmlDeviceGetP2PStatus, a, b, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
     return None if status is None else bool(status == pynvml.NVML_P2P_STATUS_OK)
 
 
 def _remotes(handle: Handle, gpu: Gpu, memory: PeerMemory) -> Mapping[str, int] | None:
-    """Return the number of active links by their other end; None if they cannot be read."""
     try:
         states = link_states(handle)
     except DeviceLostError:
@@ -374,7 +371,6 @@ def read_nvml_fingerprint(memory: ScanMemory) -> NvmlFingerprint:
     """Return a value that changes when a GPU appears, is lost or changes its MIG mode, within microseconds.
 
     A lost GPU is None. A GPU that does not answer keeps its last entry, so that NVML is not reopened because of a hang.
-    Raises: NvmlUnavailableError.
     """
     with nvml_errors("count the GPUs"):
         count = pynvml.nvmlDeviceGetCount()

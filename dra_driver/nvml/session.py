@@ -75,6 +75,7 @@ class NvmlSession:
         clock: Callable[[], float] = time.monotonic,
         mark: UseMark | None = None,
     ) -> None:
+        """Hold `mark` while NVML is initialised, so that other processes can see it."""
         self._loader = loader
         self.mark = mark
         self._clock = clock
@@ -103,8 +104,8 @@ class NvmlSession:
     def kept_open(self) -> Iterator[int]:
         """Keep NVML initialised during the calls made inside.
 
-        Yields the number of the opening: handles and event sets of an earlier opening are invalid. Raises:
-        NvmlUnavailableError if NVML is not initialised, or if a thread waits to close it and no operation is running.
+        Yields the number of the opening: handles of an earlier opening are invalid. Raises: NvmlUnavailableError, also
+        if a thread waits to close NVML and no operation is running.
         """
         call = object()
         with self._turn:
@@ -123,8 +124,8 @@ class NvmlSession:
     def operation(self, patience: Callable[[], float]) -> Iterator[None]:
         """Keep NVML initialised until the operation ends, however long. Reentrant in the same thread.
 
-        Waits up to `patience` seconds while NVML is being initialised or is about to be, unless that hangs. Raises:
-        NvmlUnavailableError, or the error of the last `reopen`; the errors of `patience`.
+        Waits up to `patience` seconds for an opening, unless it hangs. Raises: NvmlUnavailableError, or the error of
+        the last `reopen`.
         """
         thread = threading.get_ident()
         if thread in self._operations:
@@ -144,7 +145,6 @@ class NvmlSession:
                 self._turn.notify_all()
 
     def close(self) -> None:
-        """Shut NVML down for good and ignore errors."""
         with self._turn:
             was_open, self.is_open = self.is_open, False
             self._is_over = True
@@ -161,7 +161,7 @@ class NvmlSession:
             _log.warning("nvml_not_shut_down", reason="shut NVML down: it hangs in the NVIDIA driver")
 
     def release(self, why: str) -> None:
-        """Shut NVML down until the next `reopen`; `why` is the error text for all calls until then.
+        """Shut NVML down until the next `reopen`; `why` is the error text until then.
 
         Raises: NvmlInUseError, without any change, while a call is running.
         """
@@ -227,7 +227,6 @@ class NvmlSession:
             self._open_again()
 
     def change_lasts_s(self) -> float:
-        """Return for how many seconds NVML has been initialising or shutting down."""
         change = self._change
         return 0.0 if change is None else self._clock() - change[1]
 
@@ -296,10 +295,7 @@ class NvmlSession:
     def _changed(
         self, work: Callable[[], None], wait_s: float, then: Callable[[], None] = lambda: None
     ) -> bool:
-        """Run `work`, which may hang, in a new thread, then end the change and call `then`.
-
-        Returns whether the work ended within `wait_s` seconds.
-        """
+        """Run `work`, which may hang, in a new thread; return whether it ended within `wait_s` seconds."""
         ended = threading.Event()
 
         def do() -> None:

@@ -22,7 +22,6 @@ from dra_driver.nvml.mig_reading import gpu_handle
 from dra_driver.nvml.session import NvmlSession
 
 _SAMPLED_US = 2_000_000
-"""`nvidia-smi pmon` uses about this period."""
 _FULL = 100
 _SHORTEST_S = 1.0
 """A reading sooner after the last sample, such as for a second Prometheus, gets the previous value."""
@@ -46,10 +45,6 @@ _MHZ = 1_000_000
 
 
 def read_load(uuid: str, handle: Handle | None = None) -> GpuLoad:
-    """Return the GPU's load; values that NVML does not report are None.
-
-    Raises: DeviceLostError, NvmlUnavailableError, RetryableError.
-    """
     handle = gpu_handle(uuid, None) if handle is None else handle
     memory = query(read_memory, handle)
     rates = query(pynvml.nvmlDeviceGetUtilizationRates, handle)
@@ -152,7 +147,7 @@ class UsageSource:
         """Return the usage of the GPU and of these MIG devices; devices that are gone are omitted.
 
         Does not search for MIG devices, because that can take NVML seconds. Raises: DeviceLostError,
-        NvmlUnavailableError; RetryableError if the processes cannot be read.
+        NvmlUnavailableError, RetryableError.
         """
         with self._session.kept_open():
             handle = gpu_handle(gpu.uuid, gpu.pci_bus_id)
@@ -185,7 +180,6 @@ class UsageSource:
     def _of_mig(
         self, gpu: GpuAddress, handle: Handle, devices: Collection[MigAddress]
     ) -> Mapping[str, GpuLoad]:
-        """Return the loads by UUID, and forget the samples of other devices."""
         samples = self._samples.setdefault(gpu.uuid, {})
         for uuid in samples.keys() - {device.uuid for device in devices}:
             _free(samples.pop(uuid))
@@ -303,7 +297,6 @@ def _sample(handle: Handle, gpu_instance_id: int) -> Handle:
 
 
 def _busy_between(first: Handle, second: Handle) -> int | None:
-    """Return the busy time in percent; None for an impossible value."""
     wanted = pynvml.c_nvmlGpmMetricsGet_t()
     wanted.version, wanted.numMetrics = pynvml.NVML_GPM_METRICS_GET_VERSION, 1
     wanted.sample1, wanted.sample2 = first, second

@@ -108,7 +108,6 @@ def locate(name: str) -> Path:
 
 
 def load_models(extra: dict[str, Any] | None = None, only: set[str] | None = None) -> dict[str, Model]:
-    """Return GPU products by key; `extra` overrides or adds fields."""
     catalogue = _read(MACHINES / "_models.yaml")
     for key, fields in (extra or {}).items():
         catalogue[key] = {**catalogue.get(key, {}), **fields}
@@ -141,6 +140,7 @@ def _model(key: str, fields: dict[str, Any], tables: dict[str, Any]) -> Model:
 
 
 def build(name: str) -> State:
+    """Return the initial state of a machine. Raises: InvalidConfigError."""
     path = locate(name)
     document = _read(path)
     machine = path.stem

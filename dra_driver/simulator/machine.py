@@ -1,5 +1,3 @@
-"""One simulated machine: its directory, its state, and all operations on it."""
-
 from __future__ import annotations
 
 import uuid
@@ -294,8 +292,6 @@ class Machine:
     def set_fault(self, function: str, *, gpu: Selector | None = None, **more: Any) -> str:
         """Make the next calls of an NVML function (shell pattern), or writes to sysfs (`faults.WRITES`), fail or
         respond late.
-
-        Returns a description.
         """
         with self._change() as state:
             subject = None if gpu is None else self._find(state, gpu).uuid
@@ -406,7 +402,6 @@ class Machine:
             pci.after_load(state)
 
     def set_missing_functions(self, *names: str) -> None:
-        """Remove these functions from libraries loaded from now on."""
         with self._change() as state:
             state.missing_functions = list(names)
 
@@ -423,7 +418,6 @@ class Machine:
             pci.after_boot(state)
 
     def _forget(self, state: State) -> None:
-        """Clear everything that is in the NVIDIA driver's memory."""
         state.system["confidential_ready"] = False
         for gpu in state.gpus:
             mig.after_reboot(gpu, state.model_of(gpu))

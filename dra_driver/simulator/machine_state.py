@@ -99,8 +99,6 @@ class GpuInstance:
 
 @dataclass(slots=True)
 class Holder:
-    """A process that keeps a GPU busy for `utilisation` percent of the time."""
-
     pid: int
     name: str
     gpu_instance: int | None = None

@@ -4,9 +4,8 @@ Servers silently drop fields whose feature gate is off, and older servers reject
 server with dry runs: at the start, after a rejected slice, and hourly while a feature is missing. It also compares the
 responses to writes, because several servers may differ.
 
-Without counters, the scheduler would allocate the same part of a GPU many times. Compatibility groups are published
-only while an hourly test shows that the server keeps them in a new slice: if the gate was switched off, the server
-keeps groups in existing slices, and the scheduler skips every device that has them.
+Compatibility groups are published only while an hourly test shows that the server keeps them in a new slice: if the
+gate was switched off, the server keeps groups in existing slices, and the scheduler skips every device that has them.
 """
 
 from __future__ import annotations
@@ -48,7 +47,6 @@ _COUNTS_SHARES = (1, 36, 2)
 """The first Kubernetes release whose scheduler counts the counters that shares consume; no 1.35 release does."""
 _NUMBERS = re.compile(r"v?(\d+)\.(\d+)\.(\d+)")
 _DISPENSABLE = frozenset({TAINTS_GATE, SHARES_GATE})
-"""Feature gates whose fields can be omitted."""
 _REMEDY = (
     f"use Kubernetes 1.36 or newer, where the feature gate {PARTITIONS_GATE} is on by default, or 1.35 with the gate"
     " switched on in the API server and the scheduler"
@@ -114,10 +112,8 @@ def _device_fields(api: ApiClient, owner: Owner) -> tuple[frozenset[str], TaintL
 def partitions_problem(api: ApiClient, owner: Owner) -> str | None:
     """Return why the API server does not support partitionable devices, as a sentence with the remedy.
 
-    Kubernetes 1.34 rejects slices with only counter sets or only devices. A server without the feature gate drops the
-    fields.
-
-    Raises: ApiUnavailableError; ApiRejectedError (permissions, admission).
+    Up to Kubernetes 1.34 the server rejects counter sets and devices in separate slices. Raises: ApiUnavailableError;
+    ApiRejectedError (permissions, admission).
     """
     contents = (SliceContent(shared_counters=(_SET,)), SliceContent(devices=(_COUNTED,)))
     lost = _lost_in_trial(
@@ -160,7 +156,7 @@ def _lost_in_trial(
 def sharing_caution(client: ApiClient) -> str | None:
     """Return why this cluster allocates shares of devices with counters wrongly, as a sentence with the remedy.
 
-    None also if the server does not say its release. Raises: ApiUnavailableError.
+    Raises: ApiUnavailableError.
     """
     try:
         release = server_version(client)
@@ -186,8 +182,7 @@ def shares_counters(inventory: Inventory, sharing: SharingPolicy) -> bool:
 class ApiSupport:
     """Remembers what the server accepts and stores, from dry runs and from its responses to writes.
 
-    Only the publisher's thread uses it, but any thread may read its properties and `caution`, the `sharing_caution` of
-    a node that shares devices with counters.
+    Only the publisher's thread uses it, but any thread may read its properties and `caution` (`sharing_caution`).
     """
 
     api: ApiClient
@@ -218,7 +213,6 @@ class ApiSupport:
 
     @property
     def ask_at(self) -> float:
-        """When to test the server again, on the clock."""
         known = self._known
         if self._is_release_unknown:
             return self._asked_at + _UNKNOWN_AGAIN_S

@@ -53,7 +53,7 @@ _NOT_YET = "slices have not been published yet"
 _PROMPT_ANSWERS = 10
 """Immediate rewrites after others change our slices; a restarted kubelet, for example, deletes them."""
 _ANSWER_EVERY_S = 30.0
-"""The average time between later rewrites, so that a conflict does not overload the API server."""
+"""The average time between later rewrites."""
 _CALM_AFTER_S = 60.0
 """How long after a write more changes are expected soon."""
 _CONTESTED_S = 60.0
@@ -72,7 +72,7 @@ class PublishObserver(Protocol):
 
 
 class PublishedNode(Protocol):
-    """What a node publishes. The publisher's thread calls it in each round."""
+    """The publisher's thread calls it in each round."""
 
     def inventory(self) -> Inventory | None:
         """Return None while unknown."""
@@ -89,7 +89,7 @@ class PublishedNode(Protocol):
 
 @dataclass(eq=False)
 class Publisher:
-    """Keeps the slices of `node` up to date with its devices. Other threads only call `mark_dirty`."""
+    """Other threads only call `mark_dirty`."""
 
     node: PublishedNode
     slices: SliceCache
@@ -130,9 +130,7 @@ class Publisher:
         return None if wrong is None else wrong[1]
 
     def problems(self) -> Sequence[NodeProblem]:
-        """Return outdated slices, other programs that write slices, and what of the last pool the cluster does not
-        support.
-        """
+        """Return outdated slices, other writers, and what of the last pool the cluster does not support."""
         wrong, unseen, now = self._wrong, self.slices.failing, time.monotonic()
         found = list(self._of_pool)
         if now - self._contested_at < _CONTESTED_S:
@@ -302,7 +300,6 @@ class Publisher:
             self._published.set()
 
     def _changes(self, pool: Pool, owner: Owner) -> SliceChanges:
-        """Return what to write now. Refused deletions are included when they are due."""
         self._existing = self.support.as_sent(self.slices.current())
         changes = slice_changes(pool, self._existing, owner, self._undeleted)
         obsolete = {entry["metadata"]["uid"]: entry for entry in changes.deletes}
@@ -369,8 +366,8 @@ class Publisher:
         return True
 
     def _delete(self, obsolete: Iterable[JsonObject]) -> int:
-        """Return the number of deleted slices. A failure does not delay other writes: a webhook may protect a slice
-        that is not ours.
+        """Return the number of deleted slices. Failures do not delay other writes: a webhook may protect a slice that
+        is not ours.
         """
         deleted, failed, asked_s = 0, False, 0.0
         for entry in obsolete:

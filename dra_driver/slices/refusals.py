@@ -36,8 +36,6 @@ _PLACE = re.compile(r"\bspec\.(devices|sharedCounters)\[(\d+)\]")
 
 @dataclass(slots=True)
 class _Refusal:
-    """The server rejected `wanted`, and accepted `before`."""
-
     wanted: JsonObject
     before: JsonObject | None
     error: ApiRejectedError
@@ -132,7 +130,7 @@ def _accepted(entries: Iterable[JsonObject], refusals: Iterable[_Refusal]) -> tu
 def _rejected(
     content: SliceContent, existing: Sequence[JsonObject], error: str
 ) -> Iterator[tuple[JsonObject, JsonObject | None]]:
-    """Yield each rejected entry and its existing form, which is None if there is none or if it is the same."""
+    """Yield each rejected entry and its existing form, if that differs."""
     places = set(_PLACE.findall(error))
     for key, entries in (("devices", content.devices), ("sharedCounters", content.shared_counters)):
         published = {entry["name"]: entry for one in existing for entry in one["spec"].get(key) or ()}

@@ -124,7 +124,6 @@ def requests_action(polled: PolledHealth) -> bool:
 
 
 def is_memory_read(polled: PolledHealth) -> bool:
-    """Whether no query for the values that `requests_action` reads has failed."""
     return polled.failed.isdisjoint(_REPAIR_FIELDS)
 
 
@@ -158,7 +157,6 @@ def seen_nvlinks(before: NvLinks | None, now: NvLinks) -> NvLinks:
 
 
 def nvlink_findings(polled: PolledHealth, seen: NvLinks) -> list[Finding]:
-    """Return the faults of the polled links. `seen` are the links that have been active since the boot."""
     now = polled.nvlinks
     if now is None:
         return []

@@ -1,8 +1,7 @@
 """Decides how observations change the health of a device, and how each reason ends.
 
-The severity of a state is the worst of its active reasons, so a harmless event never makes a bad device look healthy. A
-reason ends only as its `Ending` says, never because a query failed. A poll in which no live query succeeded ends no
-reason; after two such polls in a row the GPU is unresponsive.
+A harmless event never makes a bad device look healthy: its severity is the worst of its active reasons. A reason ends
+only as its `Ending` says, never because a query failed. Two polls in a row without an answer make the GPU unresponsive.
 """
 
 from __future__ import annotations
@@ -83,9 +82,8 @@ FLAPS, FLAP_WINDOW_S = 3, 3600
 HOLD_S, HOLD_MAX_S = 600, 4 * 3600
 """For how long, in seconds; doubled with each repetition."""
 UNRESPONSIVE_AFTER_S = 60
-"""How long an operation must hang; claims wait for the same time."""
+"""How long an operation must hang until its GPU is unresponsive; claims wait for the same time."""
 REBOOT_AFTER_S = 15 * 60
-"""After this time, the hang is not expected to end by itself."""
 
 
 class Ending(Enum):
@@ -190,7 +188,6 @@ def _having(state: HealthState, reasons: Iterable[Reason]) -> HealthState:
 
 
 def _with_found(state: HealthState, found: Mapping[str, list[Finding]], now: int) -> HealthState:
-    """Replace the reasons whose keys are in `found`."""
     if state.target.is_instance:
         return state
     known = {reason.name: reason for reason in state.reasons}
@@ -228,7 +225,6 @@ def _after_silence(state: HealthState, polled: PolledHealth, now: int) -> Health
 
 
 def _no_answer(state: HealthState, found: Finding, since: int) -> HealthState:
-    """Record why the GPU does not answer, in the place of an earlier cause."""
     key, value, severity, text = found
     before = next(filter(_is_silence, state.reasons), None)
     if before is not None and (before.value, before.text) == (value, text):
@@ -301,7 +297,6 @@ def _with_nvlinks(state: HealthState, polled: PolledHealth, now: int) -> HealthS
 
 
 def _is_over(reason: Reason, polled: PolledHealth, now: int, *, is_still: bool) -> bool:
-    """Whether an answered poll ends a reason that an event caused."""
     if requests_action(polled) or not is_memory_read(polled):
         return False
     if ending_of(reason) is Ending.STILL and not is_still:

@@ -192,7 +192,6 @@ def withdrawals(
 
 
 def rfc3339(at: int) -> str:
-    """Format seconds since 1970, for example `2026-08-07T12:00:00Z`."""
     return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
@@ -211,7 +210,6 @@ def _is_about(state: HealthState, uuid: str | None) -> bool:
 
 
 def _rank(reason: Reason) -> tuple[int, int, str, int, str]:
-    """Sort worst first, then oldest; Xids of the same second by number."""
     return (-reason.severity, reason.since, reason.key, len(reason.value), reason.value)
 
 

@@ -134,7 +134,6 @@ CATALOG: Final[Mapping[int, CatalogEntry]] = {
 }  # fmt: skip
 
 RECOVERY_ACTION_CHANGED: Final = 154
-"""Polls read the action anyway."""
 
 
 @dataclass(frozen=True, slots=True)

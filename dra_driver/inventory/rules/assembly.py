@@ -20,7 +20,6 @@ from dra_driver.model.units import counted
 
 
 def unanswering(gpus: Sequence[Gpu], before: Inventory | None) -> tuple[Gpu, ...]:
-    """Return the previously known GPUs with a PCI address that are missing from `gpus`."""
     if before is None:
         return ()
     answering = {gpu.uuid for gpu in gpus} | {gpu.pci_bus_id for gpu in gpus}
@@ -49,8 +48,8 @@ def assembled(
 ) -> Inventory:
     """Return the inventory `read` with the offered `gpus` and the `lost` ones.
 
-    Lost GPUs and those that are partitioned on demand keep their names, because MIG mode changes the minor number.
-    `functions` are the PCI bus IDs of GPUs; one that NVML does not list is a fault.
+    Lost GPUs and those that are partitioned on demand keep their names, because MIG mode changes the minor number. A
+    GPU in `functions` (PCI bus IDs) that NVML does not list is a fault.
 
     Raises: NvmlUnavailableError if the bus has GPUs but NVML lists none: on a new node the NVIDIA driver's files appear
     before its GPUs are bound, and an empty pool would be wrong.
@@ -103,7 +102,7 @@ class HardwareFingerprint:
 
 
 def is_other_hardware(now: HostFingerprint, before: HostFingerprint) -> bool:
-    """Whether NVML must be initialised again: GPUs appeared or disappeared, or the NVIDIA driver was reloaded."""
+    """Whether NVML must be initialised again."""
     return replace(now, instances={}) != replace(before, instances={})
 
 
@@ -183,9 +182,9 @@ def with_nvlink_domains(found: Inventory) -> Inventory:
 def nvlink_domains(gpus: Sequence[Gpu], reachable: Mapping[Pair, int]) -> dict[str, str]:
     """Return the NVLink domain of each GPU that has one, by UUID.
 
-    `reachable` maps pairs of UUIDs that reach each other over NVLink to a weight: the number of links between them, or
-    any positive number behind a switch. GPUs with an equal domain reach each other pairwise, so a claim can use the
-    domain as `matchAttribute`. Only a multi-node fabric gives a single GPU a domain.
+    `reachable` maps pairs of UUIDs to the number of links between them, or any positive number behind a switch. GPUs
+    with an equal domain reach each other pairwise, so a claim can use the domain as `matchAttribute`. Only a multi-node
+    fabric gives a single GPU a domain.
 
     A GPU in MIG mode has no domain, because MIG disables peer access, unless it leaves MIG mode for a claim.
     """
@@ -220,7 +219,7 @@ def _fabric_domains(choices: Mapping[str, Sequence[str]]) -> dict[str, str]:
 
 
 def _heaviest_clique(uuids: Sequence[str], reachable: Mapping[Pair, int]) -> tuple[str, ...]:
-    """Return the largest fully connected group; among equals, the one with most links, then the first in order."""
+    """Prefer the largest fully connected group, then the one with most links, then the first in order."""
     neighbours = {
         uuid: {other for other in uuids if other != uuid and reachable.get(frozenset((uuid, other)), 0) > 0}
         for uuid in uuids

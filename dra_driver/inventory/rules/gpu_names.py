@@ -1,5 +1,3 @@
-"""The device names of GPUs, and the names by which users may refer to a GPU."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence

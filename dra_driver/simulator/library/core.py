@@ -193,7 +193,6 @@ class Core:
         return state, gpu
 
     def device(self, handle: Any) -> tuple[State, Gpu, Handle]:
-        """Return the state, the GPU of a handle for a GPU or MIG device, and the parsed handle."""
         state = self.state()
         parsed = self.parse(handle)
         gpu = self.gpu_of(state, parsed.gpu)

@@ -47,7 +47,6 @@ _PCIE_FIELDS = (pynvml.NVML_FI_DEV_PCIE_COUNT_TX_BYTES, pynvml.NVML_FI_DEV_PCIE_
 _NVLINK_FIELDS = (pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX, pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX)
 _ALL_LINKS = 0xFFFFFFFF
 _PCIE_BYTES_S, _LINK_KIB_S = 10**9, 10**6
-"""Traffic of a busy GPU, and of each of its NVLinks."""
 _SAMPLE_S, _KEPT_SAMPLES = 0.2, 100
 
 
@@ -492,7 +491,6 @@ class Links(Core):
         return state, gpu, model, number(link)
 
     def _active(self, handle: Any, link: Any) -> tuple[State, Gpu, Model, int, str]:
-        """Return (…, remote type, remote address) of an active link."""
         state, gpu, model, wanted = self._link(handle, link)
         for index, kind, remote in active_links(gpu):
             if index == wanted:

@@ -163,6 +163,7 @@ def listen(name: str) -> socket.socket:
 
 
 def daemon() -> int:
+    """Run the daemon; return its exit code."""
     import signal
 
     known = rules()

@@ -42,7 +42,7 @@ _KINDS: Final[tuple[_Kind, ...]] = (WholeGpu, StaticMigDevice, DynamicMigDevice,
 @dataclass(frozen=True, slots=True)
 class Entry:
     """An attribute or capacity, and how it is found for each kind of device: `both` are whole GPUs and MIG devices,
-    `static` MIG devices exist already. A function returns None if the value is unknown. `says` is for docs/api.md.
+    `static` MIG devices exist already. A function returns None if the value is unknown.
     """
 
     name: str
@@ -200,7 +200,7 @@ function are added to shared devices.
 
 
 def wire_device(device: OfferedDevice, inventory: Inventory, bound: BoundedRule | None = None) -> JsonObject:
-    """Return one entry of `spec.devices`. With a rule, several claims may hold the device at the same time."""
+    """Return one entry of `spec.devices`, which several claims may hold at the same time if it has a rule."""
     attributes, amounts = attributes_of(device, inventory), _amounts_of(device, inventory)
     if bound is None:
         capacity: JsonObject = {name: {"value": _quantity(name, amount)} for name, amount in amounts.items()}

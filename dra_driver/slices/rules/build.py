@@ -1,7 +1,7 @@
 """The only builder of ResourceSlices: converts an inventory to the desired pool of this node.
 
-The number of devices and NVML's names depend on the hardware: a device that exceeds a limit must not cost the node its
-other devices. Source of the limits: validation of resource.k8s.io/v1 as of Kubernetes 1.37.
+A device that exceeds a limit must not cost the node its other devices. Source of the limits: validation of
+resource.k8s.io/v1 as of Kubernetes 1.37.
 """
 
 from __future__ import annotations
@@ -159,7 +159,6 @@ def build_pool(
 
 
 def _counter_sets(inventory: Inventory, faults: list[str]) -> tuple[dict[str, JsonObject], set[str]]:
-    """Return the counter sets by GPU UUID, and the GPUs whose set would be rejected."""
     sets: dict[str, JsonObject] = {}
     refused: set[str] = set()
     for gpu in inventory.offered_gpus:
@@ -271,7 +270,6 @@ def counter_set_faults(entry: JsonObject) -> list[str]:
 
 
 def has_its_counters(device: JsonObject, counter_sets: Iterable[JsonObject]) -> bool:
-    """Whether the pool has all counters that the device consumes; otherwise the API server rejects the device."""
     known: JsonObject = {entry["name"]: entry["counters"] for entry in counter_sets}
     return all(
         use["counters"].keys() <= known.get(use["counterSet"], {}).keys()

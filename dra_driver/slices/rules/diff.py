@@ -40,7 +40,6 @@ _GATES: Final[Mapping[str, str]] = {
     "allowMultipleAllocations": SHARES_GATE,
     "requestPolicy": SHARES_GATE,
 }
-"""Only for fields that this plugin writes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +51,6 @@ class Owner:
 
 @dataclass(frozen=True, slots=True)
 class SliceChanges:
-    """Writes in the required order."""
-
     deletes: tuple[JsonObject, ...] = ()
     updates: tuple[JsonObject, ...] = ()
     creates: tuple[JsonObject, ...] = ()
@@ -113,7 +110,6 @@ def _index_digits(count: int) -> int:
 def _match(
     existing: Sequence[JsonObject], generation: int, count: int
 ) -> tuple[dict[int, JsonObject], list[JsonObject]]:
-    """Return existing slices by the index in their name, and obsolete slices."""
     matched: dict[int, JsonObject] = {}
     obsolete: list[JsonObject] = []
     pattern = re.compile(rf"^([0-9a-f]{{{_index_digits(count)}}})-")
@@ -273,7 +269,6 @@ def _is_same_second(existing: Any, wanted: Any) -> bool:
 
 
 def dropped_fields(sent: dict[str, Any], returned: dict[str, Any]) -> tuple[Drop, ...]:
-    """Return the fields of `sent` that are missing or different in `returned`."""
     sent_spec, returned_spec = sent.get("spec") or {}, returned.get("spec") or {}
     found = (
         path
@@ -309,7 +304,6 @@ def _without(fields: dict[str, Any], gates: Set[str]) -> dict[str, Any]:
 
 
 def _text(path: Path) -> str:
-    """Return the path in the API's form, such as `spec.devices[0].taints`."""
     parts = (
         f".{part}" if isinstance(part, str) and part.replace("_", "").isalnum() else f"[{part}]"
         for part in path

@@ -36,7 +36,6 @@ class OtherWriters:
         self._writer: OtherWriter | None = None
 
     def settled(self, slices: Iterable[JsonObject]) -> None:
-        """Record that these slices are correct, no matter who wrote them."""
         self._seen = frozenset(map(_version, slices))
 
     def differing(self, slices: Iterable[JsonObject], now: float) -> None:
