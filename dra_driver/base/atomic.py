@@ -284,7 +284,7 @@ def set_aside(path: Path, what: str) -> Path | None:
 
 
 def open_plain(path: Path, flags: int, mode: int = 0o600) -> int:
-    """Open a regular file, like `os.open`; never wait for a pipe or device.
+    """Open a regular file, not a link, like `os.open`; never wait for a pipe or device.
 
     Raises: OSError, with an errno in UNREADABLE if the path is not a regular file.
     """

@@ -182,7 +182,7 @@ class Machine:
                 state.add_event(gpu, pynvml.nvmlEventTypeXidCriticalError, XID_OFF_THE_BUS)
 
     def restore_gpu(self, selector: Selector) -> None:
-        """Let the GPU answer again, to sessions that are opened from now on."""
+        """Let the GPU answer again. Sessions that were opened while it was lost must be reopened."""
         with self._change() as state:
             gpu = self._find(state, selector)
             gpu.lost = False

@@ -198,7 +198,7 @@ def daemon() -> int:
 
 
 def main(options: list[str]) -> int:
-    """Accept only one option before R555, like the real program; with more it searches for a daemon and exits."""
+    """Accept only one option before R555, like the real program, which otherwise searches for a daemon and exits."""
     if options == ["-f"] or (options == ["-f", "-multiuser-server"] and BRANCH >= 555):
         return daemon()
     if not options:
