@@ -109,7 +109,7 @@ def run_driver_program(
 ) -> tuple[int, str]:
     """Run a program of the installed NVIDIA driver like `run_program`, in a slot of the program and `subject`.
 
-    Raises: StateError; RetryableError that begins with `action`.
+    Raises: StateError; RetryableError that begins with "cannot" and `action`.
     """
     programs = find()
     program = programs.path(name)

@@ -61,7 +61,7 @@ class ComputeMode:
 
         Raises: NotSupportedError if the GPU has no compute mode, RetryableError for other failures.
         """
-        action = f"cannot read the compute mode of {gpu_uuid}"
+        action = f"read the compute mode of {gpu_uuid}"
         code, text = self._run(action, gpu_uuid, "--query-gpu=compute_mode", "--format=csv,noheader")
         name = text.splitlines()[-1].strip().upper() if text else ""
         if code == 0 and name in _BY_NAME:
@@ -74,7 +74,7 @@ class ComputeMode:
         """Set the mode and read it back. Raises: NotSupportedError if the GPU does not support it; RetryableError,
         including if the mode did not change.
         """
-        action = f"cannot set the compute mode of {gpu_uuid} to {_NAMES[mode]}"
+        action = f"set the compute mode of {gpu_uuid} to {_NAMES[mode]}"
         code, text = self._run(action, gpu_uuid, "-c", _NAMES[mode])
         lowered = text.lower()
         if code != 0 or any(part in lowered for part in (_NOT_SUPPORTED, *_NOT_SET)):
