@@ -376,7 +376,7 @@ class DriverChecks:
         return ok(f"nvidia-imex is ready; claims get {_channels(wanted, count)}")
 
     def host_devices(self) -> Finding:
-        """Check that the host has the extra devices that every claim should get."""
+        """Check that the host has the extra devices that claims should get."""
         kinds = self.settings.extra_devices.host_devices
         finder = HostDeviceFinder(self.paths, nodes=self.nodes)
         missing = [kind for kind in kinds if not finder.find(kind).nodes]
