@@ -49,7 +49,7 @@ class ResponseTooLargeError(ApiUnavailableError):
 
 @dataclass(frozen=True, slots=True)
 class ApiErrors:
-    """Makes the errors of one request. Every message begins with "cannot" and `action`.
+    """Makes one request's errors. Every message begins with "cannot" and `action`.
 
     `hide` removes credentials from text that comes from a server, a proxy or a library. `proxy` is the URL of the proxy
     for the API server, without credentials.
