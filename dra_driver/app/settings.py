@@ -300,7 +300,7 @@ class Settings:
     )
     dynamic_mig: bool = _setting(
         False,
-        "Create MIG devices on demand, on every GPU that supports MIG.",
+        "Create MIG devices on demand, on GPUs that support it.",
         _SWITCH,
         key="dynamicMig.enabled",
         is_required=True,
@@ -370,7 +370,7 @@ class Settings:
     )
     host_devices: tuple[HostDevice, ...] = _setting(
         (),
-        "Device nodes that every claim gets in addition to its GPUs: a comma-separated list of gds, mofed, gdrcopy "
+        "Device nodes that claims for containers also get: a comma-separated list of gds, mofed, gdrcopy "
         "and nvswitch.",
         ListField(Choice(HOST_DEVICES), None),
         of_file=in_order,

@@ -80,8 +80,8 @@ def run(given: Namespace) -> None:
 
 
 _CHANGES_BEHAVIOUR = {
-    "feature_gates": f"only the feature gates {' and '.join(GATES)} have an effect here; all other features are "
-    "on"
+    "feature_gates": f"only {' and '.join(f'{gate}=true' for gate in GATES)} have an effect; the plugin ignores all "
+    "other feature gates"
 }
 
 

@@ -50,7 +50,7 @@ class Operation:
     """`what` is for messages, and may change while the operation runs.
 
     `began` (time.monotonic()) and `since`, the same as text, are empty while it waits. Of operations with
-    equal `once`, only one may wait. `only_writes`: it waits for a write to the kernel, without NVML.
+    equal `once` and GPUs, only one may wait. `only_writes`: it waits for a write to the kernel, without NVML.
     `is_given_up`: the caller no longer waits.
     """
 

@@ -5,7 +5,7 @@ cleanup* once no record names the step. So removing a claim's record ends the cl
 full disk. A *detail* is what a step found or created, such as a MIG device with its IDs. The runner of the
 step writes and removes details.
 
-A crash during a step leaves the entry with some details, and an undo then finds little to do. After a crash
+After a crash during a step, the entry may lack details, and the undo may find nothing to do. After a crash
 during an undo, the undo runs again.
 
 Only the lane of a GPU writes its file; a step that changes several GPUs is in the file of the first one.

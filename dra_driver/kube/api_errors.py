@@ -49,7 +49,7 @@ class ResponseTooLargeError(ApiUnavailableError):
 
 @dataclass(frozen=True, slots=True)
 class ApiErrors:
-    """Makes the errors of one request. Every message begins with `action`.
+    """Makes one request's errors. Every message begins with "cannot" and `action`.
 
     `hide` removes credentials from text from outside. `proxy` is a URL without credentials.
     """

@@ -91,8 +91,8 @@ class ApiClient:
         content_type: str = JSON,
         timeout_s: float | None = None,
     ) -> dict[str, Any]:
-        """Send a request and return the decoded response. Error messages begin with `action`, such as "get claim
-        ns/name".
+        """Send a request and return the decoded response. Error messages begin with "cannot" and `action`, such as "get
+        claim ns/name".
 
         The call takes at most `timeout_s`, including the wait for the rate limit.
         """

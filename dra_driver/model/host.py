@@ -116,7 +116,7 @@ HOST_DEVICE_REMEDIES: Final[Mapping[HostDevice, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class ExtraDevices:
-    """What the node's configuration adds to every claim; `imex` only to claims on GPUs in a fabric."""
+    """What the node's configuration adds to claims for containers; `imex` only to claims on GPUs in a fabric."""
 
     imex: ImexChannels | None = None
     host_devices: tuple[HostDevice, ...] = ()

@@ -146,7 +146,7 @@ class Inventory:
 
     @cached_property
     def cards_by_gpu(self) -> Mapping[str, Card]:
-        """Without GPUs that cannot be used whole: this plugin never destroys static MIG devices."""
+        """Without GPUs that cannot be used whole: a claim never destroys static MIG devices."""
         return {gpu.uuid: card for gpu, card in self._cards() if _is_whole(gpu)}
 
     @cached_property

@@ -20,7 +20,7 @@ from dra_driver.nvml.mig_reading import gpu_handle
 
 _REFUSED: Final = {
     pynvml.NVML_ERROR_INVALID_ARGUMENT: "the GPU does not accept this value",
-    pynvml.NVML_ERROR_NO_PERMISSION: "this node may not change it; a virtual machine may lack the right",
+    pynvml.NVML_ERROR_NO_PERMISSION: "NVML denies permission, as it may in a virtual machine",
 }
 _LOCKS: Final[Mapping[ClockDomain, tuple[Callable[..., Any], Callable[..., Any]]]] = {
     "graphics": (pynvml.nvmlDeviceSetGpuLockedClocks, pynvml.nvmlDeviceResetGpuLockedClocks),

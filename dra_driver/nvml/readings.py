@@ -165,7 +165,7 @@ def _memory_numa_node(log: FaultLog, handle: Handle, addressing: str | None) -> 
 
 
 def _chassis(handle: Handle) -> Chassis | None:
-    """Return None for a GPU that is not in a rack: it has no serial number, or the query is not supported.
+    """Return None for a GPU without a chassis serial number: it is not in a rack. Raises: pynvml.NVMLError.
 
     Reads the bytes of the structure: the binding declares its numbers as characters, and cannot return all of them.
     """

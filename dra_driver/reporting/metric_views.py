@@ -73,7 +73,7 @@ _GAUGES: Mapping[str, tuple[str, ...]] = {
                      "parent_uuid", "uuid", "mig_instance"),
     "mps_daemons": ("MPS control daemons of the node.", "state"),
     "node_problem": ("1 while `/readyz` shows a problem or a note.",),
-    "partitions_unsupported": ("1 while MIG on demand is on, but the API server lacks partition support.",),
+    "partitions_unsupported": ("1 while the API server lacks the counters that the configuration needs.",),
     "publish_problem": ("1 while the slices in the API server are out of date.",),
     "problems": ("Problems of the node by kind, as in `/problems`.", "problem"),
     "published_slices": ("Slices of this node in the API server.",),

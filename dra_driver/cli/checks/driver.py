@@ -99,7 +99,8 @@ class DriverChecks:
         if unbound:
             return fail(
                 f"not bound to a driver: {named(unbound)}",
-                "run `modprobe nvidia` on the node; if that fails, `dmesg | grep -i nvrm` shows why",
+                f"run `modprobe nvidia && echo {unbound[0]} > /sys/bus/pci/drivers_probe` on the node; if that fails, "
+                "`dmesg | grep -i nvrm` shows why",
             )
         if passed and self.settings.passthrough:
             return ok(f"{len(functions)} on the PCI bus, {len(passed)} bound to vfio for virtual machines")

@@ -124,9 +124,9 @@ def _share(part: Part, busy: float, need: float, used: str) -> tuple[Kind, str, 
     if fit < 2:
         return None
     text = (
-        f"a share is enough instead of {part.product}: {fit} such claims fit on one GPU, by "
-        f"{memory / _GIB:.0f} GiB for {used}, and by kernels that run for {100 * busy:.0f} % of the time; needs the "
-        "section sharing of the configuration"
+        f"a share is enough instead of {part.product}: {fit} such claims fit on its {memory / _GIB:.0f} GiB, because "
+        f"each needs {used}, and its kernels run for {100 * busy:.0f} % of the time; shares need the section sharing "
+        "of the configuration"
     )
     amount = max(1, math.ceil(need / _GIB))
     change = "deviceClassName: shares.gpu.nvidia.com", f"capacity: {{requests: {{memory: {amount}Gi}}}}"
