@@ -104,11 +104,10 @@ class ResolvedConfig:
 def config_for_result(
     result: DeviceResult, configs: Sequence[DeviceConfig], driver: str, device_type: DeviceType
 ) -> ResolvedConfig:
-    """Return the parameters of one allocated device. Entries are not merged: the last one that applies wins.
+    """Return the parameters of one device. Entries are not merged: the last one that applies wins.
 
-    Precedence, lowest first: the defaults, entries of the class in order, entries of the claim in order. An entry
-    applies if it names the result's request, in full or by its base name, or if it names no request and its kind fits
-    the device.
+    The order is: the defaults, entries of the class, entries of the claim. An entry applies if it names the request, in
+    full or by its base name, or if it names none and its kind fits the device.
 
     Raises: InvalidConfigError if an entry that may apply is invalid or not opaque, names the request but does not fit
     the device, or requires adminAccess that the request lacks (even if a later entry replaces it).

@@ -155,9 +155,8 @@ class HealthState:
 class PolledHealth:
     """A value is None if the query is not supported, was skipped or failed.
 
-    `failed` names failed queries by the value that they read; the query `remap_pending` reads `remap_failed`
-    too. `answered` is False if no query that needs the GPU itself succeeded, and at least one failed: values
-    that the kernel driver has cached prove nothing then.
+    `failed` names failed queries by their value; `remap_pending` reads `remap_failed` too. `answered` is False if no
+    query that needs the GPU itself succeeded, and at least one failed: cached values prove nothing then.
 
     `recovery_action` is NVML's number. `fabric_registration` is valid only with `fabric`. `slowdowns`:
     `thermal`, `power`, `hardware`. The next reset repairs `repairs_pending`: `channel`, `tpc`. `pcie_narrow`

@@ -102,11 +102,10 @@ OfferedDevice = WholeGpu | StaticMigDevice | DynamicMigDevice | VfioDevice
 class Inventory:
     """All GPUs in PCI order. `nvlink_domains` maps GPU UUIDs to domains.
 
-    `lost` GPUs are as they were before they stopped responding. They stay published, with a taint, because a
-    claim may hold them. `unread` are UUIDs of GPUs for MIG on demand whose profiles or instances were not
-    read completely (`partitioning` is outdated or None), and of devices whose architecture was never read, so
-    that they may not be GPUs. `hanging` counts GPUs that were never read because an NVML call does not
-    return. `reachable_pairs` are pairs of UUIDs with the number of NVLinks between them.
+    `lost` GPUs are as they were before they stopped responding; they stay published, with a taint. `unread` are UUIDs
+    of GPUs for MIG on demand whose `partitioning` is outdated or None, and of devices whose architecture was never
+    read, so that they may not be GPUs. `hanging` counts GPUs that were never read because an NVML call hangs.
+    `reachable_pairs` has the number of NVLinks between two UUIDs.
 
     `imex_channels` is None if the NVIDIA driver has none or the configuration uses none. With `kept_names`,
     GPUs are named by minor number, and these names, by UUID, stay when the number changes. No slots, because

@@ -23,8 +23,7 @@ class MpsMember:
 class MpsDaemonSpec:
     """The control daemon of one GPU or MIG device, or of several whole GPUs.
 
-    `uuid` is the device's own. `multi_user` lets clients of different users share a server; it requires Volta
-    and NVIDIA driver R555, or newer. Without it, the daemon serves one user at a time. The default limits
+    `multi_user` serves several users at a time; it requires Volta and NVIDIA driver R555, or newer. The default limits
     apply to clients without a tighter limit; None means all threads, all memory.
 
     A daemon of several GPUs is named after the GPU with the lowest UUID; `others` follow in order of their

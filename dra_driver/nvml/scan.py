@@ -81,10 +81,10 @@ def read_reachable_pairs(
 ) -> tuple[Pairs, list[DiscoveryFault]]:
     """Return the number of links of each pair of GPU UUIDs with NVLink peer access, and a fault for each failed read.
 
-    The NVIDIA driver's report on peer access takes precedence, because it accounts for switch partitions; without a
-    report, the links decide. Behind a switch the count is 1. `memory` answers for GPUs that are in MIG mode but can be
-    whole again, for `silent` GPUs, which are not called, and for pairs whose query fails. For a pair that was never
-    read, the links decide if one GPU is in MIG mode; otherwise it counts as without peer access.
+    The NVIDIA driver's report on peer access accounts for switch partitions; without it, the links decide. Behind a
+    switch the count is 1. `memory` answers for GPUs in MIG mode that can be whole again, for `silent` GPUs, which are
+    not called, and for queries that fail. A pair that was never read counts as without peer access, unless one GPU is
+    in MIG mode: then the links decide.
     """
     linked = {
         index: (handle, gpu) for index, (handle, gpu) in gpus.items() if gpu.nvlink_links and gpu.can_be_whole

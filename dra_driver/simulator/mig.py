@@ -146,6 +146,7 @@ def _free_compute_starts(profile: MigProfile, instance: GpuInstance, slices: int
 
 
 def create_compute_instance(gpu: Gpu, model: Model, gi: int, profile_id: int) -> ComputeInstance:
+    """Raise Refusal as NVML does."""
     instance = gpu.instance(gi)
     if instance is None:
         raise Refusal(pynvml.NVML_ERROR_NOT_FOUND)

@@ -37,6 +37,7 @@ _REGISTERS_MIB, _LAST_MIB = 16, 32
 
 
 def procfs(state: State) -> Entries:
+    """Return the files of /proc that the plugin reads."""
     entries: Entries = {
         "proc/devices": Text(_proc_devices(state)),
         "proc/modules": Text(_modules(state)),
