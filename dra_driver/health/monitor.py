@@ -59,9 +59,8 @@ class Monitor(HealthThread):
          ▲                          │
          └────────it is back────────┘     a lost GPU that is still on the bus stays lost
 
-    `gpus` returns the PCI bus IDs of the GPUs to watch, by UUID; None while they are unknown. `hanging` returns the
-    plugin's current operation on each GPU, by UUID, and its start on the monotonic clock. Several threads call the
-    functions, which must not block.
+    `gpus` returns the PCI bus IDs of the GPUs to watch, by UUID; None while unknown. `hanging` returns the current
+    operation on each GPU, by UUID, and its monotonic start. Several threads call both, which must not block.
     """
 
     book: HealthBook

@@ -183,10 +183,8 @@ def nvlink_domains(gpus: Sequence[Gpu], reachable: Mapping[Pair, int]) -> dict[s
     """Return the NVLink domain of each GPU that has one, by UUID.
 
     `reachable` maps pairs of UUIDs to the number of links between them, or any positive number behind a switch. GPUs
-    with an equal domain reach each other pairwise, so a claim can use the domain as `matchAttribute`. Only a multi-node
-    fabric gives a single GPU a domain.
-
-    A GPU in MIG mode has no domain, because MIG disables peer access, unless it leaves MIG mode for a claim.
+    with an equal domain reach each other pairwise. Only a multi-node fabric gives a single GPU a domain. MIG mode
+    disables peer access, so such a GPU has none unless it leaves MIG mode for a claim.
     """
     whole = [gpu for gpu in gpus if gpu.can_be_whole]
     domains = _fabric_domains({gpu.uuid: gpu.fabric.domains for gpu in whole if gpu.fabric is not None})
