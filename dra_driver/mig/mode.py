@@ -193,10 +193,6 @@ class MigMode:
                         if self._hardware.instances(*gpu):
                             return
                         self._switch(gpu, on=False)
-                        if self.is_on(gpu):
-                            raise RetryableError(
-                                f"NVML reported success, but GPU {gpu_uuid} is still in MIG mode"
-                            )
                         _log.info("mig_mode_disabled", gpu_uuid=gpu_uuid)
             except DraDriverError as error:
                 if self._logged.get(gpu_uuid) != str(error):

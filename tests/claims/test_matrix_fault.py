@@ -28,7 +28,7 @@ from tests.fakes.matrix import BOOTS, Case
 from tests.fakes.samples import claim
 
 PAGE = Path(__file__).parents[2] / "docs/conformance.md"
-SLICED = {"several requests", "time-slicing", "metadata"}
+SLICED = {"several requests", "time-slicing", "eight GPUs with an interval", "metadata"}
 SERVED = {"MPS settings", "MPS over several GPUs", "share", "second share"}
 SERVED |= {"MIG on demand with MPS and metadata"}
 LIMITED = {"power limit", "locked clocks", "second share with limits"}

@@ -48,6 +48,7 @@ HURRY_S = 2.3
 _HANGS = re.compile("has not finished; the kubelet's deadline has passed|Cleanup pending")
 BY_KIND: dict[str, type[Step]] = {
     "time-slicing": SetTimeSlice,
+    "eight GPUs with an interval": SetTimeSlice,
     "power limit": SetPowerLimit,
     "locked clocks": LockClocks,
     "MPS settings": RunMps,

@@ -18,6 +18,7 @@ class HangingNvml:
 
     def __init__(self, session: Any = None) -> None:
         self.called: Counter[str] = Counter()
+        self._guard = threading.Lock()
         self.reached = threading.Event()
         self._library = pynvml.nvmlLib
         self._hanging: str | None = None
@@ -32,7 +33,8 @@ class HangingNvml:
         real = getattr(self._library, name)
 
         def call(*given: Any) -> Any:
-            self.called[name] += 1
+            with self._guard:
+                self.called[name] += 1
             if name == self._hanging:
                 self.reached.set()
                 assert self._let.wait(PATIENCE_S)

@@ -7,13 +7,15 @@ import errno
 import json
 import os
 import re
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import pytest
 
@@ -27,6 +29,7 @@ from dra_driver.errors import NvmlInUseError, PermanentError, RetryableError
 from dra_driver.host.driver_root import DriverRoot
 from dra_driver.host.gpu_nodes import GpuNodes
 from dra_driver.host.vfio import VfioCards
+from dra_driver.journal import lanes
 from dra_driver.journal.executor import StepDispatcher
 from dra_driver.journal.ledger import DIRECTORY as LEDGER
 from dra_driver.journal.ledger import Ledger
@@ -71,6 +74,8 @@ FOR_MACHINES = 3
 """Index of the GPU for virtual machines. It has an audio function in its group."""
 ON_DEMAND = (6, 7)
 """Indexes of the GPUs with MIG devices on demand; those on 0 and 1 were created by hand."""
+ADDED = range(8, 13)
+"""Indexes of the GPUs that the machine has in addition, so that a claim with eight GPUs leaves some."""
 EFFECTS = frozenset({
     "set_mode", "create", "create_compute", "destroy_compute", "destroy",
     "set_time_slice", "set_power", "lock_clock", "unlock_clock", "ensure", "stop", "write", "load_module", "set",
@@ -111,6 +116,9 @@ class Site:
         gpu = self.machine.gpu(FOR_MACHINES)
         audio = f"{gpu.bus_id.partition('.')[0]}.1"
         # An administrator keeps this function for its driver.
+        for _ in ADDED:
+            self.machine.add_gpu("h100-sxm")
+        self.simulated.session.reopen()
         self.machine.add_function(
             Function(audio, gpu.pcie, 0x22BA, 0x040300, driver="snd_hda_intel", override="snd_hda_intel")
         )
@@ -292,52 +300,49 @@ class RecordedMpsHost:
         self._records.forget(device)
 
 
+class Change(NamedTuple):
+    """A durable change: the GPUs of its lane (none outside the lanes), its number in the lane, and its name."""
+
+    lane: frozenset[str]
+    number: int
+    name: str
+
+
 class Deaths:
     """Counts durable changes: effects, and changes of directories, files and disk below a directory. Dies
-    right after change number `at`, or with `fault` raises an error instead of that change.
+    right after the change `at`, or with `fault` raises an error instead of that change. Lanes work at the same time, so
+    each has numbers of its own; an int is the number among the changes of all. A dead process changes nothing.
     """
 
     FILES = ("replace", "rename", "unlink", "rmdir", "mkdir", "link")
     DESCRIPTORS = ("fsync",)
 
     def __init__(self) -> None:
-        self.at: int | None = None
+        self.at: Change | int | None = None
         self.fault = False
-        self.done: list[str] = []
+        self.done: list[Change] = []
         self.before: Callable[[], None] = lambda: None
         """Called before each effect; a hang begins there."""
-        self._within = 0
-
-    def note(self, name: str) -> None:
-        self.done.append(name)
-        if len(self.done) == self.at and not self.fault:
-            raise Crash
-
-    def fail(self, name: str) -> None:
-        """Before it is done."""
-        if self.fault and len(self.done) + 1 == self.at:
-            self.done.append(name)
-            raise (
-                RetryableError("not today") if name in EFFECTS else OSError(errno.EIO, os.strerror(errno.EIO))
-            )
+        self._is_dead = False
+        self._guard = threading.Lock()
+        self._within: ContextVar[bool] = ContextVar("within an effect", default=False)
 
     def effects_of(self, subject: Any) -> Any:
         return _Effects(subject, self)
 
-    @contextmanager
-    def effect(self, name: str) -> Iterator[None]:
+    def effect(self, name: str, function: Callable[[], Any]) -> Any:
         """The machine's own writes for it do not count."""
         self.before()
-        self.fail(name)
-        self._within += 1
+        within = self._within.set(True)
         try:
-            yield
+            return self._counted(name, function)
         finally:
-            self._within -= 1
-        self.note(name)
+            self._within.reset(within)
 
     @contextmanager
-    def watching(self, directory: Path, at: int | None = None, *, fault: bool = False) -> Iterator[list[str]]:
+    def watching(
+        self, directory: Path, at: Change | int | None = None, *, fault: bool = False
+    ) -> Iterator[list[Change]]:
         self.at, self.fault, self.done = at, fault, []
         with pytest.MonkeyPatch.context() as patch:
             for name in (*self.FILES, *self.DESCRIPTORS):
@@ -345,15 +350,34 @@ class Deaths:
             yield self.done
 
     def _called(self, name: str, function: Any, top: str, *args: Any, **options: Any) -> Any:
-        subject = args[0]
+        subject, call = args[0], partial(function, *args, **options)
         # Names relative to a descriptor belong to a tree that is being removed.
         is_ours = not isinstance(subject, str | os.PathLike) or str(subject).startswith(top) or options
-        if self._within or not is_ours:
-            return function(*args, **options)
-        self.fail(name)
-        answer = function(*args, **options)
-        self.note(name)
+        return self._counted(name, call) if is_ours and not self._within.get() else call()
+
+    def _counted(self, name: str, function: Callable[[], Any]) -> Any:
+        operation = lanes._operation.get()
+        lane = frozenset() if operation is None else operation.gpu_uuids
+        with self._guard:
+            self._end_if_dead()
+            change = Change(lane, 1 + sum(one.lane == lane for one in self.done), name)
+            if self.fault and self.at in (change, len(self.done) + 1):
+                self.done.append(change)
+                raise (
+                    RetryableError("not today")
+                    if name in EFFECTS
+                    else OSError(errno.EIO, os.strerror(errno.EIO))
+                )
+        answer = function()
+        with self._guard:
+            self.done.append(change)
+            self._is_dead |= not self.fault and self.at in (change, len(self.done))
+            self._end_if_dead()
         return answer
+
+    def _end_if_dead(self) -> None:
+        if self._is_dead:
+            raise Crash
 
 
 class _Effects:
@@ -366,11 +390,7 @@ class _Effects:
         if name not in EFFECTS:
             return found
 
-        def call(*args: Any, **options: Any) -> Any:
-            with self._deaths.effect(name):
-                return found(*args, **options)
-
-        return call
+        return lambda *args, **options: self._deaths.effect(name, partial(found, *args, **options))
 
 
 class KindNode(Journaled):
@@ -438,7 +458,7 @@ class KindNode(Journaled):
         return self.service.unprepare([wanted.ref], None)[wanted.ref.uid]
 
     @contextmanager
-    def dying(self, at: int | None, *, fault: bool = False) -> Iterator[list[str]]:
+    def dying(self, at: Change | int | None, *, fault: bool = False) -> Iterator[list[Change]]:
         with self.deaths.watching(self.directory, at, fault=fault) as done:
             yield done
 
@@ -592,6 +612,11 @@ KINDS: Mapping[str, Kind] = {
         )
     ),
     "time-slicing": Kind(lambda site: claim(site.whole(2), configs=(parameters(**TIME_SLICING),))),
+    "eight GPUs with an interval": Kind(
+        lambda site: claim(
+            *(site.whole(index) for index in (2, 3, 6, *ADDED)), configs=(parameters(**TIME_SLICING),)
+        )
+    ),
     "power limit": Kind(lambda site: claim(site.whole(2), configs=(_opaque("GpuConfig", **POWER),))),
     "locked clocks": Kind(lambda site: claim(site.whole(2), configs=(_opaque("GpuConfig", **CLOCKS),))),
     "second share with limits": Kind(

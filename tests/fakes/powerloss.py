@@ -10,7 +10,7 @@ more hostile than any journaling file system, and includes what ext4 and XFS may
 
 Temporary files, whose names begin with a dot, are either all gone or all present and empty, because nothing
 reads them. After each change the model records the result if everything unsynced is lost, if nothing is, and
-for some mixtures, which are the same in each run.
+for some mixtures, which are the same in each run if one thread makes the changes. Threads make them one at a time.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +81,7 @@ class Disk:
         self._descriptors: list[int] = []
         self._promise = "nothing"
         self._random = random.Random(0)
+        self._guard = threading.RLock()
         self.losses: dict[str, set[Tree]] = {"nothing": set()}
 
     def promise(self, what: str) -> None:
@@ -92,7 +95,7 @@ class Disk:
         assert not list(self._directory.iterdir()), "what is there already would not be known"
         with pytest.MonkeyPatch.context() as patch:
             for name, noted in self._watched().items():
-                patch.setattr(os, name, noted)
+                patch.setattr(os, name, self._alone(noted))
             yield
         seen = {(path.relative_to(self._directory), path.is_dir()) for path in self._directory.rglob("*")}
         assert set(_current(self._root, Path())) == seen, "a change was made in a way that is not watched"
@@ -115,6 +118,16 @@ class Disk:
                 os.utime(self._directory / name, _LONG_AGO)
 
     # --- what is done --------------------------------------------------------------------------
+
+    def _alone(self, change: Callable[..., Any]) -> Callable[..., Any]:
+        """Let no other thread change the disk between the call and what the model records of it."""
+
+        @wraps(change)
+        def alone(*args: Any, **options: Any) -> Any:
+            with self._guard:
+                return change(*args, **options)
+
+        return alone
 
     def _watched(self) -> Mapping[str, Callable[..., Any]]:
         real = {name: getattr(os, name) for name in _CHANGES}

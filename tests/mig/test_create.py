@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pynvml
 import pytest
 
 from dra_driver.errors import (
@@ -323,13 +324,13 @@ def test_device_freed_in_time_needs_no_second_call(node: MigNode, small) -> None
     assert node.state() == UNTOUCHED
 
 
-@pytest.mark.parametrize("function", ["destroy", "set_mode"])
+@pytest.mark.parametrize("function", ["destroy", "nvmlDeviceSetMigMode"])
 def test_undo_that_reports_success_without_effect_is_retried(
     node: MigNode, small, function: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node.prepare(small)
     with monkeypatch.context() as broken:
-        broken.setattr(node.hardware, function, lambda *_given: None)
+        broken.setattr(node.hardware if function == "destroy" else pynvml, function, lambda *_given: 0)
         node.unprepare()
         left = [f"{cause}" for _, cause in pending(node)] if function == "destroy" else ["is still there"]
         assert ["is still there" in cause for cause in left] == [True]
