@@ -116,7 +116,8 @@ def read_gpu(index: int) -> tuple[Handle, Gpu, FaultLog]:
         log.faults.append(DiscoveryFault(log.subject, text))
     fabric = _fabric(log, handle)
     links = log.read("NVLink", link_states, handle)
-    compute = gpu.cuda_compute_capability or _LOCKS_MEMORY_CLOCK  # if it is unknown, NVML may refuse a claim later
+    # If it is unknown, NVML may refuse a claim later.
+    compute = gpu.cuda_compute_capability or _LOCKS_MEMORY_CLOCK
     memory_clocks = log.read("memory clocks", pynvml.nvmlDeviceGetSupportedMemoryClocks, handle)
     graphics_clocks = memory_clocks and log.read(
         "graphics clocks", pynvml.nvmlDeviceGetSupportedGraphicsClocks, handle, max(memory_clocks)
