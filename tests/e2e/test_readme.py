@@ -212,9 +212,6 @@ def test_node_without_a_registry_gets_a_pod_with_a_gpu_and_is_clean_afterwards(
     run(clean)
     assert cluster.leftovers() == []
     assert not PLUGIN_DIR.exists()
-    assert not [
-        name for name in run("ctr -n k8s.io images ls -q").split() if name.startswith("docker.io/library/gpu")
-    ]
     assert "nvidia.com/gpu.present" not in cluster.get("node", cluster.node)["metadata"]["labels"]
     assert "gpu.nvidia.com" not in cluster.kubectl("get", "resourceslices,deviceclasses", "-o", "name")
 
