@@ -59,7 +59,8 @@ def main() -> int:
     print(f"{device_count()} devices are published. List them, and run a pod with one:\n")
     print(f"  export KUBECONFIG={localcluster.kubeconfig()}")
     print("  kubectl get resourceslices -o yaml")
-    print("  kubectl apply -f examples/one-gpu && kubectl logs -f one-gpu")
+    print("  kubectl apply -f examples/one-gpu && kubectl wait --for=condition=Ready pod/one-gpu")
+    print("  kubectl exec one-gpu -- nvidia-smi -L")
     return 0
 
 

@@ -1,7 +1,8 @@
 """The commands of docs/install.md, upgrade.md and migration.md, exactly as printed.
 
-`docker` is replaced by buildah: it uses the base of `make image`, since there is no registry to pull
-`python:3.13-slim` from, and pushes to the node. Everything else is what a reader runs.
+These machines have no Docker daemon and no registry, so `docker` is a program that calls buildah: it builds on the base
+of `make image` instead of `debian:trixie-slim`, saves, and "pushes" to the node. The node has no GPU, so the chart gets
+the value for a simulated machine where the page offers it. Everything else is what a reader runs.
 """
 
 from __future__ import annotations
@@ -44,10 +45,14 @@ command, *words = sys.argv[1:]
 if command == "build":
     *options, folder = words
     image.build(*options, folder=pathlib.Path(folder))
-elif command == "push":
+elif command in ("push", "save"):
     [name] = words
-    image.save(name, pathlib.Path("{archive}"))
-    localcluster.load_image(pathlib.Path("{archive}"))
+    archive = pathlib.Path("{archive}")
+    image.save(name, archive)
+    if command == "push":
+        localcluster.load_image(archive)
+    else:
+        sys.stdout.buffer.write(archive.read_bytes())
 else:
     sys.exit(f"docker {{command}} is not known here")
 """
@@ -55,6 +60,7 @@ else:
 
 
 REGISTRY = "registry.example.com/gpu"
+NO_REGISTRY = "One GPU node, ten minutes, no registry"
 DEVICE_PLUGIN = {
     "apiVersion": "apps/v1",
     "kind": "DaemonSet",
@@ -78,7 +84,7 @@ def reader(cluster: Cluster, tmp_path: Path) -> Iterator[dict[str, str]]:
     """What a reader's shell has; afterwards the cluster has the driver of the other tests again."""
     programs = tmp_path / "bin"
     programs.mkdir()
-    text = _DOCKER.format(python=sys.executable, hack=ROOT / "hack", archive=tmp_path / "pushed.tar")
+    text = _DOCKER.format(python=sys.executable, hack=ROOT / "hack", archive=tmp_path / "image.tar")
     (programs / "docker").write_text(text)
     (programs / "docker").chmod(0o755)
     (programs / "helm").symlink_to(cluster.local.helm())
@@ -89,12 +95,14 @@ def reader(cluster: Cluster, tmp_path: Path) -> Iterator[dict[str, str]]:
 
 
 def with_kubectl(cluster: Cluster, programs: Path) -> dict[str, str]:
-    """The environment of a shell with kubectl and these programs."""
-    (programs / "kubectl").symlink_to(cluster.local.kubectl())
+    """The environment of a shell with kubectl, ctr and these programs."""
+    for name in ("kubectl", "ctr"):
+        (programs / name).symlink_to(cluster.local.program(name))
     return {
         **os.environ,
         "PATH": f"{programs}:{os.environ['PATH']}",
         "KUBECONFIG": str(cluster.local.kubeconfig()),
+        "CONTAINERD_ADDRESS": str(Layout.from_environment().containerd_socket),
         "REGISTRY": REGISTRY,
     }
 
@@ -145,7 +153,7 @@ def test_steps_to_install_work_as_printed(cluster: Cluster, reader: dict[str, st
     [label] = printed_blocks("docs/install.md", "Label the GPU nodes")
     with_helm, on_a_simulated_machine = printed_blocks("docs/install.md", "Install the chart")
     look, examine = printed_blocks("docs/install.md", "Check it")
-    [first_workload] = printed_blocks("docs/install.md", "Run a first workload")
+    _, _, run_pod, delete_pod, _ = printed_blocks("docs/install.md", NO_REGISTRY)
     [without_helm] = printed_blocks("daemonset/README.md", "Without Helm")
 
     answers: list[str] = []
@@ -169,39 +177,67 @@ def test_steps_to_install_work_as_printed(cluster: Cluster, reader: dict[str, st
     with suppress(AssertionError):
         wait_for("a doctor that finds no fault", finds_no_fault, 60, every_s=1.0)
     assert " 0 FAIL" in answers[-1], answers[-1]
-    run(first_workload)
+    run(run_pod)
     assert len(cluster.seen_by("one-gpu")) == 1
-    run("kubectl delete -f examples/one-gpu")
+    run(delete_pod)
     run("helm uninstall gpu-dra-driver --namespace gpu-dra-driver --wait")
     wait_for("the driver's pods to be gone", lambda: not cluster.driver_pods())
     run(without_helm)
     is_installed()
 
 
+def test_node_without_a_registry_gets_a_pod_with_a_gpu_and_is_clean_afterwards(
+    cluster: Cluster, reader: dict[str, str], tmp_path: Path
+) -> None:
+    run = shell(checkout(tmp_path), reader)
+    build, install_it, run_pod, delete_pod, clean = printed_blocks("docs/install.md", NO_REGISTRY)
+    without_gpu = "--set simulator.enabled=true"
+    assert f"add `{without_gpu}`" in section("docs/install.md", NO_REGISTRY)
+    claims, delete, remove_state = printed_blocks("docs/upgrade.md", "Uninstall")
+    uninstall(cluster, "--ignore-not-found")
+
+    run(build)
+    run(install_it.replace("helm install ", f"helm install {without_gpu} "))
+    [container] = cluster.get(DAEMONSET, "-n", NAMESPACE)["spec"]["template"]["spec"]["containers"]
+    assert container["image"] == f"gpu-dra-driver:{dra_driver.__version__}"
+    assert container["imagePullPolicy"] == "Never"
+    [gpu] = re.findall(r"^GPU \d+: .* \(UUID: (GPU-[0-9a-f-]+)\)$", run(run_pod), re.MULTILINE)
+    [claim_of_pod] = cluster.claims_of("one-gpu")
+    assert cluster.allocated(claim_of_pod) == [gpu]
+
+    run(delete_pod)
+    wait_for("the claim to be deleted", lambda: run(claims) == "")
+    run(delete)
+    run(remove_state)
+    run(clean)
+    assert cluster.leftovers() == []
+    assert not PLUGIN_DIR.exists()
+    assert "nvidia.com/gpu.present" not in cluster.get("node", cluster.node)["metadata"]["labels"]
+    assert "gpu.nvidia.com" not in cluster.kubectl("get", "resourceslices,deviceclasses", "-o", "name")
+
+
 def printed_blocks(page: str, heading: str) -> list[str]:
     """The shell blocks of a section of a page."""
-    section = (ROOT / page).read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
-    return [textwrap.dedent(block) for block in re.findall(r" *```bash\n(.*?\n) *```", section, re.DOTALL)]
+    blocks = re.findall(r" *```bash\n(.*?\n) *```", section(page, heading), re.DOTALL)
+    return [textwrap.dedent(block) for block in blocks]
+
+
+def section(page: str, heading: str) -> str:
+    return (ROOT / page).read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
 
 
 @pytest.fixture
 def administrator(cluster: Cluster, tmp_path: Path) -> Iterator[dict[str, str]]:
     """A shell with the released image in the registry and a device plugin on the node; all as before afterwards."""
-    ctr = [
-        str(cluster.local.program("ctr")),
-        "--namespace",
-        "k8s.io",
-        "--address",
-        str(Layout.from_environment().containerd_socket),
-    ]
-    name = f"{REGISTRY}/gpu-dra-driver:{dra_driver.__version__}"
-    subprocess.run([*ctr, "images", "tag", "--force", image.IMAGE, name], check=True, capture_output=True)
-    cluster.apply([DEVICE_PLUGIN])
     programs = tmp_path / "bin"
     programs.mkdir()
     (programs / "helm").symlink_to(cluster.local.helm())
+    environment = with_kubectl(cluster, programs) | {"NODE": cluster.node}
+    name = f"{REGISTRY}/gpu-dra-driver:{dra_driver.__version__}"
+    shell(tmp_path, environment)(f"ctr -n k8s.io images tag --force {image.IMAGE} {name}")
+    cluster.apply([DEVICE_PLUGIN])
     cluster.kubectl("label", "node", cluster.node, "nvidia.com/gpu.present=true", "--overwrite")
-    yield with_kubectl(cluster, programs) | {"NODE": cluster.node}
+    yield environment
     cluster.kubectl("uncordon", cluster.node)
     cluster.kubectl("label", "node", cluster.node, "gpus-by-", "nvidia.com/gpu.present-")
     cluster.kubectl(
