@@ -127,7 +127,7 @@ def failing(_real: object, _step: Step, _plan: object) -> None:
 def prepare_until(node: KindNode, wanted: AllocatedClaim, reached: threading.Event) -> None:
     """A kubelet in a hurry calls again and again, until the answer says that something hangs."""
     while True:
-        is_reached = reached.wait(0.02)  # the lane needs the time that calls without a pause would take from it
+        is_reached = reached.wait(0.02)  # calls without a pause would take the lane's time
         answer = node.prepare(wanted, HURRY_S)
         assert isinstance(answer, Failed)
         if is_reached and _HANGS.search(answer.error):
