@@ -119,6 +119,8 @@ class Site:
         self._gpus = {gpu.index: gpu for gpu in self.inventory.gpus}
         self._first = self.saved()
         self.detachment: str | None = None
+        self.found: dict[tuple[str, ...], Any] = {}
+        """What all tests with a kind of claim would find again."""
 
     def cards(self, plugin: Path) -> KnownCards:
         """The cards as the plugin with this directory shows them."""
